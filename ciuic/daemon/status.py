@@ -97,7 +97,8 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
         newest = facts.by_root[path]
         root.last_snapshot = summary(newest) if newest is not None else None
         root.seconds_since_last = _age_seconds(newest, now_ns)
-        root.next_snapshot = rfc3339(now_ns) if path in daemon.first_snapshots.waiting else next_snapshot
+        if path in protected:
+            root.next_snapshot = rfc3339(now_ns) if path in daemon.first_snapshots.waiting else next_snapshot
     return StatusDocument(
         version=ciuic.__version__,
         pid=os.getpid(),

@@ -192,5 +192,9 @@ def detach_own(root: str, device: str, *, has_served: bool) -> None:
     if has_served and mounts.probe(root, _PROBE_SECONDS) == "alive":
         # Our session is over, so this is a successor's mount, which was given the device number of ours.
         return
+    if mounts.mounts_inside(entry):
+        # The overlay is dead now, or will be. The daemon, which may mount them again, detaches it.
+        log.warning("overlay_left_for_mounts_inside", root=root)
+        return
     mounts.detach(root)
     log.info("overlay_detached", root=root)

@@ -206,9 +206,11 @@ def test_reload_and_stop(host: Host) -> None:
         assert host.daemon is not None
         assert host.daemon.wait(10) == 0
         host.daemon = None
-        assert f"{host.root}: unmounted" in result.stdout
+        assert f"{host.root}: served until nobody is in it" in result.stdout
+        assert f"(pid {os.getpid()})" in result.stdout
         assert "no snapshots are taken until it runs again" in result.stderr
-        assert not mounted(host.root)
+        assert mounted(host.root)
+        assert not mounted(host.other)
         log.write("after\n")
     assert (host.root / "log").read_text() == "before\nafter\n"
     host.run("stop", code=5)

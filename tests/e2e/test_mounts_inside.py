@@ -12,6 +12,7 @@ import pytest
 from support.overlay import Overlay
 from support.site import CHECKOUT, Site, site_in
 
+from ciuic.daemon.roots.recovery import detach_dead
 from ciuic.protocol.worker_client import WorkerRefused
 from ciuic.system import mountinfo
 
@@ -113,6 +114,18 @@ with Overlay(root, top / "w.sock") as overlay:
     assert os.getcwd() == str(root / "datasets")
     assert Path("precious").read_text() == "kept"
     assert (root / "datasets/precious").read_text() == "kept"
+# The same for an overlay whose worker was killed, with one mount inside another.
+place = root / "dead"
+place.mkdir()
+with Overlay(root, top / "w.sock") as overlay:
+    subprocess.run(["mount", "-t", "tmpfs", "inside", str(place)], check=True)
+    (place / "nested").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "inside", str(place / "nested")], check=True)
+    (place / "nested/precious").write_text("kept")
+    overlay.process.kill()
+    overlay.process.wait()
+    assert mounts.detach_keeping_inside(os.fspath(root)) == []
+    assert (place / "nested/precious").read_text() == "kept"
 """
 
 
@@ -136,6 +149,26 @@ def test_they_move_under_every_propagation(short_tmp: Path, propagation: str) ->
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_they_outlive_a_dead_overlay(short_tmp: Path) -> None:
+    """A dead overlay is detached, and what was mounted inside it is in its place over the plain directory."""
+    root = short_tmp / "root"
+    (root / "way/datasets").mkdir(parents=True)
+    place = root / "way/datasets"
+    with Overlay(root, short_tmp / "w.sock") as overlay:
+        mount_tmpfs(place)
+        (place / "nested").mkdir()
+        mount_tmpfs(place / "nested")
+        (place / "nested/precious").write_text("kept")
+        overlay.process.kill()
+        overlay.process.wait(60)
+        assert detach_dead(str(root)) == 1
+    try:
+        assert (place / "nested/precious").read_text() == "kept"
+        assert len(mounted_at(place)) == len(mounted_at(place / "nested")) == 1
+    finally:
+        unmount(place / "nested", place)
 
 
 def test_a_worker_that_is_asked_alone_refuses(short_tmp: Path) -> None:

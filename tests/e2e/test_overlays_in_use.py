@@ -103,6 +103,7 @@ def test_a_root_that_is_no_longer_protected_is_served_to_the_end(site: Site, roo
     assert job.works()
     until("the root in the status", lambda: "bash" in site.root_status(root).error)
     assert site.root_status(root).state == "stopping"
+    assert site.root_status(root).next_snapshot is None
     if site.driver != "pyfuse3":
         os.kill(worker, signal.SIGKILL)
         until("a successor", lambda: site.root_status(root).worker_pid not in (0, worker))

@@ -126,16 +126,18 @@ def _scrub(host: ServiceHost) -> None:
 
 
 def _stop_and_start(host: ServiceHost, program: str) -> None:
-    """Stop by either command: the plain directory is back, and the job's open files are served on."""
+    """Stop by either command: the job is in the root, which is served on, and the next daemon goes on with its session."""
+    root = host.root()
     if program == "ciuic":
         host.ciuic("stop")
     else:
         host("systemctl", "stop", "ciuic.service")
     wait_for("the end", lambda: host.shown("ciuic.service", "ActiveState") == "inactive", 30)
     assert host.shown("ciuic.service", "Result") == "success"
-    assert "fuse.ciuic" not in host("cat", "/proc/1/mountinfo")
+    assert "fuse.ciuic" in host("cat", "/proc/1/mountinfo")
     host("systemctl", "start", "ciuic.service")
-    host.mounted()
+    after = host.mounted()
+    assert (after["worker_pid"], after["session"]) == (root["worker_pid"], root["session"])
 
 
 def test_an_upgrade_from_an_older_wheel(host: ServiceHost, short_tmp: Path) -> None:

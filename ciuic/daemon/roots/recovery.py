@@ -67,8 +67,10 @@ def detach_dead(root: str) -> int:
                 + (" that does not answer" if liveness == "hung" else ""),
                 hint="stop the daemon that serves it; if there is none: umount -l " + root,
             )
-        mounts.detach(root)
+        lost = mounts.detach_keeping_inside(root)
         log.warning("dead_mount_detached", root=root, mount_id=entry.mount_id)
+        if lost:
+            log.error("mounts_inside_lost", root=root, mounts=lost)
     raise CiuicError(f"{root} has more than {MAX_STACKED} dead overlays on it", hint=f"umount -l {root}")
 
 

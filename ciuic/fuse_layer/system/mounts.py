@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Literal, NamedTuple, TypeVar
 
 from ciuic.errors import CiuicError
+from ciuic.fuse_layer.system import syscalls
 from ciuic.protocol import state_directory
 from ciuic.system.mount_border import mount_id
 from ciuic.system.mountinfo import is_served_by_a_user
@@ -25,7 +26,7 @@ FS_TYPE = "fuse.ciuic"
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_POSIXACL = 1 << 16
-_MS_MOVE, _MS_PRIVATE, _MS_SHARED = 1 << 13, 1 << 18, 1 << 20
+_MS_MOVE, _MS_REC, _MS_PRIVATE, _MS_SHARED = 1 << 13, 1 << 14, 1 << 18, 1 << 20
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 # Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
 # otherwise.
@@ -377,6 +378,62 @@ def detach(path: str | bytes, fs_type: str = FS_TYPE) -> None:
         # Without UMOUNT_NOFOLLOW: the magic link of the descriptor is followed, and nothing else is.
         if _libc.umount2(b"/proc/self/fd/%d" % fd, _MNT_DETACH) != 0:
             _raise_errno(os.fsencode(path))
+    finally:
+        os.close(fd)
+
+
+def detach_keeping_inside(path: str | bytes) -> list[str]:
+    """Detach a dead overlay from ``path``, and mount what others had mounted inside it over the plain directory again.
+
+    These mounts are copies: nobody who has a file open in the old ones loses it, but a working directory there has no path any
+    more. They cannot be moved, because nothing leads to the plain directory while the overlay is over it.
+
+    Returns:
+        Paths of what could not be kept, in words.
+    """
+    target = os.path.normpath(os.fsencode(path))
+    overlay = overlay_at(target)
+    inside = mounts_inside(overlay) if overlay is not None else []
+    lost: list[str] = []
+    kept: list[tuple[bytes, int]] = []
+    plain_fd = -1
+    try:
+        for entry in inside:
+            name = os.path.relpath(entry.mount_point, target)
+            try:
+                kept.append((name, _copy_of(target, name)))
+            except OSError as error:
+                lost.append(f"{os.fsdecode(entry.mount_point)} ({os.strerror(error.errno or 0)})")
+        detach(target)
+        if kept:
+            plain_fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for name, fd in kept:
+            try:
+                place_fd = _open_inside(plain_fd, name)
+                try:
+                    syscalls.attach_mount(fd, place_fd)
+                finally:
+                    os.close(place_fd)
+            except OSError as error:
+                lost.append(f"{os.fsdecode(os.path.join(target, name))} ({os.strerror(error.errno or 0)})")
+    finally:
+        for fd in (plain_fd, *(fd for _, fd in kept)):
+            if fd >= 0:
+                os.close(fd)
+    return lost
+
+
+def _copy_of(root: bytes, name: bytes) -> int:
+    # The kernel has the names on the way to a mount point, so that the walk works although nobody answers.
+    overlay_fd = _open_overlay(root, FS_TYPE)
+    try:
+        fd = _open_inside(overlay_fd, name)
+    finally:
+        os.close(overlay_fd)
+    try:
+        # The end of a shared mount inside this one would be that of its copy.
+        _change_mount(fd, _MS_PRIVATE | _MS_REC)
+        return syscalls.clone_mount(fd)
     finally:
         os.close(fd)
 

@@ -39,7 +39,13 @@ _NR_SETFSUID: Final = 151 if _ARM64 else 122
 _NR_SETFSGID: Final = 152 if _ARM64 else 123
 _NR_STATX: Final = 291 if _ARM64 else 332
 # The same on every architecture, as of all calls since Linux 5.1.
+_NR_OPEN_TREE: Final = 428
+_NR_MOVE_MOUNT: Final = 429
 _NR_CACHESTAT: Final = 451
+_OPEN_TREE_CLONE: Final = 1
+_AT_EMPTY_PATH: Final = 0x1000
+_AT_RECURSIVE: Final = 0x8000
+_MOVE_MOUNT_EMPTY_PATHS: Final = 0x04 | 0x40
 # _IOW(0x94, 9, int) and _IOW(0x94, 13, struct file_clone_range) of linux/fs.h.
 _FICLONE: Final = 0x40049409
 _FICLONERANGE: Final = 0x4020940D
@@ -231,3 +237,20 @@ def stay_dumpable() -> None:
     """
     global _stays_dumpable
     _stays_dumpable = True
+
+
+def clone_mount(fd: int) -> int:
+    """Return a descriptor of a copy of the mount whose root ``fd`` is, with what is mounted inside it; it is mounted nowhere yet."""
+    flags = _OPEN_TREE_CLONE | _AT_EMPTY_PATH | _AT_RECURSIVE | os.O_CLOEXEC
+    copy = int(_libc.syscall(_NR_OPEN_TREE, fd, b"", flags))
+    if copy < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return copy
+
+
+def attach_mount(mount_fd: int, directory_fd: int) -> None:
+    """Mount what `clone_mount` returned over the directory or file ``directory_fd``."""
+    if _libc.syscall(_NR_MOVE_MOUNT, mount_fd, b"", directory_fd, b"", _MOVE_MOUNT_EMPTY_PATHS) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
