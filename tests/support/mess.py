@@ -240,6 +240,10 @@ class Mess:
             source.mkdir()
         if kind == "inside":
             source = self._folder()
+            if source == self.root:
+                # No FUSE file system shows its top in itself (EIO).
+                place.rmdir()
+                return
         if kind == "tmpfs":
             words = ["-t", "tmpfs", "-o", "size=4m", "none"]
         elif kind == "loop":
@@ -456,9 +460,6 @@ class Mess:
             self.live.start(self.root)
 
     def _unprotect(self) -> None:
-        # A bind mount of the overlay itself stays served, and is another root's overlay for `protect`.
-        if any(one.kind == "inside" for one in self.foreign):
-            return
         self._end_job()
         self._ensure_running()
         self.live.run("unprotect", str(self.root))
