@@ -280,17 +280,19 @@ class Mess:
         if not self._is_on_top(one.place):
             # Mounted before the root was served, so the overlay hides the mount from umount(8).
             return
-        # A capture or a worker may look into it at this moment, as any other program could.
-        wait_for(
-            "the unmount",
-            lambda: (
-                subprocess.run(
-                    ["umount", str(one.place)], check=False, timeout=30, capture_output=True
-                ).returncode
-                == 0
-            ),
-            20,
-        )
+        end = time.monotonic() + 20
+        while (
+            done := subprocess.run(["umount", str(one.place)], check=False, timeout=30, capture_output=True)
+        ).returncode:
+            # A capture or a worker may look into it at this moment, as any other program could.
+            if time.monotonic() > end:
+                users = subprocess.run(
+                    ["fuser", "-vm", str(one.place)], check=False, timeout=30, capture_output=True
+                )
+                raise Broken(
+                    f"{one.place} ({one.kind}) cannot be unmounted: {done.stderr.decode()} {users.stderr.decode()}"
+                )
+            time.sleep(0.05)
         self.foreign.remove(one)
 
     def _is_on_top(self, place: Path) -> bool:
