@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support import leftovers, trees
-from support.live import CommandFailed, Live, wait_for
+from support.live import CommandFailed, Live
 
 from ciuic.system import mountinfo
 
