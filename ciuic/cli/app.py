@@ -144,8 +144,8 @@ class CommandGroup(FrameGroup):
 def cli(context: click.Context) -> None:
     """Snapshots under a running training job, and an exact way back.
 
-    A snapshot ID may be any unambiguous prefix, "latest", "latest~2", or a time ("2023-06-15 15:00": the newest
-    snapshot not after it).
+    A snapshot ID may be any unambiguous prefix, "latest", "latest~2", or a time (2h, 14:05, "2023-06-15 15:00": the
+    newest snapshot not after it).
     """
     if context.invoked_subcommand is None:
         out(context.get_help())

@@ -82,12 +82,40 @@ def test_times_that_people_write(text: str, expected: int) -> None:
 def test_a_date_is_its_first_or_last_instant() -> None:
     """`--since DATE` begins with the day, `--until DATE` ends with it."""
     first = times.parse_when("2023-06-15", NOW_NS)
-    last = times.parse_when("2023-06-15", NOW_NS, end_of_day=True)
+    last = times.parse_when("2023-06-15", NOW_NS, end_of_period=True)
     assert times.clock(first) == "2023-06-15 00:00:00"
     assert times.clock(last) == "2023-06-15 23:59:59"
 
 
-@pytest.mark.parametrize("text", ["", "yesterday-ish", "2023-13-01", "5 parsecs"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("14:05", "2023-06-15 14:05:00"),
+        ("9:05:07", "2023-06-15 09:05:07"),
+        ("today", "2023-06-15 00:00:00"),
+        ("today 14:05", "2023-06-15 14:05:00"),
+        ("yesterday", "2023-06-14 00:00:00"),
+        ("Yesterday 14:05", "2023-06-14 14:05:00"),
+        ("2023-06-10 14:05", "2023-06-10 14:05:00"),
+        ("2023-06-10T14:05:09", "2023-06-10 14:05:09"),
+    ],
+)
+def test_times_of_the_clock_are_local(text: str, expected: str) -> None:
+    """A time alone is one of today; its whole second belongs to it."""
+    now_ns = int(datetime.fromisoformat("2023-06-15 16:00").timestamp()) * times.NS
+    assert times.clock(times.parse_when(text, now_ns)) == expected
+    last_ns = times.parse_when(text, now_ns, end_of_period=True)
+    length_s = 1 if ":" in text else 86400
+    assert last_ns - times.parse_when(text, now_ns) == length_s * times.NS - 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "yesterday-ish", "2023-13-01", "5 parsecs", "20230615", "2023", "2023-W10-1", "25:00", "14:5"),
+        *("2023-06-15T", "today14:05", "2023-06-15 +02:00", "999999999d", "9999-12-31"),
+    ],
+)
 def test_nonsense_is_no_time(text: str) -> None:
     """An invalid time is wrong usage, with examples of valid ones."""
     with pytest.raises(errors.UsageError) as caught:
