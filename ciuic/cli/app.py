@@ -211,6 +211,12 @@ def explain(error: Exception) -> tuple[str, str, int]:
     """Return what happened, what to do next, and the exit code of an exception."""
     if isinstance(error, CiuicError):
         return error.message, error.hint, error.exit_code
+    if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
+        return (
+            "a relative path was given, and the current directory does not exist any more",
+            "give absolute paths, or change to a directory that exists (cd /)",
+            2,
+        )
     if isinstance(error, OSError):
         where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
         text = error.strerror or str(error) or type(error).__name__
@@ -226,6 +232,14 @@ def explain(error: Exception) -> tuple[str, str, int]:
         return "out of memory", "", 1
     text = f"unexpected failure, a defect in ciuic: {type(error).__name__}: {error}"
     return text, "run it again with -vv for the details, and report them", 1
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _json_failure(session: Session, message: str, hint: str, code: int) -> None:

@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from ciuic import errors
 from ciuic.cli.app import COMMANDS, cli, explain, guarded
 from ciuic.cli.shared import names, times
+from ciuic.cli.shared.names import absolute
 from ciuic.cli.shared.options import PrintsHelp
 from ciuic.cli.shared.session import Session
+from ciuic.system.ownership import find_flaw
 
 NOW_NS = 1_686_834_000_123_456_789
 
@@ -121,6 +123,20 @@ def test_nonsense_is_no_time(text: str) -> None:
     with pytest.raises(errors.UsageError) as caught:
         times.parse_when(text, NOW_NS)
     assert "write for example" in caught.value.hint
+
+
+def test_a_relative_path_in_a_removed_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A relative path without a current directory is wrong usage, which is said; absolute paths need none."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert guarded(Session(), lambda: absolute("relative")) == 2
+    assert "current directory does not exist" in capsys.readouterr().err
+    assert absolute("/a/../b") == b"/b"
+    assert find_flaw("/") is None
 
 
 @pytest.mark.parametrize("kind", sorted(errors.BY_EXIT_CODE.values(), key=lambda kind: kind.exit_code))
