@@ -165,8 +165,8 @@ class CommandGroup(FrameGroup):
 def cli(context: click.Context) -> None:
     """Snapshots under a running training job, and an exact way back.
 
-    A snapshot ID may be any unambiguous prefix, "latest", "latest~2", or a time ("2023-06-15 15:00": the newest
-    snapshot not after it).
+    A snapshot ID may be any unambiguous prefix, "latest", "latest~2", or a time (2h, 14:05, "2023-06-15 15:00": the
+    newest snapshot not after it).
     """
     if context.invoked_subcommand is None:
         out(context.get_help())
@@ -232,6 +232,12 @@ def explain(error: Exception) -> tuple[str, str, int]:
     """Return what happened, what to do next, and the exit code of an exception."""
     if isinstance(error, CiuicError):
         return error.message, error.hint, error.exit_code
+    if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
+        return (
+            "a relative path was given, and the current directory does not exist any more",
+            "give absolute paths, or change to a directory that exists (cd /)",
+            2,
+        )
     if isinstance(error, OSError):
         where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
         text = error.strerror or str(error) or type(error).__name__
@@ -247,6 +253,14 @@ def explain(error: Exception) -> tuple[str, str, int]:
         return "out of memory", "", 1
     text = f"unexpected failure, a defect in ciuic: {type(error).__name__}: {error}"
     return text, "run it again with -vv for the details, and report them", 1
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _json_failure(session: Session, message: str, hint: str, code: int) -> None:
