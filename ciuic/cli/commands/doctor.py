@@ -100,6 +100,8 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     yield from findings
     yield from _safely("service", lambda: machine.systemd_unit(_systemd(), daemon_answers=status is not None))
     yield from _places(session, config, paths, mountinfo.read(), status, inquiry)
+    if config.remotes:
+        yield from _safely("libraries", machine.libraries)
     yield from _safely("io pressure", machine.pressure)
     yield from _safely("clock", machine.clock)
 
