@@ -189,6 +189,7 @@ class ServedRoots:
             "unmounted",
             "bypass",
             "bypass-unknown",
+            "bypass-mounts",
             "abandoned",
             "silent",
             "reserved",

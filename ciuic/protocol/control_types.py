@@ -116,6 +116,20 @@ class BypassReport(_Document):
     paths: list[str] = []
 
 
+class BypassingMountReport(_Document):
+    """A mount by which a root, or a part of it, is reached without passing the overlay."""
+
+    place: str
+    """Where, as the processes of its mount namespace name it."""
+    shows: str
+    """What of the root is reached there, as the daemon names it."""
+    pid: int = 0
+    """A process of that mount namespace."""
+    command: str = ""
+    elsewhere: bool = False
+    """True if that is not the daemon's mount namespace."""
+
+
 class SnapshotSummary(_Document):
     """A committed snapshot in a status document."""
 
@@ -157,6 +171,7 @@ class RootStatus(_Document):
     tracking: bool = False
     """True: the next capture follows tracked changes; False: it compares the whole tree."""
     bypassing: list[BypassReport] = []
+    bypassing_mounts: list[BypassingMountReport] = []
     error: str = ""
     last_snapshot: SnapshotSummary | None = None
     """Newest committed snapshot that has this root."""

@@ -86,9 +86,7 @@ def find_bypassing(
         only_pids: examine these processes alone.
         proc: mount point of proc.
     """
-    path = os.fsencode(root)
-    # The last component is not resolved: an overlay over it may hang, and lstat(2) would wait for it.
-    path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    path = real_path(root)
     try:
         location = locate(path, mountinfo.read(proc / "self"))
     except ValueError:
@@ -110,21 +108,36 @@ def find_bypassing(
     return found
 
 
+def real_path(root: Path | str | bytes) -> bytes:
+    """Return an absolute path with symbolic links resolved, except in its last component.
+
+    An overlay over that may hang, and lstat(2) would wait for it.
+    """
+    path = os.fsencode(root)
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
 def locate(path: bytes, mounts: list[Mount]) -> Location:
     """Return the location of ``path`` beneath any overlay of ciuic mounted on it. ValueError without a mount that contains it."""
+    best = mount_beneath(path, mounts)
+    return Location(best.device, joined(best.root, path[len(best.mount_point.rstrip(b"/")) :]))
+
+
+def mount_beneath(path: bytes, mounts: list[Mount]) -> Mount:
+    """Return the mount that holds ``path`` beneath any overlay of ciuic mounted on it. ValueError without one."""
     best: Mount | None = None
     for mount in mounts:
         # The overlay itself is passed over, so that its backing directory has one location before and after
         # the mount.
         ours = mount.fs_type == OVERLAY_FS_TYPE and mount.mount_point == path
-        if ours or not _is_below(path, mount.mount_point):
+        if ours or not is_below(path, mount.mount_point):
             continue
         # `>=`: of two mounts on one mount point the later covers the earlier.
         if best is None or len(mount.mount_point) >= len(best.mount_point):
             best = mount
     if best is None:
         raise ValueError(f"no mount contains {os.fsdecode(path)}")
-    return Location(best.device, _join(best.root, path[len(best.mount_point.rstrip(b"/")) :]))
+    return best
 
 
 def name_inside(location: Location, mount: Mount) -> bytes | None:
@@ -134,9 +147,9 @@ def name_inside(location: Location, mount: Mount) -> bytes | None:
     """
     if mount.device != location.device:
         return None
-    if _is_below(location.path, mount.root):
-        return _join(mount.mount_point, location.path[len(mount.root.rstrip(b"/")) :])
-    if _is_below(mount.root, location.path):
+    if is_below(location.path, mount.root):
+        return joined(mount.mount_point, location.path[len(mount.root.rstrip(b"/")) :])
+    if is_below(mount.root, location.path):
         return mount.mount_point
     return None
 
@@ -172,12 +185,12 @@ class _Prefixes:
 
     def covers(self, text: bytes) -> bool:
         """Return whether the path could be below the location, in any namespace: a cheap first test."""
-        return any(_is_below(text, prefix) for prefix in self.by_mount.values())
+        return any(is_below(text, prefix) for prefix in self.by_mount.values())
 
     def covers_through(self, mount_id: int, text: bytes) -> bool:
         """Return whether a path seen through that mount is at or below the location: the exact test."""
         prefix = self.by_mount.get(mount_id)
-        return prefix is not None and _is_below(text, prefix)
+        return prefix is not None and is_below(text, prefix)
 
 
 def _bounded(uses: Iterator[Use]) -> tuple[Use, ...]:
@@ -281,7 +294,7 @@ def _mappings(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
             continue
         # A backslash is not escaped: four characters that look like a newline may be the name itself.
         for text in (fields[5].replace(b"\\012", b"\n"), fields[5]):
-            if any(_is_below(text, name) for name in names):
+            if any(is_below(text, name) for name in names):
                 yield Use("mapping", text, writes=True)
                 break
 
@@ -317,10 +330,11 @@ def _describe(process: Path, pid: int, uses: tuple[Use, ...]) -> Bypasser:
     return Bypasser(pid, command.encode("utf-8", "backslashreplace").decode(), uid, uses)
 
 
-def _is_below(path: bytes, top: bytes) -> bool:
+def is_below(path: bytes, top: bytes) -> bool:
     """Return whether a path is at or below another: /data2 is not below /data."""
     return top == b"/" or path == top or path.startswith(top + b"/")
 
 
-def _join(top: bytes, rest: bytes) -> bytes:
+def joined(top: bytes, rest: bytes) -> bytes:
+    """Return a path below another, without a slash at its end."""
     return (top.rstrip(b"/") + b"/" + rest.strip(b"/")).rstrip(b"/") or b"/"

@@ -37,6 +37,10 @@ class Mount(NamedTuple):
     fs_type: bytes
     source: bytes
     super_options: bytes
+    peers: int = 0
+    """Group of mounts to which what is mounted on this one is propagated ("shared"); 0 for none."""
+    master: int = 0
+    """Group from which this mount receives what is mounted there ("slave"); 0 for none."""
 
 
 def unescape(text: bytes) -> bytes:
@@ -76,7 +80,13 @@ def _mount_of(fields: list[bytes]) -> Mount:
         fs_type=unescape(fields[dash + 1]),
         source=unescape(fields[dash + 2]) if len(fields) > dash + 2 else b"",
         super_options=fields[dash + 3] if len(fields) > dash + 3 else b"",
+        peers=_group(fields[6:dash], b"shared:"),
+        master=_group(fields[6:dash], b"master:"),
     )
+
+
+def _group(optional: list[bytes], tag: bytes) -> int:
+    return next((int(field[len(tag) :]) for field in optional if field.startswith(tag)), 0)
 
 
 def read(process: Path = Path("/proc/self")) -> list[Mount]:

@@ -195,6 +195,16 @@ def test_a_directory_mounted_beside_itself(short_tmp: Path, root: Path) -> None:
             assert (root / "source" / "file").read_text() == "good"
             shown = live.json("show", snapshot, str(root))
             assert [entry["mountpoint"] for entry in shown["entries"]] == [True, False]
+            # A change by the other name is the same file's.
+            for text in ("by the other name", "once more"):
+                # Only what is changed from here on is tracked for the next snapshot.
+                live.snapshot()
+                (root / "bound" / "file").write_text(text)
+                later = live.snapshot()
+                (root / "source" / "file").write_text("damage")
+                live.run("restore", "-s", later, "-p", str(root), "--overwrite", "--delete")
+                assert (root / "source" / "file").read_text() == text
+            assert "without passing the overlay" in live.run("status").stdout.decode()
     finally:
         subprocess.run(["umount", "-l", root / "bound"], check=False, timeout=30, capture_output=True)
         shutil.rmtree(root, ignore_errors=True)

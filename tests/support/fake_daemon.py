@@ -26,6 +26,7 @@ from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.worker_frames import CutReply, WorkerStatus
 from ciuic.repository.promised import Promise
 from ciuic.system.bypass import Bypasser
+from ciuic.system.bypass_mounts import BypassingMount
 from ciuic.system.mount_users import MountUser
 from ciuic.system.urgency import Urgency
 from ciuic.types import SnapshotId
@@ -292,6 +293,7 @@ class NoMounts:
         self.detached = 0
         self.mounted = True
         self.found: list[Bypasser] = []
+        self.found_mounts: list[BypassingMount] = []
         self.in_it: list[MountUser] = []
         self.successions: list[bool] = []
         """One entry per succession: True if the successor was to track nothing."""
@@ -345,6 +347,10 @@ class NoMounts:
     ) -> list[Bypasser]:
         await trio.lowlevel.checkpoint()
         return self.found
+
+    async def bypassing_mounts(self, root: str, ignore_pids: Collection[int]) -> list[BypassingMount]:
+        await trio.lowlevel.checkpoint()
+        return self.found_mounts
 
 
 class Bench:

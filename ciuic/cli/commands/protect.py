@@ -1,8 +1,8 @@
 """``ciuic protect``: puts directories under protection.
 
 Guarantees: every path is checked before anything is changed; then the repository exists, the roots are in the
-configuration (durably), and a running daemon has mounted them. Run again it changes nothing. Processes that would go
-round the overlay are named: they are the reason why a first snapshot compares the whole tree.
+configuration (durably), and a running daemon has mounted them. Run again it changes nothing. Processes and mounts that go
+round the overlay are named: they are the reason why snapshots compare the whole tree.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ciuic.config import Config, RootConfig
     from ciuic.config.model import Driver
     from ciuic.system.bypass import Bypasser
+    from ciuic.system.bypass_mounts import BypassingMount
 
 _SHOWN_PROCESSES = 10
 
@@ -85,12 +86,15 @@ def command(
             "pyfuse3 is not installed: the kernel driver will serve the new roots",
             hint="ciuic doctor says how to install it",
         )
+    # After the daemon has mounted: what the overlay is propagated to is seen then.
+    other_mounts = {path: _other_mounts(path) for path in asked}
     if as_json:
-        out_json(_document(asked, added, repository, made, file, mounted, bypassing))
+        out_json(_document(asked, added, repository, made, file, mounted, bypassing, other_mounts))
     else:
         _say(asked, added, repository, made, mounted)
     for path in asked:
         _name_processes(path, bypassing[path])
+        _name_mounts(path, other_mounts[path])
 
 
 def _canonical(path: bytes) -> Path:
@@ -152,6 +156,12 @@ def _going_round(path: Path) -> list[Bypasser]:
     return [process for process in find_bypassing(path, ignore_pids={os.getpid()}) if process.writes]
 
 
+def _other_mounts(path: Path) -> list[BypassingMount]:
+    from ciuic.system.bypass_mounts import find_bypassing_mounts
+
+    return find_bypassing_mounts(path, ignore_pids={os.getpid()})
+
+
 def _tell_daemon(session: Session, file: Path, paths: Sequence[Path], driver: Driver) -> bool:
     """Tell the daemon and return True if one runs and has mounted the roots. Raises its refusal; the configuration stays changed."""
     try:
@@ -183,6 +193,7 @@ def _document(
     file: Path,
     mounted: bool,
     bypassing: dict[Path, list[Bypasser]],
+    other_mounts: dict[Path, list[BypassingMount]],
 ) -> dict[str, Any]:
     return {
         "repository": str(repository),
@@ -197,6 +208,16 @@ def _document(
                 "bypassing": [
                     {"pid": process.pid, "command": process.command, "uid": process.uid}
                     for process in bypassing[path]
+                ],
+                "bypassing_mounts": [
+                    {
+                        "place": shown(mount.place),
+                        "shows": shown(mount.shows),
+                        "pid": mount.pid,
+                        "command": mount.command,
+                        "elsewhere": mount.elsewhere,
+                    }
+                    for mount in other_mounts[path]
                 ],
             }
             for path in asked
@@ -228,3 +249,15 @@ def _name_processes(path: Path, processes: Sequence[Bypasser]) -> None:
         complain(f"    {process.pid}  {shown_text(process.command)}  {held}")
     if len(processes) > _SHOWN_PROCESSES:
         complain(f"    and {len(processes) - _SHOWN_PROCESSES} more")
+
+
+def _name_mounts(path: Path, mounts: Sequence[BypassingMount]) -> None:
+    from ciuic.system.bypass_mounts import REMEDY
+
+    if not mounts:
+        return
+    warn(f"{shown_text(str(path))} can be written without passing the overlay", hint=f"{REMEDY}:")
+    for mount in mounts[:_SHOWN_PROCESSES]:
+        complain(f"    {shown_text(str(mount))}")
+    if len(mounts) > _SHOWN_PROCESSES:
+        complain(f"    and {len(mounts) - _SHOWN_PROCESSES} more")

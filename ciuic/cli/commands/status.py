@@ -232,6 +232,13 @@ def _print_roots(status: StatusDocument) -> None:
                 f"overlay with {plural(len(process.paths), 'file')} open; restart it to have its changes tracked",
                 fg="yellow",
             )
+        for mount in root.bypassing_mounts if root.path not in alerted else ():
+            owner = f" in the mount namespace of process {mount.pid}" if mount.elsewhere else ""
+            _say(
+                f"{shown_text(root.path)}: {shown_text(mount.shows)} is reached without passing the overlay at "
+                f"{shown_text(mount.place)}{owner}",
+                fg="yellow",
+            )
 
 
 def _remote_line(remote: RemoteStatus) -> str:

@@ -99,6 +99,7 @@ def _no_answer(root: RootConfig, mounts: Sequence[Mount]) -> Finding:
 
 def _bypassing(root: RootConfig) -> Iterator[Finding]:
     from ciuic.system.bypass import find_bypassing
+    from ciuic.system.bypass_mounts import REMEDY, find_bypassing_mounts
 
     name = shown_text(str(root.path))
     for process in find_bypassing(root.path, ignore_pids={os.getpid()}):
@@ -109,6 +110,10 @@ def _bypassing(root: RootConfig) -> Iterator[Finding]:
                 f"{name}: process {process.pid} ({shown_text(process.command)}) goes round the overlay",
                 "restart it; until then captures compare the whole tree",
             )
+    for mount in find_bypassing_mounts(root.path, ignore_pids={os.getpid()}):
+        yield warning(
+            "roots", f"{name} can be written without passing the overlay: {shown_text(str(mount))}", REMEDY
+        )
 
 
 def file_systems(config: Config, repository: Path, mounts: Sequence[Mount]) -> Iterator[Finding]:

@@ -1,23 +1,25 @@
-"""Processes that reach one root without passing its overlay (a bypass).
+"""Processes and mounts by which one root is reached without passing its overlay (a bypass).
 
 The search runs after the mount: files that were opened before it have another mount id, so nothing is missed
 by that, and a slow /proc delays no mount. Until a search has completed, tracking counts as having a gap.
 
-Guarantees: an alert stands for as long as such a process is known to live. Leaves to tracking_trust.py when a
-gap is over.
+Guarantees: an alert stands for as long as such a process or mount is known to exist. Leaves to tracking_trust.py
+when a gap is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
 
 import structlog
 import trio
 
 from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.roots.mount_hooks import MountHooks
-from ciuic.protocol.control_types import BypassReport
+from ciuic.protocol.control_types import BypassingMountReport, BypassReport
 from ciuic.system.bypass import Bypasser
+from ciuic.system.bypass_mounts import REMEDY, BypassingMount
 
 # Time limit of one search. A host with ten thousand processes takes ten seconds; reading the memory map of a
 # process that its owner keeps locked takes for ever.
@@ -27,6 +29,7 @@ PATIENCE_SECONDS = 2.0
 # Module name in the command line of every overlay worker.
 _WORKER = "ciuic.fuse_layer.worker"
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 
 class BypassWatch:
@@ -37,16 +40,18 @@ class BypassWatch:
         self._hooks = hooks
         self._alerts = alerts
         self.processes: list[Bypasser] = []
+        self.mounts: list[BypassingMount] = []
         self.has_gap = False
         # Why the last search that failed did.
         self._failure = ""
         self._looked = trio.Event()
         self._looked.set()
+        self._search_wanted = trio.Event()
 
     @property
     def all_accounted(self) -> bool:
-        """True if it is known that no process bypasses the overlay."""
-        return self._looked.is_set() and not self.processes
+        """True if it is known that no process and no mount bypasses the overlay."""
+        return self._looked.is_set() and not self.processes and not self.mounts
 
     # The search runs after the mount, not before it: daemons spun for minutes in a search before the mount,
     # because processes held directories deeper than PATH_MAX. Nothing is missed by that: a descriptor from
@@ -59,25 +64,34 @@ class BypassWatch:
             adopted: the mount is a previous daemon's. Of a new mount it is not known which processes hold
                 files from before it, so tracking has a gap until the search ends.
         """
-        self._looked = trio.Event()
         self.has_gap |= not adopted
+        self._begin_search()
+
+    def _begin_search(self) -> None:
+        self._looked = trio.Event()
+        self._search_wanted.set()
 
     async def run(self, own_pids: Callable[[], Collection[int]]) -> None:
-        """Search until the first search has completed.
+        """Search through all processes whenever that is wanted, until cancelled.
 
         Args:
             own_pids: returns processes of ciuic, which are not bypasses.
         """
-        while not self._looked.is_set():
+        while True:
+            await self._search_wanted.wait()
             await self.look(own_pids())
-            if not self._looked.is_set():
+            if self._looked.is_set():
+                self._search_wanted = trio.Event()
+            else:
                 # Not at once: a search that failed (EMFILE) would be repeated without end.
                 await trio.sleep(LOOK_SECONDS)
 
     async def look(self, ignore_pids: Collection[int]) -> None:
-        """Search through all processes and update the alerts."""
-        found = await self._bypassing(ignore_pids, LOOK_SECONDS)
-        if found is None:
+        """Search through all processes and mount namespaces and update the alerts."""
+        # Mounts first: a process may have opened files by a mount that is gone when the processes are looked at.
+        mounts = await self._mounts_now(ignore_pids, LOOK_SECONDS)
+        found = await self._bypassing(ignore_pids, LOOK_SECONDS) if mounts is not None else None
+        if found is None or mounts is None:
             # Also for an adopted mount: the previous daemon may not have been able to write its gap down.
             self.has_gap = True
             self._alerts.report(
@@ -89,28 +103,53 @@ class BypassWatch:
             )
             return
         self._looked.set()
+        self._take_mounts(mounts)
         self._take(found)
 
     async def refresh(self, ignore_pids: Collection[int]) -> None:
-        """Search again among the known bypasses; wait a moment for a first search that is running."""
-        with trio.move_on_after(PATIENCE_SECONDS):
-            await self._looked.wait()
-        if not self.processes or not self._looked.is_set():
+        """Search again among the known processes and all mounts; wait a moment for a search that is running.
+
+        No process can begin to bypass the overlay as long as no mount does. A mount can begin to: where somebody takes the overlay
+        off in a mount namespace of their own.
+        """
+        await self._wait_looked()
+        if not self._looked.is_set():
+            return
+        had_mounts = bool(self.mounts)
+        mounts = await self._mounts_now(ignore_pids, PATIENCE_SECONDS)
+        if mounts is None or (had_mounts and not mounts):
+            # Processes may have files open by mounts that are gone, and such processes are not known yet.
+            self.has_gap = True
+            self._begin_search()
+            await self._wait_looked()
+            return
+        self._take_mounts(mounts)
+        if not self.processes:
             return
         known = {process.pid for process in self.processes}
         found = await self._bypassing(ignore_pids, PATIENCE_SECONDS, known)
         if found is not None:
             self._take([process for process in found if process.pid in known])
 
+    async def _wait_looked(self) -> None:
+        with trio.move_on_after(PATIENCE_SECONDS):
+            await self._looked.wait()
+
+    async def _mounts_now(self, ignore_pids: Collection[int], seconds: float) -> list[BypassingMount] | None:
+        return await self._within(seconds, lambda: self._hooks.bypassing_mounts(self._path, ignore_pids))
+
     async def _bypassing(
         self, ignore_pids: Collection[int], seconds: float, only_pids: Collection[int] | None = None
     ) -> list[Bypasser] | None:
-        """Return the bypasses; None where they are not known, and `_failure` says why."""
+        return await self._within(seconds, lambda: self._hooks.bypassing(self._path, ignore_pids, only_pids))
+
+    async def _within(self, seconds: float, search: Callable[[], Awaitable[list[T]]]) -> list[T] | None:
+        """Return what a search finds; None where it does not end or fails, and `_failure` says why."""
         with trio.move_on_after(seconds):
             try:
-                return await self._hooks.bypassing(self._path, ignore_pids, only_pids)
+                return await search()
             except (OSError, ValueError) as error:
-                # Not an empty list: with it the processes that are known would count as ended.
+                # Not an empty list: with it what is known would count as ended.
                 log.warning("bypass_not_looked_for", root=self._path, error=str(error))
                 self._failure = f"looking through /proc failed: {error}"
                 return None
@@ -118,39 +157,70 @@ class BypassWatch:
         log.warning("bypass_look_not_ended", root=self._path, seconds=seconds)
         return None
 
+    def _take_mounts(self, mounts: list[BypassingMount]) -> None:
+        self.mounts = mounts
+        if mounts and not self.has_gap:
+            log.warning("tracking_has_gap", root=self._path, mounts=[str(mount) for mount in mounts[:5]])
+        # Never cleared here; see _take.
+        self.has_gap |= bool(mounts)
+        self._report(
+            f"bypass-mounts:{self._path}",
+            [str(mount) for mount in mounts],
+            f"{self._path} can be written without passing the overlay",
+            REMEDY,
+        )
+
     def _take(self, found: Sequence[Bypasser]) -> None:
         self.processes = [process for process in found if process.writes]
         if self.processes and not self.has_gap:
-            named = [f"{process.pid} ({process.command[:60]})" for process in self.processes[:5]]
+            named = [_named(process) for process in self.processes[:5]]
             located = all(process.known for process in self.processes)
             log.warning("tracking_has_gap", root=self._path, processes=named, located=located)
         # Never cleared here: the gap outlasts the processes, until tracking_trust.py ends it.
         self.has_gap |= bool(self.processes)
         self._report(
             f"bypass:{self._path}",
-            [process for process in self.processes if process.known],
+            [_named(process) for process in self.processes if process.known],
             f"processes reach {self._path} without passing the overlay",
             _hint_against(self.processes),
         )
         self._report(
             f"bypass-unknown:{self._path}",
-            [process for process in self.processes if not process.known],
+            [_named(process) for process in self.processes if not process.known],
             f"it is not known whether these processes reach {self._path} without passing the overlay, because what they have open "
             "lies deeper than any path",
             "end them; until then captures compare the whole tree",
         )
 
-    def _report(self, key: str, processes: Sequence[Bypasser], what: str, hint: str) -> None:
-        if not processes:
+    def _report(self, key: str, named: Sequence[str], what: str, hint: str) -> None:
+        if not named:
             self._alerts.clear(key)
             return
-        names = ", ".join(f"{process.pid} ({process.command[:60]})" for process in processes[:5])
-        more = f" and {len(processes) - 5} more" if len(processes) > 5 else ""
-        self._alerts.report(key, f"{what}: {names}{more}", hint=hint, root=self._path, severity="warning")
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        self._alerts.report(
+            key, f"{what}: {', '.join(named[:5])}{more}", hint=hint, root=self._path, severity="warning"
+        )
 
     def reports(self) -> list[BypassReport]:
-        """Return the bypasses as the status document shows them."""
+        """Return the processes as the status document shows them."""
         return [_report(process) for process in self.processes]
+
+    def mount_reports(self) -> list[BypassingMountReport]:
+        """Return the mounts as the status document shows them."""
+        return [
+            BypassingMountReport(
+                place=mount.place.decode("utf-8", "backslashreplace"),
+                shows=mount.shows.decode("utf-8", "backslashreplace"),
+                pid=mount.pid,
+                command=mount.command,
+                elsewhere=mount.elsewhere,
+            )
+            for mount in self.mounts
+        ]
+
+
+def _named(process: Bypasser) -> str:
+    return f"{process.pid} ({process.command[:60]})"
 
 
 def _hint_against(processes: Sequence[Bypasser]) -> str:

@@ -28,6 +28,7 @@ from ciuic.errors import CiuicError
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.system.bypass import Bypasser, find_bypassing
+from ciuic.system.bypass_mounts import BypassingMount, find_bypassing_mounts
 from ciuic.system.mount_users import MountUser, mount_users
 
 # Threads that search through /proc at a time, including abandoned ones that still wait: they must not use up
@@ -54,6 +55,7 @@ class MountHooks(Protocol):
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
     ) -> list[Bypasser]: ...
+    async def bypassing_mounts(self, root: str, ignore_pids: Collection[int]) -> list[BypassingMount]: ...
 
 
 class RealMounts:
@@ -186,6 +188,19 @@ class RealMounts:
         def work() -> list[Bypasser]:
             own_pids = {*ignore_pids, *self._own_pids(root)}
             return find_bypassing(root, ignore_pids=own_pids, only_pids=only_pids)
+
+        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._looking)
+
+    async def bypassing_mounts(self, root: str, ignore_pids: Collection[int]) -> list[BypassingMount]:
+        """Return the mounts by which `root` is reached past its overlay. May be cancelled.
+
+        Args:
+            root: path of the root.
+            ignore_pids: processes whose mount namespaces do not count.
+        """
+
+        def work() -> list[BypassingMount]:
+            return find_bypassing_mounts(root, ignore_pids={*ignore_pids, *self._own_pids(root)})
 
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._looking)
 

@@ -348,7 +348,7 @@ class RootSupervisor:
 
     @property
     def untrusted(self) -> bool:
-        """True if a process wrote past the overlay since the last snapshot that compared everything."""
+        """True if the root could be written past the overlay since the last snapshot that compared everything."""
         return self.bypass.has_gap
 
     @untrusted.setter
@@ -356,7 +356,7 @@ class RootSupervisor:
         self.bypass.has_gap = has_gap
 
     async def refresh_bypassing(self) -> None:
-        """Search again among the known bypasses. There can be no new ones."""
+        """See `BypassWatch.refresh`."""
         await self.bypass.refresh(self._own_pids())
 
     async def not_in_transition(self) -> None:
@@ -467,6 +467,7 @@ class RootSupervisor:
             restarts=self.restarts,
             error=self.error,
             bypassing=self.bypass.reports(),
+            bypassing_mounts=self.bypass.mount_reports(),
         )
         if self._departs:
             users = describe(await self._hooks.users(self.path))

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic import errors
-from ciuic.cli.app import COMMANDS, cli, explain, guarded
+from ciuic.cli.app import COMMANDS, GROUPS, cli, explain, guarded
 from ciuic.cli.shared import names, times
 from ciuic.cli.shared.names import absolute
 from ciuic.cli.shared.options import PrintsHelp
@@ -28,6 +28,12 @@ from ciuic.cli.shared.session import Session
 from ciuic.system.ownership import find_flaw
 
 NOW_NS = 1_686_834_000_123_456_789
+
+
+def _command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
 
 
 @given(st.binary(min_size=1).filter(lambda name: b"\0" not in name))
@@ -209,6 +215,26 @@ def test_each_command_has_help(name: str) -> None:
     result = CliRunner().invoke(cli, [name, "--help"])
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"Usage: cli {name}")
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_first_page_has_whole_summaries_in_groups(columns: int) -> None:
+    """Each command stands on one line with its whole summary, below the title of its group."""
+    result = CliRunner().invoke(cli, ["--help"], terminal_width=columns)
+    lines = result.output.splitlines()
+    for title, commands in GROUPS.items():
+        assert f"{title}:" in lines
+        for name, summary in commands.items():
+            assert [line.split(maxsplit=1) for line in lines].count([name, summary]) == 1
+    assert max(map(len, lines)) <= columns
+    assert not [line for line in lines if "..." in line and "[ARGS]" not in line]
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if isinstance(_command(name), click.Group)])
+def test_groups_of_commands_have_whole_summaries(name: str) -> None:
+    """No summary of a command below a command is cut."""
+    output = CliRunner().invoke(cli, [name, "--help"], terminal_width=60).output
+    assert not [line for line in output.splitlines() if line.endswith("...") and not line.startswith("Usage")]
 
 
 def test_unknown_command_suggests_the_nearest() -> None:

@@ -148,7 +148,17 @@ def test_mountinfo_undoes_escapes() -> None:
     line = rb"36 35 98:0 /a\040b /mnt\012x rw,noatime shared:1 master:2 - fuse.ciuic /opt/a\134b rw,user_id=0"
     (parsed,) = mountinfo.parse(line + b"\n")
     assert parsed == Mount(
-        36, 35, (98, 0), b"/a b", b"/mnt\nx", b"rw,noatime", b"fuse.ciuic", b"/opt/a\\b", b"rw,user_id=0"
+        36,
+        35,
+        (98, 0),
+        b"/a b",
+        b"/mnt\nx",
+        b"rw,noatime",
+        b"fuse.ciuic",
+        b"/opt/a\\b",
+        b"rw,user_id=0",
+        1,
+        2,
     )
 
 

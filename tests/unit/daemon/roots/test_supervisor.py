@@ -20,6 +20,7 @@ from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.errors import CiuicError, NotFound
 from ciuic.fuse_layer.system.mounts import MountsInside, MovedMounts
 from ciuic.system.bypass import Bypasser, Use
+from ciuic.system.bypass_mounts import BypassingMount
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -403,3 +404,65 @@ def test_abandoned_session_is_removed_from_systemd(stage: Stage, monkeypatch: py
 
     stage.run(supervisor, script)
     assert stage.order == ["lost one", "forgotten", "detached"]
+
+
+def test_mounts_that_go_round_are_named_until_they_end(stage: Stage) -> None:
+    """A mount past the overlay is found at any time; after its end processes are looked for once more."""
+    supervisor = stage.supervisor(stage.worker("one"))
+    bind = BypassingMount(b"/data", b"/a/part", 7, "python", elsewhere=True)
+    writer = Bypasser(8, "opened it there", 0, (Use("open", b"/a/log", True),))
+
+    async def script() -> None:
+        await supervisor.refresh_bypassing()
+        assert supervisor.all_accounted
+        supervisor.untrusted = False
+        stage.mounts.found_mounts = [bind]
+        await supervisor.refresh_bypassing()
+        assert supervisor.untrusted
+        assert not supervisor.all_accounted
+        (alert,) = stage.alerts.standing()
+        assert "/a/part at /data in the mount namespace of process 7 (python)" in alert.message
+        (report,) = (await supervisor.status()).bypassing_mounts
+        assert (report.place, report.shows, report.pid, report.elsewhere) == ("/data", "/a/part", 7, True)
+        stage.mounts.found_mounts, stage.mounts.found = [], [writer]
+        await supervisor.refresh_bypassing()
+        assert [process.pid for process in supervisor.bypassing] == [8]
+        assert not supervisor.all_accounted
+        stage.mounts.found = []
+        await supervisor.refresh_bypassing()
+        assert supervisor.all_accounted
+        # Until a snapshot has compared everything.
+        assert supervisor.untrusted
+
+    stage.run(supervisor, script)
+    assert stage.alerts.standing() == []
+
+
+def test_a_later_look_that_fails_leaves_a_gap_until_one_succeeds(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it cannot be found out whether a mount goes round the overlay, captures compare everything."""
+    monkeypatch.setattr(bypass_watch, "LOOK_SECONDS", 0.05)
+    supervisor = stage.supervisor(stage.worker("one"))
+    failing = True
+
+    async def bypassing_mounts(root: str, ignore: object) -> list[BypassingMount]:
+        await trio.lowlevel.checkpoint()
+        if failing:
+            raise OSError(24, "too many open files")
+        return []
+
+    async def script() -> None:
+        nonlocal failing
+        await supervisor.refresh_bypassing()
+        supervisor.untrusted = False
+        monkeypatch.setattr(stage.mounts, "bypassing_mounts", bypassing_mounts)
+        monkeypatch.setattr(bypass_watch, "PATIENCE_SECONDS", 0.01)
+        await supervisor.refresh_bypassing()
+        assert supervisor.untrusted
+        assert not supervisor.all_accounted
+        failing = False
+        await until(lambda: supervisor.all_accounted)
+
+    stage.run(supervisor, script)
+    assert stage.alerts.standing() == []
