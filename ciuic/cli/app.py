@@ -32,42 +32,54 @@ from ciuic.errors import CiuicError, NotPermitted
 _SUDO_DIRS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 """What sudoers(5) of the distributions has as secure_path."""
 
-# In the order in which help lists them: the way a person meets them.
-COMMANDS: Final = (
-    "protect",
-    "unprotect",
-    "status",
-    "snapshot",
-    "watch",
-    "list",
-    "show",
-    "history",
-    "find",
-    "changed",
-    "checkpoints",
-    "cat",
-    "verify",
-    "restore",
-    "export",
-    "import",
-    "diff",
-    "hold",
-    "release",
-    "forget",
-    "prune",
-    "check",
-    "copy",
-    "config",
-    "remote",
-    "doctor",
-    "service",
-    "daemon",
-    "metrics",
-    "exporter",
-    "reload",
-    "stop",
-    "completion",
-)
+# In the order in which help lists them: the way a person meets them. A summary fits on a line of 60 columns.
+GROUPS: Final = {
+    "Daily": {
+        "protect": "Put directories into all future snapshots",
+        "unprotect": "Stop protecting directories",
+        "status": "Show daemon, roots, work at risk and alerts",
+        "snapshot": "Take a snapshot now and print its id",
+        "list": "List the snapshots, newest first",
+        "restore": "Restore files from a snapshot",
+    },
+    "Look into snapshots": {
+        "show": "Show a snapshot, or a directory in it",
+        "diff": "Compare two snapshots, or one with now",
+        "history": "Show the versions of a path",
+        "find": "Find names in all snapshots",
+        "changed": "Show what changed since a time",
+        "checkpoints": "List checkpoints with a verdict on each",
+        "cat": "Print a file as it was",
+    },
+    "Repository": {
+        "hold": "Exempt snapshots from prune and forget",
+        "release": "End a hold: retention decides again",
+        "forget": "Delete the snapshots that are named",
+        "prune": "Delete by the retention policy, free space",
+        "verify": "Can snapshots be restored? Read their data",
+        "check": "Is the repository consistent? Repair it",
+        "copy": "Copy the repository while it is in use",
+        "remote": "Copies on object stores or other machines",
+    },
+    "Training": {
+        "watch": "Take a snapshot when a program dies or hangs",
+        "export": "Write a training's state for other programs",
+        "import": "Make a snapshot of another program's state",
+    },
+    "Service": {
+        "doctor": "Is this host fit? Look at all it depends on",
+        "service": "Install, remove or look at the service",
+        "daemon": "Run the service in the foreground",
+        "reload": "Have the daemon read its configuration",
+        "stop": "Stop the daemon",
+        "config": "Show, check or convert the configuration",
+        "metrics": "Print the daemon's metrics once",
+        "exporter": "Serve the metrics to Prometheus over HTTP",
+        "completion": "Print shell completion code",
+    },
+}
+_RARE: Final = "Before a command also: --as-host, --behind-deletions and --stored-before, of a remote, and --trust-repository (docs/cli.md)."
+COMMANDS: Final = tuple(name for group in GROUPS.values() for name in group)
 # Modules with another name than their command: of two commands, which are not called `command`, in a room of
 # their own, or named by a word of the language.
 _MODULES: Final = {
@@ -87,6 +99,15 @@ class CommandGroup(FrameGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in the order of the help."""
         return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in groups, without importing them."""
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()))
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(f"`{ctx.find_root().info_name} COMMAND --help` says more. {_RARE}")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return the command."""
@@ -144,8 +165,8 @@ class CommandGroup(FrameGroup):
 def cli(context: click.Context) -> None:
     """Snapshots under a running training job, and an exact way back.
 
-    A snapshot ID may be any unambiguous prefix, "latest", "latest~2", or a time ("2023-06-15 15:00": the newest
-    snapshot not after it).
+    A snapshot ID may be any unambiguous prefix, "latest", "latest~2", or a time (2h, 14:05, "2023-06-15 15:00": the
+    newest snapshot not after it).
     """
     if context.invoked_subcommand is None:
         out(context.get_help())
@@ -211,6 +232,12 @@ def explain(error: Exception) -> tuple[str, str, int]:
     """Return what happened, what to do next, and the exit code of an exception."""
     if isinstance(error, CiuicError):
         return error.message, error.hint, error.exit_code
+    if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
+        return (
+            "a relative path was given, and the current directory does not exist any more",
+            "give absolute paths, or change to a directory that exists (cd /)",
+            2,
+        )
     if isinstance(error, OSError):
         where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
         text = error.strerror or str(error) or type(error).__name__
@@ -226,6 +253,14 @@ def explain(error: Exception) -> tuple[str, str, int]:
         return "out of memory", "", 1
     text = f"unexpected failure, a defect in ciuic: {type(error).__name__}: {error}"
     return text, "run it again with -vv for the details, and report them", 1
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _json_failure(session: Session, message: str, hint: str, code: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ciuic.history.timeline import Timeline
@@ -21,27 +21,83 @@ from ciuic.types import ChunkId, Entry, Snapshot
 
 
 class GlobMatcher:
-    """Shell pattern, whose ``*`` also matches a slash.
+    """Shell pattern over text, component by component as in gitignore.
 
-    A pattern without a slash is compared with the name, one that begins with a slash with the whole path, any other with the
-    end of the path.
+    ``*``, ``?`` and ``[ ]`` never match a slash; ``**`` alone between slashes stands for any number of directories. A pattern
+    without a slash is compared with the name, one that begins with a slash with the whole path, any other with the end of the
+    path. A slash at the end means directories alone.
+
+    Args:
+        pattern: Pattern as bytes. ``?`` and ``[ ]`` match one character of UTF-8, and one byte of what is not UTF-8.
+
+    Raises:
+        ValueError: no name can match.
     """
 
     def __init__(self, pattern: bytes) -> None:
-        text = pattern.decode("latin-1")
-        if "/" in text and not text.startswith("/"):
-            text = f"*/{text}"
-        # As bytes, because names need not be text; latin-1 has a character for each of them.
-        self._match = re.compile(fnmatch.translate(text).encode("latin-1")).match
-        self._by_path = b"/" in pattern
+        stripped = _text(pattern).rstrip("/")
+        parts = [part for part in stripped.split("/") if part]
+        if not parts:
+            raise ValueError('it names nothing: write a name, such as "*.safetensors"')
+        self._only_directories = pattern.endswith(b"/")
+        # "**" at the end is everything below, and not the directory itself.
+        last = "*" if parts[-1] == "**" else parts.pop()
+        above = parts if stripped.startswith("/") else ["**", *parts]
+        self._above = [None if part == "**" else _component(part) for part in above]
+        self._name = _component(last)
 
     def of(self, folder: bytes, entries: list[Entry]) -> list[Entry]:
         """Return those entries of a directory that are looked for."""
-        match = self._match
-        # Few of 100,000 names match, so that no path is put together where the name alone tells.
-        if self._by_path:
-            return [entry for entry in entries if match(join(folder, entry.name))]
-        return [entry for entry in entries if match(entry.name)]
+        if not self._leads_to(folder):
+            return []
+        name, only_directories = self._name, self._only_directories
+        return [
+            entry for entry in entries if name(_text(entry.name)) and (entry.is_dir or not only_directories)
+        ]
+
+    def _leads_to(self, folder: bytes) -> bool:
+        """Return True if what stands before the last component matches a directory."""
+        above = self._above
+        if above == [None]:
+            return True
+        # Positions in the pattern that the components so far lead to: one pass, however many ** there are.
+        states = _past_stars(above, {0})
+        for part in _text(folder).split("/"):
+            if part:
+                states = _past_stars(
+                    above, {following for at in states for following in _step(above, at, part)}
+                )
+        return len(above) in states
+
+
+_Component = Callable[[str], "re.Match[str] | None"]
+
+
+def _text(name: bytes) -> str:
+    # A byte that is not UTF-8 becomes a character by itself.
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _component(part: str) -> _Component:
+    return re.compile(fnmatch.translate(part)).match
+
+
+def _step(above: list[_Component | None], at: int, part: str) -> list[int]:
+    """Return the positions behind one more directory."""
+    if at == len(above):
+        return []
+    token = above[at]
+    if token is None:
+        return [at]
+    return [at + 1] if token(part) else []
+
+
+def _past_stars(above: list[_Component | None], states: set[int]) -> set[int]:
+    """Add the positions behind each ``**``, which may stand for no directory at all."""
+    for at, token in enumerate(above):
+        if token is None and at in states:
+            states.add(at + 1)
+    return states
 
 
 class FoundPath(NamedTuple):

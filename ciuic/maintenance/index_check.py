@@ -16,7 +16,7 @@ from ciuic.repository.disk.opening import open_regular
 # Comparisons that a commit may disturb before the result is given up as unknown.
 _MAX_ATTEMPTS: Final = 5
 NOT_COVERED: Final = "the index does not cover"
-"""Beginning of the repository's message for an index that is behind the packs, after a crash or beside a writer.
+"""Beginning of the repository's message for an index that is missing, or behind the packs after a crash or beside a writer.
 
 It is no damage: readers find those chunks without the index.
 """

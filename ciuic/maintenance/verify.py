@@ -78,6 +78,8 @@ class VerifyResult:
     chunks: int = 0
     bytes_read: int = 0
     """Bytes of content that were read and hashed; 0 without checksum."""
+    index_missing: bool = False
+    """True if a repository with packs has no index. No damage: the next writer makes it again."""
 
     @property
     def damaged(self) -> bool:
@@ -165,6 +167,7 @@ class Verification:
     # -- the repository's own files
 
     def _verify_repository_files(self) -> None:
+        self.result.index_missing = self.repository.lacks_index()
         for words in self.repository.config_damage():
             self.result.damages.append(Damage("config", words, file=str(self.repository.path)))
         for unreadable in self.repository.snapshots.unreadable():

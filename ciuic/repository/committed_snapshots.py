@@ -147,8 +147,8 @@ class CommittedSnapshots(ABC):
     def resolve(self, text: str, root: bytes | None = None) -> SnapshotId:
         """Return the id of the snapshot that ``text`` names.
 
-        ``text`` is an id, an unambiguous prefix (with or without cs-), `latest`, `latest~N` or a time. A time
-        is local unless it carries an offset: "2023-06-15 15:00" or RFC 3339. It names the newest snapshot not
+        ``text`` is an id, an unambiguous prefix (with or without cs-), `latest`, `latest~N` or a time,
+        as `ciuic.times` reads it ("2h", "14:05", "2023-06-15 15:00"). It names the newest snapshot not
         after it, where seconds count whole; a date alone means the end of that day. Safety snapshots are
         found by id alone: what a restore replaced is not the newest state that anybody wants back. With
         ``root`` the names that are no ids mean snapshots that have this root.

@@ -379,6 +379,10 @@ class Repository:
             + self.snapshots.catalogue_problems()
         )
 
+    def lacks_index(self) -> bool:
+        """Return True if there are packs and no index, which the next writer makes."""
+        return not os.path.exists(f"{self.path}/{INDEX_NAME}") and bool(self.pack_sizes())
+
     def pack_problems(self) -> list[tuple[int, str]]:
         """Return what is wrong with headers, sizes and footers of packs; contents are not read."""
         from ciuic.repository.checking.scrub import pack_problems

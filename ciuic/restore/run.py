@@ -25,6 +25,7 @@ from ciuic.restore.model import RestoreItem, RestorePlan, RestoreProgress, Resto
 from ciuic.restore.outcomes import Outcomes
 from ciuic.restore.overwrite_rules import OverwriteRules
 from ciuic.restore.walk import Walk
+from ciuic.system.mount_border import LEFT_ALONE
 from ciuic.types import FLAG_MOUNTPOINT, Entry
 
 
@@ -206,9 +207,11 @@ class RestoreRun:
         return journal
 
     def _end_journal(self, journal: journals.Journal, folder: Folder) -> None:
-        # The journal stays while something is missing, so that the next run resumes. Attributes that could not be set would fail
-        # again, and are no reason to keep it.
-        if self._pool.stopping or any(not failure.attribute for failure in self._counter.result.failed):
+        # The journal stays while something is missing, so that the next run resumes. Attributes that could not be set, and
+        # places where something is mounted, would fail again, and are no reason to keep it.
+        if self._pool.stopping or any(
+            not failure.attribute and failure.reason != LEFT_ALONE for failure in self._counter.result.failed
+        ):
             journal.close()
             return
         # Everything else comes before the journal goes: killed right after it, only the directory's mtime is missing.

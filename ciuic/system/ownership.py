@@ -64,7 +64,8 @@ def find_flaw(path: str | os.PathLike[str], *, owners: Iterable[int] = ()) -> Fl
     """
     trusted = {0, os.geteuid(), *owners}
     # Not abspath(): it takes ".." for the parent in the name, the kernel for that of what a link leads to.
-    pending = os.path.join(os.getcwd(), path).split("/")[::-1]
+    whole = os.fspath(path) if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    pending = whole.split("/")[::-1]
     current, links = "/", 0
     status = os.lstat(current)
     flaw = _flaw_of(current, status, trusted)

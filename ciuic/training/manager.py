@@ -278,9 +278,11 @@ class SnapshotManager(TrainingSnapshots):
     # -- loading and resuming
 
     def load_latest_snapshot(self) -> State | None:
-        """Return the newest state that is whole; None if there is no snapshot. Raises as `resume`."""
-        with self._saver.guard:
-            self._saver.hear()
+        """Return the newest state that is whole; None if there is no snapshot. Raises as `resume`.
+
+        Waits for the saves of this manager, so that the newest is the last one that it took.
+        """
+        self._await_saves()
         return self._coordinator.load_latest()
 
     def resume(self) -> Resumed | None:
@@ -378,6 +380,7 @@ class SnapshotManager(TrainingSnapshots):
         Args:
             find: Called on rank 0 to find the state; None: the newest good one.
         """
+        self._await_saves()
         return self._coordinator.load_to_resume(find)
 
     def goes_on_from(self, state: State) -> None:

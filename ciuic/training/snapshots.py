@@ -24,6 +24,7 @@ from ciuic.training.policy.policies import Mode
 from ciuic.training.policy.retention_rules import Best
 from ciuic.training.remote.copies import RemoteCopies, RemoteProgress
 from ciuic.training.state import validation
+from ciuic.training.util.logs import log
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
 
@@ -63,6 +64,7 @@ class TrainingSnapshots:
         Raises:
             NothingGood: There are snapshots, and none is whole (a `Damaged`).
         """
+        self._await_saves()
         return loading.load_latest(self.save_dir, self._root)
 
     def load_snapshot(
@@ -86,6 +88,7 @@ class TrainingSnapshots:
             raise ValueError("load_snapshot must get an id or name, or step= and epoch=")
         step = None if step is None else validation.whole_number(step, "step")
         epoch = None if epoch is None else validation.whole_number(epoch, "epoch")
+        self._await_saves()
         return loading.load_one(
             self.save_dir,
             lambda repository: (
@@ -113,6 +116,7 @@ class TrainingSnapshots:
                 neither, or has no metric.
         """
         rule = choice.best_rule(self._best_rules, metric, mode)
+        self._await_saves()
         return loading.load_one(self.save_dir, lambda repository: choice.best(repository, self._root, rule))
 
     def snapshots(self) -> SnapshotTable:
@@ -170,7 +174,7 @@ class TrainingSnapshots:
     ) -> exporting.Exported:
         """Write a state in a format of others, durably on return (docs/export.md).
 
-        The state is read into memory as a whole. A save that is not durable yet is not seen.
+        The state is read into memory as a whole. Waits for the saves of this manager first.
 
         Args:
             path: Destination, in a directory that exists.
@@ -186,6 +190,7 @@ class TrainingSnapshots:
             Damaged: The snapshot is not as it was saved.
             DestinationExists: There is something at ``path`` that may not be replaced.
         """
+        self._await_saves()
         return exporting.export(
             self.save_dir,
             Path(path),
@@ -196,6 +201,11 @@ class TrainingSnapshots:
             ranks=ranks,
             overwrite=overwrite,
         )
+
+    def _await_saves(self) -> None:
+        """Wait until what this process saved before can be loaded: what is loaded is never older than the last save."""
+        if not self.wait():
+            log.warning("ciuic: a save of this process is not durable yet; an older snapshot may be loaded")
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
         """Return True: only a manager has saves to wait for."""

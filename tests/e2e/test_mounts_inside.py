@@ -185,3 +185,42 @@ def test_a_worker_that_is_asked_alone_refuses(short_tmp: Path) -> None:
         finally:
             unmount(root / "datasets")
         assert overlay.stop() == 0
+
+
+def test_bind_mounts_of_the_overlay_become_ones_of_the_plain_directory(site: Site) -> None:
+    """A directory of the root that was bound inside it while it was served shows the same files after a stop, and to the next overlay."""
+    root = site.root("a")
+    (root / "source").mkdir()
+    (root / "part").mkdir()
+    site.start()
+    subprocess.run(["mount", "--bind", root / "source", root / "part"], check=True, timeout=30)
+    (root / "source/file").write_text("one")
+    site.stop()
+    assert site.overlays(root) == 0
+    assert (root / "part/file").read_text() == "one"
+    site.start()
+    # In a process of its own: an overlay that led into itself would never answer.
+    ways = [root / "source/file", root / "part/file"]
+    found = subprocess.run(["cat", *ways], check=True, timeout=30, capture_output=True)
+    assert found.stdout == b"oneone"
+    (root / "part/file").write_text("two")
+    assert (root / "source/file").read_text() == "two"
+    site.stop()
+    unmount(root / "part")
+
+
+def test_bind_mounts_of_a_dead_overlay(short_tmp: Path) -> None:
+    """A bind mount of an overlay that died shows the plain directory once the dead overlay is detached."""
+    root = short_tmp / "root"
+    (root / "source").mkdir(parents=True)
+    (root / "part").mkdir()
+    with Overlay(root, short_tmp / "w.sock") as overlay:
+        subprocess.run(["mount", "--bind", root / "source", root / "part"], check=True, timeout=30)
+        (root / "source/file").write_text("kept")
+        overlay.process.kill()
+        overlay.process.wait(60)
+        assert detach_dead(str(root)) == 1
+    try:
+        assert (root / "part/file").read_text() == "kept"
+    finally:
+        unmount(root / "part")

@@ -69,6 +69,22 @@ def story() -> list[str]:
     return block[1].splitlines()
 
 
+def test_the_checkout_is_tried_with_what_the_first_page_says() -> None:
+    """The first block of the README names the commands that exist, and CI runs the one of them that says so."""
+    text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"```\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    named = [line.partition("#")[0].split() for line in block[1].splitlines()]
+    assert named == [["make", "rescue"], ["make", "test"]]
+    for words in named:
+        done = subprocess.run(
+            [*words, "--dry-run"], cwd=CHECKOUT, check=False, capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+    assert "exec make test" in (CHECKOUT / ".ci/run").read_text(encoding="utf-8")
+    assert len(text.split()) < 1000
+
+
 @pytest.fixture
 def machine(short_tmp: Path) -> Machine:
     return Machine(short_tmp)

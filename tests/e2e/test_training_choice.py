@@ -34,6 +34,28 @@ def _saved(save_dir: Path) -> dict[int, str]:
     return ids
 
 
+def test_loading_waits_for_the_saves_of_the_process(tmp_path: Path) -> None:
+    """What is loaded is the last save, however quickly it follows others: by name, by epoch, by metric, to resume."""
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        model = Model()
+        manager.register(model=model)
+        epoch = 0
+        for load in (
+            lambda: manager.load_latest_snapshot(),
+            lambda: manager.load_snapshot("latest"),
+            lambda: manager.load_snapshot(epoch=manager.epoch),
+            lambda: manager.load_best("score", "max"),
+            lambda: manager.load_to_resume(),
+        ):
+            for _ in range(4):
+                epoch += 1
+                manager.epoch = epoch
+                manager.save_snapshot(epoch=epoch, metrics={"score": float(epoch)})
+            state = load()
+            assert state is not None
+            assert state["epoch"] == epoch
+
+
 def test_the_best_is_that_of_the_rule_that_keeps_it(tmp_path: Path) -> None:
     """The best is the snapshot that `Best` keeps: finite, and of equally good ones the oldest."""
     ids = _saved(tmp_path / "snapshots")

@@ -211,6 +211,9 @@ class ElsewhereRepository(Repository):
     def check_index(self) -> list[str]:
         return []
 
+    def lacks_index(self) -> bool:
+        return False
+
     def pack_problems(self) -> list[tuple[int, str]]:
         return []
 

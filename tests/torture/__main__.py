@@ -63,6 +63,7 @@ TORTURES = [
     Torture("suites", 2),
     Torture("restore_race", 1),
     Torture("lazy", 1),
+    Torture("mess", 1),
     Torture("remote", 1),
     Torture("syncs", 0.5),
     Torture("checkpoints", 1),

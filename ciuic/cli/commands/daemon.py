@@ -18,8 +18,8 @@ def command(workers: bool) -> int:
     """Run the service in the foreground, for systemd or a container: it returns when the service ends.
 
     It mounts the protected roots, takes snapshots on schedule, applies retention and answers on the control socket,
-    until SIGTERM, ^C or `ciuic stop`; then it unmounts. The tracking of each root stays saved beside it (.ciuic-state), so
-    that the next daemon need not compare everything.
+    until SIGTERM, ^C or `ciuic stop`; then it unmounts. Nothing sees what is changed while a root is not
+    mounted, so the first snapshot after that compares size, times and inode of every file, and reads those that differ.
     """
     from ciuic.config import Config, load_config
     from ciuic.daemon import run, run_workers

@@ -103,7 +103,7 @@ def command(
         root=root,
         tag=tag,
         since_ns=None if since is None else times.parse_when(since, session.now_ns),
-        until_ns=None if until is None else times.parse_when(until, session.now_ns, end_of_day=True),
+        until_ns=None if until is None else times.parse_when(until, session.now_ns, end_of_period=True),
         limit=limit,
         safety=show_all or tag == TAG_SAFETY,
     )

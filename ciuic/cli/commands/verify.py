@@ -172,6 +172,7 @@ def _united(results: list[VerifyResult]) -> VerifyResult:
         first.files += other.files
         first.chunks += other.chunks
         first.bytes_read += other.bytes_read
+        first.index_missing |= other.index_missing
     return first
 
 

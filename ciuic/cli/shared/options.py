@@ -111,7 +111,10 @@ def _quieter(context: click.Context, _: click.Parameter, quiet: bool) -> None:
 
 
 def _global_params(*, hidden: bool) -> list[click.Option]:
-    """Fresh parameters each time: click keeps them per command. The environment is read by the session."""
+    """Fresh parameters each time: click keeps them per command. The environment is read by the session.
+
+    Rare ones are hidden everywhere; the first page names them.
+    """
     path = click.Path(path_type=Path)
     return [
         click.Option(
@@ -135,7 +138,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
         click.Option(
             ["--as-host"],
             expose_value=False,
-            hidden=hidden,
+            hidden=True,
             metavar="NAME",
             callback=_remember_host,
             help="Of a remote, only the snapshots of this host.",
@@ -144,14 +147,14 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             ["--behind-deletions"],
             is_flag=True,
             expose_value=False,
-            hidden=hidden,
+            hidden=True,
             callback=_remember_deletions,
             help="Of a remote in a bucket with versions, also what was deleted or overwritten.",
         ),
         click.Option(
             ["--stored-before"],
             expose_value=False,
-            hidden=hidden,
+            hidden=True,
             metavar="TIME",
             callback=_remember_time,
             help="The same, without what was stored at this time or later.",
@@ -160,7 +163,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             ["--trust-repository"],
             is_flag=True,
             expose_value=False,
-            hidden=hidden,
+            hidden=True,
             callback=_trusting,
             help="Write into the repository although another user owns it.",
         ),
@@ -244,6 +247,18 @@ def version_option(version: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 class FrameGroup(PrintsHelp, click.Group):
     """A group of commands within the program."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands with their whole summaries, which click would cut."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, command.get_short_help_str(limit=1000))
+                    for name, command in commands
+                    if command is not None
+                ]
+            )
 
 
 class FrameCommand(PrintsHelp):

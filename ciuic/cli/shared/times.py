@@ -5,16 +5,11 @@ Guarantees: ``rfc3339`` carries an offset; ``clock`` is the format of ``list --m
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import datetime, timedelta, timezone
 from typing import Final
 
-from ciuic.errors import UsageError
-
 NS: Final = 1_000_000_000
-_DATE: Final = re.compile(r"\d{4}-\d{2}-\d{2}\Z")
-_AGO: Final = re.compile(r"(?:\d+\s*[smhdw]\s*)+\Z")
 
 
 def local(time_ns: int) -> datetime:
@@ -43,30 +38,9 @@ def clock_of(text: str) -> str:
         return text
 
 
-def parse_when(text: str, now_ns: int, *, end_of_day: bool = False) -> int:
-    """Parse ``2023-06-15``, ``2023-06-15 15:00[:00]``, an RFC 3339 time, or a duration ago (``2d``, ``90m``) to nanoseconds.
+def parse_when(text: str, now_ns: int, *, end_of_period: bool = False) -> int:
+    """Return the nanoseconds of a time as `ciuic.times` reads it; with ``end_of_period`` the last instant that it names."""
+    from ciuic.times import parse_time
 
-    A date alone is its first instant, or with ``end_of_day`` its last. Without an offset the time is local. UsageError
-    for anything else.
-    """
-    text = text.strip()
-    if _AGO.match(text):
-        from ciuic.units import parse_duration
-
-        return now_ns - parse_duration(text) * NS
-    try:
-        # Python 3.10 does not read the "Z" that RFC 3339 allows.
-        when = datetime.fromisoformat(re.sub(r"[zZ]\Z", "+00:00", text))
-    except ValueError as error:
-        raise UsageError(
-            f"not a time: {text!r}",
-            hint='write for example "2023-06-15 15:00", 2023-06-15, 2023-06-15T15:00:00+02:00, or 2d (two days ago)',
-        ) from error
-    if end_of_day and _DATE.match(text):
-        # A day later, and not 24 hours: the result is taken for local time below, on a day of 23 or 25 hours
-        # as well.
-        when += timedelta(days=1, microseconds=-1)
-    # A time without an offset counts as local.
-    aware = when.astimezone()
-    # As in `local`: the fraction is added as an integer.
-    return int(aware.timestamp()) * NS + aware.microsecond * 1000
+    period = parse_time(text, now_ns)
+    return period.after_ns - 1 if end_of_period else period.first_ns

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ciuic.cli.shared.names import json_name, shown, shown_text
-from ciuic.cli.shared.output import out
+from ciuic.cli.shared.output import note, out
 
 if TYPE_CHECKING:
     from ciuic.maintenance.verify import Damage, VerifyProgress, VerifyResult
@@ -40,6 +40,7 @@ def as_document(result: VerifyResult) -> dict[str, Any]:
         "files": result.files,
         "chunks": result.chunks,
         "bytes_read": result.bytes_read,
+        "index_missing": result.index_missing,
         "damages": [_damage(damage) for damage in result.damages],
     }
 
@@ -60,6 +61,10 @@ def _damage(damage: Damage) -> dict[str, Any]:
 
 def print_damages(result: VerifyResult) -> None:
     """Print a line for each damage: what it is in, where, and which snapshots share it."""
+    if result.index_missing:
+        note(
+            "the index is missing, which is no damage: the next snapshot or ciuic check --repair makes it again"
+        )
     for damage in result.damages:
         out("damaged ", newline=False, fg="red")
         out(_line(damage))

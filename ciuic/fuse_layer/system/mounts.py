@@ -26,7 +26,7 @@ FS_TYPE = "fuse.ciuic"
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_POSIXACL = 1 << 16
-_MS_MOVE, _MS_REC, _MS_PRIVATE, _MS_SHARED = 1 << 13, 1 << 14, 1 << 18, 1 << 20
+_MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE, _MS_SHARED = 1 << 12, 1 << 13, 1 << 14, 1 << 18, 1 << 20
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 # Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
 # otherwise.
@@ -66,6 +66,8 @@ class MountEntry(NamedTuple):
     fs_type: str
     source: bytes
     super_options: bytes = b""
+    root: bytes = b"/"
+    """Directory of the file system that is mounted."""
 
 
 def read_mounts(mountinfo: str = "/proc/self/mountinfo") -> list[MountEntry]:
@@ -93,6 +95,7 @@ def parse_mountinfo(text: bytes) -> list[MountEntry]:
                 os.fsdecode(_unescape(tail[0])),
                 _unescape(tail[1]),
                 tail[2] if len(tail) > 2 else b"",
+                _unescape(head[3]),
             )
         )
     return entries
@@ -147,7 +150,10 @@ class MovedMounts:
             MountsInside: one of them cannot be moved; all are where they were.
         """
         self._root = os.path.normpath(os.fsencode(root))
+        self._backing_fd = backing_fd
         self._moved: list[tuple[int, bytes]] = []
+        self._rebound: list[tuple[bytes, bytes]] = []
+        """(directory, name) of bind mounts of the overlay itself, which are ones of the plain directory now."""
         overlay = overlay_at(self._root)
         inside = mounts_inside(overlay) if overlay is not None else []
         if not inside:
@@ -158,7 +164,11 @@ class MovedMounts:
             self._on_overlay(lambda fd: _change_mount(fd, _MS_PRIVATE))
             for entry in inside:
                 place = entry.mount_point
-                self._move(os.path.relpath(place, self._root), backing_fd)
+                name = os.path.relpath(place, self._root)
+                if overlay is not None and entry.device == overlay.device:
+                    self._rebind(entry, name)
+                else:
+                    self._move(name, backing_fd)
         except OSError as error:
             with suppress(OSError):
                 self.back()
@@ -178,6 +188,16 @@ class MovedMounts:
             raise
         self._moved.append((fd, name))
 
+    def _rebind(self, entry: MountEntry, name: bytes) -> None:
+        """Replace a bind mount of the overlay in itself by one of the plain directory in itself.
+
+        Moved below the plain directory it would lead the next worker into the overlay again, which waited for itself.
+        """
+        if not unmount(entry.mount_point):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        self._rebound.append((entry.root, name))
+        _bind(self._backing_fd, entry.root, name)
+
     def back(self) -> None:
         """Move all of them to the overlay again, because it stays.
 
@@ -196,6 +216,11 @@ class MovedMounts:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
+            while self._rebound:
+                directory, name = self._rebound.pop()
+                with suppress(OSError):
+                    _detach_at(self._backing_fd, name)
+                _bind(overlay_fd, directory, name)
             # Containers that follow this namespace see later mounts in it again.
             _change_mount(overlay_fd, _MS_SHARED)
 
@@ -216,9 +241,9 @@ class MovedMounts:
 
 
 def _open_inside(directory_fd: int, name: bytes) -> int:
-    """Return an O_PATH descriptor of the path ``name`` below a directory; no symbolic link is followed."""
+    """Return an O_PATH descriptor of the path ``name`` below a directory (b"": itself); no symbolic link is followed."""
     fd = os.dup(directory_fd)
-    for part in name.split(b"/"):
+    for part in name.split(b"/") if name else ():
         try:
             deeper = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
         finally:
@@ -236,6 +261,30 @@ def _move_mount(mount_fd: int, directory_fd: int, name: bytes) -> None:
             _raise_errno(name)
     finally:
         os.close(target_fd)
+
+
+def _bind(top_fd: int, directory: bytes, name: bytes) -> None:
+    """Mount one directory below ``top_fd`` over another one."""
+    target_fd = _open_inside(top_fd, name)
+    try:
+        source_fd = _open_inside(top_fd, directory.strip(b"/"))
+        try:
+            source, target = b"/proc/self/fd/%d" % source_fd, b"/proc/self/fd/%d" % target_fd
+            if _libc.mount(source, target, None, ctypes.c_ulong(_MS_BIND), None) != 0:
+                _raise_errno(name)
+        finally:
+            os.close(source_fd)
+    finally:
+        os.close(target_fd)
+
+
+def _detach_at(top_fd: int, name: bytes) -> None:
+    fd = _open_inside(top_fd, name)
+    try:
+        if mount_id(fd) != mount_id(top_fd) and _libc.umount2(b"/proc/self/fd/%d" % fd, _MNT_DETACH) != 0:
+            _raise_errno(name)
+    finally:
+        os.close(fd)
 
 
 def _change_mount(fd: int, flag: int) -> None:
@@ -396,17 +445,27 @@ def detach_keeping_inside(path: str | bytes) -> list[str]:
     inside = mounts_inside(overlay) if overlay is not None else []
     lost: list[str] = []
     kept: list[tuple[bytes, int]] = []
+    rebound: list[tuple[bytes, bytes]] = []
     plain_fd = -1
     try:
         for entry in inside:
             name = os.path.relpath(entry.mount_point, target)
+            if overlay is not None and entry.device == overlay.device:
+                # A bind mount of the dead overlay itself.
+                rebound.append((entry.root, name))
+                continue
             try:
                 kept.append((name, _copy_of(target, name)))
             except OSError as error:
                 lost.append(f"{os.fsdecode(entry.mount_point)} ({os.strerror(error.errno or 0)})")
         detach(target)
-        if kept:
+        if kept or rebound:
             plain_fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for directory, name in rebound:
+            try:
+                _bind(plain_fd, directory, name)
+            except OSError as error:
+                lost.append(f"{os.fsdecode(os.path.join(target, name))} ({os.strerror(error.errno or 0)})")
         for name, fd in kept:
             try:
                 place_fd = _open_inside(plain_fd, name)

@@ -125,6 +125,10 @@ class RemoteRepository(Repository):
         """Return nothing: the index is a cache of this host, and made from the packs."""
         return []
 
+    def lacks_index(self) -> bool:
+        """Return False: see `check_index`."""
+        return False
+
     def pack_problems(self) -> list[tuple[int, str]]:
         """Return the packs whose table cannot be read."""
         self.reader.lookup.refresh()

@@ -11,7 +11,7 @@ from ciuic.errors import NotFound
 from ciuic.repository.checking.segment_check import Checker, check_record
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
 from ciuic.repository.identity import Identity
-from ciuic.repository.index.database import ForeignIndexError, IndexDatabase
+from ciuic.repository.index.database import ForeignIndexError, IndexDatabase, MissingIndexError
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs.chunk_reader import location_of
 from ciuic.repository.packs.pack_directory import Packs, Segment
@@ -157,7 +157,7 @@ def index_problems(packs: Packs, index_path: str) -> list[str]:
     """Return where index and packs disagree; see `Repository.check_index`."""
     try:
         index = IndexDatabase.open(index_path, "read")
-    except ForeignIndexError as error:
+    except (ForeignIndexError, MissingIndexError) as error:
         return [f"the index does not cover anything: {error}"]
     except sqlite3.Error as error:
         return [f"the index cannot be read: {error}"]

@@ -82,6 +82,10 @@ def _good_among(count: int) -> str:
     return f"SELECT id, pack FROM chunks WHERE id IN ({','.join('?' * count)}) AND NOT flags & {DAMAGED}"
 
 
+class MissingIndexError(sqlite3.OperationalError):
+    """There is no index on disk. No damage: readers do not need it, and the next writer makes it."""
+
+
 class ForeignIndexError(sqlite3.OperationalError):
     """The index is not opened because another user may have made it. No damage: readers do not need it."""
 
@@ -109,7 +113,7 @@ class IndexDatabase:
     @classmethod
     def _open_read(cls, path: str) -> IndexDatabase:
         if not os.path.exists(path):
-            raise sqlite3.OperationalError("there is no index")
+            raise MissingIndexError("there is no index")
         # SQLite maps the -shm file of an index that is being written: its owner could truncate it and kill
         # this process (SIGBUS), and could craft any page or schema of it. Packs and snapshot files say all
         # that the index does.

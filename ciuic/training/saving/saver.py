@@ -270,8 +270,8 @@ class Saver:
         with self.guard:
             if self.client.is_ours:
                 self.pending_saves.finish(timeout_seconds)
-            # The training stands still from here on: codecs may use its processors.
-            self.client.awaited()
+                # The training stands still from here on: codecs may use its processors.
+                self.client.awaited()
         while self.pending if number is None else number in self._saves:
             left = end - time.monotonic()
             if left <= 0 or not self.client.will_answer:

@@ -20,12 +20,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic import errors
-from ciuic.cli.app import COMMANDS, cli, explain, guarded
+from ciuic.cli.app import COMMANDS, GROUPS, cli, explain, guarded
 from ciuic.cli.shared import names, times
+from ciuic.cli.shared.names import absolute
 from ciuic.cli.shared.options import PrintsHelp
 from ciuic.cli.shared.session import Session
+from ciuic.system.ownership import find_flaw
 
 NOW_NS = 1_686_834_000_123_456_789
+
+
+def _command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
 
 
 @given(st.binary(min_size=1).filter(lambda name: b"\0" not in name))
@@ -82,17 +90,59 @@ def test_times_that_people_write(text: str, expected: int) -> None:
 def test_a_date_is_its_first_or_last_instant() -> None:
     """`--since DATE` begins with the day, `--until DATE` ends with it."""
     first = times.parse_when("2023-06-15", NOW_NS)
-    last = times.parse_when("2023-06-15", NOW_NS, end_of_day=True)
+    last = times.parse_when("2023-06-15", NOW_NS, end_of_period=True)
     assert times.clock(first) == "2023-06-15 00:00:00"
     assert times.clock(last) == "2023-06-15 23:59:59"
 
 
-@pytest.mark.parametrize("text", ["", "yesterday-ish", "2023-13-01", "5 parsecs"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("14:05", "2023-06-15 14:05:00"),
+        ("9:05:07", "2023-06-15 09:05:07"),
+        ("today", "2023-06-15 00:00:00"),
+        ("today 14:05", "2023-06-15 14:05:00"),
+        ("yesterday", "2023-06-14 00:00:00"),
+        ("Yesterday 14:05", "2023-06-14 14:05:00"),
+        ("2023-06-10 14:05", "2023-06-10 14:05:00"),
+        ("2023-06-10T14:05:09", "2023-06-10 14:05:09"),
+    ],
+)
+def test_times_of_the_clock_are_local(text: str, expected: str) -> None:
+    """A time alone is one of today; its whole second belongs to it."""
+    now_ns = int(datetime.fromisoformat("2023-06-15 16:00").timestamp()) * times.NS
+    assert times.clock(times.parse_when(text, now_ns)) == expected
+    last_ns = times.parse_when(text, now_ns, end_of_period=True)
+    length_s = 1 if ":" in text else 86400
+    assert last_ns - times.parse_when(text, now_ns) == length_s * times.NS - 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "yesterday-ish", "2023-13-01", "5 parsecs", "20230615", "2023", "2023-W10-1", "25:00", "14:5"),
+        *("2023-06-15T", "today14:05", "2023-06-15 +02:00", "999999999d", "9999-12-31"),
+    ],
+)
 def test_nonsense_is_no_time(text: str) -> None:
     """An invalid time is wrong usage, with examples of valid ones."""
     with pytest.raises(errors.UsageError) as caught:
         times.parse_when(text, NOW_NS)
     assert "write for example" in caught.value.hint
+
+
+def test_a_relative_path_in_a_removed_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A relative path without a current directory is wrong usage, which is said; absolute paths need none."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert guarded(Session(), lambda: absolute("relative")) == 2
+    assert "current directory does not exist" in capsys.readouterr().err
+    assert absolute("/a/../b") == b"/b"
+    assert find_flaw("/") is None
 
 
 @pytest.mark.parametrize("kind", sorted(errors.BY_EXIT_CODE.values(), key=lambda kind: kind.exit_code))
@@ -165,6 +215,26 @@ def test_each_command_has_help(name: str) -> None:
     result = CliRunner().invoke(cli, [name, "--help"])
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"Usage: cli {name}")
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_first_page_has_whole_summaries_in_groups(columns: int) -> None:
+    """Each command stands on one line with its whole summary, below the title of its group."""
+    result = CliRunner().invoke(cli, ["--help"], terminal_width=columns)
+    lines = result.output.splitlines()
+    for title, commands in GROUPS.items():
+        assert f"{title}:" in lines
+        for name, summary in commands.items():
+            assert [line.split(maxsplit=1) for line in lines].count([name, summary]) == 1
+    assert max(map(len, lines)) <= columns
+    assert not [line for line in lines if "..." in line and "[ARGS]" not in line]
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if isinstance(_command(name), click.Group)])
+def test_groups_of_commands_have_whole_summaries(name: str) -> None:
+    """No summary of a command below a command is cut."""
+    output = CliRunner().invoke(cli, [name, "--help"], terminal_width=60).output
+    assert not [line for line in output.splitlines() if line.endswith("...") and not line.startswith("Usage")]
 
 
 def test_unknown_command_suggests_the_nearest() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository, Tree
@@ -83,7 +85,7 @@ def test_the_read_model_agrees_with_what_was_stored(tmp_path_factory: object, se
 
 def _check_search(repository: Repository, timeline: Timeline, history: list[dict[bytes, bytes]]) -> None:
     last = {path: number for number, files in enumerate(history) for path in files}
-    for pattern, folder in ((b"*.pt", b""), (b"x/*", b"x/")):
+    for pattern, folder in ((b"*.pt", b""), (b"x/**", b"x/")):
         expected = {
             b"/r/" + path: (f"cs-{number + 1:06x}", number < len(history) - 1)
             for path, number in last.items()
@@ -108,6 +110,41 @@ def _check_changes(repository: Repository, timeline: Timeline, history: list[dic
         sum(len(data) for path, data in old.items() if path not in new),
     ]
     assert ([total.size_bytes for total in top[1:]] if top else [0, 0, 0]) == sums
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("?ber", ["über"]),
+        ("[öü]ber", ["über"]),
+        ("[!a]ber", ["über"]),
+        (b"caf?", [b"caf\xe9"]),
+        ("*/weights", ["runs/weights", "runs/a/weights", "runs/a/b/weights"]),
+        ("runs/*/weights", ["runs/a/weights"]),
+        ("/r/runs/*/weights", ["runs/a/weights"]),
+        ("/runs/*/weights", []),
+        ("runs/**/weights", ["runs/weights", "runs/a/weights", "runs/a/b/weights"]),
+        ("/r/**/b/**/weights", ["runs/a/b/weights"]),
+        ("a/**", ["runs/a/b", "runs/a/weights", "runs/a/b/weights"]),
+        ("uni/", ["uni"]),
+        ("/r/uni///", ["uni"]),
+        ("r*/", ["runs"]),
+        ("weights/", []),
+        ("**/u*", ["uni"]),
+        ("weigh.s", []),
+    ],
+)
+def test_patterns_are_those_of_gitignore(
+    tmp_path: Path, pattern: str | bytes, expected: list[str | bytes]
+) -> None:
+    """`?` is one character, `*` stays within a name, `**` crosses directories, and a slash at the end finds directories."""
+    files = dict.fromkeys((b"runs/weights", b"runs/a/weights", b"runs/a/b/weights", b"uni/x"), b"1")
+    repository, timeline = stored(
+        tmp_path, [{**files, "über".encode(): b"1", b"caf\xe9": b"1"}, {**files, "über".encode(): b"2"}]
+    )
+    with repository:
+        found = {one.path for one in search(repository, timeline, GlobMatcher(os.fsencode(pattern)))}
+    assert found == {b"/r/" + os.fsencode(name) for name in expected}
 
 
 def test_equal_directories_are_read_once(tmp_path: Path) -> None:

@@ -263,6 +263,27 @@ def test_resolve(repository: Repository) -> None:
             resolve(missing)
 
 
+def test_resolve_times_as_options_take_them(repository: Repository) -> None:
+    """Durations ago, times of today and of yesterday name snapshots; an id that begins like a duration comes first."""
+    now_ns = time.time_ns()
+    today = datetime.fromtimestamp(now_ns / 1e9).astimezone().replace(tzinfo=None)
+    yesterday_noon = today.replace(hour=12, minute=0, second=0) - timedelta(days=1)
+    hour_ns = 3600 * 10**9
+    with repository.writer() as writer:
+        make_snapshot(writer, "cs-aaaaa1", {}, time_ns=int(yesterday_noon.timestamp()) * 10**9)
+        make_snapshot(writer, "cs-aaaaa2", {}, time_ns=now_ns - 50 * 24 * hour_ns)
+        make_snapshot(writer, "cs-3daaaa", {}, time_ns=now_ns + 26 * hour_ns)
+    resolve = repository.snapshots.resolve
+    assert resolve("yesterday 12:00") == "cs-aaaaa1"
+    assert resolve("yesterday 11:59") == "cs-aaaaa2"
+    assert resolve("2d") == "cs-aaaaa2"
+    assert resolve("1s") == resolve("23:59:59") == resolve("today") == "cs-aaaaa1"
+    assert resolve("3d") == "cs-3daaaa"
+    for missing in ("51d", "9e9", "20w"):
+        with pytest.raises(NotFound):
+            resolve(missing)
+
+
 def test_the_order_is_that_of_commits_when_the_clock_was_ahead(repository: Repository) -> None:
     """One snapshot from a clock ahead is the newest only until the next, also without the index.
 

@@ -34,15 +34,17 @@ def command(
     """Find files and directories by name in all snapshots.
 
     PATTERN is that of a shell (quote it): with * ? [ ], compared with the name; with a slash in it, with the end of the
-    path, or with all of it if it begins with one. For each path: the newest snapshot that has it.
+    path, or with all of it if it begins with one. * does not match a slash, ** between slashes any number of directories. A
+    slash at the end finds directories alone. For each path: the newest snapshot that has it.
     """
     from ciuic.history.search import GlobMatcher, search
 
-    if not pattern:
-        raise UsageError('an empty pattern finds nothing: name a file, such as "*.safetensors"')
     session = current()
     since_ns = None if since is None else times.parse_when(since, session.now_ns)
-    matcher = GlobMatcher(os.fsencode(pattern))
+    try:
+        matcher = GlobMatcher(os.fsencode(pattern))
+    except ValueError as error:
+        raise UsageError(f"the pattern {shown_text(pattern)!r} finds nothing: {error}") from None
     found: list[FoundPath] = []
     for repository, timeline in all_timelines(session, root):
         found += [

@@ -73,7 +73,12 @@ def test_find_by_name(repository: CliRepository) -> None:
     assert [one["path"] for one in document(repository, "find", "new/*")["found"]] == [
         str(repository.root / "new" / "c")
     ]
-    assert repository.run("find", "").exit_code == 2
+    assert [one["path"] for one in document(repository, "find", "ckpt/")["found"]] == [
+        str(repository.root / "ckpt")
+    ]
+    for nothing in ("", "/", "//"):
+        result = repository.run("find", nothing)
+        assert (result.exit_code, "names nothing" in result.stderr) == (2, True)
 
 
 def test_changed_by_directory(repository: CliRepository) -> None:

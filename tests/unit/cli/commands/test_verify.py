@@ -40,6 +40,20 @@ def test_all_and_ids_exclude_one_another(repository: CliRepository) -> None:
     assert "give --all" in neither.stderr
 
 
+@pytest.mark.parametrize("arguments", [("latest", "--checksum"), ("--all",), ("--all", "--checksum")])
+def test_a_missing_index_is_no_damage(repository: CliRepository, arguments: tuple[str, ...]) -> None:
+    """Without its index, a cache, a repository is whole; verify says that it is missing and who makes it again."""
+    for path in repository.path.glob("index.sqlite*"):
+        path.unlink()
+    result = repository.run("verify", *arguments)
+    assert (result.exit_code, "damaged" in result.stdout) == (0, False), result.output
+    assert "the index is missing" in result.stderr
+    document = json.loads(repository.run("verify", *arguments, "--json").stdout)
+    assert (document["damages"], document["index_missing"]) == ([], True)
+    assert repository.run("check", "--repair").exit_code == 0
+    assert "index" not in repository.run("verify", *arguments).output
+
+
 def flip(path: Path, needle: bytes) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(needle) + 5] ^= 0x40
