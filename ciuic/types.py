@@ -291,6 +291,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return bool(entry.flags & unsure)
 
     @property
+    def is_safety(self) -> bool:
+        """True for a safety snapshot; see the function of this name."""
+        return is_safety(self.tags, self.message)
+
+    @property
     def is_state(self) -> bool:
         """True for a training state, made from memory; the training's own rules decide how long it stays."""
         made = (not root.session and root.mode == "full" for root in self.roots)

@@ -248,6 +248,12 @@ def explain(error: Exception) -> tuple[str, str, int]:
         # (`out`).
         if error.errno == errno.ENOSPC:
             return message, "free some space: `ciuic prune` works on a full disk", 1
+        if error.errno == errno.ENOTCONN and where:
+            return (
+                message,
+                "the process that served this mount has ended; ciuic status and ciuic restore --status say which, and what to do",
+                1,
+            )
         return message, "", 1
     if isinstance(error, MemoryError):
         return "out of memory", "", 1

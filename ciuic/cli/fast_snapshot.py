@@ -70,7 +70,12 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int | None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-    return _ask(connection, request, body)
+    if not request.wait:
+        return _ask(connection, request, body)
+    from ciuic.cli.shared.waiting_reason import telling_why
+
+    with telling_why(socket_path):
+        return _ask(connection, request, body)
 
 
 def parse(arguments: Sequence[str]) -> Request | None:

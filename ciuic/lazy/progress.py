@@ -177,4 +177,9 @@ def read_statuses(directory: Path = DEFAULT_DIRECTORY) -> list[LazyStatus]:
 
 def _is_alive(pid: int) -> bool:
     # A number that was given anew shows a dead restore as one that makes no progress.
-    return os.path.exists(f"/proc/{pid}")
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    # The name in parentheses may contain any bytes. A zombie waits for nothing but its parent.
+    return stat.rpartition(b")")[2].split()[:1] not in ([b"Z"], [b"X"])

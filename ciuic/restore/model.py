@@ -8,7 +8,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ciuic.errors import CiuicError, Partial
-from ciuic.repository.lookup import Located, readable
+from ciuic.repository.lookup import Located
+from ciuic.system.shell_quoting import shown
 from ciuic.units import plural
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class Result:
         """Return Partial, which lists everything that is not as it was; None if the restore is complete."""
         if self.complete:
             return None
-        lines = [f"{readable(failure.path)}: {failure.reason}" for failure in self.failed]
+        lines = [f"{shown(failure.path)}: {failure.reason}" for failure in self.failed]
         head = f"restored in part: {self.stopped}" if self.stopped else "restored in part"
         if self.left_out_because:
             counted = plural(

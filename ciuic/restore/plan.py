@@ -11,7 +11,7 @@ import msgspec
 
 from ciuic.errors import Damaged, DestinationExists
 from ciuic.repository import Repository
-from ciuic.repository.lookup import join, readable, resolve
+from ciuic.repository.lookup import join, resolve
 from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.restore.files import journal
 from ciuic.restore.files.destination import open_directory, stat_at
@@ -22,6 +22,7 @@ from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget
 from ciuic.restore.overwrite_rules import believed_equal
 from ciuic.system.linked_path import LinkedPath
 from ciuic.system.mount_border import MountBorders
+from ciuic.system.shell_quoting import shown
 from ciuic.types import Entry, Snapshot
 
 # For a terminal: `DestinationExists.conflicts` has them all.
@@ -104,12 +105,12 @@ def _files(target: RestoreTarget) -> int:
 
 
 def _exists(conflicts: list[bytes]) -> DestinationExists:
-    shown = [readable(path) for path in conflicts[:_MAX_SHOWN_CONFLICTS]]
+    listed = [shown(path) for path in conflicts[:_MAX_SHOWN_CONFLICTS]]
     more = (
         [f"and {len(conflicts) - _MAX_SHOWN_CONFLICTS} more"] if len(conflicts) > _MAX_SHOWN_CONFLICTS else []
     )
     error = DestinationExists(
-        "\n  ".join(["nothing was restored, because these exist already:", *shown, *more]),
+        "\n  ".join(["nothing was restored, because these exist already:", *listed, *more]),
         hint="--overwrite replaces them; -d restores into another directory",
     )
     error.conflicts = tuple(conflicts)

@@ -12,7 +12,7 @@ from ciuic.restore.model import OmittedSpecial, Result
 from ciuic.units import plural
 
 PACKAGE = Path(__file__).parents[2] / "ciuic"
-NOUNS = "snapshots|files|errors|packs|chunks|problems|warnings|roots|alerts|processes|others|exist"
+NOUNS = "snapshots|files|errors|packs|chunks|problems|warnings|roots|alerts|processes|others|exist|tensors|members|storages|objects|paths"
 COUNT = re.compile(rf"(?<!/)\{{(?:len\([^{{}}]*\)|[a-z_][a-z_.]*)\}} (?:{NOUNS}|were open|were left)\b")
 """Pattern of a bare number before a plural noun in an f-string; ``3/7 files`` is a share and no count."""
 
@@ -34,7 +34,20 @@ def test_sums_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["cli", "daemon", "maintenance", "protocol", "repository", "restore", "system"]
+    "folder",
+    [
+        "cli",
+        "daemon",
+        "maintenance",
+        "protocol",
+        "repository",
+        "restore",
+        "system",
+        "verdicts",
+        "history",
+        "compare",
+        "lazy",
+    ],
 )
 def test_counts_go_through_the_helper(folder: str) -> None:
     """Messages of these packages put no number before a plural noun by themselves."""

@@ -278,8 +278,13 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     # Committed and lost ones together, newest first as ever.
     dated.sort(key=lambda row: row[0], reverse=True)
     show_table(columns, [row[1:] for row in dated])
-    for promise in lost:
-        warn(f"{promise.id} was lost: {shown_text(promise.reason)}")
+    if len(lost) == 1:
+        warn(f"{lost[0].id} was lost: {shown_text(lost[0].reason)}")
+    elif lost:
+        warn(
+            f"{plural(len(lost), 'snapshot')} were lost, the newest ({lost[0].id}): {shown_text(lost[0].reason)}",
+            hint="list --json has every reason; ciuic forget ID takes one off the list",
+        )
 
 
 def state_cell(info: SnapshotInfo) -> Any:

@@ -34,16 +34,17 @@ _SHOWN_OPEN_FILES = 5
 
 
 @click.command("restore", cls=FrameCommand)
-@click.option("-s", "--snapshot", "snapshot", required=True, metavar="ID", type=ID, help="Which snapshot.")
+@click.option(
+    "-s", "--snapshot", "snapshot", metavar="ID", type=ID, help="Which snapshot; needed, but for --status."
+)
 @click.option(
     "-p",
     "--path",
     "paths",
-    required=True,
     multiple=True,
     metavar="PATH",
     type=SNAPSHOT_PATH,
-    help="What: the absolute path as it was at the snapshot; may be given several times.",
+    help="What: the absolute path as it was at the snapshot; may be given several times. Needed, but for --status.",
 )
 @click.option(
     "-d",
@@ -86,7 +87,7 @@ _SHOWN_OPEN_FILES = 5
 )
 @json_option
 def command(
-    snapshot: str,
+    snapshot: str | None,
     paths: tuple[bytes, ...],
     dest: bytes | None,
     overwrite: str | None,
@@ -102,6 +103,10 @@ def command(
 
     Directories are merged. Interrupted or killed, it can be run again; no file is ever half there.
     """
+    if snapshot is None or not paths:
+        raise UsageError(
+            "which snapshot, and what? -s names the snapshot, -p the path", hint="such as: -s latest -p DIR"
+        )
     session = current()
     if lazy or foreground:
         _require_only_lazy(lazy, paths, overwrite, delete, dry_run)

@@ -21,6 +21,7 @@ from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.remotes.waiting import RemoteWait
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.snapshot_options import OPTIONS
+from ciuic.cli.shared.waiting_reason import reason_of, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Partial
 
 if TYPE_CHECKING:
@@ -121,8 +122,11 @@ def await_commit(session: Session, snapshot_id: str) -> SnapshotState:
             while True:
                 # Where nobody looks at the progress, the answer comes with the commit, not with the next poll
                 # after it.
-                ask = session.control.snapshot_state if reporter.shows else session.control.wait_snapshot
-                state = ask(snapshot_id)
+                if reporter.shows:
+                    state = session.control.snapshot_state(snapshot_id)
+                else:
+                    with telling_why(str(session.control.socket)):
+                        state = session.control.wait_snapshot(snapshot_id)
                 if state.state == "failed":
                     raise failure_of(state)
                 if state.state == "committed":
@@ -152,5 +156,6 @@ def _report(reporter: Reporter, state: SnapshotState) -> None:
             files_done=done.files_done,
             files_total=done.files_total,
             seconds_left=state.seconds_left,
+            reason=reason_of(state),
             path=done.path.encode("utf-8", "surrogateescape"),
         )

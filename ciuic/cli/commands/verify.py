@@ -188,7 +188,7 @@ def _print(result: VerifyResult, everything: bool, share: float | None) -> None:
     if result.damaged:
         verdict = f"{len(result.damages)} damaged"
     elif share is not None:
-        verdict = f"everything is there, and {share:.3g} of the blocks, chosen at random, are right"
+        verdict = f"everything is there, and {100 * share:.3g} % of the blocks, chosen at random, are right"
     else:
         verdict = (
             "every byte is right" if result.checksum else "everything is there (--checksum reads every byte)"

@@ -251,6 +251,10 @@ def line_of(status: LazyStatus) -> str:
         parts.append(
             f"{plural(status.files_left, 'file')} and {human_size(status.bytes_left)} of {human_size(status.bytes_total)} missing"
         )
+    if status.state == "interrupted":
+        parts.append(
+            f"its process ended: umount -l {shown_text(status.destination)} if it is still mounted, and run the same restore --lazy again"
+        )
     if status.state == "filling" and status.seconds_left is not None:
         parts.append(f"{human_size(status.rate)}/s, about {human_duration(status.seconds_left)} left")
     if status.state == "filling" and status.waits:

@@ -132,6 +132,8 @@ class _TerminalLine(Reporter):
             left_seconds = elapsed_seconds * (1 - share) / share
         if left_seconds is not None:
             parts.append(f"{human_duration(left_seconds)} left")
+        if state.get("reason"):
+            parts.append(state["reason"])
         if state.get("path"):
             parts.append(shown(state["path"]))
         return "  ".join(parts)

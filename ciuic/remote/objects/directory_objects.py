@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
@@ -341,6 +342,11 @@ class DirectoryObjects:
             raise
         except OSError as exc:
             what = " ".join(filter(None, ("cannot", doing, name, "in", self._directory)))
+            if doing == "open" and exc.errno == errno.ENOENT:
+                raise RemoteUnreachable(
+                    f"{what}: there is no such directory",
+                    hint=f"if its disk is not mounted, mount it; a new one is made by ciuic remote init, or by: mkdir -p {shlex.quote(self._directory)}",
+                ) from None
             kind = RemoteRefused if exc.errno in _REFUSED else RemoteUnreachable
             raise kind(f"{what}: {exc.strerror or exc}") from None
 

@@ -31,6 +31,7 @@ from ciuic.remote.upkeep.log_repair import check_logs
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import PackKind
 from ciuic.types import ChunkId
+from ciuic.units import plural
 
 _REPAIR_HINT = "ciuic check --remote --repair, on a host whose repository has it"
 _KINDS: dict[str, Kind] = {
@@ -133,7 +134,7 @@ def check_space(
         if damage.kind == "snapshot":
             snapshots.update(map(str, damage.snapshots))
     if reader.archived:
-        text = f"{len(reader.archived)} packs are archived, and were not read"
+        text = f"{plural(len(reader.archived), 'pack is', 'packs are')} archived, and not read"
         report.findings.append(CheckFinding("info", "pack", text, "thaw them first: ciuic remote thaw"))
     report.snapshots += len(result.snapshots)
     report.packs += len(packs)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from ciuic.units import plural
 from ciuic.verdicts.directories.parts import PartsNeeded, document_of, shown_name
 from ciuic.verdicts.model import NotJudged, TornContent
 from ciuic.verdicts.sources import DirectorySource
@@ -51,7 +52,7 @@ def _parts(below: DirectorySource, tag: bytes, taken: frozenset[bytes]) -> Parts
     ranks = {(int(found[1]), int(found[2])) for name in files if (found := _OPTIMIZER.match(name))}
     lacking = _lacking(ranks)
     if lacking:
-        torn = f"the states of {len(lacking)} ranks are missing"
+        torn = f"the states of {plural(len(lacking), 'rank')} are missing"
     relative = tuple(tag + b"/" + name for name in files)
     return PartsNeeded("deepspeed", tag, relative, torn=torn, taken=taken.union((tag,)))
 

@@ -10,6 +10,7 @@ import math
 import struct
 from typing import Final
 
+from ciuic.units import plural
 from ciuic.verdicts.bounded_reader import BoundedReader
 from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
 
@@ -160,4 +161,4 @@ def _structure(
         raise TornContent(f"its header promises {end} bytes, the file has {reader.size_bytes}")
     last_end = start + last[0] + last[1]
     last_item = (last_end - last[2], last_end) if last[1] else None
-    return Structure("gguf", f"{len(tensors)} tensors", (Piece(start, end),), last_item)
+    return Structure("gguf", plural(len(tensors), "tensor"), (Piece(start, end),), last_item)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from ciuic.units import plural
 from ciuic.verdicts.bounded_reader import BoundedReader
 from ciuic.verdicts.formats.opcodes import Opcode, PickleStream
 from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
@@ -65,7 +66,7 @@ def _old_torch(reader: BoundedReader, stream: PickleStream) -> Structure:
         raise TornContent(f"its storages end after {stream.at} of {reader.size_bytes} bytes")
     # An integer may end in zeros, a float hardly ever does.
     last_item = (end - (item_bytes if kind in _INTEGERS else 1), end) if end > start else None
-    return Structure("torch (old)", f"{len(keys)} storages", (Piece(0, stream.at),), last_item)
+    return Structure("torch (old)", plural(len(keys), "storage"), (Piece(0, stream.at),), last_item)
 
 
 class _Storages:

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from ciuic.units import plural
 from ciuic.verdicts.bounded_reader import BoundedReader
 from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
 
@@ -64,7 +65,7 @@ def read_safetensors(reader: BoundedReader) -> Structure:
         # A float ends with its exponent, which is zero in hardly any number: its last byte shows more than all of it.
         size = 1 if last.dtype[0] in "FBC" else max(1, _BITS[last.dtype] // 8)
         last_item = (start + end - size, start + end)
-    return Structure(FORMAT, f"{len(tensors)} tensors", (Piece(start, start + end),), last_item)
+    return Structure(FORMAT, plural(len(tensors), "tensor"), (Piece(start, start + end),), last_item)
 
 
 def _looks_like_it(reader: BoundedReader) -> bool:

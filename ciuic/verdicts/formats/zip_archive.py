@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from ciuic.units import plural
 from ciuic.verdicts.bounded_reader import MAX_HEADER_BYTES, BoundedReader
 from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
 
@@ -62,7 +63,7 @@ def read_zip(reader: BoundedReader) -> Structure:
         else:
             pieces.append(Piece(start, start + member.stored_bytes, member.crc32))
     _check_small(reader, pieces)
-    return Structure(_kind(members), f"{len(members)} members", tuple(pieces))
+    return Structure(_kind(members), plural(len(members), "member"), tuple(pieces))
 
 
 def _find_directory(reader: BoundedReader) -> tuple[int, int, int]:

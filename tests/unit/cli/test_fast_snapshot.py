@@ -18,7 +18,13 @@ from support.fake_http_daemon import FakeDaemon, hang_up
 from ciuic import types
 from ciuic.cli.fast_snapshot import Request, find_socket, parse
 from ciuic.cli.shared.snapshot_options import RESERVED_TAGS
-from ciuic.protocol.control_types import ErrorDocument, SnapshotState
+from ciuic.cli.shared.waiting_reason import telling_why
+from ciuic.protocol.control_types import (
+    ErrorDocument,
+    Progress,
+    SnapshotState,
+    StatusDocument,
+)
 
 PROGRAM = "import sys; from ciuic.cli import main; sys.argv[0] = 'ciuic'; main()"
 WHOLE_PROGRAM = "import sys; from ciuic.cli.app import run; sys.argv[0] = 'ciuic'; run()"
@@ -267,3 +273,24 @@ def test_the_reserved_tags_are_those_of_the_library() -> None:
     """The fast path and the whole program refuse every tag that ciuic gives snapshots itself."""
     known = {value for name, value in vars(types).items() if name.startswith("TAG_")}
     assert known == RESERVED_TAGS
+
+
+def test_a_long_wait_says_why(config: Path, daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wait that lasts because the capture makes way for other programs says so in one line; otherwise nothing is said."""
+    for share, said in ((0.05, "5% of the time"), (1.0, "")):
+        asked = threading.Event()
+        state = SnapshotState(id="cs-abc123", state="capturing", progress=Progress(share=share))
+
+        def answer(_: object, state: SnapshotState = state, asked: threading.Event = asked) -> Any:
+            asked.set()
+            return 200, StatusDocument(pid=1, since="", now="", version="0", captures=[state])
+
+        daemon.answers["GET /v1/status"] = answer
+        with telling_why(str(config.with_name("s")), after_seconds=0):
+            assert asked.wait(30)
+            for thread in threading.enumerate():
+                if isinstance(thread, threading.Timer):
+                    thread.join(30)
+        complaint = capsys.readouterr().err
+        assert said in complaint
+        assert complaint.count("\n") == bool(said)

@@ -84,7 +84,7 @@ def test_deepspeed_needs_all_ranks_of_the_latest_step() -> None:
     tree = deepspeed(3)
     assert only(tree).verdict.is_good
     del tree[b"global_step5"][b"bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
-    assert only(tree).verdict[:2] == ("TORN", "the states of 1 ranks are missing")
+    assert only(tree).verdict[:2] == ("TORN", "the states of 1 rank are missing")
     assert only({b"latest": b"global_step6"}).verdict.state == "TORN"
     assert not checkpoints_in(MemoryDirectory({b"latest": b"a file with\nother content"}))
 

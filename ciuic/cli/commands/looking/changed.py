@@ -12,7 +12,7 @@ from ciuic.cli.shared.names import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, UsageError
 
 if TYPE_CHECKING:
     from ciuic.history.changes import DirectoryChanges, RootChanges, Total
@@ -42,6 +42,10 @@ def command(since: str, tree: bool, root: bytes | None, limit: int | None, as_js
 
     session = current()
     since_ns = times.parse_when(since, session.now_ns)
+    if since_ns > session.now_ns:
+        raise UsageError(
+            f"--since {since} lies in the future ({times.clock(since_ns)}): nothing has changed since"
+        )
     found = []
     passed_over = PassedOver()
     for repository, timeline in all_timelines(session, root, passed_over):

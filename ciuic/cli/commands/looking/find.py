@@ -16,6 +16,7 @@ from ciuic.cli.shared.session import current
 from ciuic.errors import UsageError
 
 if TYPE_CHECKING:
+    from ciuic.cli.shared.tables import Cell
     from ciuic.history.search import FoundPath
 
 
@@ -87,12 +88,22 @@ def show_found(found: list[FoundPath], *, as_json: bool) -> None:
             Cell(str(one.snapshot.id), "bold"),
             times.clock(one.snapshot.time_ns),
             human_size(_size(one)),
-            Cell("GONE", "red") if one.is_deleted else "",
+            _state(one),
             *([shown_text(one.host)] if several else []),
         )
         for one in found
     ]
     show_table(columns, rows)
+
+
+def _state(one: FoundPath) -> Cell | str:
+    """Return ``GONE``, and ``safety`` where the snapshot is one that `list` hides."""
+    from ciuic.cli.shared.tables import Cell
+
+    words = ["GONE"] if one.is_deleted else []
+    if one.snapshot.is_safety:
+        words.append("safety")
+    return Cell(", ".join(words), "red" if one.is_deleted else "cyan") if words else ""
 
 
 def _size(one: FoundPath) -> int:
@@ -108,5 +119,6 @@ def _document(one: FoundPath) -> dict[str, Any]:
         "snapshot": str(one.snapshot.id),
         "time": times.rfc3339(one.snapshot.time_ns),
         "deleted": one.is_deleted,
+        "safety": one.snapshot.is_safety,
         "host": one.host,
     }

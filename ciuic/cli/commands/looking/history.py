@@ -19,6 +19,7 @@ from ciuic.errors import NotFound
 if TYPE_CHECKING:
     from ciuic.history.search import FoundPath
     from ciuic.history.versions import PathVersion
+    from ciuic.types import Snapshot
 
 _COLOURS = {"added": "green", "gone": "red", "retyped": "magenta", "changed": "yellow"}
 
@@ -83,8 +84,8 @@ def _show(found: list[PathVersion]) -> None:
         rows.append(
             (
                 times.clock(version.first.time_ns),
-                Cell(str(version.first.id), "bold"),
-                str(version.last.id),
+                Cell(_name(version.first), "bold"),
+                _name(version.last),
                 size,
                 Cell(change, _COLOURS[version.kind]),
                 *([shown_text(version.host)] if several else []),
@@ -93,13 +94,20 @@ def _show(found: list[PathVersion]) -> None:
     show_table(columns, rows)
 
 
+def _name(snapshot: Snapshot) -> str:
+    """Return the id, marked where `list` hides the snapshot."""
+    return f"{snapshot.id} (safety)" if snapshot.is_safety else str(snapshot.id)
+
+
 def _document(version: PathVersion) -> dict[str, Any]:
     entry = version.entry
     return {
         "kind": version.kind,
         "first": str(version.first.id),
         "first_time": times.rfc3339(version.first.time_ns),
+        "first_safety": version.first.is_safety,
         "last": str(version.last.id),
+        "last_safety": version.last.is_safety,
         "last_time": times.rfc3339(version.last.time_ns),
         "snapshots": version.snapshots,
         "details": list(version.details),

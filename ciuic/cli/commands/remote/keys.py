@@ -173,15 +173,21 @@ def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
     A user of that key may have kept what it opens. The last slot cannot be removed.
     """
     from ciuic.remote.access.configured import configured_objects
-    from ciuic.remote.access.remote import remove_slot
+    from ciuic.remote.access.remote import key_slots, remove_slot
 
     config = targets.find_remote(current().config, place)
     objects = configured_objects(config)
     try:
         remote = targets.opened(config, objects)
         _require_encryption(remote)
+        kinds = {one.slot: one.kind for one in key_slots(objects)}
         if not yes:
             _ask(config, remote, slot)
+        elif kinds.get(slot) == "recovery" and list(kinds.values()).count("recovery") == 1:
+            warn(
+                f"{slot} was the last recovery key: if {', '.join(kinds.keys() - {slot}) or 'no other key'} is lost, so is the remote",
+                hint="ciuic remote keys add --recovery makes another",
+            )
         try:
             remove_slot(remote, slot)
         except ValueError as error:

@@ -14,7 +14,7 @@ from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, note, out_json
 from ciuic.cli.shared.session import current
 from ciuic.errors import NotFound
-from ciuic.units import human_size
+from ciuic.units import human_size, plural
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -95,7 +95,9 @@ def _print(found: Measurement, key: str) -> None:
     ]
     show_table([Column("TEST"), Column("RESULT", shrink=True)], rows)
     if proof.left:
-        note(f"these credentials may not delete: {len(proof.left)} objects below proof/ stay")
+        note(
+            f"these credentials may not delete: {plural(len(proof.left), 'object below proof/ stays', 'objects below proof/ stay')}"
+        )
 
 
 def _milliseconds(seconds: float) -> str:

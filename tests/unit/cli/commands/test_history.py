@@ -184,3 +184,24 @@ def test_a_state_of_a_training_is_one_checkpoint(
     assert reason in found["reason"]
     made.snapshot(tree)
     assert all(one["format"] != "training" for one in document(made, "checkpoints")["checkpoints"])
+
+
+def test_safety_snapshots_are_marked(repository: CliRepository) -> None:
+    """What only a safety snapshot has, which `list` hides, is marked in `find` and `history`."""
+    repository.snapshot(
+        {b"a": b"x", b"s": b"y"}, tags=("safety",), message="before the restore from cs-000001"
+    )
+    (found,) = document(repository, "find", "s")["found"]
+    assert (found["safety"], found["snapshot"]) == (True, "cs-000004")
+    assert "safety" in repository.run("find", "s").stdout
+    assert document(repository, "find", "ckpt")["found"][0]["safety"] is False
+    text = repository.run("history", str(repository.root / "s")).stdout
+    assert "cs-000004 (safety)" in text
+    (version,) = document(repository, "history", str(repository.root / "s"))["versions"]
+    assert (version["first_safety"], version["last_safety"]) == (True, True)
+
+
+def test_changed_since_the_future_is_wrong_usage(repository: CliRepository) -> None:
+    """A time that has not come is refused: nothing can have changed since."""
+    result = repository.run("changed", "--since", "2999-01-01")
+    assert (result.exit_code, "lies in the future" in result.output + str(result.exception)) == (2, True)

@@ -121,6 +121,17 @@ def test_lost_snapshot_is_shown_with_the_reason(repository: CliRepository) -> No
     assert LOST.id not in repository.run("list", "--machine-readable").stdout
 
 
+def test_several_lost_snapshots_take_one_line(repository: CliRepository) -> None:
+    """The warning of many lost snapshots is one line with their number and the newest reason; JSON has all."""
+    for number in range(1, 6):
+        lost = msgspec.structs.replace(LOST, id=f"cs-0dead{number}", time_ns=LOST.time_ns + number)
+        record_promise(repository.path, lost)
+    result = repository.run("list")
+    assert result.stderr.count("lost") == 1
+    assert "5 snapshots were lost, the newest (cs-0dead5): its disk was full" in result.stderr
+    assert len(json.loads(repository.run("list", "--json").stdout)["lost"]) == 5
+
+
 def test_a_lost_snapshot_is_refused_with_its_reason_and_can_be_forgotten(repository: CliRepository) -> None:
     """A lost snapshot given by its id is refused with the reason, and forget removes its mention."""
     repository.snapshot({b"a": b"x"})

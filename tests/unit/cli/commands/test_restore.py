@@ -331,3 +331,23 @@ def test_files_that_programs_have_open_are_named(repository: CliRepository) -> N
         assert json.loads(repository.run(*restore, "--json").stdout)["open_files"] == []
     finally:
         holder.communicate(timeout=30)
+
+
+def test_conflicts_are_named_as_everywhere(repository: CliRepository) -> None:
+    """Names of conflicts can be pasted back into the shell, in a dry run and in the error."""
+    made = {b"caf\xe9": b"1", b"a\nb": b"2"}
+    repository.snapshot(made)
+    for name in made:
+        (Path(os.fsdecode(os.fsencode(repository.root) + b"/" + name))).write_bytes(b"new")
+    for arguments in ((), ("--dry-run",)):
+        result = repository.run("restore", "-s", "latest", "-p", str(repository.root), *arguments)
+        assert result.exit_code == 6
+        for name in (r"caf\xe9", r"a\nb"):
+            assert f"$'{repository.root}/{name}'" in result.output
+
+
+def test_status_needs_neither_snapshot_nor_path(repository: CliRepository) -> None:
+    """The help of restore calls nothing required that --status does without; a restore without them is wrong usage."""
+    assert "[required]" not in repository.run("restore", "--help").stdout
+    for arguments in ((), ("-s", "latest"), ("-p", "/x")):
+        assert repository.run("restore", *arguments).exit_code == 2

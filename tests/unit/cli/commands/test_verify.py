@@ -86,3 +86,8 @@ def test_verify_wants_ids_or_all(repository: CliRepository) -> None:
     """Neither ids nor --all, or both, is wrong usage."""
     assert repository.run("verify").exit_code == 2
     assert repository.run("verify", "latest", "--all").exit_code == 2
+
+
+def test_a_sample_is_told_in_percent(repository: CliRepository) -> None:
+    """The share of the blocks that were read is told as it was asked for."""
+    assert "and 50 % of the blocks" in repository.run("verify", "latest", "--sample", "50%").stdout
