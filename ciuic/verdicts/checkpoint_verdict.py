@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from ciuic.verdicts.directories import deepspeed, distributed, orbax, sharded, tensorflow
+from ciuic.units import plural
+from ciuic.verdicts.directories import deepspeed, distributed, orbax, sharded, tensorflow, training
 from ciuic.verdicts.directories.parts import PartsNeeded, shown_name
 from ciuic.verdicts.file_verdict import judge_file, judge_structure
 from ciuic.verdicts.model import Piece, Structure, Verdict
@@ -29,12 +30,14 @@ MARKS: Final = (
     b"latest",
     b"_CHECKPOINT_METADATA",
     b"manifest.ocdbt",
+    training.STATE_FILE,
 )
 """Ends of the names of files that show a checkpoint of several files."""
 _STEP_DIRECTORY: Final = re.compile(
     rb"(?:checkpoint|ckpt|step|epoch|global_step|iter)[-_]?\d+\Z", re.IGNORECASE
 )
 _RECOGNISERS: Final[tuple[Callable[[DirectorySource, list[bytes]], Iterator[PartsNeeded]], ...]] = (
+    training.recognise,
     distributed.recognise,
     orbax.recognise,
     deepspeed.recognise,
@@ -74,6 +77,8 @@ def checkpoints_in(directory: DirectorySource, judge: JudgeFile = judge_file) ->
         for parts in recognise(directory, names):
             taken |= parts.taken
             found.append(_judge_parts(directory, parts, judge))
+        if directory.holds_state and found:
+            return found
     single = [name for name in names if name.endswith(SUFFIXES) and name not in taken]
     # What a trainer writes into a directory of one step belongs together.
     if _STEP_DIRECTORY.match(directory.path.rpartition(b"/")[2]) and (len(single) > 1 or (found and single)):
@@ -108,7 +113,7 @@ def _path(directory: DirectorySource, name: bytes) -> bytes:
 def _together(directory: DirectorySource, found: list[Checkpoint]) -> Checkpoint:
     verdict = _worst([one.verdict for one in found])
     files = tuple(sorted({file for one in found for file in one.files}))
-    good = Verdict("GOOD", f"{len(files)} files", "directory")
+    good = Verdict("GOOD", plural(len(files), "file"), "directory")
     return Checkpoint(
         directory.path,
         good if verdict.is_good else verdict._replace(format="directory"),
@@ -142,7 +147,7 @@ def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFil
             verdicts.append(Verdict("UNKNOWN", f"{shown_name(name)}: {doubt}"))
     verdict = _worst(verdicts)
     if verdict.is_good:
-        verdict = Verdict("GOOD", f"{len(needed)} files")
+        verdict = Verdict("GOOD", plural(len(needed), "file"))
     files = tuple(sorted({name for name, _ in needed} | parts.taken))
     return Checkpoint(_path(directory, parts.name), verdict._replace(format=parts.format), size_bytes, files)
 

@@ -37,6 +37,7 @@ class SnapshotFile(FileSource):
         self.name = at.path.rpartition(b"/")[2]
         self.size_bytes = at.entry.size_bytes
         self.identity = content_identity(at.entry)
+        self.is_committed = snapshot.is_state
         self._repository = repository
         self._snapshot = snapshot
         self._at = at
@@ -116,6 +117,7 @@ class SnapshotDirectory(DirectorySource):
 
     def __init__(self, repository: Repository, snapshot: Snapshot, at: Located, earlier: Earlier) -> None:
         self.path = at.path
+        self.holds_state = snapshot.is_state and at.path == at.root.path
         self._repository = repository
         self._snapshot = snapshot
         self._at = at

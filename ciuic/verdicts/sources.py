@@ -17,6 +17,8 @@ class FileSource(ABC):
     size_bytes: int
     identity: bytes
     """Id that equal content has, and content that differs has not; empty if it is not known."""
+    is_committed: bool = False
+    """True if its writer stored it as a whole, from memory: holes and zeros are its data."""
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
@@ -45,6 +47,8 @@ class DirectorySource(ABC):
 
     path: bytes
     """Absolute path."""
+    holds_state: bool = False
+    """True for the top of a training state, stored as a whole."""
 
     @abstractmethod
     def names(self) -> list[bytes]:

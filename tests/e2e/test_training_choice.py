@@ -6,11 +6,14 @@ import html.parser
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.tiny_training import Model
 
 from ciuic import SnapshotManager
 from ciuic.errors import Damaged, NotFound
+from ciuic.history.checkpoints import checkpoints
+from ciuic.history.timeline import timelines
 from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training import Best, SnapshotTable
@@ -241,3 +244,25 @@ def test_names_that_are_no_ids_mean_snapshots_of_this_training(tmp_path: Path) -
     mine.hold("latest", "mine")
     with Repository.open(tmp_path / "snapshots") as repository:
         assert [info.id for info in repository.snapshots.list() if info.held] == [ids["mine"]]
+
+
+class _Zeros:
+    """Object whose state is large, and zeros alone, as that of a new optimizer."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {"large": np.zeros(1 << 18), "small": np.zeros(4)}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take nothing."""
+
+
+def test_a_stored_state_is_good_whatever_its_tensors_are(tmp_path: Path) -> None:
+    """A committed state is one checkpoint and GOOD, also with tensors of zeros, of which a snapshot has holes."""
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.save_snapshot(Model(), _Zeros(), epoch=1, wait=True)
+    with Repository.open(tmp_path / "snapshots") as repository:
+        (timeline,) = timelines(repository.snapshots.load_all()[0])
+        (found,) = checkpoints(repository, timeline)
+    assert (found.checkpoint.path, found.checkpoint.verdict.state) == (b"/training", "GOOD")
+    assert found.checkpoint.verdict.format == "training"
+    assert found.mtime_ns > 0

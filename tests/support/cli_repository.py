@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from ciuic.cli.app import cli
 from ciuic.repository import Repository, Writer, is_zero
-from ciuic.types import HOLE, Entry, RootRecord, SnapshotDraft, SnapshotId, TreeRef
+from ciuic.types import HOLE, Entry, RootMode, RootRecord, SnapshotDraft, SnapshotId, TreeRef
 
 Tree = Mapping[bytes, Union[bytes, "Tree", Entry]]
 """Map from name to the content of a file, another directory, or a ready entry."""
@@ -81,9 +81,16 @@ class CliRepository:
         self.count = 0
 
     def snapshot(
-        self, tree: Tree, *, id_: str = "", time_ns: int = 0, not_held: int = 0, **fields: Any
+        self,
+        tree: Tree,
+        *,
+        id_: str = "",
+        time_ns: int = 0,
+        not_held: int = 0,
+        mode: RootMode = "offline",
+        **fields: Any,
     ) -> SnapshotId:
-        """Commit a snapshot of ``tree`` as the root; ``not_held`` as in ``RootRecord``."""
+        """Commit a snapshot of ``tree`` as the root; ``not_held`` and ``mode`` as in ``RootRecord``."""
         with Repository.open(self.path) as repository, repository.writer() as writer:
             below = store_tree(writer, repository.block_size, tree)
             draft = SnapshotDraft(
@@ -94,7 +101,7 @@ class CliRepository:
                     RootRecord(
                         path=os.fsencode(self.root),
                         entry=directory(b"", below),
-                        mode="offline",
+                        mode=mode,
                         not_held=not_held,
                     ),
                 ),

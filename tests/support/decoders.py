@@ -57,6 +57,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/verdicts/formats/tensor_bundle.py": ("directory that is judged",),
     "ciuic/verdicts/directories/sharded.py": ("directory that is judged",),
     "ciuic/verdicts/directories/orbax.py": ("directory that is judged",),
+    "ciuic/verdicts/directories/training.py": ("directory that is judged",),
     "ciuic/restore/files/journal.py": ("mark of a restore",),
     "ciuic/maintenance/scrub_state.py": ("pass of a scrub",),
     "ciuic/training/compare/stored_tensors.py": ("tensors of a training", "safetensors header"),

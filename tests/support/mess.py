@@ -134,7 +134,10 @@ class Mess:
         if what == "new" or (what in ("append", "replace", "rename", "remove", "link") and not files):
             self._new_name(folder).write_bytes(dice.randbytes(dice.choice([0, 1, 700, 5000, 300_000])))
         elif what == "append":
-            with open(dice.choice(files), "ab") as file:
+            inside = [
+                path for one in self.foreign if one.kind == "inside" for path in self._files_behind(one.place)
+            ]
+            with open(dice.choice([*files, *inside]), "ab") as file:
                 file.write(dice.randbytes(dice.choice([1, 5000])))
         elif what == "replace":
             made = self._new_name(folder)
@@ -486,6 +489,10 @@ class Mess:
             if shown:
                 raise Broken(f"git status shows something of ciuic's: {shown!r}")
         elif what == "clean":
+            # A file that is open and removed has its only name in the state directory, which this removes: the worker has it, and
+            # no successor of the worker.
+            if self.job is not None and not (self.root / "a" / "job-log").exists():
+                self._end_job()
             # The root is excluded: what git may remove of it is not ciuic's matter.
             subprocess.run([*_GIT, "clean", "-fdxq", "-e", "root"], cwd=around, check=True, timeout=60)
         elif what == "stash":
@@ -518,6 +525,14 @@ class Mess:
             path
             for path in sorted(folder.iterdir())
             if not self._is_foreign(path) and path.name not in ("job-log", ".ciuic-state")
+        ]
+
+    def _files_behind(self, place: Path) -> list[Path]:
+        """Return files of the root by the names that a bind mount inside it gives them."""
+        return [
+            path
+            for path in sorted(place.iterdir())
+            if path.is_file() and not path.is_symlink() and path.name != "job-log"
         ]
 
     def _folder(self) -> Path:

@@ -26,9 +26,11 @@ from ciuic.types import SAFETY_MESSAGE
 
 if TYPE_CHECKING:
     from ciuic.restore import RestoreItem, RestorePlan, RestoreProgress, Result
+    from ciuic.system.open_files import OpenFile
 
 # A screenful; --json has all of them.
 _SHOWN_NAMES = 20
+_SHOWN_OPEN_FILES = 5
 
 
 @click.command("restore", cls=FrameCommand)
@@ -107,6 +109,7 @@ def command(
             session, snapshot, paths[0], dest, special=special, foreground=foreground, as_json=as_json
         )
     from ciuic.restore import Overwrite, plan_restore
+    from ciuic.system.open_files import find_open_files, replaced
 
     store = session.snapshots
     source = store.load(store.resolve(snapshot))
@@ -134,20 +137,47 @@ def command(
     # Of what is replaced here, wherever it is restored from.
     local = session.local
     safety = None if dry_run or no_safety else _safety(local, plan)
+    # Once, before anything is changed: afterwards nothing tells which name an open file had.
+    open_before = find_open_files([target.path for target in plan.targets])
     # A name for each path, of which a restore may have millions: collected only where they are printed.
     items: list[RestoreItem] = []
     result = _execute(
         plan, dry_run, items.append if dry_run or session.verbosity > 0 else None, _runtime_dir(session)
     )
+    changed = {item.path for item in items if item.action in ("restored", "removed")}
+    open_files = [one for one in open_before if one.path in changed] if dry_run else replaced(open_before)
     # Retention compares snapshots of later than this moment, to find out whether the restored paths were
     # changed since: one that was cut during the restore shows half of it.
     if safety is not None:
         _safety_is_over(local, safety)
     if as_json:
-        out_json(_document(plan, result, items, safety, dry_run))
+        out_json(
+            {
+                **_document(plan, result, items, safety, dry_run),
+                "open_files": [
+                    {**json_name("path", one.path), "pid": one.pid, "program": one.program}
+                    for one in open_files
+                ],
+            }
+        )
     else:
         _print(plan, result, items, dry_run)
+    if open_files:
+        _warn_of_open_files(open_files, dry_run)
     return _exit_code(plan, result)
+
+
+def _warn_of_open_files(files: Sequence[OpenFile], dry_run: bool) -> None:
+    would = "would be" if dry_run else "were"
+    counted = plural(len(files), "open file", "open files")
+    warn(
+        f"{counted} {would} replaced; the programs go on with the old content, and what they write is in no snapshot:",
+        hint="stop them before the restore" if dry_run else "restart them",
+    )
+    for one in files[:_SHOWN_OPEN_FILES]:
+        complain(f"    {shown(one.path)} ({shown_text(one.program)}, {one.pid})")
+    if len(files) > _SHOWN_OPEN_FILES:
+        complain(f"    and {len(files) - _SHOWN_OPEN_FILES} more; --json lists them all")
 
 
 def _require_only_lazy(

@@ -31,7 +31,7 @@ def recognise(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsN
         if name.endswith(_SUFFIXES):
             taken = frozenset({name})
             try:
-                shards = _shards(document_of(directory, name, "the index") or b"")
+                shards = shards_of(document_of(directory, name, "the index") or b"")
             except TornContent as error:
                 yield PartsNeeded("sharded", name, torn=str(error), taken=taken)
             except NotJudged as error:
@@ -40,7 +40,8 @@ def recognise(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsN
                 yield PartsNeeded("sharded", name, tuple(shards), taken=taken.union(shards))
 
 
-def _shards(text: bytes) -> list[bytes]:
+def shards_of(text: bytes) -> list[bytes]:
+    """Return the names of the files that an index names; raise TornContent or NotJudged."""
     try:
         index = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

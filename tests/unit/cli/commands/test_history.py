@@ -137,3 +137,50 @@ def test_the_shell_completes_paths_inside_snapshots(repository: CliRepository, w
     }
     result = repository.run(env=variables, prog_name="ciuic", complete_var="_CIUIC_COMPLETE")
     assert f"plain,{repository.root}/ckpt/torn.safetensors" in result.stdout
+
+
+STATE = b'{"version":1,"plain":[],"values":{},"objects":{"model":{}}}'
+FACTS = b'{"version":1,"objects":["model"]}'
+INDEX = b'{"weight_map":{"w":"w.safetensors"}}'
+OBJECT = {b"model.safetensors.index.json": INDEX, b"w.safetensors": WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("tree", "state", "reason"),
+    [
+        ({b"snapshot.json": FACTS, b"state.json": STATE, b"model": OBJECT}, "GOOD", "1 file"),
+        ({b"state.json": STATE, b"model": OBJECT}, "TORN", "snapshot.json is missing"),
+        ({b"snapshot.json": FACTS, b"state.json": b'{"version":1', b"model": OBJECT}, "TORN", "not the JSON"),
+        (
+            {b"snapshot.json": FACTS, b"state.json": STATE, b"model": {**OBJECT, b"w.safetensors": b"123"}},
+            "TORN",
+            "w.safetensors",
+        ),
+        (
+            {b"snapshot.json": FACTS, b"state.json": STATE, b"model": {b"m.safetensors.index.json": INDEX}},
+            "TORN",
+            "w.safetensors is missing",
+        ),
+        (
+            {b"snapshot.json": FACTS, b"state.json": b'{"version":1,"objects":{}}', b"model": OBJECT},
+            "TORN",
+            "lacks the object",
+        ),
+        (
+            {b"snapshot.json": FACTS, b"state.json": b'{"version":9,"objects":{}}', b"model": OBJECT},
+            "UNKNOWN",
+            "later version",
+        ),
+    ],
+)
+def test_a_state_of_a_training_is_one_checkpoint(
+    tmp_path: Path, tree: dict[bytes, Any], state: str, reason: str
+) -> None:
+    """A state is judged by its documents, indexes and files; in a root of files the same is judged file by file."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.snapshot(tree, mode="full", tags=("training",))
+    (found,) = document(made, "checkpoints")["checkpoints"]
+    assert (found["path"], found["verdict"], found["format"]) == (str(made.root), state, "training")
+    assert reason in found["reason"]
+    made.snapshot(tree)
+    assert all(one["format"] != "training" for one in document(made, "checkpoints")["checkpoints"])

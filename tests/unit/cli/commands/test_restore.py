@@ -296,3 +296,38 @@ def test_interrupted_restore_can_be_run_again(repository: CliRepository, tmp_pat
     assert b"Traceback" not in output
     subprocess.run([*command, "--overwrite"], env=environment, check=True, capture_output=True)
     assert {path.name.encode(): path.read_bytes() for path in (dest / "many").iterdir()} == files
+
+
+def test_files_that_programs_have_open_are_named(repository: CliRepository) -> None:
+    """Open and mapped files that are replaced or removed are named before and after, with their programs; others are not."""
+    place = repository.root / "ckpt"
+    assert repository.run("restore", "-s", "latest", "-p", str(repository.root)).exit_code == 0
+    (place / "a").write_bytes(NOISE[:-1])
+    (place / "extra").write_bytes(b"x" * 5000)
+    program = (
+        "import mmap, sys; kept = open(sys.argv[1], 'ab'), open(sys.argv[2], 'rb');"
+        "file = open(sys.argv[3], 'rb'); mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ); file.close();"
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    names = [str(place / name) for name in ("a", "b", "extra")]
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        restore = ("restore", "-s", "latest", "-p", str(place), "--overwrite=if-changed", "--delete")
+        expected = [{"path": name, "pid": holder.pid} for name in (names[0], names[2])]
+        for arguments in (("--dry-run", "--json"), ("--json",)):
+            result = repository.run(*restore, *arguments)
+            assert result.exit_code == 0, result.output
+            document = json.loads(result.stdout)
+            found = [{"path": one["path"], "pid": one["pid"]} for one in document["open_files"]]
+            assert found == expected, arguments
+            assert "2 open files" in result.stderr
+            assert f", {holder.pid})" in result.stderr
+        assert (place / "a").read_bytes() == NOISE
+        # The program still has the old file, which has no name any more.
+        assert json.loads(repository.run(*restore, "--json").stdout)["open_files"] == []
+    finally:
+        holder.communicate(timeout=30)

@@ -1,0 +1,131 @@
+"""Find files below a directory that running programs have open or mapped, and tell later which of them were replaced.
+
+A program goes on with the file that it opened: what it writes after another file took the name is below no name.
+
+Guarantees: bounded in time. Processes that may not be examined are left out: other users' need root. Files are compared by name and
+inode, so that a process of another mount namespace, where the name means another file, is not taken for a user of it. ciuic's own
+overlay workers, which hold files on behalf of programs, are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+MAX_SEARCH_SECONDS: Final = 2.0
+_DELETED: Final = b" (deleted)"
+_OWN_MODULES: Final = (b"ciuic.fuse_layer", b"ciuic.daemon", b"ciuic.lazy")
+
+
+class OpenFile(NamedTuple):
+    """A file that a process has open or mapped."""
+
+    path: bytes
+    """Name below the directory as it was given."""
+    pid: int
+    program: str
+    link: str
+    """Link of the descriptor below the process's directory in /proc, or ``maps``."""
+    text: bytes
+    """Name as the kernel reports it."""
+
+
+def find_open_files(
+    directories: Sequence[bytes],
+    *,
+    max_seconds: float = MAX_SEARCH_SECONDS,
+    proc: Path = Path("/proc"),
+) -> list[OpenFile]:
+    """Return the open and mapped files at or below directories, one of each process and name, by name.
+
+    Args:
+        directories: Absolute paths of directories or files; symbolic links above the last component are followed.
+        max_seconds: Longest search; what was found until then is returned.
+        proc: Mount point of proc.
+    """
+    end = time.monotonic() + max_seconds
+    tops = [
+        (os.path.join(os.path.realpath(os.path.dirname(top)), os.path.basename(top)), top)
+        for top in directories
+        if os.path.lexists(top)
+    ]
+    found: dict[tuple[bytes, int], OpenFile] = {}
+    for name in os.listdir(proc) if tops else ():
+        if time.monotonic() > end:
+            break
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        # It has ended, or belongs to another user.
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            for one in _of_process(proc / name, int(name), tops):
+                found.setdefault((one.path, one.pid), one)
+    return sorted(found.values())
+
+
+def replaced(files: Sequence[OpenFile], proc: Path = Path("/proc")) -> list[OpenFile]:
+    """Return those that their programs still have, and whose names now lead elsewhere or nowhere."""
+    return [one for one in files if _is_unlinked(proc / str(one.pid), one)]
+
+
+def _is_unlinked(process: Path, one: OpenFile) -> bool:
+    try:
+        if one.link != "maps":
+            return os.readlink(os.fsencode(process / one.link)) == one.text + _DELETED
+        return any(text == one.text + _DELETED for _, text in _mapped(process))
+    except OSError:
+        return False
+
+
+def _of_process(process: Path, pid: int, tops: Sequence[tuple[bytes, bytes]]) -> Iterator[OpenFile]:
+    words = (process / "cmdline").read_bytes().split(b"\0")
+    if any(word.startswith(_OWN_MODULES) for word in words):
+        return
+    program = (process / "comm").read_bytes().rstrip(b"\n").decode("utf-8", "backslashreplace")
+    for link, text, inode in (
+        *_descriptors(process),
+        *(("maps", text, ino) for ino, text in _mapped(process)),
+    ):
+        for real, top in tops:
+            if text == real or text.startswith(real.rstrip(b"/") + b"/"):
+                if _inode(text) == inode:
+                    yield OpenFile(top + text[len(real) :], pid, program, link, text)
+                break
+
+
+def _descriptors(process: Path) -> Iterator[tuple[str, bytes, int]]:
+    for number in os.listdir(process / "fd"):
+        # Closed meanwhile, or a name longer than the kernel reports.
+        with suppress(OSError):
+            text = os.readlink(os.fsencode(process / "fd" / number))
+            if text.startswith(b"/"):
+                yield f"fd/{number}", text, _fdinfo_inode(process / "fdinfo" / number)
+
+
+def _fdinfo_inode(path: Path) -> int:
+    for line in path.read_bytes().split(b"\n"):
+        if line.startswith(b"ino:"):
+            return int(line[4:])
+    return -1
+
+
+def _mapped(process: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (inode, name) of mapped files."""
+    # Not splitlines(): of all control characters in a file's name the kernel escapes the newline alone.
+    for line in (process / "maps").read_bytes().split(b"\n"):
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[5].startswith(b"/"):
+            yield int(fields[4]), fields[5].replace(b"\\012", b"\n")
+
+
+def _inode(path: bytes) -> int:
+    """Return the inode of a regular file; -2 for anything else, which no program reads or writes by a name."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return -2
+    return status.st_ino if stat.S_ISREG(status.st_mode) else -2
