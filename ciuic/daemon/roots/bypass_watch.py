@@ -71,18 +71,22 @@ class BypassWatch:
         self._looked = trio.Event()
         self._search_wanted.set()
 
-    async def run(self, own_pids: Callable[[], Collection[int]]) -> None:
-        """Search through all processes whenever that is wanted, until cancelled.
+    async def serve(self, own_pids: Callable[[], Collection[int]]) -> None:
+        """Search whenever that is wanted, until cancelled.
 
         Args:
             own_pids: returns processes of ciuic, which are not bypasses.
         """
         while True:
             await self._search_wanted.wait()
+            await self.run(own_pids)
+            self._search_wanted = trio.Event()
+
+    async def run(self, own_pids: Callable[[], Collection[int]]) -> None:
+        """Search until a search has completed. Args as for `serve`."""
+        while not self._looked.is_set():
             await self.look(own_pids())
-            if self._looked.is_set():
-                self._search_wanted = trio.Event()
-            else:
+            if not self._looked.is_set():
                 # Not at once: a search that failed (EMFILE) would be repeated without end.
                 await trio.sleep(LOOK_SECONDS)
 

@@ -182,7 +182,7 @@ class RootSupervisor:
             # In a task of its own: it waits for the cut that is being made, which may itself wait for this
             # worker's successor.
             nursery.start_soon(self._on_session, self.path, worker)
-            nursery.start_soon(self.bypass.run, self._own_pids)
+            nursery.start_soon(self.bypass.serve, self._own_pids)
             nursery.start_soon(self._end_when_unmounted, nursery.cancel_scope)
             if self._departs:
                 nursery.start_soon(self._ask_to_depart, worker)

@@ -129,3 +129,15 @@ def test_nothing_is_found_where_the_mount_is_not_shown(proc: Proc) -> None:
     """Below a chroot whose file system is in no mount table nothing is found, without an error."""
     proc.add(1, "30 1 0:5 / /proc rw - proc proc rw\n")
     assert proc.found() == []
+
+
+@pytest.mark.parametrize("overlay", ["", "91 22 0:50 / /srv/root rw - fuse.ciuic /srv/root rw\n"])
+def test_a_root_that_is_a_disk_of_its_own(proc: Proc, overlay: str) -> None:
+    """Where a file system is mounted at the root, another mount of it, or of a part of it, is named."""
+    disk = "22 21 8:2 / /srv/root rw shared:2 - ext4 /dev/y rw\n"
+    proc.add(1, _ROOT + disk + "30 21 8:2 /part /mnt rw - ext4 /dev/y rw\n" + overlay)
+    proc.add(5, _ROOT + disk.replace("22 21", "52 21").replace("shared:2 ", ""), namespace="container")
+    assert [(one.pid, one.place, one.shows) for one in proc.found()] == [
+        (1, b"/mnt", b"/srv/root/part"),
+        (5, b"/srv/root", b"/srv/root"),
+    ]
