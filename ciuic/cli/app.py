@@ -257,6 +257,10 @@ def explain(error: Exception) -> tuple[str, str, int]:
         return message, "", 1
     if isinstance(error, MemoryError):
         return "out of memory", "", 1
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("ciuic"):
+        # Wrong usage and not a failure: a service that ends with it is not started again until something is changed.
+        package = error.name.partition(".")[0]
+        return f"the Python package {package} is not installed here", "pip install --upgrade ciuic", 2
     text = f"unexpected failure, a defect in ciuic: {type(error).__name__}: {error}"
     return text, "run it again with -vv for the details, and report them", 1
 

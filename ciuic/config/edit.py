@@ -187,7 +187,7 @@ def edit_file(file: Path, change: Callable[[str, Config], tuple[str, Config]], *
         if create:
             file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         # The lock covers reading as well: of two editors, the second must see what the first has written.
-        with _locked(file.parent):
+        with _locked(file):
             text = _NEW_FILE if create and not file.exists() else read_text(file)
             try:
                 new_text, meant = change(text, parse_config(text, file))
@@ -220,10 +220,11 @@ def _meaning(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    # The directory, not the file: the file is replaced by a rename, and a lock on the old inode would exclude
-    # nobody.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _locked(file: Path) -> Iterator[None]:
+    # Not the file itself, which is replaced by a rename: a lock on the old inode would exclude nobody. Nor its directory: every
+    # user may open that one, and so hold the lock for ever.
+    lock = file.with_name(f".{file.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

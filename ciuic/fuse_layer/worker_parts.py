@@ -128,6 +128,7 @@ class Departure:
             self._deadline = None
 
     def _wait(self) -> None:
+        said = ""
         while True:
             with self._lock:
                 try:
@@ -141,7 +142,9 @@ class Departure:
                     pause = min(_WAIT_SECONDS, self._deadline - time.monotonic())
                 except OSError as error:
                     # Something was mounted inside meanwhile: it is not taken away with the overlay, grace or not.
-                    log.warning("overlay_not_unmounted", root=self._root, error=str(error))
+                    if str(error) != said:
+                        said = str(error)
+                        log.warning("overlay_not_unmounted", root=self._root, error=said)
                     pause = _WAIT_SECONDS
             time.sleep(max(0.0, pause))
 

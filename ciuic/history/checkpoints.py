@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ciuic.history.timeline import Timeline
+from ciuic.errors import Damaged
+from ciuic.history.timeline import OnDamage, Timeline, raise_damage
 from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, join
 from ciuic.repository.trees.tree_reader import Lineage
@@ -25,7 +26,11 @@ class StoredCheckpoint(NamedTuple):
 
 
 def checkpoints(
-    repository: Repository, timeline: Timeline, snapshot: Snapshot | None = None
+    repository: Repository,
+    timeline: Timeline,
+    snapshot: Snapshot | None = None,
+    *,
+    on_damage: OnDamage = raise_damage,
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 
@@ -33,9 +38,7 @@ def checkpoints(
         repository: Repository of the snapshots.
         timeline: Root to search.
         snapshot: One of its snapshots; None for the newest.
-
-    Raises:
-        Damaged: a tree cannot be read. Content that cannot be read is UNKNOWN.
+        on_damage: Called for directories that cannot be read. Content that cannot be read is UNKNOWN.
     """
     snapshot = snapshot or timeline.snapshots[0]
     root = timeline.root_of(snapshot)
@@ -49,15 +52,22 @@ def checkpoints(
             stack.pop()
             lineage.leave()
             continue
-        directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
-        children = list(repository.trees.entries(at.entry.content))
+        try:
+            children = list(repository.trees.entries(at.entry.content))
+            lineage.enter(at.entry.content)
+        except Damaged as error:
+            on_damage(snapshot, at.path, error)
+            continue
         covered: set[bytes] = set()
         if may_hold_checkpoints([child.name for child in children]):
-            times = {child.name: child.mtime_ns for child in directory.entries()}
-            for found in checkpoints_in(directory):
-                covered.update(found.files)
-                mtime_ns = max((times.get(name, 0) for name in found.files), default=0)
-                yield StoredCheckpoint(found, mtime_ns, snapshot, timeline.host)
+            directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
+            try:
+                times = {child.name: child.mtime_ns for child in directory.entries()}
+                for found in checkpoints_in(directory):
+                    covered.update(found.files)
+                    mtime_ns = max((times.get(name, 0) for name in found.files), default=0)
+                    yield StoredCheckpoint(found, mtime_ns, snapshot, timeline.host)
+            except Damaged as error:
+                on_damage(snapshot, at.path, error)
         below = [child for child in children if child.is_dir and child.name not in covered and child.content]
-        lineage.enter(at.entry.content)
         stack.append(iter([Located(root, join(at.path, child.name), child) for child in below]))

@@ -11,11 +11,12 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ciuic.history.timeline import Timeline
+from ciuic.errors import Damaged
+from ciuic.history.timeline import OnDamage, Timeline, raise_damage
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.format.tree_format import TreeNode
-from ciuic.repository.lookup import join, resolve
+from ciuic.repository.lookup import is_within, join, resolve
 from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.types import ChunkId, Entry, Snapshot
 
@@ -109,12 +110,17 @@ class FoundPath(NamedTuple):
     snapshot: Snapshot
     """Newest snapshot with the path."""
     is_deleted: bool
-    """True if the newest snapshot of the root does not have it."""
+    """True if the newest snapshot of the root does not have it, as far as that can be read."""
     host: str
 
 
 def search(
-    repository: Repository, timeline: Timeline, matcher: GlobMatcher, below: bytes = b""
+    repository: Repository,
+    timeline: Timeline,
+    matcher: GlobMatcher,
+    below: bytes = b"",
+    *,
+    on_damage: OnDamage = raise_damage,
 ) -> Iterator[FoundPath]:
     """Yield every path that matches, newest snapshot first and by name within a directory.
 
@@ -123,34 +129,51 @@ def search(
         timeline: Root to search.
         matcher: Which paths to yield.
         below: Absolute path; only what lies below it. Empty for the whole root.
-
-    Raises:
-        Damaged: a tree cannot be read.
+        on_damage: Called for what cannot be read, a tree once however many snapshots have it.
     """
-    walk = _Walk(repository, timeline, matcher)
+    walk = _Walk(repository, timeline, matcher, on_damage)
     names = [name for name in below[len(timeline.path) :].split(b"/") if name]
-    for position, snapshot in enumerate(timeline.snapshots):
-        root = timeline.root_of(snapshot)
-        tree: bytes = root.entry.content
-        for name in names:
-            entry = repository.trees.entry(tree, name) if tree else None
-            tree = entry.content if entry is not None and entry.is_dir else b""
-        yield from walk.walk(
-            snapshot, tree, join(timeline.path, b"/".join(names)) if names else timeline.path, position > 0
-        )
+    top = join(timeline.path, b"/".join(names)) if names else timeline.path
+    for snapshot in timeline.snapshots:
+        tree: bytes = timeline.root_of(snapshot).entry.content
+        try:
+            for name in names:
+                entry = repository.trees.entry(tree, name) if tree else None
+                tree = entry.content if entry is not None and entry.is_dir else b""
+        except Damaged as error:
+            walk.pass_over(snapshot, top, error)
+            continue
+        yield from walk.walk(snapshot, tree, top)
 
 
 class _Walk:
     """Walk over the trees of several snapshots, which passes over what it has seen at the same path."""
 
-    def __init__(self, repository: Repository, timeline: Timeline, matcher: GlobMatcher) -> None:
+    def __init__(
+        self, repository: Repository, timeline: Timeline, matcher: GlobMatcher, on_damage: OnDamage
+    ) -> None:
         self._repository = repository
         self._timeline = timeline
         self._matcher = matcher
+        self._on_damage = on_damage
+        # What the newest snapshot has below these is not known.
+        self._unknown: list[bytes] = []
         self._seen: dict[bytes, set[bytes]] = {}
         self._found: set[bytes] = set()
 
-    def walk(self, snapshot: Snapshot, tree: bytes, top: bytes, is_deleted: bool) -> Iterator[FoundPath]:
+    def pass_over(self, snapshot: Snapshot, path: bytes, error: Damaged) -> None:
+        """Report a path that cannot be read."""
+        self._on_damage(snapshot, path, error)
+        if self._is_newest(snapshot):
+            self._unknown.append(path)
+
+    def _is_newest(self, snapshot: Snapshot) -> bool:
+        return snapshot is self._timeline.snapshots[0]
+
+    def _is_deleted(self, snapshot: Snapshot, path: bytes) -> bool:
+        return not self._is_newest(snapshot) and not any(is_within(path, folder) for folder in self._unknown)
+
+    def walk(self, snapshot: Snapshot, tree: bytes, top: bytes) -> Iterator[FoundPath]:
         """Yield what matches below a directory and was not found before."""
         if not tree or self._is_seen(top, tree):
             return
@@ -164,24 +187,36 @@ class _Walk:
                 lineage.leave()
                 continue
             folder, tree = here
-            matching, below = self._directory(folder, tree)
+            matching, below = self._directory(snapshot, folder, tree)
             for entry in matching:
                 path = join(folder, entry.name)
                 if path not in self._found:
+                    try:
+                        complete = resolve(self._repository, self._timeline.root_of(snapshot), entry)
+                    except Damaged as error:
+                        self.pass_over(snapshot, path, error)
+                        continue
                     self._found.add(path)
-                    complete = resolve(self._repository, self._timeline.root_of(snapshot), entry)
-                    yield FoundPath(path, complete, snapshot, is_deleted, self._timeline.host)
+                    yield FoundPath(
+                        path, complete, snapshot, self._is_deleted(snapshot, path), self._timeline.host
+                    )
             if below:
-                # Raises Damaged for a tree that contains itself.
-                lineage.enter(tree if folder != top else b"")
+                try:
+                    # Raises Damaged for a tree that contains itself.
+                    lineage.enter(tree if folder != top else b"")
+                except Damaged as error:
+                    self.pass_over(snapshot, folder, error)
+                    continue
                 stack.append(iter(below))
 
-    def _directory(self, folder: bytes, tree: bytes) -> tuple[list[Entry], list[tuple[bytes, bytes]]]:
+    def _directory(
+        self, snapshot: Snapshot, folder: bytes, tree: bytes
+    ) -> tuple[list[Entry], list[tuple[bytes, bytes]]]:
         """Return what matches in the unseen nodes of a directory, and the (path, tree) of unseen directories."""
         is_dir = stat.S_ISDIR
         matching: list[Entry] = []
         below: list[tuple[bytes, bytes]] = []
-        for node in self._unseen(folder, tree):
+        for node in self._unseen(snapshot, folder, tree):
             matching += self._matcher.of(folder, node.entries)
             below += [
                 (join(folder, entry.name), entry.content)
@@ -193,21 +228,23 @@ class _Walk:
     def _is_seen(self, folder: bytes, node: bytes) -> bool:
         return node in self._seen.get(folder, ())
 
-    def _unseen(self, folder: bytes, tree: bytes) -> Iterator[TreeNode]:
-        """Yield the nodes of a directory that were not seen at this path."""
+    def _unseen(self, snapshot: Snapshot, folder: bytes, tree: bytes) -> Iterator[TreeNode]:
+        """Yield the nodes of a directory that were not seen at this path; one that cannot be read is reported."""
         seen = self._seen.setdefault(folder, set())
         seen.add(tree)
         trees = self._repository.trees
-        stack = [trees.node(ChunkId(tree))]
+        stack: list[tuple[ChunkId, int | None]] = [(ChunkId(tree), None)]
         while stack:
-            node = stack.pop()
-            yield node
-            for ref in reversed(node.refs):
-                if ref.id in seen:
-                    continue
-                seen.add(ref.id)
+            id_, level_above = stack.pop()
+            try:
                 # Not `Trees.child`, which also sums up everything below: nothing here believes the parent's totals.
-                child = trees.node(ref.id)
-                if child.level >= node.level:
-                    raise DamagedTree(ref.id, "it is not the child that its parent describes")
-                stack.append(child)
+                node = trees.node(id_)
+                if level_above is not None and node.level >= level_above:
+                    raise DamagedTree(id_, "it is not the child that its parent describes")
+            except Damaged as error:
+                self.pass_over(snapshot, folder, error)
+                continue
+            yield node
+            unseen = [ref.id for ref in node.refs if ref.id not in seen]
+            seen.update(unseen)
+            stack += [(child, node.level) for child in reversed(unseen)]

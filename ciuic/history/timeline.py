@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
+from ciuic.errors import Damaged
 from ciuic.repository.lookup import is_within
 from ciuic.types import RootRecord, Snapshot
+
+OnDamage = Callable[[Snapshot, bytes, Damaged], None]
+"""Receives a path that cannot be read in a snapshot, and why. It is passed over if this returns."""
+
+
+def raise_damage(snapshot: Snapshot, path: bytes, error: Damaged) -> NoReturn:
+    """Raise the error: nothing is passed over."""
+    raise error
 
 
 class Timeline:

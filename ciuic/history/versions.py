@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from ciuic.compare.diff import attribute_details
-from ciuic.history.timeline import Timeline
+from ciuic.errors import Damaged
+from ciuic.history.timeline import OnDamage, Timeline, raise_damage
 from ciuic.repository import Repository
 from ciuic.repository.lookup import resolve
 from ciuic.types import Entry, RootRecord, Snapshot
@@ -36,20 +37,29 @@ class PathVersion(NamedTuple):
     host: str = ""
 
 
-def versions(repository: Repository, timeline: Timeline, path: bytes) -> Iterator[PathVersion]:
+def versions(
+    repository: Repository, timeline: Timeline, path: bytes, *, on_damage: OnDamage = raise_damage
+) -> Iterator[PathVersion]:
     """Yield the versions of an absolute, normalised path below the root of a timeline, newest first.
 
     The path's absence is a version, except before it was first there. Snapshots that were made without the root say nothing
-    of the path.
+    of the path, and neither do those in which it cannot be read.
 
-    Raises:
-        Damaged: a tree cannot be read.
+    Args:
+        repository: Repository of the snapshots.
+        timeline: Root with the path.
+        path: The path.
+        on_damage: Called for each snapshot in which the path cannot be read.
     """
     finder = _PathFinder(repository, path[len(timeline.path) :])
     run: list[Snapshot] = []
     entry: Entry | None = None
     for snapshot in timeline.snapshots:
-        found = finder.find(timeline.root_of(snapshot))
+        try:
+            found = finder.find(timeline.root_of(snapshot))
+        except Damaged as error:
+            on_damage(snapshot, path, error)
+            continue
         if run and not _equal(repository, found, entry):
             yield _version(repository, run, entry, found, timeline.host)
             run = []
@@ -82,9 +92,17 @@ def _details(repository: Repository, old: Entry, new: Entry) -> list[str]:
         old.is_file and old.size_bytes != new.size_bytes
     ):
         details.insert(0, "content")
-    if old.xattrs != new.xattrs and repository.trees.xattrs(old) != repository.trees.xattrs(new):
+    if old.xattrs != new.xattrs and _differ_in_xattrs(repository, old, new):
         details.append("xattrs")
     return details
+
+
+def _differ_in_xattrs(repository: Repository, old: Entry, new: Entry) -> bool:
+    try:
+        return repository.trees.xattrs(old) != repository.trees.xattrs(new)
+    except Damaged:
+        # They are stored apart, so they most likely differ; the version is told all the same.
+        return True
 
 
 def _equal(repository: Repository, one: Entry | None, other: Entry | None) -> bool:

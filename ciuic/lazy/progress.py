@@ -137,7 +137,8 @@ class StatusFile:
             for directory in (self.path.parent.parent, self.path.parent):
                 directory.mkdir(mode=0o755, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(temporary, flags, 0o644), "wb") as file:
+            # It names files of directories that others may not enter.
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(self.status))
             os.rename(temporary, self.path)
         self.status.lost = lost

@@ -83,7 +83,7 @@ def _blake3(key: bytes) -> Callable[[Bytes], ChunkId]:
     except ImportError:
         raise MissingHash(
             "chunks of this repository are named by BLAKE3, and the package blake3 is not installed",
-            hint="pip install 'ciuic[remote]'",
+            hint="pip install --upgrade ciuic",
         ) from None
 
     def chunk_id(data: Bytes) -> ChunkId:

@@ -17,8 +17,8 @@ DEFAULT_RESERVE_SHARE: Final = 0.05
 
 ext4 reserves the same share for root, and for the same reason: programs fail on a file system that is full to the last block.
 """
-GROWTH_FACTOR: Final = 2
-"""Multiple of the growth of other files during the last interval: once for the next interval, once for a busier one."""
+MAX_SWING_SHARE: Final = 0.25
+"""Limit of what is left for a swing, as a share of the file system: a disk of which a job uses most by turns must hold snapshots too."""
 
 UNSTORED_SHARE: Final = 0.1
 """Share of the file system below which snapshots no longer wait for a remote, unless ``min_free`` is set.
@@ -49,27 +49,43 @@ def writable_bytes(path: str | os.PathLike[str]) -> int:
     return (room.f_bfree if os.geteuid() == 0 else room.f_bavail) * room.f_frsize
 
 
+def measurable(path: str | os.PathLike[str]) -> str:
+    """Return the directory to measure for a path that may not exist yet: itself or the nearest one above, links resolved."""
+    place = os.path.realpath(path)
+    while not os.path.exists(place) and place != os.path.dirname(place):
+        place = os.path.dirname(place)
+    return place
+
+
 def total_bytes(path: str | os.PathLike[str]) -> int:
     """Return the size of the file system at ``path``. OSError."""
     room = os.statvfs(path)
     return room.f_blocks * room.f_frsize
 
 
-def reserve_of(setting: MinFree | None, file_system_bytes: int, growth_bytes: int = 0) -> Reserve:
+def reserve_of(setting: MinFree | None, file_system_bytes: int, swing_bytes: int = 0) -> Reserve:
     """Return the reserve on a file system of that size.
 
     Args:
         setting: `[repository] reserve`; None for the default.
         file_system_bytes: Size of the file system.
-        growth_bytes: Growth of everything but the repository during the last interval.
+        swing_bytes: Space that writers other than the repository took and gave back during the last interval.
     """
     if setting is not None:
         share = f"{setting.share * 100:g}% of {human_size(file_system_bytes)}, " if setting.share else ""
         return Reserve(setting.floor_bytes(file_system_bytes), f"{share}[repository] reserve")
     share_bytes = int(DEFAULT_RESERVE_SHARE * file_system_bytes)
-    if GROWTH_FACTOR * growth_bytes > share_bytes:
-        reason = f"twice the {human_size(growth_bytes)} that others took during the last interval"
-        return Reserve(GROWTH_FACTOR * growth_bytes, reason)
+    limit_bytes = int(MAX_SWING_SHARE * file_system_bytes)
+    if min(swing_bytes, limit_bytes) > share_bytes:
+        limited = (
+            f", at most {MAX_SWING_SHARE * 100:g}% of {human_size(file_system_bytes)}"
+            if swing_bytes > limit_bytes
+            else ""
+        )
+        reason = (
+            f"the {human_size(swing_bytes)} that others took and gave back during the last interval{limited}"
+        )
+        return Reserve(min(swing_bytes, limit_bytes), reason)
     return Reserve(share_bytes, f"{DEFAULT_RESERVE_SHARE * 100:g}% of {human_size(file_system_bytes)}")
 
 

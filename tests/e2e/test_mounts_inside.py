@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.overlay import Overlay
-from support.site import CHECKOUT, Site, site_in
+from support.site import CHECKOUT, Site, site_in, until
 
 from ciuic.daemon.roots.recovery import detach_dead
 from ciuic.protocol.worker_client import WorkerRefused
@@ -207,6 +207,24 @@ def test_bind_mounts_of_the_overlay_become_ones_of_the_plain_directory(site: Sit
     assert (root / "source/file").read_text() == "two"
     site.stop()
     unmount(root / "part")
+
+
+def test_bind_mounts_of_an_overlay_that_stays(site: Site) -> None:
+    """While a program keeps the overlay from being unmounted, a bind mount of it shows the overlay, and nothing lies below it."""
+    root = site.root("a")
+    (root / "source").mkdir()
+    (root / "part").mkdir()
+    site.start()
+    subprocess.run(["mount", "--bind", root / "source", root / "part"], check=True, timeout=30)
+    with open(root / "source/file", "w") as held:
+        site.stop()
+        assert site.overlays(root) == 1
+        assert len(mounted_at(root / "part")) == 1
+        held.write("kept")
+    assert (root / "part/file").read_text() == "kept"
+    unmount(root / "part")
+    until("the unmount of the root", lambda: site.overlays(root) == 0)
+    assert (root / "source/file").read_text() == "kept"
 
 
 def test_bind_mounts_of_a_dead_overlay(short_tmp: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -87,6 +88,72 @@ def filled(top: Path, *, look_alike: bool) -> Iterator[tuple[Live, Path, Path]]:
 
 def alerts(live: Live) -> dict[str, Any]:
     return {alert["key"]: alert for alert in (live.status() or {"alerts": []})["alerts"]}
+
+
+@contextmanager
+def locked(repository: Path) -> Iterator[None]:
+    """Hold the writer's lock, as a long prune does: a snapshot is cut and waits."""
+    with open(repository / "lock", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_snapshots_fit_after_a_large_checkpoint(short_tmp: Path) -> None:
+    """What the job writes and keeps is no growth of others: a disk that holds job and snapshots takes both.
+
+    Of what the job takes and gives back, a quarter of the disk at most stays free for it.
+    """
+    needs(missing("ext4"))
+    size_bytes = 480 * MIB
+    with small_disk(short_tmp, "ext4", size_bytes) as disk:
+        root = disk / "root"
+        root.mkdir()
+        (root / "small").write_bytes(b"x")
+        (short_tmp / "live").mkdir()
+        with Live(short_tmp / "live", repository=disk / "repository") as live:
+            live.run("protect", str(root))
+            live.start(root)
+            live.snapshot()
+            (root / "checkpoint").write_bytes(os.urandom(150 * MIB))
+            live.snapshot()
+            assert "5% of" in live.status()["repository"]["reserve_reason"]  # type: ignore[index]
+            (root / "next").write_bytes(os.urandom(120 * MIB))
+            live.status()
+            (root / "checkpoint").unlink()
+            repository = live.status()["repository"]  # type: ignore[index]
+            assert "took and gave back" in repository["reserve_reason"]
+            assert repository["reserve_bytes"] <= size_bytes // 4
+            (root / "more").write_bytes(os.urandom(40 * MIB))
+            refused = live.run("snapshot", "--wait", expect=1).stderr.decode()
+            for part in ("it needs more than", "is free on the file system of", "must stay free for others"):
+                assert part in refused
+
+
+@pytest.mark.parametrize("held_open", [False, True], ids=["closed", "open"])
+def test_a_file_removed_while_a_snapshot_waits_frees_its_space(short_tmp: Path, held_open: bool) -> None:
+    """When the job needs the space of a file that a waiting snapshot keeps, the snapshot yields and the job sees no error."""
+    needs(missing("ext4"))
+    with small_disk(short_tmp, "ext4", DISK_BYTES) as disk:
+        root = disk / "root"
+        root.mkdir()
+        (short_tmp / "live").mkdir()
+        with Live(short_tmp / "live") as live:
+            live.run("protect", str(root))
+            live.start(root)
+            live.snapshot()
+            (root / "old").write_bytes(os.urandom(70 * MIB))
+            with locked(live.repository):
+                live.run("snapshot")
+                writer = open(root / "new", "wb", buffering=0) if held_open else None
+                (root / "old").unlink()
+                data = os.urandom(MIB)
+                with writer or open(root / "new", "wb", buffering=0) as file:
+                    for _ in range(90):
+                        file.write(data)
+                    os.fsync(file.fileno())
+            snapshot = live.snapshot()
+            live.run("verify", snapshot)
+            assert live.run("cat", snapshot, str(root / "new")).stdout == 90 * data
 
 
 @pytest.mark.parametrize("look_alike", [False, True], ids=["told beforehand", "found out"])

@@ -121,9 +121,41 @@ def _assert_unreachable(live: Live, root: Path, bind_mount: Path, *, working: bo
     if working:
         assert any(path.startswith(str(state / "undo/hold/")) for path in paths)
         assert any(path.startswith(str(state / "undo/blocks-")) for path in paths)
-    allowed = {str(path) for path in (root, bind_mount, run, run / "daemon.lock") if path.exists()}
+    allowed = {str(path) for path in (root, bind_mount, run) if path.exists()}
     for user in (NOBODY, MADE_UP):
         assert reach(user, paths) == allowed
+
+
+def test_nothing_in_the_runtime_directory_is_readable_under_any_umask(live: Live, root: Path) -> None:
+    """With umask 0, and with so many names that the session's journal has an archive, others open nothing: neither names nor locks."""
+    before = os.umask(0)
+    try:
+        live.run("protect", str(root))
+        live.start(root)
+        run = live.top / "run"
+        run.chmod(0o755)
+        (root / "private").mkdir(0o700)
+        for number in range(30_000):
+            os.mkfifo(root / "private" / f"a name that others may not know {number}")
+        wait_for("the archive", lambda: list(run.glob("**/*.archive-*")), 60)
+        paths = everything_below(run, live.config.parent / f".{live.config.name}.lock")
+        for user in (NOBODY, MADE_UP):
+            assert reach(user, paths) == {str(run)}
+    finally:
+        os.umask(before)
+
+
+def test_a_lock_that_others_hold_keeps_no_daemon_from_starting(live: Live, root: Path) -> None:
+    """A file with the name of the daemon's lock, readable as earlier versions made it, can no longer be locked once a daemon has run."""
+    run = live.top / "run"
+    run.chmod(0o755)
+    (run / "daemon.lock").touch(0o644)
+    live.run("protect", str(root))
+    live.start(root)
+    assert (run / "daemon.lock").stat().st_mode & 0o777 == 0o600
+    script = "fd = os.open(sys.argv[1], os.O_RDONLY)\nfcntl.flock(fd, fcntl.LOCK_EX)"
+    for lock in (run / "daemon.lock", live.config.with_name(f".{live.config.name}.lock")):
+        assert "PermissionError" in run_as(NOBODY, script, str(lock), imports="import fcntl").stderr
 
 
 def test_the_control_sockets_are_for_root_alone(protected: Live) -> None:

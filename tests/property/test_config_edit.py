@@ -154,7 +154,7 @@ def test_mode_owner_and_link_stay(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (before.st_uid, before.st_gid, 0o640)
     assert parse_config(real.read_text(), real).roots[0].path == Path("/a")
-    assert sorted(os.listdir(tmp_path)) == ["link.toml", "real.toml"]
+    assert sorted(os.listdir(tmp_path)) == [".real.toml.lock", "link.toml", "real.toml"]
 
 
 def test_a_new_file_and_its_directory_are_made(tmp_path: Path) -> None:

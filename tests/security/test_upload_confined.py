@@ -87,6 +87,8 @@ def host(short_tmp: Path) -> Iterator[ServiceHost]:
     """Install the units on a host with a repository of root and some secrets, and start none of them."""
     needs(reason_against())
     with RealSystemd(short_tmp, [CODE]) as systemd:
+        # `ciuic remote upload` may have been run on this machine, whose files the host sees.
+        systemd.run(["rm", "-rf", "/var/lib/ciuic-upload", "/var/lib/private/ciuic-upload"])
         mounted = systemd.run(["mount", "-t", "tmpfs", "tmpfs", "/srv"])
         assert mounted.returncode == 0, mounted.stderr
         # As systemd itself does where it boots a machine: credentials are mounts that must reach the host.
@@ -126,8 +128,10 @@ def _ended(host: ServiceHost) -> dict[str, Any]:
     """Wait until the process has ended; return what systemd says of the unit."""
 
     def shown() -> dict[str, str]:
-        names = ("ActiveState", "SubState", "Result", "NRestarts", "ExecMainStatus")
-        facts = {name: host.shown(_UNIT, name) for name in names}
+        names = "ActiveState,SubState,Result,NRestarts,ExecMainStatus"
+        # One answer: the unit may end between two.
+        lines = host("systemctl", "show", f"--property={names}", _UNIT).splitlines()
+        facts = dict(line.split("=", 1) for line in lines)
         return facts if facts["SubState"] in ("dead", "failed", "auto-restart") else {}
 
     return dict(wait_for("its end", shown, _START_SECONDS))
@@ -194,6 +198,16 @@ def test_only_a_failure_is_tried_again(host: ServiceHost) -> None:
         _run(host, "/bin/sh", "-c", end)
         assert _ended(host)["SubState"] == "auto-restart", end
         host("systemctl", "stop", _UNIT)
+
+
+def test_an_upload_by_hand_before_the_installation(host: ServiceHost) -> None:
+    """A state directory that root's own upload has left is the service's after an installation."""
+    host("sh", "-c", "mkdir -p /var/lib/ciuic-upload/nas && echo {} > /var/lib/ciuic-upload/nas/stored")
+    host.ciuic("--config", "/etc/mine.toml", "service", "install", "--no-start")
+    _run(host, "/bin/sh", "-c", "cat /var/lib/ciuic-upload/nas/stored > /var/lib/ciuic-upload/read; exit 3")
+    ended = _ended(host)
+    assert (ended["ActiveState"], ended["Result"]) == ("inactive", "success")
+    assert host("cat", "/var/lib/private/ciuic-upload/read") == "{}\n"
 
 
 def test_status_and_uninstall_know_the_unit(host: ServiceHost) -> None:

@@ -489,6 +489,10 @@ class Mess:
             if shown:
                 raise Broken(f"git status shows something of ciuic's: {shown!r}")
         elif what == "clean":
+            # A file that is open and removed has its only name in the state directory, which this removes: the worker has it, and
+            # no successor of the worker.
+            if self.job is not None and not (self.root / "a" / "job-log").exists():
+                self._end_job()
             # The root is excluded: what git may remove of it is not ciuic's matter.
             subprocess.run([*_GIT, "clean", "-fdxq", "-e", "root"], cwd=around, check=True, timeout=60)
         elif what == "stash":

@@ -24,7 +24,7 @@ Main = Callable[..., None]
 class Ranks:
     """Processes that run ``main(rank, world, *args)``; their output goes to files in ``where``."""
 
-    def __init__(self, where: Path, world: int, main: Main, *args: Any, timeout_seconds: float = 60) -> None:
+    def __init__(self, where: Path, world: int, main: Main, *args: Any, timeout_seconds: float = 240) -> None:
         _CONTEXT.set_forkserver_preload(_PRELOAD)
         where.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -46,7 +46,7 @@ class Ranks:
         for rank in ranks:
             self.processes[rank].kill()
 
-    def wait(self, timeout_seconds: float = 120) -> list[int]:
+    def wait(self, timeout_seconds: float = 280) -> list[int]:
         """Return the exit statuses; kill ranks that are not done in time."""
         end = time.monotonic() + timeout_seconds
         for process in self.processes:
@@ -56,7 +56,7 @@ class Ranks:
             process.join()
         return [process.exitcode or 0 for process in self.processes]
 
-    def check(self, timeout_seconds: float = 120) -> list[str]:
+    def check(self, timeout_seconds: float = 280) -> list[str]:
         """Assert that all ended well; return what each printed."""
         statuses = self.wait(timeout_seconds)
         logs = [log.read_text() if log.exists() else "" for log in self._logs]

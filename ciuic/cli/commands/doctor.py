@@ -20,6 +20,8 @@ from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ciuic.cli.doctor.inquiry import Inquiry
     from ciuic.cli.shared.systemd import Systemd
     from ciuic.config import Config
@@ -100,6 +102,8 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     yield from findings
     yield from _safely("service", lambda: machine.systemd_unit(_systemd(), daemon_answers=status is not None))
     yield from _places(session, config, paths, mountinfo.read(), status, inquiry)
+    if config.remotes:
+        yield from _safely("libraries", machine.libraries)
     yield from _safely("io pressure", machine.pressure)
     yield from _safely("clock", machine.clock)
 
@@ -128,8 +132,11 @@ def _places(
             "owners", lambda: places.owners(config, repository, trusted=session.trusts_repository)
         )
         yield from _safely("repository", lambda: _repository(session, config))
-        yield from _safely("file system", lambda: places.file_systems(config, repository, mounts))
-        yield from _safely("free space", lambda: places.space(config, repository, mounts, status, inquiry))
+        absent = _absent(session, config, repository, inquiry)
+        yield from _safely("file system", lambda: places.file_systems(config, repository, mounts, absent))
+        yield from _safely(
+            "free space", lambda: places.space(config, repository, mounts, status, inquiry, absent)
+        )
         disks = [repository, *(root.path for root in config.roots)]
         priority = str(config.capture.io_priority)
         yield from _safely("io scheduler", lambda: machine.schedulers(disks, mounts, priority))
@@ -145,6 +152,18 @@ def _repository(session: Session, config: Config) -> Iterable[Finding]:
         return places.repository_state(session.repository, config, session.now_ns)
     except CiuicError as error:
         return places.repository_state(error, config, session.now_ns)
+
+
+def _absent(session: Session, config: Config, repository: Path, inquiry: Inquiry) -> str:
+    from ciuic.cli.shared.new_repository import absent_repository
+
+    # The marks lie beside or in the roots: one that does not answer must not hang this.
+    roots = [root for root in config.roots if inquiry.answers(root.path)]
+    try:
+        return absent_repository(session, roots, repository)
+    except CiuicError:
+        # The daemon's failure to answer is a finding of its own.
+        return ""
 
 
 def _systemd() -> Systemd:

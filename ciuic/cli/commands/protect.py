@@ -8,6 +8,7 @@ round the overlay are named: they are the reason why snapshots compare the whole
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -75,6 +76,8 @@ def command(
     if not new_repository:
         refuse_absent_disk(session, [*config.roots, *new], repository)
     made = make_repository(session, repository, offline=offline)
+    # Before the daemon mounts, like what follows: an overlay is a border of file systems.
+    work_trees = {root.path: _work_tree_around(root.path) for root in new}
     # Before the daemon mounts: the overlay then covers the directory, and its own worker has it open.
     bypassing = {path: _going_round(path) for path in asked}
     added = [root.path for root in add_roots(file, new, repository_path=repository)]
@@ -89,10 +92,13 @@ def command(
     # After the daemon has mounted: what the overlay is propagated to is seen then.
     other_mounts = {path: _other_mounts(path) for path in asked}
     if as_json:
-        out_json(_document(asked, added, repository, made, file, mounted, bypassing, other_mounts))
+        out_json(
+            _document(asked, added, repository, made, file, mounted, bypassing, other_mounts, work_trees)
+        )
     else:
         _say(asked, added, repository, made, mounted)
     for path in asked:
+        _name_work_tree(path, work_trees.get(path))
         _name_processes(path, bypassing[path])
         _name_mounts(path, other_mounts[path])
 
@@ -194,6 +200,7 @@ def _document(
     mounted: bool,
     bypassing: dict[Path, list[Bypasser]],
     other_mounts: dict[Path, list[BypassingMount]],
+    work_trees: dict[Path, Path | None],
 ) -> dict[str, Any]:
     return {
         "repository": str(repository),
@@ -209,6 +216,7 @@ def _document(
                     {"pid": process.pid, "command": process.command, "uid": process.uid}
                     for process in bypassing[path]
                 ],
+                "work_tree": str(top) if (top := work_trees.get(path)) is not None else None,
                 "bypassing_mounts": [
                     {
                         "place": shown(mount.place),
@@ -249,6 +257,30 @@ def _name_processes(path: Path, processes: Sequence[Bypasser]) -> None:
         complain(f"    {process.pid}  {shown_text(process.command)}  {held}")
     if len(processes) > _SHOWN_PROCESSES:
         complain(f"    and {len(processes) - _SHOWN_PROCESSES} more")
+
+
+def _work_tree_around(path: Path) -> Path | None:
+    """Return the git work tree that a directory lies in without being its top, as git looks for it; None where there is none."""
+    device = os.lstat(path).st_dev
+    for top in (path, *path.parents):
+        # Git itself stops at such a border, so nothing changes for it.
+        if os.lstat(top).st_dev != device:
+            return None
+        # A file in linked work trees and in submodules.
+        if os.path.isfile(top / ".git") or os.path.isfile(top / ".git" / "HEAD"):
+            return top if top != path else None
+    return None
+
+
+def _name_work_tree(path: Path, top: Path | None) -> None:
+    if top is None:
+        return
+    warn(
+        f"{shown_text(str(path))} lies in the git work tree {shown_text(str(top))} and is a mount point as a root: git finds no "
+        "repository from there",
+        hint=f"set GIT_DISCOVERY_ACROSS_FILESYSTEM=1 for programs that run git there, or protect the whole work tree instead: "
+        f"ciuic unprotect {shown_text(shlex.quote(str(path)))}; ciuic protect {shown_text(shlex.quote(str(top)))}",
+    )
 
 
 def _name_mounts(path: Path, mounts: Sequence[BypassingMount]) -> None:

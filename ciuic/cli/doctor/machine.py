@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import re
 import stat
@@ -256,6 +257,20 @@ def _disks(node: Path) -> list[Path]:
         if (candidate / "queue" / "scheduler").is_file():
             return [candidate]
     return []
+
+
+def libraries(names: Sequence[str] = ("obstore", "blake3", "cryptography")) -> Iterator[Finding]:
+    """Packages that a configured remote needs: an installation from before they came with every one may lack them."""
+    # Found and not imported: an import takes a tenth of a second.
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        yield problem(
+            "libraries",
+            f"remotes need {', '.join(missing)}, not installed here",
+            "pip install --upgrade ciuic",
+        )
+    else:
+        yield ok("libraries", "what remotes need is installed")
 
 
 def pressure(proc: Path = Path("/proc")) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from ciuic.cli.doctor.findings import Finding, ok, problem, warning
 from ciuic.cli.doctor.inquiry import Inquiry, NoAnswer, not_looked_at
 from ciuic.cli.shared.names import shown, shown_text
 from ciuic.errors import CiuicError
-from ciuic.system.disk_space import Reserve, available_bytes, reserve_of, total_bytes
+from ciuic.system.disk_space import Reserve, available_bytes, measurable, reserve_of, total_bytes
 from ciuic.system.mount_border import first_border
 from ciuic.system.mountinfo import Mount
 from ciuic.units import human_duration, human_size
@@ -116,11 +116,13 @@ def _bypassing(root: RootConfig) -> Iterator[Finding]:
         )
 
 
-def file_systems(config: Config, repository: Path, mounts: Sequence[Mount]) -> Iterator[Finding]:
-    """Kind of file system below roots and repository, reflinks, and whether one disk holds both."""
+def file_systems(
+    config: Config, repository: Path, mounts: Sequence[Mount], absent: str = ""
+) -> Iterator[Finding]:
+    """Kind of file system below roots and, unless its disk is absent, repository; reflinks, and whether one disk holds both."""
     from ciuic.config.places import mount_holding
 
-    home = mount_holding(repository, mounts)
+    home = None if absent else mount_holding(measurable(repository), mounts)
     if home is not None:
         yield _reflink_finding(repository, home)
     for root in config.roots:
@@ -143,18 +145,12 @@ def _reflink_finding(repository: Path, mount: Mount) -> Finding:
     kind = os.fsdecode(mount.fs_type)
     place = shown_text(str(repository))
     try:
-        possible = can_clone(_existing(repository))
+        possible = can_clone(Path(measurable(repository)))
     except OSError as error:
         return warning("reflink", f"{place} ({kind}) could not be tried: {error.strerror}", "run it as root")
     if possible:
         return ok("reflink", f"{place} is on {kind}, which shares extents between files")
     return ok("reflink", f"{place} is on {kind}, which cannot share extents: what changed is copied")
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def can_clone(directory: Path) -> bool:
@@ -186,14 +182,25 @@ def space(
     mounts: Sequence[Mount],
     status: StatusDocument | None = None,
     inquiry: Inquiry | None = None,
+    absent: str = "",
 ) -> Iterator[Finding]:
-    """Free bytes and inodes, for the store and for the undo logs that lie below each root; each file system once. Then the reserve."""
+    """Free bytes and inodes, for the store and for the undo logs that lie below each root; each file system once. Then the reserve.
+
+    Args:
+        config: The configuration.
+        repository: Where the repository is or will be.
+        mounts: What is mounted.
+        status: What the daemon says; None where none runs.
+        inquiry: Asks directories that may not answer.
+        absent: Why the repository's disk is not there; empty if it is.
+    """
     from ciuic.config.places import mount_holding
 
     inquiry = inquiry or Inquiry()
     # Of roots as well: their undo logs are on the same file systems.
     seen: set[tuple[int, int]] = set()
-    for place in (_existing(repository), *(root.path for root in config.roots)):
+    disk = Path(measurable(repository))
+    for place in (*([] if absent else [disk]), *(root.path for root in config.roots)):
         try:
             found = inquiry.findings(place, partial(_free_space, config, place))
         except NoAnswer as error:
@@ -207,7 +214,16 @@ def space(
             continue
         seen |= {mount.device} if mount is not None else set()
         yield from found
-    yield _reserve_finding(config, _existing(repository), status)
+    if absent:
+        # Below the mount point lies another disk, whose free space says nothing about snapshots.
+        yield warning("reserve", f"not looked at: {absent}", "mount the repository's disk")
+    else:
+        yield _reserve_finding(config, disk, status if _is_of(status, repository) else None)
+
+
+def _is_of(status: StatusDocument | None, repository: Path) -> bool:
+    # The daemon may still serve another repository than the configuration or --repo names.
+    return status is not None and status.repository.path == str(repository)
 
 
 def _free_space(config: Config, place: Path) -> list[Finding]:

@@ -17,28 +17,32 @@ if TYPE_CHECKING:
 def refuse_absent_disk(session: Session, roots: Sequence[RootConfig], path: Path) -> None:
     """Raise NotFound where a repository would be made below the mount point of the disk that has the real one."""
     # A new one would fill the system's disk, and the list would lack every snapshot until somebody noticed.
+    if missing := absent_repository(session, roots, path):
+        raise NotFound(
+            f"the repository is absent: {missing}",
+            hint="mount its disk; to begin a new repository: ciuic protect --new-repository PATH",
+        )
+
+
+def absent_repository(session: Session, roots: Sequence[RootConfig], path: Path) -> str:
+    """Return why a repository that existed is not at ``path``; empty if it is there, or none was made yet."""
     from ciuic.config.repository_mark import absent_mount_point, read_mark_at
     from ciuic.repository import Repository
     from ciuic.system import mountinfo
 
     if Repository.exists(path):
-        return
+        return ""
     # The daemon first: it keeps the mark of a mounted root, which the overlay hides from everybody else.
     try:
         known = session.control.status().repository
-        missing = known.missing if known.path == str(path) else ""
+        return known.missing if known.path == str(path) else ""
     except Unreachable:
         marks = [mark for root in roots if (mark := read_mark_at(root.path)) is not None]
         mount_point = absent_mount_point(path, marks, mountinfo.read())
-        missing = (
+        return (
             f"the file system of {shown_text(str(path))} belongs at {shown(mount_point)}"
             if mount_point
             else ""
-        )
-    if missing:
-        raise NotFound(
-            f"the repository is absent: {missing}",
-            hint="mount its disk; to begin a new repository: ciuic protect --new-repository PATH",
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ciuic.cli.shared.shipped import shipped_text
 from ciuic.errors import CiuicError, NotPermitted
+from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system.child_process import find_program, program_environment
 
 UNITS: Final = (
@@ -49,6 +50,7 @@ class Systemd:
     running_mark: Path = Path("/run/systemd/system")
     """The directory whose presence means that systemd is the running init (sd_booted(3))."""
     systemctl: str = "systemctl"
+    upload_state_dir: Path = DEFAULT_STATE_DIR
 
     @property
     def runs(self) -> bool:
@@ -79,6 +81,7 @@ class Systemd:
             # installation.
             elif drop_in.exists():
                 drop_in.unlink()
+        self._hand_over_upload_state()
         # systemd keeps the units that it has read until then.
         self.call("daemon-reload")
         self.call("enable", *_ENABLED)
@@ -87,6 +90,19 @@ class Systemd:
             # stay as they are.
             self.call("restart", *_ENABLED)
         return written
+
+    def _hand_over_upload_state(self) -> None:
+        """Move the state that `ciuic remote upload`, run by root, has left to where the service's own user keeps it.
+
+        systemd moves the directory itself (systemd.exec(5), DynamicUser=), by rename(2) alone: in a container, whose root is an
+        overlayfs, that fails with EXDEV and the service with status 238.
+        """
+        state = self.upload_state_dir
+        private = state.parent / "private" / state.name
+        if state.is_dir() and not state.is_symlink() and not os.path.lexists(private):
+            private.parent.mkdir(mode=0o700, exist_ok=True)
+            shutil.move(state, private)
+            state.symlink_to(f"private/{state.name}")
 
     def uninstall(self) -> list[Path]:
         """Stop and disable the service and remove the units. Returns the files removed."""

@@ -25,6 +25,7 @@ from ciuic.repository import Repository, promised
 from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own
 from ciuic.system import mountinfo
+from ciuic.system.disk_space import measurable
 from ciuic.types import TAG_PARTIAL, SnapshotId, is_safety
 
 log = structlog.get_logger(__name__)
@@ -362,23 +363,19 @@ class Store:
             document.exists = Repository.exists(self.path)
         if not document.exists and (refusal := self._refusal(self.path)) is not None:
             document.missing, document.missing_hint = refusal.message, refusal.hint
-        room = self._room(self.path)
-        document.free_bytes, document.used_bytes, document.total_bytes = room
+            # What is measured there now is the disk below the mount point.
+            return document
+        document.free_bytes, document.used_bytes, document.total_bytes = self._room(self.path)
         return document
 
     @staticmethod
     def _room(path: Path) -> _Room:
-        for place in (path, *path.parents):
-            try:
-                facts = os.statvfs(place)
-            except FileNotFoundError:
-                continue  # not created yet; it will be on the file system of its parent
-            except OSError:
-                break
-            unit = facts.f_frsize
-            used_bytes = (facts.f_blocks - facts.f_bfree) * unit
-            return _Room(facts.f_bavail * unit, used_bytes, facts.f_blocks * unit)
-        return _Room()
+        try:
+            facts = os.statvfs(measurable(path))
+        except OSError:
+            return _Room()
+        unit = facts.f_frsize
+        return _Room(facts.f_bavail * unit, (facts.f_blocks - facts.f_bfree) * unit, facts.f_blocks * unit)
 
     def _known_path(self) -> Path:
         if self.path is None:

@@ -110,7 +110,9 @@ class RuntimeDirectory:
         for _ in range(MAX_LOCK_ATTEMPTS):
             self._create()
             try:
-                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                # Also that of an earlier version: whoever can open it, if only to read, can lock it.
+                os.fchmod(fd, 0o600)
             except FileNotFoundError:
                 continue  # a daemon that ended has removed the directory
             try:

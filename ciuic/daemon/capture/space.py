@@ -75,8 +75,7 @@ class CaptureRoom:
         """
         self._has_snapshots = bool(repository.snapshots.names())
         if self.disk.room_bytes < self._job.needed_bytes:
-            words = f"an earlier attempt had written {human_size(self._job.needed_bytes)} and was not done"
-            raise self.refusal(self._job.needed_bytes, words, needed_next=self._job.needed_bytes)
+            raise self.refusal(self._job.needed_bytes, needed_next=self._job.needed_bytes)
 
     def check(self) -> None:
         """Raise OSError (ENOSPC) where others have used so much meanwhile that the reserve is reached."""
@@ -139,16 +138,17 @@ class CaptureRoom:
 
         Args:
             needed_bytes: minimum that the snapshot takes.
-            why: reason for that number.
+            why: reason for that number; empty where an attempt had written as much and was not done.
             reached: error of the disk, where it was not the reserve.
             needed_next: free space that another attempt needs before it writes.
         """
         job, available = self._job, available_bytes(self._job.repository)
-        words = [f"{human_size(available)} is free on the file system of {job.repository}"]
+        words = [
+            why or f"it needs more than {human_size(needed_bytes)}",
+            f"{human_size(available)} is free on the file system of {job.repository}",
+        ]
         if job.reserve_bytes:
             words.append(f"{human_size(job.reserve_bytes)} must stay free for others ({job.reserve_reason})")
-        if why:
-            words.append(why)
         missing_bytes = max(needed_bytes, 1) - min(self.disk.room_bytes, available)
         prune = "`ciuic prune` with a shorter [retention], or " if self._has_snapshots else ""
         return NoRoom(

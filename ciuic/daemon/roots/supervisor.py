@@ -447,10 +447,11 @@ class RootSupervisor:
             self.lingers = True
             log.info("worker_serves_open_handles", root=self.path, pid=worker.pid)
         finally:
-            worker.close()
             if moved is not None:
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(_put_back, moved)
+            # After it: the mounts are put back through the worker's descriptor of the plain directory.
+            worker.close()
 
     async def _wait_detached(self) -> None:
         # Polled, although mountinfo can be waited for: a wake-up for every mount of the host costs more than

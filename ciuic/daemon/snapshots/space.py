@@ -1,15 +1,16 @@
 """Space on the repository's file system that captures leave free for others (the reserve).
 
-Guarantees: the reserve grows with what others than the repository wrote, where a root is on the same file
-system, over the last interval and no longer, so that a reserve that refuses a snapshot shrinks again by
-itself. Leaves enforcing the reserve to the capture (capture/space.py), showing it to status and alerts.
+Guarantees: where a root is on the same file system, the reserve grows with what others than the repository
+took and gave back within the last interval and no longer: they will take it again. What they took and keep is
+no longer free and needs no reserve. Leaves enforcing the reserve to the capture (capture/space.py), showing it to status and alerts.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import trio
@@ -19,13 +20,13 @@ from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import Settings
 from ciuic.protocol.control_types import RepositoryStatus
 from ciuic.system import mountinfo
-from ciuic.system.disk_space import Reserve, reserve_of
+from ciuic.system.disk_space import Reserve, measurable, reserve_of
 from ciuic.system.mountinfo import Mount
 
 # After a day the space that a snapshot needs may be less: files may have been removed from a root on another
 # disk.
 _TRIED_AGAIN_SECONDS: Final = 86400.0
-# Samples kept of one interval; further ones replace their neighbours.
+# Samples kept of one interval, peaks apart; further ones replace their neighbours.
 _MAX_SAMPLES: Final = 512
 
 
@@ -37,7 +38,7 @@ class _Sample(NamedTuple):
 
 
 class SpaceWatch:
-    """Measures free space and growth. `measure` blocks; call it in a thread."""
+    """Measures free space and how it swings. `measure` blocks; call it in a thread."""
 
     def __init__(
         self, settings: Callable[[], Settings], store: Callable[[], Store], now: Callable[[], float]
@@ -52,7 +53,7 @@ class SpaceWatch:
         self._settings = settings
         self._store = store
         self._now = now
-        self._samples: deque[_Sample] = deque()
+        self._samples: deque[_Sample] = deque(maxlen=4 * _MAX_SAMPLES)
         # Guards the samples: status, housekeeping and captures look from threads of their own.
         self._lock = threading.Lock()
 
@@ -70,28 +71,30 @@ class SpaceWatch:
         now, interval = self._now(), self._settings().interval_seconds
         # What snapshots themselves add is no reason to leave more room.
         used_bytes = facts.used_bytes - facts.size_bytes
-        # The last sample is replaced while it is close to the one before: status may be asked for many times
-        # a second.
+        # The last sample is replaced while it is close to the one before and between its neighbours, because
+        # status may be asked for many times a second. A peak stays: it is what a swing consists of.
         if len(self._samples) > 1 and now - self._samples[-2].at < interval / _MAX_SAMPLES:
-            self._samples.pop()
+            ends = sorted((self._samples[-2].used_bytes, used_bytes))
+            if ends[0] <= self._samples[-1].used_bytes <= ends[1]:
+                self._samples.pop()
         self._samples.append(_Sample(now, used_bytes))
-        # The last sample before the beginning of the interval stays, because growth is measured from there.
+        # The last sample before the beginning of the interval stays, because rises are measured from there.
         while len(self._samples) > 1 and self._samples[1].at <= now - interval:
             self._samples.popleft()
 
     def _reserve(self, facts: RepositoryStatus) -> Reserve:
         settings = self._settings()
-        growth_bytes = 0
+        swing_bytes = 0
         if settings.reserve is None and self._samples and self._shares_a_disk(settings):
-            growth_bytes = max(0, self._samples[-1].used_bytes - self._samples[0].used_bytes)
-        return reserve_of(settings.reserve, facts.total_bytes, growth_bytes)
+            swing_bytes = _largest_swing([sample.used_bytes for sample in self._samples])
+        return reserve_of(settings.reserve, facts.total_bytes, swing_bytes)
 
     def _shares_a_disk(self, settings: Settings) -> bool:
-        """Return whether a root lies on the file system of the repository; growth elsewhere does not count."""
+        """Return whether a root lies on the file system of the repository; swings elsewhere do not count."""
         if settings.repository is None:
             return False
         mounts = mountinfo.read()
-        home = mount_holding(settings.repository, mounts)
+        home = mount_holding(measurable(settings.repository), mounts)
         return home is not None and any(_is_on(root.path, home, mounts) for root in settings.roots)
 
 
@@ -126,3 +129,13 @@ class Shortage:
 def _is_on(root: str, home: Mount, mounts: list[Mount]) -> bool:
     mount = mount_holding(root, mounts)
     return mount is not None and mount.device == home.device
+
+
+def _largest_swing(used_bytes: Sequence[int]) -> int:
+    """Return the largest rise that was followed by a fall, as far as both went.
+
+    A rise alone is data that stays, and a fall alone is somebody who made room for snapshots.
+    """
+    lowest_after = list(accumulate(reversed(used_bytes), min))[::-1]
+    lowest_before = accumulate(used_bytes, min)
+    return max(used - max(lows) for used, *lows in zip(used_bytes, lowest_before, lowest_after, strict=True))

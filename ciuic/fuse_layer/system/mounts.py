@@ -193,10 +193,12 @@ class MovedMounts:
 
         Moved below the plain directory it would lead the next worker into the overlay again, which waited for itself.
         """
+        # First, and hidden by the overlay: where it fails nothing has changed.
+        _bind(self._backing_fd, entry.root, name)
         if not unmount(entry.mount_point):
+            _detach_at(self._backing_fd, name)
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         self._rebound.append((entry.root, name))
-        _bind(self._backing_fd, entry.root, name)
 
     def back(self) -> None:
         """Move all of them to the overlay again, because it stays.

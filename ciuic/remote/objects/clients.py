@@ -67,7 +67,7 @@ def import_obstore() -> ModuleType:
         import obstore.store
     except ImportError:
         raise UsageError(
-            "remotes in an object store need obstore", hint="pip install 'ciuic[remote]'"
+            "remotes in an object store need obstore", hint="pip install --upgrade ciuic"
         ) from None
     return obstore
 

@@ -54,7 +54,7 @@ def derive_key(passphrase: bytes, salt: bytes, cost: Argon2Cost) -> bytes:
     except UnsupportedAlgorithm as error:
         raise CiuicError(
             f"the package cryptography has no argon2id here: {error}",
-            hint="install its wheel: pip install 'ciuic[remote]'",
+            hint="install its wheel: pip install --upgrade ciuic",
         ) from None
 
 

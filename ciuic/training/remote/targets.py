@@ -148,5 +148,5 @@ def _check_packages() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise CiuicError(
-            f"a remote needs {', '.join(missing)}, not installed here", hint="pip install 'ciuic[remote]'"
+            f"a remote needs {', '.join(missing)}, not installed here", hint="pip install --upgrade ciuic"
         )

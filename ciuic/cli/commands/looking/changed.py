@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.commands.looking.read_model import all_timelines
+from ciuic.cli.commands.looking.read_model import PassedOver, all_timelines
 from ciuic.cli.shared import times
 from ciuic.cli.shared.names import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current
-from ciuic.errors import UsageError
+from ciuic.errors import Damaged, UsageError
 
 if TYPE_CHECKING:
     from ciuic.history.changes import DirectoryChanges, RootChanges, Total
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     help="Only N directories of each root, most bytes first.",
 )
 @json_option
-def command(since: str, tree: bool, root: bytes | None, limit: int | None, as_json: bool) -> None:
+def command(since: str, tree: bool, root: bytes | None, limit: int | None, as_json: bool) -> int:
     """Show what changed since a time, by directory.
 
     The newest snapshot is compared with the newest one that is not later than the time. What came and went
@@ -47,17 +47,24 @@ def command(since: str, tree: bool, root: bytes | None, limit: int | None, as_js
             f"--since {since} lies in the future ({times.clock(since_ns)}): nothing has changed since"
         )
     found = []
-    for repository, timeline in all_timelines(session, root):
-        changes = changes_since(repository, timeline, since_ns, rolled_up=tree)
+    passed_over = PassedOver()
+    for repository, timeline in all_timelines(session, root, passed_over):
+        try:
+            changes = changes_since(repository, timeline, since_ns, rolled_up=tree)
+        except Damaged as error:
+            # Which of the two snapshots has it is the same for the answer: sums without a part would be wrong.
+            passed_over.add(timeline.snapshots[0], timeline.path, error)
+            continue
         if changes is None:
             note(f"{shown(timeline.path)} has no two snapshots to compare")
         else:
             found.append(changes._replace(directories=_limited(changes.directories, limit)))
     if as_json:
         out_json({"roots": [_document(changes) for changes in found]})
-        return
-    for changes in found:
-        _show(changes, tree=tree)
+    else:
+        for changes in found:
+            _show(changes, tree=tree)
+    return passed_over.tell()
 
 
 def _limited(directories: list[DirectoryChanges], limit: int | None) -> list[DirectoryChanges]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.commands.looking.read_model import all_timelines
+from ciuic.cli.commands.looking.read_model import PassedOver, all_timelines
 from ciuic.cli.shared import times
 from ciuic.cli.shared.names import json_name, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, ID, FrameCommand
@@ -24,7 +24,7 @@ _COLOURS = {"GOOD": "green", "TORN": "red", "UNKNOWN": "yellow"}
 @click.option("--root", type=HOST_PATH, help="Only in this root.")
 @click.option("-n", "limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest.")
 @json_option
-def command(snapshot_id: str | None, root: bytes | None, limit: int | None, as_json: bool) -> None:
+def command(snapshot_id: str | None, root: bytes | None, limit: int | None, as_json: bool) -> int:
     """List the checkpoints in a snapshot, newest first, with a verdict on each: GOOD, TORN or UNKNOWN.
 
     Without ID: the newest snapshot of each root. The verdict comes from the structure of the files, of which a few
@@ -35,14 +35,15 @@ def command(snapshot_id: str | None, root: bytes | None, limit: int | None, as_j
     session = current()
     wanted = None if snapshot_id is None else session.snapshots.resolve(snapshot_id)
     found: list[StoredCheckpoint] = []
-    for repository, timeline in all_timelines(session, root):
+    passed_over = PassedOver()
+    for repository, timeline in all_timelines(session, root, passed_over):
         chosen = (
             timeline.snapshots[:1]
             if wanted is None
             else [one for one in timeline.snapshots if one.id == wanted]
         )
         for snapshot in chosen:
-            found += checkpoints(repository, timeline, snapshot)
+            found += checkpoints(repository, timeline, snapshot, on_damage=passed_over.add)
     found.sort(key=lambda one: (-one.mtime_ns, one.checkpoint.path, one.host))
     found = found[:limit]
     if as_json:
@@ -51,6 +52,7 @@ def command(snapshot_id: str | None, root: bytes | None, limit: int | None, as_j
         _show(found, session.now_ns)
     else:
         note("no checkpoint of a known format")
+    return passed_over.tell()
 
 
 def _show(found: list[StoredCheckpoint], now_ns: int) -> None:

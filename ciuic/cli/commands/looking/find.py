@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.commands.looking.read_model import all_timelines
+from ciuic.cli.commands.looking.read_model import PassedOver, all_timelines
 from ciuic.cli.shared import times
 from ciuic.cli.shared.names import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @json_option
 def command(
     pattern: str, root: bytes | None, deleted: bool, since: str | None, limit: int | None, as_json: bool
-) -> None:
+) -> int:
     """Find files and directories by name in all snapshots.
 
     PATTERN is that of a shell (quote it): with * ? [ ], compared with the name; with a slash in it, with the end of the
@@ -47,10 +47,11 @@ def command(
     except ValueError as error:
         raise UsageError(f"the pattern {shown_text(pattern)!r} finds nothing: {error}") from None
     found: list[FoundPath] = []
-    for repository, timeline in all_timelines(session, root):
+    passed_over = PassedOver()
+    for repository, timeline in all_timelines(session, root, passed_over):
         found += [
             one
-            for one in search(repository, timeline, matcher)
+            for one in search(repository, timeline, matcher, on_damage=passed_over.add)
             if (one.is_deleted or not deleted) and (since_ns is None or one.snapshot.time_ns >= since_ns)
         ]
     found.sort(key=lambda one: (-one.snapshot.order_ns, one.path, one.host))
@@ -59,6 +60,7 @@ def command(
         note("nothing found")
     elif limit is not None and len(found) > limit:
         note(f"{plural(len(found) - limit, 'more path')} not shown")
+    return passed_over.tell()
 
 
 def show_found(found: list[FoundPath], *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.commands.looking.read_model import Places, timelines_with
+from ciuic.cli.commands.looking.read_model import PassedOver, Places, timelines_with
 from ciuic.cli.shared import times
 from ciuic.cli.shared.names import json_name, shown, shown_text
 from ciuic.cli.shared.options import SNAPSHOT_PATH, FrameCommand
@@ -33,7 +33,7 @@ _COLOURS = {"added": "green", "gone": "red", "retyped": "magenta", "changed": "y
     help="Of a directory: what was below it and is not there any more, each with its last snapshot.",
 )
 @json_option
-def command(path: bytes, limit: int | None, deleted: bool, as_json: bool) -> None:
+def command(path: bytes, limit: int | None, deleted: bool, as_json: bool) -> int:
     """Show the versions of a file or directory over all snapshots, newest first.
 
     A line is a version: the oldest snapshot that has it, the newest, its size, and what changed. GONE says since
@@ -41,20 +41,26 @@ def command(path: bytes, limit: int | None, deleted: bool, as_json: bool) -> Non
     """
     from ciuic.history.versions import versions
 
-    places = timelines_with(current(), path)
+    passed_over = PassedOver()
+    places = timelines_with(current(), path, passed_over)
     path = places.path
     if deleted:
-        _show_deleted(places, limit, as_json)
-        return
-    streams = [versions(repository, timeline, path) for repository, timeline in places.timelines]
+        _show_deleted(places, limit, as_json, passed_over)
+        return passed_over.tell()
+    streams = [
+        versions(repository, timeline, path, on_damage=passed_over.add)
+        for repository, timeline in places.timelines
+    ]
     # Of several hosts: each is newest first by itself.
     found = list(islice(heapq.merge(*streams, key=lambda version: -version.last.order_ns), limit))
+    code = passed_over.tell()
     if not found:
         raise NotFound(f"no snapshot has {shown(path)}", hint="ciuic find NAME searches for it elsewhere")
     if as_json:
         out_json({**json_name("path", path), "versions": [_document(version) for version in found]})
-        return
-    _show(found)
+    else:
+        _show(found)
+    return code
 
 
 def _show(found: list[PathVersion]) -> None:
@@ -112,14 +118,15 @@ def _document(version: PathVersion) -> dict[str, Any]:
     }
 
 
-def _show_deleted(places: Places, limit: int | None, as_json: bool) -> None:
+def _show_deleted(places: Places, limit: int | None, as_json: bool, passed_over: PassedOver) -> None:
     from ciuic.cli.commands.looking.find import show_found
     from ciuic.history.search import GlobMatcher, search
 
     everything = GlobMatcher(b"*")
     found: list[FoundPath] = []
     for repository, timeline in places.timelines:
-        found += [one for one in search(repository, timeline, everything, places.path) if one.is_deleted]
+        walked = search(repository, timeline, everything, places.path, on_damage=passed_over.add)
+        found += [one for one in walked if one.is_deleted]
     found.sort(key=lambda one: (-one.snapshot.order_ns, one.path))
     if not found and not as_json:
         note(f"nothing below {shown(places.path)} is gone")

@@ -6,36 +6,66 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import shown, shown_text
+from ciuic.cli.shared.names import plural, shown, shown_text
 from ciuic.cli.shared.session import Session
-from ciuic.errors import NotFound
+from ciuic.errors import Damaged, NotFound, Partial
 
 if TYPE_CHECKING:
     from ciuic.history.timeline import Timeline
     from ciuic.repository import Repository
+    from ciuic.repository.model import UnreadableSnapshot
     from ciuic.types import Snapshot
 
 Readable = list[tuple["Repository", list["Snapshot"]]]
 
 
-def readable(session: Session) -> Readable:
-    """Return every repository that is read with its snapshots, newest first. Those that cannot be read are named on stderr."""
+class PassedOver:
+    """What a command over many snapshots could not read, and left out of its answer."""
+
+    def __init__(self) -> None:
+        self._files: list[UnreadableSnapshot] = []
+        self._paths: dict[tuple[bytes, str], list[Snapshot]] = {}
+
+    def add(self, snapshot: Snapshot, path: bytes, error: Damaged) -> None:
+        """Note a path that cannot be read in a snapshot."""
+        self._paths.setdefault((path, error.message), []).append(snapshot)
+
+    def add_files(self, files: list[UnreadableSnapshot]) -> None:
+        """Note snapshot files that cannot be read."""
+        self._files += files
+
+    def tell(self) -> int:
+        """Name everything on stderr, and return the command's exit code."""
+        for bad in self._files:
+            warn(f"snapshot file {shown_text(bad.path)} cannot be read: {shown_text(bad.reason)}")
+        for (path, reason), snapshots in self._paths.items():
+            others = f" and {plural(len(snapshots) - 1, 'other')}" if len(snapshots) > 1 else ""
+            warn(
+                f"{shown(path)} cannot be read in snapshot {snapshots[0].id}{others}: {shown_text(reason)}",
+                hint="the answer is without it; ciuic check says what can be done",
+            )
+        return Partial.exit_code if self._files or self._paths else 0
+
+
+def readable(session: Session, passed_over: PassedOver) -> Readable:
+    """Return every repository that is read with its snapshots, newest first."""
     found: Readable = []
     for repository in session.repositories:
         snapshots, unreadable = repository.snapshots.load_all()
-        for bad in unreadable:
-            warn(f"snapshot file {shown_text(bad.path)} cannot be read: {shown_text(bad.reason)}")
+        passed_over.add_files(list(unreadable))
         found.append((repository, snapshots))
     return found
 
 
-def all_timelines(session: Session, root: bytes | None) -> Iterator[tuple[Repository, Timeline]]:
+def all_timelines(
+    session: Session, root: bytes | None, passed_over: PassedOver
+) -> Iterator[tuple[Repository, Timeline]]:
     """Yield the timelines of all roots, or those of one root.
 
     Raises:
         NotFound: there is no snapshot of this root.
     """
-    yield from _chosen(readable(session), lambda path: root is None or path == root, root)
+    yield from _chosen(readable(session, passed_over), lambda path: root is None or path == root, root)
 
 
 class Places(NamedTuple):
@@ -45,7 +75,7 @@ class Places(NamedTuple):
     timelines: list[tuple[Repository, Timeline]]
 
 
-def timelines_with(session: Session, path: bytes) -> Places:
+def timelines_with(session: Session, path: bytes, passed_over: PassedOver) -> Places:
     """Return where a path is to be looked up. A path through a symbolic link of today is one to where it leads.
 
     Raises:
@@ -54,10 +84,13 @@ def timelines_with(session: Session, path: bytes) -> Places:
     from ciuic.cli.shared.contents import as_recorded
     from ciuic.repository.lookup import is_within
 
-    found = readable(session)
+    found = readable(session, passed_over)
     for _, snapshots in found:
         for snapshot in snapshots[:1]:
-            path = as_recorded(snapshot, path)
+            try:
+                path = as_recorded(snapshot, path)
+            except Damaged as error:
+                passed_over.add(snapshot, path, error)
     chosen = list(_chosen(found, lambda root: is_within(path, root), path))
     innermost = max(len(timeline.path) for _, timeline in chosen)
     return Places(path, [one for one in chosen if len(one[1].path) == innermost])

@@ -28,7 +28,7 @@ _STORE_HINT: Final = (
     "check the URL and the network; the server of an S3-compatible store is AWS_ENDPOINT_URL, or endpoint under [remote]; "
     "credentials are where the store's own tools have them"
 )
-_INSTALL_HINT: Final = "pip install 'ciuic[remote]'"
+_INSTALL_HINT: Final = "pip install --upgrade ciuic"
 
 
 class EveryVersion(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,7 +34,12 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Systemd:
     )
     systemctl.chmod(0o755)
     (tmp_path / "booted").mkdir()
-    return Systemd(tmp_path / "units", tmp_path / "booted", str(systemctl))
+    return Systemd(
+        tmp_path / "units",
+        tmp_path / "booted",
+        str(systemctl),
+        upload_state_dir=tmp_path / "var" / "ciuic-upload",
+    )
 
 
 def calls(system: Systemd) -> list[str]:
@@ -49,6 +56,24 @@ def test_install_writes_enables_and_starts(system: Systemd) -> None:
         "enable ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-exporter.service",
         "restart ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-exporter.service",
     ]
+
+
+def test_state_of_an_upload_by_hand_is_handed_over(system: Systemd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `ciuic remote upload` of root left is where the service's user keeps its state, also where rename(2) fails with EXDEV."""
+    state = system.upload_state_dir
+    (state / "nas").mkdir(parents=True)
+    (state / "nas/stored").write_text("{}")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    system.install(PROGRAM, config=None, start=False)
+    system.install(PROGRAM, config=None, start=False)
+    assert state.is_symlink()
+    assert (state.parent / "private" / state.name / "nas/stored").read_text() == "{}"
+    assert (state / "nas/stored").exists()
+    assert state.parent.joinpath("private").stat().st_mode & 0o777 == 0o700
 
 
 def test_install_twice_is_install_once(system: Systemd) -> None:

@@ -17,6 +17,7 @@ from ciuic.cli.doctor.findings import Finding
 from ciuic.cli.doctor.inquiry import Inquiry
 from ciuic.cli.shared.systemd import Systemd
 from ciuic.config import Config, MinFree, RootConfig
+from ciuic.protocol.control_types import RepositoryStatus, StatusDocument
 from ciuic.system import mountinfo
 from ciuic.system.mountinfo import Mount
 
@@ -163,6 +164,27 @@ def test_reserve_is_shown(tmp_path: Path) -> None:
     *_, short = places.space(config, tmp_path, mountinfo.read())
     assert short.level == "problem"
     assert "[repository] reserve" in short.remedy
+
+
+def test_only_the_disk_of_the_repository_is_measured(tmp_path: Path) -> None:
+    """An absent disk is not measured at its mount point, a link is followed, and another daemon's reserve is not taken."""
+    measured = list(places.space(Config(), tmp_path, mountinfo.read(), absent="its disk is not mounted"))
+    assert [(finding.check, finding.level) for finding in measured] == [("reserve", "warning")]
+    assert "not mounted" in measured[0].message
+    (tmp_path / "link").symlink_to("/dev/shm/not-made-yet")
+    free, _ = places.space(Config(), tmp_path / "link", mountinfo.read())
+    assert free.message.startswith("/dev/shm: ")
+    status = StatusDocument(
+        version="",
+        pid=1,
+        since="",
+        now="",
+        repository=RepositoryStatus(
+            path="/elsewhere", reserve_bytes=1 << 60, reserve_reason="of another disk"
+        ),
+    )
+    *_, reserve = places.space(Config(), tmp_path, mountinfo.read(), status)
+    assert "5% of" in reserve.message
 
 
 def test_root_that_is_not_mounted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the reserve: what others wrote during the last interval, and no longer."""
+"""Tests of the reserve: what others took and gave back during the last interval, and no longer."""
 
 from __future__ import annotations
 
@@ -54,16 +54,43 @@ class Watched:
         return self.watch.measure().reserve_bytes // GIB
 
 
-def test_the_reserve_is_twice_the_writes_of_others_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reserve is twice what others wrote within an interval, and shrinks again by itself."""
+def test_what_others_took_and_keep_needs_no_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a rise that stays nor a fall alone raises the reserve: nothing of it will be taken again."""
     watched = Watched(monkeypatch)
     assert watched.reserve_gib() == 50
     watched.disk.others += 60 * GIB
-    assert watched.reserve_gib() == 120
-    for _ in range(INTERVAL_SECONDS // 30 - 2):
-        assert watched.reserve_gib() == 120
-    assert [watched.reserve_gib() for _ in range(3)][-1] == 50
+    assert watched.reserve_gib() == 50
+    fallen = Watched(monkeypatch)
+    fallen.reserve_gib()
+    fallen.disk.others -= 60 * GIB
+    assert fallen.reserve_gib() == 50
+
+
+def test_the_reserve_is_what_others_took_and_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that took space and gave it back within an interval finds it again; the reserve shrinks by itself."""
+    watched = Watched(monkeypatch)
+    watched.reserve_gib()
+    watched.disk.others += 60 * GIB
+    watched.reserve_gib()
+    watched.disk.others += 20 * GIB
+    watched.reserve_gib()
+    watched.disk.others -= 70 * GIB
+    assert watched.reserve_gib() == 70
+    assert "took and gave back" in watched.watch.measure().reserve_reason
+    for _ in range(INTERVAL_SECONDS // 30 - 4):
+        assert watched.reserve_gib() == 70
+    assert [watched.reserve_gib() for _ in range(5)][-1] == 50
     assert "5%" in watched.watch.measure().reserve_reason
+
+
+def test_a_large_swing_leaves_room_for_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much others take and give back, three quarters of the disk are for snapshots."""
+    watched = Watched(monkeypatch)
+    watched.reserve_gib()
+    watched.disk.others += 600 * GIB
+    watched.reserve_gib()
+    watched.disk.others -= 600 * GIB
+    assert watched.reserve_gib() == 250
 
 
 def test_writes_of_the_repository_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +102,8 @@ def test_writes_of_the_repository_are_no_growth(monkeypatch: pytest.MonkeyPatch)
     elsewhere = Watched(monkeypatch, same_disk=False)
     assert elsewhere.reserve_gib() == 50
     elsewhere.disk.others += 300 * GIB
+    elsewhere.reserve_gib()
+    elsewhere.disk.others -= 300 * GIB
     assert elsewhere.reserve_gib() == 50
 
 
@@ -84,17 +113,19 @@ def test_a_configured_reserve_is_the_reserve(monkeypatch: pytest.MonkeyPatch) ->
     watched.settings = watched.settings._replace(reserve=MinFree(size_bytes=GIB))
     watched.reserve_gib()
     watched.disk.others += 300 * GIB
+    watched.reserve_gib()
+    watched.disk.others -= 300 * GIB
     assert watched.reserve_gib() == 1
 
 
 def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frequent status requests add no samples beyond a bound, and the growth is still known."""
+    """Frequent status requests add no samples beyond a bound, and a slow swing is still known."""
     watched = Watched(monkeypatch)
     for number in range(20_000):
-        watched.disk.others = 100 * GIB + number * (GIB // 100)
+        watched.disk.others = 100 * GIB + min(number, 20_000 - number) * (GIB // 100)
         watched.reserve_gib(0.1)
     assert len(watched.watch._samples) <= space._MAX_SAMPLES + 2
-    assert watched.reserve_gib(0.1) in (2 * 199, 2 * 199 + 1)
+    assert watched.reserve_gib(0.1) in (98, 99, 100)
 
 
 def test_schedule_waits_for_space_after_a_full_disk() -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ def service(short_tmp: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
             pass_fds=(listener.fileno(),), env={**environment(), **watchdog}, cwd="/", stderr=subprocess.DEVNULL,
         )  # fmt: skip
     try:
+        # A daemon gives up on a service that does not answer in time, as one that is still starting on a busy machine.
+        with closing(_spare(path)) as first:
+            wait_for("the service's start", first.await_ready, 120)
         yield path, process
     finally:
         process.kill()
@@ -55,18 +59,17 @@ def _spare(path: Path) -> SpareProcess:
 def test_concurrent_daemons_get_their_own_workers(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
     """Daemons beside each other get their workers, whose ends are reported and descriptors not shared."""
     path, _ = service
-    one, other = _spare(path), _spare(path)
-    for spare in (one, other, one):
-        reader, writer = os.pipe()
-        worker = spare.become(["--nonsense"], [writer])
-        os.close(writer)
-        assert worker is not None
-        assert os.read(reader, 1) == b""
-        os.close(reader)
-        assert worker.wait() == _REFUSED
-    one.close()
-    assert other.become(["--nonsense"], []) is not None
-    other.close()
+    with closing(_spare(path)) as other:
+        with closing(_spare(path)) as one:
+            for spare in (one, other, one):
+                reader, writer = os.pipe()
+                worker = spare.become(["--nonsense"], [writer])
+                os.close(writer)
+                with open(reader, "rb") as shared:
+                    assert worker is not None
+                    assert shared.read() == b""
+                assert worker.wait() == _REFUSED
+        assert other.become(["--nonsense"], []) is not None
 
 
 def test_a_worker_whose_daemon_is_gone_is_collected(service: tuple[Path, subprocess.Popen[bytes]]) -> None:

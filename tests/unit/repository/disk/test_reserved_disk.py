@@ -186,20 +186,27 @@ def test_writes_without_a_reserve_are_not_refused(
 
 
 @pytest.mark.parametrize(
-    ("setting", "growth", "expected", "reason"),
+    ("setting", "swing", "expected", "reason"),
     [
         (None, 0, 50, "5% of"),
-        (None, 25, 50, "5% of"),
-        (None, 26, 52, "twice the"),
+        (None, 50, 50, "5% of"),
+        (None, 51, 51, "took and gave back"),
+        (None, 250, 250, "took and gave back during the last interval"),
+        (
+            None,
+            900,
+            250,
+            "900 B that others took and gave back during the last interval, at most 25% of 1000 B",
+        ),
         (MinFree(share=0.2), 400, 200, "20% of"),
         (MinFree(size_bytes=7), 400, 7, "[repository] reserve"),
         (MinFree(), 400, 0, "[repository] reserve"),
     ],
 )
-def test_the_default_is_the_larger_of_a_share_and_twice_the_growth(
-    setting: MinFree | None, growth: int, expected: int, reason: str
+def test_the_default_is_a_share_or_a_larger_swing_up_to_a_limit(
+    setting: MinFree | None, swing: int, expected: int, reason: str
 ) -> None:
-    """The default reserve is the larger of a share of the disk and twice the growth, and says which."""
-    reserve = reserve_of(setting, 1000, growth)
+    """The default reserve is the larger of a share of the disk and a swing up to a quarter of it, and says which."""
+    reserve = reserve_of(setting, 1000, swing)
     assert reserve.size_bytes == expected
     assert reason in reserve.reason
