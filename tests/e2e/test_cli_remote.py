@@ -220,6 +220,14 @@ def test_protect_offline_makes_an_ordinary_repository(host: Host, url: str) -> N
     assert host.identity().hash == XXH3
 
 
+def test_a_directory_that_is_not_there_says_what_to_do(host: Host, short_tmp: Path) -> None:
+    """The error of `remote test` in a directory that nobody has made yet names what makes it."""
+    place = short_tmp / "not-there"
+    complaint = host.fails("remote", "test", f"file://{place}", code=1)
+    assert "there is no such directory" in complaint
+    assert f"mkdir -p {place}" in complaint
+
+
 def test_keys_are_listed_added_and_removed(
     host: Host, other: Host, made: dict[str, Any], url: str, short_tmp: Path
 ) -> None:
