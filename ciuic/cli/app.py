@@ -41,6 +41,7 @@ GROUPS: Final = {
         "snapshot": "Take a snapshot now and print its id",
         "list": "List the snapshots, newest first",
         "restore": "Restore files from a snapshot",
+        "undo": "Take back the last restore",
     },
     "Look into snapshots": {
         "show": "Show a snapshot, or a directory in it",

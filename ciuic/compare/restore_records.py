@@ -90,6 +90,12 @@ def record_end(repository: str | os.PathLike[str], safety: str, now_ns: int) -> 
         write_note(directory, safety, msgspec.structs.replace(note, finished_ns=now_ns), durable=True)
 
 
+def restored_paths(repository: Repository, safety: Snapshot) -> tuple[bytes, ...]:
+    """Return the paths that the restore was to change for which a safety snapshot was taken: its roots, where that was not noted."""
+    note = _read(repository.path, str(safety.id))
+    return note.paths if note is not None else tuple(root.path for root in safety.roots)
+
+
 def _read(repository: str | os.PathLike[str], safety: str) -> RestoreRecord | None:
     """Return the note of a restore; None if there is none that can be read."""
     note = read_note(f"{os.fspath(repository)}/{RESTORES_DIR}", safety, RestoreRecord)
@@ -110,7 +116,7 @@ def undoes_newest_change(repository: Repository, snapshots: Sequence[Dated], saf
     try:
         snapshot = repository.snapshots.load(safety)
         note = _read(repository.path, str(safety))
-        paths = note.paths if note is not None else [root.path for root in snapshot.roots]
+        paths = restored_paths(repository, snapshot)
         # A snapshot that was cut while the restore was running shows half of it, so only later ones count.
         after_ns = max(snapshot.time_ns, note.finished_ns if note is not None else 0)
         later = sorted(

@@ -90,6 +90,18 @@ def plan_restore(
     )
 
 
+def plan_nothing(repository: Repository, snapshot: Snapshot) -> RestorePlan:
+    """Return a plan without targets, for a caller that has only removals to add to its result."""
+    return RestorePlan(
+        repository=repository,
+        snapshot=snapshot,
+        targets=(),
+        overwrite=Overwrite.ALWAYS,
+        delete=True,
+        kept=Kept(frozenset(), None),
+    )
+
+
 def _bytes(target: RestoreTarget) -> int:
     entry, root = target.source.entry, target.source.root
     # Files with several names are counted once, in the link table of the whole root: below it their number is

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import trees
 from support.live import Live, installed, wait_for
 
 pytestmark = pytest.mark.mount
@@ -80,3 +81,66 @@ def test_four_restores_and_a_prune_keep_the_source_and_the_first_undo(pruned: Li
     assert old not in ids
     pruned.run("restore", "-s", taken[0], "-p", str(root / "one"), "--overwrite", "--no-safety")
     assert (root / "one" / "file").read_text() == "bad"
+
+
+def test_undo_takes_back_what_a_restore_changed_and_nothing_else(protected: Live, root: Path) -> None:
+    """What a restore replaced, removed and made is as before; what others changed elsewhere stays; a second undo does it again."""
+    for name in ("replaced", "kept"):
+        (root / name).mkdir()
+        (root / name / "file").write_text("old")
+    (root / "gone").mkdir()
+    (root / "gone" / "file").write_text("old")
+    snapshot = protected.snapshot()
+    (root / "replaced" / "file").write_text("newer")
+    (root / "replaced" / "added").write_text("added")
+    (root / "gone" / "file").unlink()
+    (root / "gone").rmdir()
+    done = protected.run(
+        "restore",
+        "-s",
+        snapshot,
+        "-p",
+        str(root / "replaced"),
+        "-p",
+        str(root / "gone"),
+        "--overwrite",
+        "--delete",
+    )
+    command = re.search(r"to undo this restore: ciuic (undo cs-[0-9a-f]+)", done.stderr.decode())
+    assert command is not None
+    (root / "kept" / "file").write_text("changed since")
+    after = trees.manifest(root)
+    assert (root / "gone" / "file").read_text() == "old"
+    assert not (root / "replaced" / "added").exists()
+
+    rehearsed = protected.json("undo", "--dry-run")
+    assert rehearsed["removed"] == [{"path": str(root / "gone")}]
+    trees.assert_same(after, trees.manifest(root))
+    protected.run(*command[1].split())
+    assert (root / "replaced" / "file").read_text() == "newer"
+    assert (root / "replaced" / "added").read_text() == "added"
+    assert not (root / "gone").exists()
+    assert (root / "kept" / "file").read_text() == "changed since"
+
+    protected.run("undo")
+    found = trees.manifest(root)
+    # The restored directories were made anew, in the root and in themselves.
+    assert {path: facts for path, facts in found.items() if path != b"."} == {
+        path: facts for path, facts in after.items() if path != b"."
+    }
+
+
+def test_undo_of_a_restore_that_only_made_something(protected: Live, root: Path) -> None:
+    """A directory that was missing before the restore is removed, and a mistake in the id is told."""
+    protected.run("undo", expect=3)
+    (root / "gone").mkdir()
+    (root / "gone" / "file").write_text("old")
+    snapshot = protected.snapshot()
+    (root / "gone" / "file").unlink()
+    (root / "gone").rmdir()
+    protected.run("restore", "-s", snapshot, "-p", str(root / "gone"))
+    assert b"no safety snapshot" in protected.run("undo", snapshot, expect=2).stderr
+    protected.run("undo")
+    assert not (root / "gone").exists()
+    protected.run("undo")
+    assert (root / "gone" / "file").read_text() == "old"

@@ -114,7 +114,6 @@ def command(
             session, snapshot, paths[0], dest, special=special, foreground=foreground, as_json=as_json
         )
     from ciuic.restore import Overwrite, plan_restore
-    from ciuic.system.open_files import find_open_files, replaced
 
     store = session.snapshots
     source = store.load(store.resolve(snapshot))
@@ -130,7 +129,7 @@ def command(
         check=not dry_run,
         # Only --delete needs to know what is excluded; a configuration with mistakes does not stop other
         # restores.
-        keep=_excluded(session) if delete else None,
+        keep=excluded(session) if delete else None,
         # None leaves the decision to the owners of the repository, which the operator may have overridden.
         special=True if special is None and session.trusts_repository else special,
     )
@@ -139,16 +138,44 @@ def command(
         from ciuic.cli.shared.remotes.cold import refuse_archived
 
         refuse_archived(plan.repository, str(source.id), [target.source for target in plan.targets])
+    return carry_out(session, plan, dry_run=dry_run, no_safety=no_safety, as_json=as_json)
+
+
+def carry_out(
+    session: Session,
+    plan: RestorePlan,
+    *,
+    dry_run: bool,
+    no_safety: bool,
+    as_json: bool,
+    also_changed: Sequence[bytes] = (),
+    afterwards: Callable[[Result], None] = lambda result: None,
+) -> int:
+    """Take the safety snapshot, execute the plan and print what became of it; return the exit code.
+
+    Args:
+        session: the command's session.
+        plan: what to restore.
+        dry_run: change nothing.
+        no_safety: take no safety snapshot.
+        as_json: print one document.
+        also_changed: paths that ``afterwards`` changes.
+        afterwards: called after the plan is executed, to add to its result.
+    """
+    from ciuic.system.open_files import find_open_files, replaced
+
     # Of what is replaced here, wherever it is restored from.
     local = session.local
-    safety = None if dry_run or no_safety else _safety(local, plan)
+    targets = [*(target.path for target in plan.targets), *also_changed]
+    safety = None if dry_run or no_safety else _safety(local, str(plan.snapshot.id), targets)
     # Once, before anything is changed: afterwards nothing tells which name an open file had.
-    open_before = find_open_files([target.path for target in plan.targets])
+    open_before = find_open_files(targets)
     # A name for each path, of which a restore may have millions: collected only where they are printed.
     items: list[RestoreItem] = []
     result = _execute(
         plan, dry_run, items.append if dry_run or session.verbosity > 0 else None, _runtime_dir(session)
     )
+    afterwards(result)
     changed = {item.path for item in items if item.action in ("restored", "removed")}
     open_files = [one for one in open_before if one.path in changed] if dry_run else replaced(open_before)
     # Retention compares snapshots of later than this moment, to find out whether the restored paths were
@@ -218,7 +245,7 @@ def _refuse_incomplete(plan: RestorePlan) -> None:
             place = os.path.dirname(place)
 
 
-def _excluded(session: Session) -> Callable[[bytes, bool], bool] | None:
+def excluded(session: Session) -> Callable[[bytes, bool], bool] | None:
     """Return the exclude patterns that --delete spares: excluded paths are in no snapshot."""
     try:
         config = session.config
@@ -241,14 +268,13 @@ def _excluded(session: Session) -> Callable[[bytes, bool], bool] | None:
     return keep
 
 
-def _safety(session: Session, plan: RestorePlan) -> str | None:
+def _safety(session: Session, source: str, targets: Sequence[bytes]) -> str | None:
     from ciuic.cli.shared import safety_snapshot as safety
 
-    targets = [target.path for target in plan.targets]
     roots = safety.covering(safety.protected_roots(session), targets)
     if not roots:
         return None
-    return safety.take(session, roots, f"{SAFETY_MESSAGE}{plan.snapshot.id}", targets)
+    return safety.take(session, roots, f"{SAFETY_MESSAGE}{source}", targets)
 
 
 def _safety_is_over(session: Session, taken: str) -> None:

@@ -82,7 +82,7 @@ def take(session: Session, roots: Sequence[Path], message: str, targets: Sequenc
         raise
     # Before anything is restored: a restore that is killed can be undone for as long.
     _note_restore(session, taken, roots, targets)
-    note(f"safety snapshot {taken}: to undo this restore, restore from it")
+    note(f"safety snapshot {taken}; to undo this restore: ciuic undo {taken}")
     return taken
 
 
