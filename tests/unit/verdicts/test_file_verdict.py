@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.verdict_files import FORMATS, MemoryFile, damaged, plain_safetensors
 
@@ -28,6 +28,8 @@ OPEN = "a program had it open for writing"
 
 @pytest.mark.parametrize("name", HERE)
 @settings(max_examples=25, deadline=None)
+# The zero bytes at the end of its last number are alone in the last block.
+@example(seed=621)
 @given(seed=st.integers(0, 1 << 32))
 def test_whole_files_are_good_and_damaged_ones_are_not(name: str, seed: int) -> None:
     """A file of the format's own library is GOOD; cut, allocated or with a hole it is not, under any name."""
