@@ -35,6 +35,8 @@ _ALIGNMENT: Final = 4096
 _MAX_NAME_BYTES: Final = 180
 _MAX_NUMBER: Final = 1 << 63
 # The limit of the reference implementation.
+_RESERVED_NAME: Final = "__metadata__"
+"""Name in a header of safetensors that is no tensor's (https://github.com/huggingface/safetensors, "Format")."""
 _MAX_HEADER_BYTES: Final = 100 << 20
 
 
@@ -117,11 +119,11 @@ def encode_header(
 ) -> bytes:
     """Return the header of a file whose tensors follow in the order of ``leaves``, without gaps."""
     # Without `format` in the metadata Hugging Face's loaders refuse the file.
-    header: dict[str, object] = {"__metadata__": {"format": "pt" if of_torch else "np", **(metadata or {})}}
+    header: dict[str, object] = {_RESERVED_NAME: {"format": "pt" if of_torch else "np", **(metadata or {})}}
     at = 0
     for leaf in leaves:
         stop = at + leaf.array.size_bytes
-        header[leaf.name] = {
+        header[_stored_name(leaf.name)] = {
             "dtype": leaf.array.dtype,
             "shape": list(leaf.array.shape),
             "data_offsets": [at, stop],
@@ -159,13 +161,23 @@ def decode_header(start: bytes, size_bytes: int) -> dict[str, TensorInFile] | in
         raise ValueError("the safetensors header must be a JSON object")
     found = {}
     for name, facts in header.items():
-        if name != "__metadata__":
-            found[name] = _tensor(facts, begin, size_bytes)
+        if name != _RESERVED_NAME:
+            found[_name_of(name)] = _tensor(facts, begin, size_bytes)
     # The reference implementation refuses this too: a million names for the same bytes would each become a
     # tensor of that size.
     if sum(tensor.stop - tensor.start for tensor in found.values()) > size_bytes - begin:
         raise ValueError("tensors of the safetensors header overlap")
     return found
+
+
+def _stored_name(name: str) -> str:
+    """Return the name of a tensor in a header, in which one name is reserved: that one, and it with tildes, gets one tilde more."""
+    return f"{name}~" if name.rstrip("~") == _RESERVED_NAME else name
+
+
+def _name_of(stored: str) -> str:
+    """Return the name of a tensor by its name in a header, which is not the reserved one."""
+    return stored[:-1] if stored.rstrip("~") == _RESERVED_NAME else stored
 
 
 def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
