@@ -7,6 +7,7 @@ state was read and found complete.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -243,7 +244,7 @@ def check_fits(state: State, objects: Mapping[str, Any], ranks: Ranks | None) ->
 
 def _misfit(state: State, name: str, value: Any) -> str:
     saved = state[f"{name}_state_dict"] = fit.renamed_as(value, state[f"{name}_state_dict"])
-    problem = fit.problem_of(value, saved)
+    problem = fit.problem_of(value, saved) or _another_kind(value, saved)
     return (
         problem and f"{name} cannot load its state from snapshot {state.id}; nothing was changed: {problem}"
     )
@@ -261,12 +262,11 @@ def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> N
     undo = fit.Undo()
     try:
         for name, value in objects.items():
-            if (note := _note_of_another_kind(value, state[f"{name}_state_dict"], name)) is not None:
-                log.warning("ciuic: not resumed exactly: %s", note)
             undo.remember(name, value)
         # Those that may raise come first: the others were checked, and could not be undone.
         for name in sorted(objects, key=lambda name: fit.is_checked_wholly(objects[name])):
             _load_into(objects[name], state[f"{name}_state_dict"], name, state.id)
+        _put_dtypes_back(state, objects)
     except BaseException:
         undo.restore()
         raise
@@ -284,6 +284,40 @@ def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> N
         log.warning("ciuic: not resumed exactly: %s", problem)
 
 
+def _put_dtypes_back(state: State, objects: Mapping[str, Any]) -> None:
+    """Give the states of optimizers the dtypes that they were saved with.
+
+    torch.optim.Optimizer.load_state_dict casts every tensor of a parameter's state to the parameter's dtype: float32 masters of
+    bfloat16 weights are rounded, and integers become floats. A model that has another dtype now is refused before.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+
+    def as_saved(loaded: Any, saved: Any) -> Any:
+        if type(loaded) is torch.Tensor and type(saved) is torch.Tensor and loaded.dtype != saved.dtype:
+            return saved.detach().clone().to(loaded.device)
+        if isinstance(loaded, dict) and isinstance(saved, dict):
+            return {key: as_saved(one, saved.get(key)) for key, one in loaded.items()}
+        if type(loaded) in (list, tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+            return type(loaded)(map(as_saved, loaded, saved))
+        return loaded
+
+    for name, optimizer in objects.items():
+        saved = state[f"{name}_state_dict"]
+        if (
+            not isinstance(optimizer, torch.optim.Optimizer)
+            or not isinstance(saved, dict)
+            or "state" not in saved
+        ):
+            continue
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=False):
+            if parameter in optimizer.state:
+                optimizer.state[parameter] = as_saved(optimizer.state[parameter], saved["state"].get(key))
+
+
 def _load_into(value: Any, saved: Any, name: str, id_: str) -> None:
     """Restore one object; raise ValueError with the object's own message if the state does not fit."""
     try:
@@ -296,23 +330,23 @@ def _load_into(value: Any, saved: Any, name: str, id_: str) -> None:
         ) from error
 
 
-def _note_of_another_kind(value: Any, saved: Any, name: str) -> str | None:
-    """Return a note if an optimizer's state was saved by another kind of optimizer.
+def _another_kind(value: Any, saved: Any) -> str:
+    """Return what is wrong if an optimizer's state was saved by another kind of optimizer, otherwise "".
 
     PyTorch itself loads the state of any optimizer into any other with as many parameters.
     """
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     defaults = getattr(value, "defaults", None)
     if not groups or not isinstance(defaults, dict):
-        return None
+        return ""
     # Optimizers of one kind have the same hyperparameters. Only where each side has some that the other lacks
     # is the kind different for sure: versions of one optimizer add some, and schedulers add initial_lr.
     had, has = set(groups[0]), set(defaults)
     foreign = sorted(had - has - {"params", "param_names", "initial_lr"})
     lacking = sorted(has - had)
     if not foreign or not lacking:
-        return None
+        return ""
     return (
-        f"{name} is a {type(value).__qualname__} with {', '.join(lacking)}, but another kind of optimizer was saved, "
+        f"it is a {type(value).__qualname__} with {', '.join(lacking)}, but another kind of optimizer was saved, "
         f"with {', '.join(foreign)}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,9 +162,9 @@ def test_a_model_may_be_given_by_its_state(tmp_path: Path) -> None:
 
 
 def test_a_resume_into_another_model_or_optimizer_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
-    """A model of another shape is an error; an optimizer of another kind, which torch would take, is warned of."""
+    """A model of another shape is an error, and so is an optimizer of another kind, which torch would take."""
     model, optimizer = _model()
     with SnapshotManager(tmp_path / "snapshots") as manager:
         manager.save_snapshot(model, optimizer, wait=True)
@@ -175,12 +174,48 @@ def test_a_resume_into_another_model_or_optimizer_is_reported(
             manager.resume()
     with SnapshotManager(tmp_path / "snapshots") as manager:
         manager.register(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-        with caplog.at_level(logging.WARNING):
+        kind = (
+            "a SGD with dampening, momentum, nesterov, but another kind of optimizer was saved, with amsgrad"
+        )
+        with pytest.raises(ValueError, match=kind):
             manager.resume()
-    assert (
-        "optimizer is a SGD with dampening, momentum, nesterov, but another kind of optimizer was saved, with amsgrad"
-        in caplog.text
-    )
+
+
+class _Kept(torch.optim.Optimizer):
+    """Optimizer with a float32 master, integers and nested lists for each parameter, as fused and 8-bit optimizers have them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master", parameter.detach().float() + 1e-4 * torch.rand(parameter.shape))
+                state.setdefault("codes", torch.randint(-128, 127, parameter.shape, dtype=torch.int8))
+                state.setdefault("nested", [torch.rand(3, dtype=torch.float64), {"scale": torch.rand(2)}])
+
+
+def test_states_of_optimizers_keep_their_dtypes(tmp_path: Path) -> None:
+    """Masters, integers and nested tensors come back to the bit, although torch would cast them to the weights' dtype."""
+    model = torch.nn.Linear(4, 3).to(torch.bfloat16)
+    optimizer = _Kept(model.parameters())
+    optimizer.step()
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.save_snapshot(model, optimizer, wait=True)
+    again = torch.nn.Linear(4, 3).to(torch.bfloat16)
+    resumed = _Kept(again.parameters())
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.register(model=again, optimizer=resumed)
+        assert manager.resume() is not None
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        had, has = optimizer.state[one], resumed.state[other]
+        assert has["codes"].dtype == torch.int8
+        assert torch.equal(has["codes"], had["codes"])
+        assert has["nested"][0].dtype == torch.float64
+        assert torch.equal(has["nested"][0], had["nested"][0])
+        assert torch.equal(has["nested"][1]["scale"], had["nested"][1]["scale"])
+        assert torch.equal(has["master"], had["master"])
 
 
 def test_objects_whose_state_is_not_there_yet_are_registered(tmp_path: Path) -> None:
