@@ -224,6 +224,7 @@ def _locked(file: Path) -> Iterator[None]:
     # Not the file itself, which is replaced by a rename: a lock on the old inode would exclude nobody. Nor its directory: every
     # user may open that one, and so hold the lock for ever.
     lock = file.with_name(f".{file.name}.lock")
+    # Made anew where a power cut took it: nothing is in it.
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

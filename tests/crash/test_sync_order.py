@@ -213,6 +213,8 @@ def test_a_changed_configuration_is_durable(watch: SyncWatch, tmp_path: Path) ->
     """A changed configuration is the old file or the new one, whole, under its name."""
     file = tmp_path / "ciuic.toml"
     file.write_text("")
+    # The lock, which is empty, is made before.
+    (tmp_path / ".ciuic.toml.lock").touch(0o600)
     watch.trust_all()
     add_roots(file, [RootConfig(tmp_path / "a")], repository_path=tmp_path / "r")
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])

@@ -244,12 +244,15 @@ def _files(
             is_dir = entry.is_dir(follow_symlinks=False)
             if path == STATE_DIR_NAME or excludes.match(path, is_dir):
                 continue
+            # Before stat(2), which a user's FUSE file system may never answer.
+            if level.borders.at(name):
+                continue
             if not is_dir:
                 yield name, level.fd
             elif len(levels) < _MAX_LEVELS:
                 with suppress(OSError):
                     status = os.stat(name, dir_fd=level.fd, follow_symlinks=False)
-                    if not level.borders.at(name) and (status.st_dev, status.st_ino) != skip:
+                    if (status.st_dev, status.st_ino) != skip:
                         levels.append(_Level(path, level.fd, name))
     finally:
         for level in levels:
