@@ -87,6 +87,8 @@ class SaveCoordinator:
         self.forecast: Forecast | None = None
         self.last_save: LastSave | None = None
         self.callbacks = SaveCallbacks()
+        self.deferred: list[Callable[[], object]] = []
+        """Saves that were asked for within a step, for its boundary."""
         # Nothing calls these methods before the first object is registered, when all parts are there.
         self.boundaries = Boundaries(self._stepped, self._at_boundary)
         self.heartbeat = TrainerHeartbeat(options.name, str(options.save_dir), options.heartbeat_seconds)
@@ -287,6 +289,9 @@ class SaveCoordinator:
         if not self._save_if_due() and not self.taker.prepared:
             with quietly("the first snapshot could not be prepared"):
                 self._prepare()
+        while self.deferred:
+            with quietly("a snapshot that was asked for within a step could not be taken"):
+                self.deferred.pop(0)()
         # Last, because the snapshot needs to know which optimizers have reported this step.
         self.saver.overlap.boundary()
 

@@ -211,8 +211,9 @@ class SnapshotManager(TrainingSnapshots):
             **others: Further objects, or plain values, which come back under their own names.
 
         Returns:
-            The save, whose `error` says why it failed if it did; None on ranks other than 0, and when the
-            state could not be copied, which is logged.
+            The save, whose `error` says why it failed if it did; None on ranks other than 0, when the
+            state could not be copied, which is logged, and when a signal handler calls this within the step of a
+            registered optimizer: the snapshot is taken at the boundary of that step.
 
         Raises:
             TypeError: A value cannot be stored; the message names it.
@@ -230,9 +231,18 @@ class SnapshotManager(TrainingSnapshots):
         self._heartbeat.beat(self.step)
         self.epoch = self.epoch if wanted.epoch is None else wanted.epoch
         self.step = self.step if step is None else validation.whole_number(step, "step")
-        save = None
+        save, place = None, call_site_of(sys._getframe(1))
+        if self._coordinator.boundaries.is_in_step():
+            # Some parameters are those of this step, and others of the one before.
+            log.warning(
+                "ciuic: save_snapshot was called within optimizer.step(): it is taken when the step is over"
+            )
+            self._coordinator.deferred.append(
+                lambda: self._taker.take(wanted, self._taker.parts_when_asked(place))
+            )
+            return None
         try:
-            save = self._taker.take(wanted, self._taker.parts_when_asked(call_site_of(sys._getframe(1))))
+            save = self._taker.take(wanted, self._taker.parts_when_asked(place))
         finally:
             # Also after an error: the other ranks wait for this one to say how it ended.
             if wait:

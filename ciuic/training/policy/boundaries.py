@@ -9,7 +9,9 @@ not follow one step is not waited for after the next.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Final
 
 from ciuic.training.util.method_hooks import override, tell_after
@@ -88,6 +90,19 @@ class Boundaries:
             # evaluation.
             return self._by_loader or self._expected <= self._seen
         return not self._in_batch
+
+    def is_in_step(self) -> bool:
+        """Return whether a thread is within the step of a watched optimizer, where a signal handler may have interrupted it."""
+        # A step that raised an error has never reported its end; the stacks tell.
+        return self._stepping and any(map(self._has_step, sys._current_frames().values()))
+
+    def _has_step(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            called_on = frame.f_locals.get("self")
+            if called_on is not None and any(one is called_on for one in self._optimizers):
+                return True
+            frame = frame.f_back
+        return False
 
     def watch_optimizer(self, optimizer: Any) -> bool:
         """Watch an optimizer by its own hooks (torch 2.0 and later), or by its method.
