@@ -187,9 +187,9 @@ class TorchDeviceStream:
         self.follow()
         # Without page-locked memory the copy still is right, but the host waits for it.
         try:
-            on_host = torch.empty(differs.shape, dtype=torch.bool, pin_memory=True)
+            on_host = torch.empty(differs.shape, dtype=torch.bool, device="cpu", pin_memory=True)
         except RuntimeError:
-            on_host = torch.empty(differs.shape, dtype=torch.bool)
+            on_host = torch.empty(differs.shape, dtype=torch.bool, device="cpu")
         with self._module.stream(self._stream):
             on_host.copy_(differs, non_blocking=True)
         return on_host, differs  # `differs` must not be freed before the copy has read it.

@@ -109,7 +109,10 @@ class Bounce:
 
     def _made(self) -> list[Any]:
         try:
-            return [self._torch.empty(_BOUNCE_BYTES, dtype=self._torch.uint8, pin_memory=True) for _ in "ab"]
+            return [
+                self._torch.empty(_BOUNCE_BYTES, dtype=self._torch.uint8, device="cpu", pin_memory=True)
+                for _ in "ab"
+            ]
         except RuntimeError:
             return []
 

@@ -108,7 +108,7 @@ class RangeReader:
         shape = (count, *sizes[1:]) if sizes else ()
         size_bytes = prod(shape) * dtype.itemsize
         if not size_bytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if sizes:
             start += first * prod(sizes[1:]) * dtype.itemsize
         data = self.read(path, start, size_bytes)
@@ -177,7 +177,7 @@ class PiecewiseTensor:
         import torch
 
         # Not zeroed: the constructor has checked that the pieces make up the whole tensor.
-        block = torch.empty(sizes, dtype=self._dtype)
+        block = torch.empty(sizes, dtype=self._dtype, device="cpu")
         if not block.numel():
             return block
         # Copy the intersection of the block with each piece.

@@ -229,7 +229,7 @@ def empty_buffer(size_bytes: int) -> tuple[Any, memoryview]:
     torch = sys.modules.get("torch")
     # Memory of torch rather than of Python: a tensor on it needs no copy and is aligned for any dtype.
     if torch is not None and size_bytes:
-        owner = torch.empty(size_bytes, dtype=torch.uint8)
+        owner = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         return owner, memoryview(owner.numpy()) if "numpy" in sys.modules else _bytes_of(owner, size_bytes)
     room = bytearray(size_bytes)
     return room, memoryview(room)
@@ -254,7 +254,7 @@ def from_buffer(owner: Any, offset: int, array: Array) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"this torch has no dtype {name}")
         if not array.size_bytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         data = owner[offset : offset + array.size_bytes]
         small = array.size_bytes <= _OWN_STORAGE_BYTES or array.size_bytes * 2 < owner.numel()
         if small or data.storage_offset() % dtype.itemsize:

@@ -324,7 +324,7 @@ class Vote:
         # boundary asks again.
         if not agreed and again:
             # Begun here and awaited at the next boundary, so that it travels during the step between.
-            tensor = torch.tensor([int(wanted)], dtype=torch.uint8)
+            tensor = torch.tensor([int(wanted)], dtype=torch.uint8, device="cpu")
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._in_flight = work, tensor
         return agreed

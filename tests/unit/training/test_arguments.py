@@ -249,3 +249,25 @@ def test_metrics_that_are_not_finite_are_kept(tmp_path: Path) -> None:
             }
         assert listed.facts.nonfinite == {}
     assert json.loads(encode_facts(listed.facts))["metrics"] == {"rate": 0.5}
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """A program that makes its tensors on another device by default saves, loads and resumes as any other."""
+    model, optimizer = _model()
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.save_snapshot(model, optimizer, wait=True)
+    weight = model.weight.detach().clone()
+    try:
+        torch.set_default_device("meta")
+        with SnapshotManager(tmp_path / "snapshots") as manager:
+            state = manager.load_latest_snapshot()
+            assert state is not None
+            manager.register(model=model, optimizer=optimizer)
+            assert manager.resume() is not None
+            save = manager.save_snapshot(wait=True)
+            assert save is not None
+            assert save.error is None
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(state["model_state_dict"]["weight"], weight)
+    assert torch.equal(model.weight, weight)
