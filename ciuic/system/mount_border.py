@@ -22,7 +22,7 @@ from ciuic.system import mountinfo
 
 HIDDEN_MOUNTS: Final = b"system.ciuic.mounts"
 """Extended attribute that an overlay answers for a directory: the names in it, each ended by a NUL, at which something is mounted
-below the overlay. ``system.`` attributes are read without a permission (xattr(7)), so every user's restore learns them."""
+below the overlay or a btrfs subvolume begins. ``system.`` attributes are read without a permission (xattr(7)), so every user's restore learns them."""
 LEFT_ALONE: Final = "another file system is mounted there: it is left alone"
 
 _AT_SYMLINK_NOFOLLOW = 0x100
@@ -67,7 +67,7 @@ class MountBorders:
 
     @property
     def hidden(self) -> frozenset[bytes]:
-        """Names at which something is mounted below an overlay."""
+        """Names at which something is mounted, or a subvolume begins, below an overlay."""
         if self._hidden is None:
             try:
                 self._hidden = frozenset(os.getxattr(self._fd, HIDDEN_MOUNTS).split(b"\0")) - {b""}
@@ -117,11 +117,11 @@ def first_border(top: bytes, path: bytes) -> bytes | None:
     return None
 
 
-def mounted_names(fd: int, mounts: list[mountinfo.Mount]) -> list[bytes]:
-    """Return the names of a directory at which something is mounted, seen through its descriptor.
+def border_names(fd: int, mounts: list[mountinfo.Mount]) -> list[bytes]:
+    """Return the names of a directory at which something is mounted or a subvolume begins, seen through its descriptor.
 
     Args:
-        fd: descriptor of the directory, which may lie below another mount: it is not reached by its path.
+        fd: descriptor of the directory, open for reading, which may lie below another mount: it is not reached by its path.
         mounts: the process's mounts.
     """
     path = os.readlink(b"/proc/self/fd/%d" % fd)
@@ -130,6 +130,13 @@ def mounted_names(fd: int, mounts: list[mountinfo.Mount]) -> list[bytes]:
         for mount in mounts
         if mount.mount_point != path and posixpath.dirname(mount.mount_point) == path
     }
+    here = place_of(fd)
+    if here not in ((os.makedev(*mount.device), mount.mount_id) for mount in mounts):
+        # Only a file system with subvolumes gives directories another device number than its superblock's. No list names these.
+        with os.scandir(fd) as entries:
+            candidates.update(
+                os.fsencode(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)
+            )
     # A candidate may be mounted over the directory's path and not in the directory.
     borders = MountBorders(fd)
     return sorted(name for name in candidates if borders.at(name))

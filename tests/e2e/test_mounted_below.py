@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.ci import needs
 from support.driver import DRIVER
 from support.live import Live
+from support.small_disks import missing, small_disk
 
 pytestmark = pytest.mark.mount
 
@@ -177,6 +179,44 @@ def test_mounted_below_another_destination(short_tmp: Path, root: Path, mount: M
         _assert_restored(dest / root.name)
         over.assert_untouched()
         beside.assert_untouched()
+
+
+def test_subvolumes_below_a_root(short_tmp: Path, tmp_path: Path) -> None:
+    """A btrfs subvolume is a border through the overlay as well: one that the snapshot does not know keeps what it has."""
+    needs(missing("btrfs") or ("" if shutil.which("btrfs") else "btrfs is not installed"))
+    with small_disk(tmp_path, "btrfs") as disk:
+        root = disk / "root"
+        root.mkdir()
+        (root / "file").write_text("good")
+        (root / "replaced").mkdir()
+        (root / "replaced" / "one-file").write_text("of the root")
+        with Live(short_tmp) as live:
+            live.run("protect", str(root))
+            live.start(root)
+            snapshot = live.snapshot()
+            live.stop()
+            shutil.rmtree(root / "replaced")
+            (root / "new").mkdir()
+            foreign = [_subvolume(root / name) for name in ("replaced", "subvolume", "new/subvolume")]
+            live.start(root)
+            _spoil(root)
+            later = live.snapshot()
+            for taken in (snapshot, later):
+                _restore(live, taken, "-p", str(root))
+                for one in foreign:
+                    one.assert_untouched()
+            _restore(live, later, "-p", str(foreign[0].place))
+            foreign[0].assert_untouched()
+            changes = live.json("diff", snapshot)
+            assert not [change for change in changes["changes"] if "precious" in change["path"]]
+            found = live.run("doctor", str(foreign[0].place), expect=None).stdout.decode()
+            assert "is on another file system" in found
+
+
+def _subvolume(place: Path) -> Foreign:
+    subprocess.run(["btrfs", "subvolume", "create", str(place)], check=True, timeout=30, capture_output=True)
+    _furnish(place)
+    return Foreign(place, _facts(place), 0)
 
 
 def test_a_directory_mounted_beside_itself(short_tmp: Path, root: Path) -> None:

@@ -18,7 +18,7 @@ from ciuic.fuse_layer.core.times import KernelTimes
 from ciuic.fuse_layer.state.node import Node
 from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
 from ciuic.fuse_layer.system import syscalls
-from ciuic.system.mount_border import HIDDEN_MOUNTS, mounted_names
+from ciuic.system.mount_border import HIDDEN_MOUNTS, border_names
 from ciuic.system.mountinfo import MountTable
 
 _GROUP_PRIVILEGE = stat.S_ISGID | stat.S_IXGRP
@@ -135,18 +135,18 @@ class Attributes:
         """Return an extended attribute."""
         node = self._nodes.get(node_id)
         if name == HIDDEN_MOUNTS:
-            return self._mounts_in(node)
+            return self._borders_in(node)
         path, _keep = self._pinned(node)
         return os.getxattr(path, name)
 
-    def _mounts_in(self, node: Node) -> bytes:
-        """Return the names in a directory at which something is mounted below the overlay, each ended by a NUL."""
+    def _borders_in(self, node: Node) -> bytes:
+        """Return the names in a directory at which another file system or subvolume begins, each ended by a NUL."""
         if node.kind != stat.S_IFDIR:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         pin = self._nodes.pin(node)
         fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=pin.fd)
         try:
-            return b"".join(name + b"\0" for name in mounted_names(fd, self._mounts.read()))
+            return b"".join(name + b"\0" for name in border_names(fd, self._mounts.read()))
         finally:
             os.close(fd)
 
