@@ -141,7 +141,8 @@ def _ask(url: str) -> None:
 
 
 def _refuse_remote(objects: Objects) -> None:
-    from ciuic.remote.access.remote import RemoteExists, key_slots
+    from ciuic.remote.access.remote import RemoteExists
+    from ciuic.remote.access.slots import KeySlots
     from ciuic.remote.format.names import REMOTE_JSON
     from ciuic.remote.format.remote_json import is_sealed
     from ciuic.remote.objects.model import NoSuchObject
@@ -150,7 +151,7 @@ def _refuse_remote(objects: Objects) -> None:
         data = objects.get(REMOTE_JSON)
     except NoSuchObject:
         return
-    if is_sealed(data) and not key_slots(objects):
+    if is_sealed(data) and not KeySlots(objects).any_object():
         raise RemoteExists(
             f"there is a remote at {objects.url} that no key opens: an earlier `remote init` was interrupted",
             hint=f"nothing can be in it; remove its {REMOTE_JSON} with the tools of the store",

@@ -137,12 +137,18 @@ def _default_slot(passphrase: bool, key_file: Path | None, key_command: bool) ->
 
 def _check_free(remote: Remote, name: str) -> None:
     """UsageError before a key file is made, or a passphrase asked for, for a slot that cannot be."""
-    from ciuic.remote.access.remote import key_slots
+    from ciuic.remote.access.slots import KeySlots
     from ciuic.remote.format.names import parse_slot
+    from ciuic.remote.sealing.key_slot import digits_of
 
     if parse_slot(f"keys/{name}") is None:
         raise UsageError(f"the name of a key slot has 1 to 32 characters of a-z, 0-9 and -, got {name!r}")
-    if any(one.slot == name for one in key_slots(remote.objects)):
+    if digits_of(name):
+        raise UsageError(
+            f"the name {name} says which key opens the slot, as those that `ciuic remote join` gives do",
+            hint="choose another --slot NAME",
+        )
+    if KeySlots(remote.objects).has(name):
         raise UsageError(
             f"there is a key slot {name} already", hint="--slot NAME gives the new one another name"
         )
