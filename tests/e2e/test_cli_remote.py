@@ -267,6 +267,26 @@ def test_keys_are_listed_added_and_removed(
     host.run("remote", "keys", "remove", "host", "nowhere", "-y", expect=3)
 
 
+def test_a_bad_object_among_the_keys_stops_no_command(host: Host, made: dict[str, Any], url: str) -> None:
+    """Beside objects that are no key slots a host uploads, checks and repairs; they are listed, named and removed."""
+    keys = Path(url.removeprefix("file://")) / "keys"
+    bad = {"aa": b"<html>Sign in</html>", "bb": bytes(100_000), "Not.A.Slot": b"x"}
+    for name, data in bad.items():
+        (keys / name).write_bytes(data)
+    host.run("remote", "upload", "--once")
+    host.run("check", "--remote", "--repair", expect=4)
+    host.run("remote", "status", "--contact")
+    done = host.run("remote", "keys", "list")
+    assert b"3 objects below keys/ cannot be used" in done.stderr
+    assert all(name.encode() in done.stdout for name in (*bad, "host", "recovery"))
+    listed = host.json("remote", "keys", "list")
+    assert {one["slot"] for one in listed["slots"]} == {"host", "recovery"}
+    assert {one["slot"] for one in listed["unusable"]} == set(bad)
+    for name in bad:
+        host.run("remote", "keys", "remove", name, "-y")
+    assert {path.name for path in keys.iterdir()} == {"host", "recovery"}
+
+
 def test_a_typed_passphrase_is_not_shown(host: Host, made: dict[str, Any]) -> None:
     """On a terminal a passphrase is asked for twice, and what is typed is not echoed."""
     parent, child = pty.openpty()

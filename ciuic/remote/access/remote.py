@@ -24,7 +24,7 @@ from ciuic.remote.format.remote_json import (
     read_remote_id,
 )
 from ciuic.remote.format.remote_json import open_remote as open_stored
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import NoSuchObject, Objects, check_name
 from ciuic.remote.objects.prefixed import PrefixedObjects
 from ciuic.remote.sealing.key_slot import (
     GoesOn,
@@ -204,6 +204,7 @@ def remove_slot(remote: Remote, slot: str) -> None:
     if not slots.has(slot):
         names = shown_names([one.slot for one in slots.all()])
         raise NotFound(f"the remote has no key slot {slot}", hint=f"it has: {names}")
+    check_name(KEYS_PREFIX + slot)
     if not slots.any_but(slot):
         raise ValueError("the last key slot cannot be removed: everything in the remote would be lost")
     remote.objects.delete([KEYS_PREFIX + slot])

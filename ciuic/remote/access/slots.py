@@ -34,6 +34,7 @@ from ciuic.remote.sealing.key_slot import (
 )
 from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.slot_secret import SlotKind, SlotSecret
+from ciuic.repository import log
 from ciuic.repository.errors import UnsupportedFormat
 
 _THREADS: Final = 16
@@ -110,7 +111,7 @@ class KeySlots:
             RemoteUnreachable: it opens none, and one could not be read.
         """
         try:
-            return unlock(self._in_order(remote_id, secret, first), remote_id, secret, goes_on=goes_on)
+            found = unlock(self._in_order(remote_id, secret, first), remote_id, secret, goes_on=goes_on)
         except WrongKey as error:
             problems = self.unusable
             for one in problems:
@@ -124,6 +125,13 @@ class KeySlots:
                     f"{error.message}; not usable as key slots: {names}", hint=error.hint
                 ) from None
             raise
+        if self._unusable:
+            log.warning(
+                "remote_key_slots_unusable",
+                slots=shown_names(sorted(self._unusable)),
+                remote=self._objects.url,
+            )
+        return found
 
     def _in_order(self, remote_id: bytes, secret: SlotSecret, first: str) -> Iterator[KeySlot]:
         """Yield the slots that the secret may open, the most plausible first."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.remote.access.remote import Remote, add_slot, init_remote, open_remote
+from ciuic.remote.access.remote import Remote, add_slot, init_remote, open_remote, remove_slot
 from ciuic.remote.access.slots import KeySlots
-from ciuic.remote.errors import WrongKey
+from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.format.names import parse_slot
 from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import forget_bucket
+from ciuic.remote.objects.model import Objects, RemoteRefused
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing import key_slot
 from ciuic.remote.sealing.key_slot import KeySlot, own_slot, unwrap_master_key, wrap_master_key
@@ -176,3 +177,72 @@ def test_a_name_with_digits_is_for_its_key_alone(remote: Remote) -> None:
             add_slot(remote, name, secret)
     with pytest.raises(ValueError, match="passphrase"):
         own_slot(id_of(remote), WORDS, "node")
+
+
+BAD = {
+    "aa-garbage": os.urandom(300),
+    "aa-page": b"<!DOCTYPE html><html><body>Sign in to the network</body></html>",
+    "aa-large": bytes(key_slot.MAX_SLOT_BYTES + 1),
+    "aa-empty": b"",
+    "Not_A.Slot": b"anything",
+    "deeper/slot": b"anything",
+    "aa-later": b'{"version":2',
+    "aa-refused": b"",
+}
+
+
+class RefusingObjects:
+    """Objects of which one cannot be read."""
+
+    def __init__(self, objects: Objects, name: str) -> None:
+        self._objects = objects
+        self._name = name
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[object]:
+        if name == self._name:
+            raise RemoteRefused(f"cannot read {name}")
+        return self._objects.get_ranges(name, ranges)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+
+def put_bad(remote: Remote) -> Remote:
+    """Store objects below keys/ that are no slots; return the remote as one sees it who may not read one of them."""
+    for name, data in BAD.items():
+        remote.objects.put(f"keys/{name}", [data])
+    later = b'{"version":2,"slot":"aa-later"}'
+    remote.objects.put("keys/aa-later", [key_slot.add_check(later, key_slot.xxh3_check)])
+    return remote._replace(objects=RefusingObjects(remote.objects, "keys/aa-refused"))  # type: ignore[arg-type]
+
+
+def test_objects_that_are_no_slots_are_skipped_named_and_removable(
+    remote: Remote, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside garbage, pages, large and unreadable objects every kind of key opens the remote; each can be removed, the last slot not."""
+    secrets = [key(1), SlotSecret("command", bytes(range(32))), SlotSecret("recovery", bytes(range(32)))]
+    for number, secret in enumerate(secrets):
+        add_slot(remote, f"z{number}", secret)
+    seen = put_bad(remote)
+    assert all(opens(seen, secret) for secret in secrets)
+    assert "aa-garbage" in "".join(capsys.readouterr())
+    slots = KeySlots(seen.objects)
+    assert [one.slot for one in slots.all()] == ["z0", "z1", "z2"]
+    assert {one.slot for one in slots.unusable} == set(BAD)
+    assert all(one.problem.message for one in slots.unusable)
+    with pytest.raises(WrongKey, match=r"not usable as key slots: .*aa-garbage"):
+        open_remote(seen.objects, [key(2)])
+    remove_slot(seen, "z1")
+    remove_slot(seen, "z2")
+    with pytest.raises(ValueError, match="last key slot"):
+        remove_slot(seen, "z0")
+    for name in BAD:
+        remove_slot(seen, name)
+    assert [info.name for info in remote.objects.list("keys/")] == ["keys/z0"]
+
+
+def test_a_remote_whose_slots_are_all_damaged_says_so(remote: Remote) -> None:
+    """Where no usable slot is left, damage is told, and not a wrong key."""
+    remote.objects.put("keys/host", [b"garbage"])
+    with pytest.raises(DamagedRemote, match="keys/host"):
+        open_remote(remote.objects, [key(1)])
