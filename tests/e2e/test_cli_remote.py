@@ -170,6 +170,34 @@ def test_join_without_or_with_a_wrong_key_changes_nothing(
     assert not other.repository.exists()
 
 
+@pytest.mark.parametrize("flaw", ["cannot be edited", "several", "no place for a repository"])
+def test_nothing_is_made_for_a_host_that_cannot_use_the_remote(
+    host: Host, other: Host, made: dict[str, Any], url: str, flaw: str
+) -> None:
+    """Where the configuration cannot be edited or the repository be made, join and init write nothing to a bucket and make no key."""
+    if flaw == "no place for a repository":
+        os.chown(other.repository.parent, 54321, 54321)
+        names = ["--name", "remote"]
+    else:
+        text = f'url = "{url}"' if flaw == "cannot be edited" else 'url = "gs://another"'
+        table = f"remote = {{ {text} }}" if flaw == "cannot be edited" else f"[remote]\n{text}"
+        before = other.config.read_text()
+        other.config.write_text(
+            f"{table}\n{before}" if "=" in table.split("[")[0] else f"{before}\n{table}\n"
+        )
+        names = [] if flaw == "cannot be edited" else ["--name", "second"]
+    configuration, slots = other.config.read_bytes(), slots_at(url)
+    command = [str(installed()), "remote", "join", url, "--open-with", str(host.key_file), *names]
+    for arguments in (command, [str(installed()), "remote", "init", f"{url}-2", "--name", "third"]):
+        done = subprocess.run(arguments, env=other.env, capture_output=True, timeout=120, check=False)
+        assert done.returncode not in (0, 70), done.stderr
+        assert b"error: " in done.stderr
+    assert slots_at(url) == slots
+    assert other.config.read_bytes() == configuration
+    assert not Path(f"{url}-2".removeprefix("file://"), "remote.json").exists()
+    assert not list(other.top.glob("*.key"))
+
+
 def test_join_keeps_a_repository_with_snapshots(
     host: Host, other: Host, made: dict[str, Any], url: str
 ) -> None:

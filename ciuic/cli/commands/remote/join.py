@@ -1,6 +1,6 @@
 """``ciuic remote join``: has this host use a remote that another one has made.
 
-Guarantees: the remote is opened before anything is written; this host gets a key of its own, so that it can be taken
+Guarantees: the remote is opened, and this host is sure that it can use it, before anything is written; this host gets a key of its own, so that it can be taken
 away alone.
 """
 
@@ -68,14 +68,18 @@ def join(
         config = replace(config, encryption=False)
     file = adoption.require_writable_config(session)
     path = adoption.key_file_path(session, config, key_file)
+    named = config
     objects = configured_objects(config)
     try:
         remote = _opened(config, objects, open_with)
+        config = replace(config, encryption=remote.stored.sealed)
         slot = ""
         if remote.master is not None:
-            slot = _host_slot(config, remote, path)
             if not config.key_command:
                 config = replace(config, key_file=path)
+            # A slot that is made for a host which then cannot use the remote would stay there for ever.
+            adoption.require_adoptable(session, config, file)
+            slot = _host_slot(named, remote, path)
         adopted = adoption.adopt(session, config, remote, file)
     finally:
         objects.close()
