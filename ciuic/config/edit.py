@@ -168,7 +168,9 @@ def with_line_end(text: str) -> str:
 # --- the file
 
 
-def edit_file(file: Path, change: Callable[[str, Config], tuple[str, Config]], *, create: bool) -> None:
+def edit_file(
+    file: Path, change: Callable[[str, Config], tuple[str, Config]], *, create: bool, dry_run: bool = False
+) -> None:
     """Change a configuration file; durable on return.
 
     Args:
@@ -176,6 +178,7 @@ def edit_file(file: Path, change: Callable[[str, Config], tuple[str, Config]], *
         change: Returns the new text and the configuration that it must mean. It is called under the lock, with
             the text as it is then.
         create: Make a TOML file if there is none.
+        dry_run: Raise what the change would raise, and write nothing.
 
     Raises:
         ConfigError: the file cannot be edited safely.
@@ -195,7 +198,7 @@ def edit_file(file: Path, change: Callable[[str, Config], tuple[str, Config]], *
                 raise ConfigError(f"{file} cannot be changed: {error}") from None
             # Before anything is written: what cannot be edited safely is left to the operator.
             _check_meaning(new_text, meant, file)
-            if new_text != text:
+            if new_text != text and not dry_run:
                 _replace(file, new_text.encode("utf-8"))
     except PermissionError as error:
         raise NotPermitted(f"{file} may not be changed: {error.strerror}", hint="run as root") from error

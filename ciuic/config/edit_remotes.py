@@ -15,7 +15,7 @@ from ciuic.config.toml_source import Statement, quote, statements
 from ciuic.errors import ConfigError
 
 
-def write_remote(file: Path, remote: RemoteConfig) -> bool:
+def write_remote(file: Path, remote: RemoteConfig, *, dry_run: bool = False) -> bool:
     """Write the remote into the file, and return True if that changed it; durable on return.
 
     Of a remote that the file lacks, name, URL, endpoint, region, ``encryption = false`` and key file are
@@ -25,6 +25,7 @@ def write_remote(file: Path, remote: RemoteConfig) -> bool:
     Args:
         file: The configuration file; a TOML file is made if missing.
         remote: The remote. Its retention, schedule and prices are not written.
+        dry_run: Raise what the change would raise, and write nothing.
 
     Raises:
         ConfigError: the file cannot be edited safely, or has another remote of this name.
@@ -51,7 +52,7 @@ def write_remote(file: Path, remote: RemoteConfig) -> bool:
         changed = new_text != text
         return new_text, meant
 
-    edit_file(file, change, create=True)
+    edit_file(file, change, create=True, dry_run=dry_run)
     return changed
 
 

@@ -170,6 +170,34 @@ def test_join_without_or_with_a_wrong_key_changes_nothing(
     assert not other.repository.exists()
 
 
+@pytest.mark.parametrize("flaw", ["cannot be edited", "several", "no place for a repository"])
+def test_nothing_is_made_for_a_host_that_cannot_use_the_remote(
+    host: Host, other: Host, made: dict[str, Any], url: str, flaw: str
+) -> None:
+    """Where the configuration cannot be edited or the repository be made, join and init write nothing to a bucket and make no key."""
+    if flaw == "no place for a repository":
+        os.chown(other.repository.parent, 54321, 54321)
+        names = ["--name", "remote"]
+    else:
+        text = f'url = "{url}"' if flaw == "cannot be edited" else 'url = "gs://another"'
+        table = f"remote = {{ {text} }}" if flaw == "cannot be edited" else f"[remote]\n{text}"
+        before = other.config.read_text()
+        other.config.write_text(
+            f"{table}\n{before}" if "=" in table.split("[")[0] else f"{before}\n{table}\n"
+        )
+        names = [] if flaw == "cannot be edited" else ["--name", "second"]
+    configuration, slots = other.config.read_bytes(), slots_at(url)
+    command = [str(installed()), "remote", "join", url, "--open-with", str(host.key_file), *names]
+    for arguments in (command, [str(installed()), "remote", "init", f"{url}-2", "--name", "third"]):
+        done = subprocess.run(arguments, env=other.env, capture_output=True, timeout=120, check=False)
+        assert done.returncode not in (0, 70), done.stderr
+        assert b"error: " in done.stderr
+    assert slots_at(url) == slots
+    assert other.config.read_bytes() == configuration
+    assert not Path(f"{url}-2".removeprefix("file://"), "remote.json").exists()
+    assert not list(other.top.glob("*.key"))
+
+
 def test_join_keeps_a_repository_with_snapshots(
     host: Host, other: Host, made: dict[str, Any], url: str
 ) -> None:
@@ -265,6 +293,26 @@ def test_keys_are_listed_added_and_removed(
             assert (b"last recovery key" in done.stderr) == (slot == "safe")
     assert "last key slot" in host.fails("remote", "keys", "remove", "host", "-y", code=2)
     host.run("remote", "keys", "remove", "host", "nowhere", "-y", expect=3)
+
+
+def test_a_bad_object_among_the_keys_stops_no_command(host: Host, made: dict[str, Any], url: str) -> None:
+    """Beside objects that are no key slots a host uploads, checks and repairs; they are listed, named and removed."""
+    keys = Path(url.removeprefix("file://")) / "keys"
+    bad = {"aa": b"<html>Sign in</html>", "bb": bytes(100_000), "Not.A.Slot": b"x"}
+    for name, data in bad.items():
+        (keys / name).write_bytes(data)
+    host.run("remote", "upload", "--once")
+    host.run("check", "--remote", "--repair", expect=4)
+    host.run("remote", "status", "--contact")
+    done = host.run("remote", "keys", "list")
+    assert b"3 objects below keys/ cannot be used" in done.stderr
+    assert all(name.encode() in done.stdout for name in (*bad, "host", "recovery"))
+    listed = host.json("remote", "keys", "list")
+    assert {one["slot"] for one in listed["slots"]} == {"host", "recovery"}
+    assert {one["slot"] for one in listed["unusable"]} == set(bad)
+    for name in bad:
+        host.run("remote", "keys", "remove", name, "-y")
+    assert {path.name for path in keys.iterdir()} == {"host", "recovery"}
 
 
 def test_a_typed_passphrase_is_not_shown(host: Host, made: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from ciuic.remote.errors import WrongKey
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.urls import StoreSettings
+from ciuic.remote.sealing.key_slot import GoesOn
 from ciuic.remote.sealing.slot_secret import SlotSecret
 
 
@@ -33,15 +34,16 @@ def configured_objects(config: RemoteConfig, *, make: bool = False) -> Objects:
     return open_objects(config.url, settings, make=make)
 
 
-def open_configured(config: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret]) -> Remote:
+def open_configured(
+    config: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret], *, goes_on: GoesOn | None = None
+) -> Remote:
     """Open a configured remote as `open_remote` does, and refuse one in clear where encryption is configured.
 
     Raises:
         WrongKey: no secret fits, or the remote is not encrypted and the configuration does not say so.
     """
-    return (
-        require_sealed(open_remote(objects, secrets)) if config.encryption else open_remote(objects, secrets)
-    )
+    remote = open_remote(objects, secrets, goes_on=goes_on)
+    return require_sealed(remote) if config.encryption else remote
 
 
 def require_sealed(remote: Remote) -> Remote:

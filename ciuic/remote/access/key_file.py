@@ -1,17 +1,13 @@
-"""Key files of hosts, and names of their slots."""
+"""Key files of hosts."""
 
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 
 from ciuic.errors import NotFound, NotPermitted, UsageError
 from ciuic.remote.sealing.slot_secret import SlotSecret, new_key_text, read_key_file
 from ciuic.repository.disk.operations import Disk
-
-_NOT_SLOT = re.compile("[^a-z0-9-]+")
-_MAX_HOST_CHARACTERS = 22
 
 
 def make_key_file(path: str, *, disk: Disk | None = None) -> SlotSecret:
@@ -53,9 +49,3 @@ def make_key_file(path: str, *, disk: Disk | None = None) -> SlotSecret:
         ) from None
     # Read as the uploader will read it: a file that it would refuse must not be the only key.
     return read_key_file(path)
-
-
-def host_slot(host: str) -> str:
-    """Return a new name for the slot of a host: ``host-``, what a slot's name can have of the host's, 4 random digits."""
-    label = _NOT_SLOT.sub("-", host.lower()).strip("-")[:_MAX_HOST_CHARACTERS].strip("-")
-    return "-".join(filter(None, ("host", label, os.urandom(2).hex())))

@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ciuic.errors import CiuicError, NotFound
+from ciuic.remote.access.secrets import first_slot
+from ciuic.remote.access.slots import KeySlots
 from ciuic.remote.errors import WrongKey
-from ciuic.remote.format.names import (
-    KEYS_PREFIX,
-    REMOTE_JSON,
-    parse_slot,
-    repository_prefix,
-    slot_name,
-)
+from ciuic.remote.format.names import KEYS_PREFIX, REMOTE_JSON, repository_prefix, slot_name
 from ciuic.remote.format.remote_json import (
     StoredRemote,
     encode_remote,
@@ -28,9 +24,17 @@ from ciuic.remote.format.remote_json import (
     read_remote_id,
 )
 from ciuic.remote.format.remote_json import open_remote as open_stored
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import NoSuchObject, Objects, check_name
 from ciuic.remote.objects.prefixed import PrefixedObjects
-from ciuic.remote.sealing.key_slot import KeySlot, decode_slot, unlock, ways_in, wrap_master_key
+from ciuic.remote.sealing.key_slot import (
+    GoesOn,
+    KeySlot,
+    digits_of,
+    own_digits,
+    shown_names,
+    ways_in,
+    wrap_master_key,
+)
 from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.sealing.slot_secret import SlotSecret
@@ -94,7 +98,11 @@ def init_remote(
 
 
 def open_remote(
-    objects: Objects, secrets: Sequence[SlotSecret], *, expected_id: bytes | None = None
+    objects: Objects,
+    secrets: Sequence[SlotSecret],
+    *,
+    expected_id: bytes | None = None,
+    goes_on: GoesOn | None = None,
 ) -> Remote:
     """Open the remote with the first of the secrets that fits.
 
@@ -102,11 +110,12 @@ def open_remote(
         objects: Store.
         secrets: Passphrases and keys; none for a remote that is not sealed.
         expected_id: Id that the caller knows, 16 bytes: of the remote that this host has joined.
+        goes_on: Asked whether a passphrase is tried with more slots once that took about a minute; None for no.
 
     Raises:
         NotFound: there is no remote.
         WrongKey: no secret fits, or none was given for a sealed remote.
-        DamagedRemote: remote.json or a key slot was altered.
+        DamagedRemote: remote.json was altered, or all key slots were.
     """
     try:
         data = objects.get(REMOTE_JSON)
@@ -115,7 +124,7 @@ def open_remote(
             f"there is no remote at {objects.url}",
             hint="ciuic remote init makes one; one that was deleted from a bucket with versions is read with --behind-deletions",
         ) from None
-    master = _unlocked(objects, data, secrets)
+    master = _unlocked(objects, data, secrets, goes_on)
     return opened_remote(objects, data, master, expected_id)
 
 
@@ -163,10 +172,15 @@ def add_slot(remote: Remote, slot: str, secret: SlotSecret) -> None:
 
     Raises:
         RemoteExists: there is a slot of this name.
-        ValueError: the name is impossible, or the remote is not sealed.
+        ValueError: the name is impossible or belongs to another key, or the remote is not sealed.
     """
     if remote.master is None:
         raise ValueError("a remote that is not sealed has no key slots")
+    if (digits := digits_of(slot)) and (
+        secret.kind == "passphrase" or digits != own_digits(bytes.fromhex(remote.id), secret)
+    ):
+        # No reader would try it.
+        raise ValueError(f"the name {slot} says that another key opens the slot: choose another name")
     data = wrap_master_key(remote.master, bytes.fromhex(remote.id), slot, secret, created_ns=time.time_ns())
     name = slot_name(slot)
     if not remote.objects.create(name, data) and remote.objects.get(name) != data:
@@ -174,27 +188,31 @@ def add_slot(remote: Remote, slot: str, secret: SlotSecret) -> None:
 
 
 def key_slots(objects: Objects) -> list[KeySlot]:
-    """Return all key slots. DamagedRemote if one is no slot."""
-    names = [slot for found in objects.list(KEYS_PREFIX) if (slot := parse_slot(found.name))]
-    return [decode_slot(name, objects.get(slot_name(name))) for name in names]
+    """Return all key slots that can be used."""
+    return KeySlots(objects).all()
 
 
 def remove_slot(remote: Remote, slot: str) -> None:
-    """Remove a key slot. Who has copied it and knows its secret can still open the remote.
+    """Remove a key slot, or what else has such a name. Who has copied a slot and knows its secret can still open the remote.
 
     Raises:
         NotFound: there is no such slot.
-        ValueError: it is the last one; without any, everything in the remote would be lost.
+        ValueError: no other one can be used; without any, everything in the remote would be lost. Or the store cannot be asked to
+            delete an object of this name.
     """
-    slots = {one.slot for one in key_slots(remote.objects)}
-    if slot not in slots:
-        raise NotFound(f"the remote has no key slot {slot}", hint=f"it has: {', '.join(sorted(slots))}")
-    if len(slots) == 1:
+    slots = KeySlots(remote.objects)
+    if not slots.has(slot):
+        names = shown_names([one.slot for one in slots.all()])
+        raise NotFound(f"the remote has no key slot {slot}", hint=f"it has: {names}")
+    check_name(KEYS_PREFIX + slot)
+    if not slots.any_but(slot):
         raise ValueError("the last key slot cannot be removed: everything in the remote would be lost")
-    remote.objects.delete([slot_name(slot)])
+    remote.objects.delete([KEYS_PREFIX + slot])
 
 
-def _unlocked(objects: Objects, data: bytes, secrets: Sequence[SlotSecret]) -> MasterKey | None:
+def _unlocked(
+    objects: Objects, data: bytes, secrets: Sequence[SlotSecret], goes_on: GoesOn | None
+) -> MasterKey | None:
     """Return the master key; None for a remote that says it is not sealed and no secret was given."""
     if not is_sealed(data):
         # An attacker who can write to the bucket could otherwise have everything sent in clear from now on.
@@ -204,16 +222,15 @@ def _unlocked(objects: Objects, data: bytes, secrets: Sequence[SlotSecret]) -> M
                 hint="somebody replaced remote.json, or the key belongs to another remote",
             )
         return None
+    slots = KeySlots(objects)
     if not secrets:
         raise WrongKey(
-            f"the remote at {objects.url} is sealed: a passphrase or key is needed",
-            hint=ways_in(key_slots(objects)),
+            f"the remote at {objects.url} is sealed: a passphrase or key is needed", hint=ways_in(slots.all())
         )
-    slots = key_slots(objects)
-    failure: WrongKey | None = None
+    failure: CiuicError | None = None
     for secret in secrets:
         try:
-            return unlock(slots, read_remote_id(data), secret)[1]
+            return slots.unlock(read_remote_id(data), secret, first=first_slot(), goes_on=goes_on)[1]
         except WrongKey as error:
             failure = error
     assert failure is not None

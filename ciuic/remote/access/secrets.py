@@ -18,6 +18,7 @@ from ciuic.remote.sealing.slot_secret import (
 PASSPHRASE_VARIABLE: Final = "CIUIC_REMOTE_PASSPHRASE"
 KEY_FILE_VARIABLE: Final = "CIUIC_REMOTE_KEY_FILE"
 RECOVERY_VARIABLE: Final = "CIUIC_REMOTE_RECOVERY_KEY"
+_SLOT_VARIABLE: Final = "CIUIC_REMOTE_SLOT"
 # systemd.exec(5): files that a unit got by LoadCredential=.
 _CREDENTIALS_VARIABLE: Final = "CREDENTIALS_DIRECTORY"
 
@@ -54,6 +55,11 @@ def configured_secrets(
     if config.key_command:
         found.append(run_key_command(config.key_command))
     return found
+
+
+def first_slot(environ: Mapping[str, str] | None = None) -> str:
+    """Return the key slot that is to be tried first; an empty text for none."""
+    return (os.environ if environ is None else environ).get(_SLOT_VARIABLE, "")
 
 
 def _credential(name: str, directory: str) -> str:

@@ -157,9 +157,14 @@ def parse_table(name: str) -> PackRef | None:
     return PackRef(f"d{found[2]}") if found else None
 
 
+def is_slot(slot: str) -> bool:
+    """Return whether a key slot may have this name."""
+    return _SLOT.match(slot) is not None
+
+
 def slot_name(slot: str) -> str:
     """Return the name of a key slot's object. ValueError for a slot that cannot be."""
-    if not _SLOT.match(slot):
+    if not is_slot(slot):
         raise ValueError(f"a key slot must be 1 to 32 characters of a-z 0-9 -, got {slot!r}")
     return KEYS_PREFIX + slot
 

@@ -26,6 +26,7 @@ from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_TH
 from ciuic.remote.reading.remote_repository import RemoteRepository
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshots, named_entries
 from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.sealing.key_slot import GoesOn
 from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.remote.versions.opening import open_remote_versions
 from ciuic.repository import log as events
@@ -127,6 +128,7 @@ def open_remote_repository(
     secrets: Sequence[SlotSecret],
     *,
     require_sealed: bool = False,
+    goes_on: GoesOn | None = None,
     cache_root: Path | None = None,
     wrap: Callable[[Objects], Objects] = lambda objects: objects,
 ) -> ReadableRemote:
@@ -137,6 +139,7 @@ def open_remote_repository(
         settings: What the URL does not say.
         secrets: Passphrases and keys; none for a remote that is not sealed.
         require_sealed: Refuse a remote in clear, whose configuration says that it is encrypted.
+        goes_on: As in `ciuic.remote.access.remote.open_remote`.
         cache_root: Where caches lie; None for the usual place.
         wrap: Wraps the store, such as for counting.
 
@@ -150,7 +153,7 @@ def open_remote_repository(
     """
     objects = wrap(open_objects(url, settings))
     try:
-        remote = open_remote(objects, secrets)
+        remote = open_remote(objects, secrets, goes_on=goes_on)
         if require_sealed:
             access.require_sealed(remote)
     except BaseException:

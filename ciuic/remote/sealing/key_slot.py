@@ -1,8 +1,9 @@
 """Key slots: the master key, wrapped by a passphrase, a key file, a command or a recovery key.
 
 Guarantees: a slot from a hostile bucket cannot make a reader allocate more than 1 GiB or compute for more
-than about ten seconds, and is refused if a passphrase would be guessed too cheaply. A slot that decayed is
-told apart from a wrong passphrase by its check.
+than about ten seconds, and is refused if a passphrase would be guessed too cheaply. Any number of slots cost a
+passphrase about a minute, and only derivations that are made count. A slot that decayed is told apart from a wrong
+passphrase by its check.
 
 References:
     docs/remote-format.md, section 4; argon2id: RFC 9106
@@ -11,7 +12,8 @@ References:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -27,8 +29,8 @@ from ciuic.repository.errors import UnsupportedFormat
 
 SLOT_VERSION: Final = 1
 MAX_SLOT_BYTES: Final = 8192
-MAX_PASSPHRASE_SLOTS_TRIED: Final = 16
-"""Limit of the slots that one passphrase is tried with: each takes a second or more."""
+MAX_PASSPHRASE_WORK_KIB: Final = 48 << 20
+"""Limit of memory times passes that a passphrase is tried with, in all slots together: 64 slots of the default cost, about a minute."""
 _WORDS: Final[dict[SlotKind, str]] = {
     "recovery": "recovery key",
     "key-file": "key file",
@@ -51,6 +53,14 @@ MAX_WORK_KIB: Final = 8 << 20
 _SALT_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
 _INFO: Final = b"ciuic key slot v1"
+_NAME_INFO: Final = b"ciuic key slot name v1 "
+_NAME_BYTES: Final = 6
+_OWN_NAME: Final = re.compile(r"host(?:-[a-z0-9-]{1,14})?-([0-9a-f]{12})\Z")
+_NOT_SLOT: Final = re.compile("[^a-z0-9-]+")
+_MAX_HOST_CHARACTERS: Final = 14
+_MAX_NAMES_SHOWN: Final = 8
+GoesOn = Callable[[int], bool]
+"""Returns whether a passphrase is tried with more slots; gets how many it was tried with."""
 _Salt = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
@@ -185,28 +195,81 @@ def unwrap_master_key(slot: KeySlot, remote_id: bytes, secret: SlotSecret) -> Ma
     return MasterKey(key)
 
 
-def unlock(slots: Iterable[KeySlot], remote_id: bytes, secret: SlotSecret) -> tuple[KeySlot, MasterKey]:
-    """Return the first slot that the secret opens, and the master key.
+def own_slot(remote_id: bytes, secret: SlotSecret, host: str) -> str:
+    """Return the name of the slot that a host makes for its key: a label for people, and digits that depend on the key alone.
 
     Raises:
-        WrongKey: it opens none.
+        ValueError: the secret is a passphrase, about which such a name would tell something.
     """
-    known = list(slots)
+    label = _NOT_SLOT.sub("-", host.lower()).strip("-")[:_MAX_HOST_CHARACTERS].strip("-")
+    return "-".join(filter(None, ("host", label, own_digits(remote_id, secret))))
+
+
+def own_digits(remote_id: bytes, secret: SlotSecret) -> str:
+    """Return the 12 digits at the end of `own_slot`."""
+    if secret.kind == "passphrase":
+        raise ValueError("a passphrase has no slot of its own: its name would be a cheap test of guesses")
+    return hkdf(secret.reveal(), remote_id, _NAME_INFO + secret.kind.encode(), _NAME_BYTES).hex()
+
+
+def digits_of(slot: str) -> str:
+    """Return the digits at the end of a name that `own_slot` made; an empty text for another name."""
+    found = _OWN_NAME.match(slot)
+    return found[1] if found else ""
+
+
+def work_kib(slot: KeySlot) -> int:
+    """Return memory times passes of one derivation of the slot's key; 0 where it takes microseconds."""
+    return slot.kdf.memory_kib * slot.kdf.passes if isinstance(slot.kdf, StoredArgon2) else 0
+
+
+def unlock(
+    slots: Iterable[KeySlot], remote_id: bytes, secret: SlotSecret, *, goes_on: GoesOn | None = None
+) -> tuple[KeySlot, MasterKey]:
+    """Return the first slot that the secret opens, and the master key.
+
+    Args:
+        slots: In the order in which they are tried; consumed no further than needed.
+        remote_id: Id of the remote, 16 bytes.
+        secret: Passphrase or key.
+        goes_on: Asked each time that the slots have cost a passphrase MAX_PASSPHRASE_WORK_KIB; None for no.
+
+    Raises:
+        WrongKey: it opens none, or a passphrase none of those that it was tried with.
+    """
+    known: list[KeySlot] = []
     tried: list[str] = []
-    for slot in known:
-        if slot.kind != secret.kind or len(tried) == MAX_PASSPHRASE_SLOTS_TRIED:
+    spent_kib = 0
+    what = _WORDS[secret.kind]
+    for slot in slots:
+        known.append(slot)
+        if slot.kind != secret.kind:
             continue
+        if spent_kib and spent_kib + work_kib(slot) > MAX_PASSPHRASE_WORK_KIB:
+            if goes_on is None or not goes_on(len(tried)):
+                raise WrongKey(
+                    f"this {what} does not open any of the {len(tried)} key slots that it was tried with, and there are more",
+                    hint="CIUIC_REMOTE_SLOT=NAME has the slot NAME tried first (ciuic remote keys list); or use a key file or recovery key, "
+                    "and remove the slots that nobody of you has made (ciuic remote keys remove)",
+                )
+            spent_kib = 0
+        spent_kib += work_kib(slot)
         try:
             return slot, unwrap_master_key(slot, remote_id, secret)
         except WrongKey:
             tried.append(slot.slot)
-    what = _WORDS[secret.kind]
     if not tried:
         raise WrongKey(f"the remote has no key slot for a {what}", hint=ways_in(known))
     raise WrongKey(
-        f"this {what} does not open the remote; the slots of its kind are: {', '.join(tried)}",
+        f"this {what} does not open the remote; the slots of its kind are: {shown_names(tried)}",
         hint=ways_in(known),
     )
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """Return the names for a message, the first ones of many."""
+    more = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def ways_in(slots: Iterable[KeySlot]) -> str:

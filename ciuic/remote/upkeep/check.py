@@ -5,28 +5,20 @@ Guarantee: damage is reported, never raised, and does not end the check.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ciuic.errors import Damaged
-from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind
+from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind, Severity
 from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
+from ciuic.remote.access.slots import KeySlots
 from ciuic.remote.collection.pack_check import check_packs, list_packs
-from ciuic.remote.format.names import (
-    KEYS_PREFIX,
-    PackRef,
-    parse_pack,
-    parse_slot,
-    slot_name,
-    split_ref,
-)
-from ciuic.remote.log.bounded import read_object
+from ciuic.remote.format.names import PackRef, is_slot, parse_pack, split_ref
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import RemoteRepository
 from ciuic.remote.reading.space_reader import SpaceReader
-from ciuic.remote.sealing.key_slot import decode_slot
 from ciuic.remote.upkeep.log_repair import check_logs
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import PackKind
@@ -40,7 +32,6 @@ _KINDS: dict[str, Kind] = {
     "data": "damaged chunk",
     "xattrs": "damaged chunk",
 }
-_MAX_SLOT_BYTES = 1 << 16
 
 
 class SpaceDamage(NamedTuple):
@@ -83,19 +74,16 @@ def check_remote(
 
 def check_slots(opened: ReadableRemote, report: CheckReport) -> None:
     """Add the key slots that cannot be used to the report."""
-    objects = opened.remote.objects
-    for info in opened.readers[0].patience.of(lambda: list(objects.list(KEYS_PREFIX))):
-        slot = parse_slot(info.name)
-        if slot is None:
-            continue
-        try:
-            decode_slot(slot, read_object(objects, slot_name(slot), _MAX_SLOT_BYTES))
-        except NoSuchObject:
-            # Removed meanwhile.
-            continue
-        except (Damaged, UnsupportedFormat) as error:
-            hint = f"ciuic remote keys remove {slot}, and keys add with another key"
-            report.findings.append(CheckFinding("error", "key slot", error.message, hint))
+    slots = KeySlots(opened.remote.objects)
+    opened.readers[0].patience.of(slots.all)
+    for one in slots.unusable:
+        # Another name is nobody's slot.
+        is_ours = is_slot(one.slot)
+        hint = f"ciuic remote keys remove {shlex.quote(one.slot)}" + (
+            ", and keys add with another key" if is_ours else ""
+        )
+        severity: Severity = "error" if is_ours else "warning"
+        report.findings.append(CheckFinding(severity, "key slot", one.problem.message, hint))
 
 
 def check_space(

@@ -6,7 +6,9 @@ remote.json counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged, NotFound
@@ -14,18 +16,28 @@ from ciuic.remote.access.remote import Remote, opened_remote
 from ciuic.remote.errors import WrongKey
 from ciuic.remote.format.names import KEYS_PREFIX, REMOTE_JSON, parse_slot, slot_name
 from ciuic.remote.format.remote_json import MAX_REMOTE_JSON_BYTES, is_sealed, open_remote, read_remote_id
-from ciuic.remote.objects.versions import NameVersions, ObjectVersions, group_versions
-from ciuic.remote.sealing.key_slot import MAX_SLOT_BYTES, KeySlot, decode_slot, unwrap_master_key
+from ciuic.remote.objects.model import RemoteRefused
+from ciuic.remote.objects.versions import NameVersions, ObjectVersions, Version, group_versions
+from ciuic.remote.sealing.key_slot import (
+    MAX_PASSPHRASE_WORK_KIB,
+    MAX_SLOT_BYTES,
+    KeySlot,
+    decode_slot,
+    digits_of,
+    own_digits,
+    unwrap_master_key,
+    work_kib,
+)
 from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.remote.versions.sound_objects import SoundObjects
 from ciuic.remote.versions.verification import VersionCheck
 from ciuic.repository.errors import UnsupportedFormat
 
-MAX_PASSPHRASES_DERIVED: Final = 64
-"""Limit of the slots and versions of slots that a passphrase is tried with: each takes a second or more."""
-# Names of slots that are looked at: an attacker may make up any number.
-_MAX_SLOTS: Final = 1024
+_THREADS: Final = 16
+_BATCH: Final = 256
+# The oldest versions of slots: an attacker may make up any number.
+_MAX_VERSIONS: Final = 1 << 16
 
 
 class RemoteVersions(NamedTuple):
@@ -92,23 +104,24 @@ def _unlocked(
 ) -> tuple[bytes, MasterKey, tuple[str, bytes]]:
     """Return the remote.json that a secret authenticates, by any version of a slot, and that slot: name and content."""
     sealed = [data for data in candidates if is_sealed(data)]
-    derived = 0
+    ids = [read_remote_id(data) for data in sealed]
+    own = {own_digits(id_, secret) for id_ in ids for secret in secrets if secret.kind != "passphrase"}
+    spent_kib = 0
     tried = 0
-    for slot, content in _slots(versions, before_ns):
+    for slot, content in _slots(versions, before_ns, own):
         for secret in secrets:
             if slot.kind != secret.kind:
                 continue
             tried += 1
-            for data in sealed:
-                if secret.kind == "passphrase":
-                    derived += 1
-                if derived > MAX_PASSPHRASES_DERIVED:
+            for data, remote_id in zip(sealed, ids, strict=True):
+                spent_kib += work_kib(slot)
+                if spent_kib > MAX_PASSPHRASE_WORK_KIB:
                     raise WrongKey(
-                        f"the passphrase was tried {MAX_PASSPHRASES_DERIVED} times: there are too many versions of key slots",
+                        f"the passphrase was tried for about a minute, with {tried - 1} versions of key slots: there are too many versions",
                         hint="use the recovery key or a key file, or leave out later versions with --stored-before",
                     )
                 try:
-                    master = unwrap_master_key(slot, read_remote_id(data), secret)
+                    master = unwrap_master_key(slot, remote_id, secret)
                     open_remote(data, master)
                 except (WrongKey, Damaged):
                     continue
@@ -122,24 +135,37 @@ def _unlocked(
     )
 
 
-def _slots(versions: ObjectVersions, before_ns: int | None) -> Iterator[tuple[KeySlot, bytes]]:
-    """Yield every version of every key slot that is well-formed, oldest first of each."""
-    groups = group_versions(versions.list(KEYS_PREFIX), before_ns)
-    names = [found for _, found in zip(range(_MAX_SLOTS), groups, strict=False)]
-    # The oldest of all slots before the second of any: forged versions come later.
-    for turn in range(max((len(found.versions) for found in names), default=0)):
-        for found in names:
-            slot = parse_slot(found.name)
-            if slot is None or turn >= len(found.versions):
-                continue
-            version = found.versions[turn]
-            if version.size_bytes > MAX_SLOT_BYTES:
-                continue
-            try:
-                content = bytes(versions.read(version, 0, MAX_SLOT_BYTES))
-                yield decode_slot(slot, content), content
-            except (Damaged, UnsupportedFormat, NotFound):
-                continue
+def _slots(
+    versions: ObjectVersions, before_ns: int | None, own: Collection[str]
+) -> Iterator[tuple[KeySlot, bytes]]:
+    """Yield the versions of key slots that are well-formed: of those that ``own`` digits name first, and the oldest first."""
+
+    def order(version: Version) -> tuple[bool, int]:
+        # Forged versions come later than what was there.
+        return digits_of(version.name.removeprefix(KEYS_PREFIX)) not in own, version.modified_ns
+
+    known = (
+        version
+        for found in group_versions(versions.list(KEYS_PREFIX), before_ns)
+        if (name := parse_slot(found.name)) and digits_of(name) in ("", *own)
+        for version in found.versions
+        if version.size_bytes <= MAX_SLOT_BYTES
+    )
+    left = heapq.nsmallest(_MAX_VERSIONS, known, key=order)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for at in range(0, len(left), _BATCH):
+            for found in threads.map(lambda version: _slot(versions, version), left[at : at + _BATCH]):
+                if found is not None:
+                    yield found
+
+
+def _slot(versions: ObjectVersions, version: Version) -> tuple[KeySlot, bytes] | None:
+    """Return a version of a slot and its content; None for what is none."""
+    try:
+        content = bytes(versions.read(version, 0, MAX_SLOT_BYTES))
+        return decode_slot(version.name.removeprefix(KEYS_PREFIX), content), content
+    except (Damaged, UnsupportedFormat, NotFound, RemoteRefused):
+        return None
 
 
 def _contents(versions: ObjectVersions, name: str, max_bytes: int, before_ns: int | None) -> Iterator[bytes]:

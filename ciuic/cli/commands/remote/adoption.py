@@ -1,6 +1,6 @@
 """This host uses a remote from now on: key file, configuration, repository, daemon, upload.
 
-Guarantees: the key of this host opens the remote before the configuration names it; a repository that holds
+Guarantees: what this host would refuse is refused before anything is written to the remote (`require_adoptable`); the key of this host opens the remote before the configuration names it; a repository that holds
 snapshots is never touched.
 """
 
@@ -107,6 +107,20 @@ def require_writable_config(session: Session) -> Path:
     return file
 
 
+def require_adoptable(session: Session, config: RemoteConfig, file: Path) -> None:
+    """Raise what `adopt` would raise of the configuration file and the place of the repository, before anything is made.
+
+    Args:
+        session: Session.
+        config: The remote as it will be written.
+        file: The configuration file.
+    """
+    from ciuic.config import write_remote
+
+    write_remote(file, config, dry_run=True)
+    _repository_place(session)
+
+
 def adopt(session: Session, config: RemoteConfig, remote: Remote, file: Path) -> Adopted:
     """Write the configuration, have a repository, tell the daemon, and start the upload."""
     from ciuic.config import write_remote
@@ -121,21 +135,13 @@ def adopt(session: Session, config: RemoteConfig, remote: Remote, file: Path) ->
 
 
 def _repository(session: Session, remote: Remote, *, daemon_runs: bool) -> tuple[Path | None, str]:
-    from ciuic.cli.shared.new_repository import refuse_absent_disk
     from ciuic.remote.access.joining import join_repository, shares_chunks
     from ciuic.repository import Repository
-    from ciuic.repository.trust import require_own
 
-    try:
-        path = session.repository_dir
-        roots = session.config.roots
-    except ConfigError:
+    path = _repository_place(session)
+    if path is None:
         return None, "later"
-    trusted = session.trusts_repository
-    require_own(path, trusted=trusted)
-    if not Repository.exists(path):
-        refuse_absent_disk(session, roots, path)
-    elif daemon_runs:
+    if daemon_runs and Repository.exists(path):
         # The daemon knows the identity of its repository since its start.
         with Repository.open(path) as repository:
             if shares_chunks(repository, remote):
@@ -147,7 +153,28 @@ def _repository(session: Session, remote: Remote, *, daemon_runs: bool) -> tuple
                 hint="to share chunks with other hosts: ciuic stop, ciuic remote join, then start it again",
             )
         return path, "own-identity"
-    return path, join_repository(path, remote, refuse_foreign=not trusted).value
+    return path, join_repository(path, remote, refuse_foreign=not session.trusts_repository).value
+
+
+def _repository_place(session: Session) -> Path | None:
+    """Return where the repository is or will be; None if no directory is protected yet.
+
+    Raises:
+        CiuicError: it must not be there: others may write there, or its disk is absent.
+    """
+    from ciuic.cli.shared.new_repository import refuse_absent_disk
+    from ciuic.repository import Repository
+    from ciuic.repository.trust import require_own
+
+    try:
+        path = session.repository_dir
+        roots = session.config.roots
+    except ConfigError:
+        return None
+    require_own(path, trusted=session.trusts_repository)
+    if not Repository.exists(path):
+        refuse_absent_disk(session, roots, path)
+    return path
 
 
 def _reload(session: Session) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ def init(
     path = adoption.key_file_path(session, config, key_file)
     if sealed and not config.key_command:
         _refuse_existing(config, path)
+    will_be = _with_key_file(config, path) if sealed else config
+    adoption.require_adoptable(session, replace(will_be, encryption=sealed), file)
     extra = targets.new_passphrase() if passphrase else None
     if not sealed and not yes:
         _ask(config.url)
@@ -97,7 +100,7 @@ def init(
         recovery = _add_slots(remote, secret, extra) if secret is not None else ""
         if not as_json:
             _say(config, remote, proof, path if secret and not config.key_command else None, recovery)
-        config = _with_key_file(config, path) if sealed else config
+        config = will_be
         adopted = adoption.adopt(session, config, remote, file)
     finally:
         objects.close()
@@ -141,7 +144,8 @@ def _ask(url: str) -> None:
 
 
 def _refuse_remote(objects: Objects) -> None:
-    from ciuic.remote.access.remote import RemoteExists, key_slots
+    from ciuic.remote.access.remote import RemoteExists
+    from ciuic.remote.access.slots import KeySlots
     from ciuic.remote.format.names import REMOTE_JSON
     from ciuic.remote.format.remote_json import is_sealed
     from ciuic.remote.objects.model import NoSuchObject
@@ -150,7 +154,7 @@ def _refuse_remote(objects: Objects) -> None:
         data = objects.get(REMOTE_JSON)
     except NoSuchObject:
         return
-    if is_sealed(data) and not key_slots(objects):
+    if is_sealed(data) and not KeySlots(objects).any_object():
         raise RemoteExists(
             f"there is a remote at {objects.url} that no key opens: an earlier `remote init` was interrupted",
             hint=f"nothing can be in it; remove its {REMOTE_JSON} with the tools of the store",
@@ -208,8 +212,6 @@ def say_recovery_key(text: str) -> None:
 
 
 def _with_key_file(config: RemoteConfig, path: Path) -> RemoteConfig:
-    from dataclasses import replace
-
     return config if config.key_command else replace(config, key_file=path)
 
 

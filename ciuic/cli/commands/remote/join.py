@@ -1,6 +1,6 @@
 """``ciuic remote join``: has this host use a remote that another one has made.
 
-Guarantees: the remote is opened before anything is written; this host gets a key of its own, so that it can be taken
+Guarantees: the remote is opened, and this host is sure that it can use it, before anything is written; this host gets a key of its own, so that it can be taken
 away alone.
 """
 
@@ -68,14 +68,18 @@ def join(
         config = replace(config, encryption=False)
     file = adoption.require_writable_config(session)
     path = adoption.key_file_path(session, config, key_file)
+    named = config
     objects = configured_objects(config)
     try:
         remote = _opened(config, objects, open_with)
+        config = replace(config, encryption=remote.stored.sealed)
         slot = ""
         if remote.master is not None:
-            slot = _host_slot(config, remote, path)
             if not config.key_command:
                 config = replace(config, key_file=path)
+            # A slot that is made for a host which then cannot use the remote would stay there for ever.
+            adoption.require_adoptable(session, config, file)
+            slot = _host_slot(named, remote, path)
         adopted = adoption.adopt(session, config, remote, file)
     finally:
         objects.close()
@@ -98,6 +102,7 @@ def join(
 
 
 def _opened(config: RemoteConfig, objects: Objects, open_with: Path | None) -> Remote:
+    from ciuic.cli.shared.remotes.opening import goes_on
     from ciuic.remote.access.configured import open_configured
     from ciuic.remote.access.secrets import configured_secrets
     from ciuic.remote.sealing.slot_secret import read_key_file
@@ -115,29 +120,30 @@ def _opened(config: RemoteConfig, objects: Objects, open_with: Path | None) -> R
                 hint="--open-with FILE, CIUIC_REMOTE_PASSPHRASE or CIUIC_REMOTE_RECOVERY_KEY; --no-encryption for a remote in clear",
             )
         secrets = [targets.typed_secret()]
-    return open_configured(config, objects, secrets)
+    return open_configured(config, objects, secrets, goes_on=goes_on)
 
 
 def _host_slot(config: RemoteConfig, remote: Remote, path: Path) -> str:
     """Return the slot that the key of this host opens; make the key, and the slot, where there is none."""
     from ciuic.cli.commands.remote.adoption import host_secret
-    from ciuic.remote.access.key_file import host_slot
-    from ciuic.remote.access.remote import add_slot, key_slots
+    from ciuic.remote.access.remote import add_slot
+    from ciuic.remote.access.slots import KeySlots
     from ciuic.remote.errors import WrongKey
-    from ciuic.remote.sealing.key_slot import unlock
+    from ciuic.remote.sealing.key_slot import own_slot
     from ciuic.remote.sealing.slot_secret import read_key_file
 
     # The file that the configuration names, or that an interrupted join has left.
     is_there = not config.key_command and path.exists()
     secret = read_key_file(str(path)) if is_there else host_secret(config, path)
+    remote_id = bytes.fromhex(remote.id)
     try:
-        return unlock(key_slots(remote.objects), bytes.fromhex(remote.id), secret)[0].slot
+        return KeySlots(remote.objects).unlock(remote_id, secret)[0].slot
     except WrongKey:
         if is_there and config.key_file != path:
             raise UsageError(
                 f"there is a file {shown_text(str(path))} already, whose key does not open this remote",
                 hint="name another file with --key-file",
             ) from None
-    slot = host_slot(socket.gethostname())
+    slot = own_slot(remote_id, secret, socket.gethostname())
     add_slot(remote, slot, secret)
     return slot

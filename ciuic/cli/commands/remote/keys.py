@@ -27,6 +27,7 @@ from ciuic.cli.shared.options import FrameCommand, FrameGroup
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current
 from ciuic.errors import CiuicError, UsageError
+from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _KEY_FILE_SLOT = "key-file"
 _COMMAND_SLOT = "command"
+_MAX_PROBLEMS_SHOWN = 8
 
 
 @click.group("keys", cls=FrameGroup)
@@ -49,12 +51,13 @@ def list_(place: str, as_json: bool) -> None:
     """List the key slots; needs no key."""
     from ciuic.cli.shared.tables import Column, show_table
     from ciuic.remote.access.configured import configured_objects
-    from ciuic.remote.access.remote import key_slots
+    from ciuic.remote.access.slots import KeySlots
 
     config = targets.find_remote(current().config, place)
     objects = configured_objects(config)
+    found = KeySlots(objects)
     try:
-        slots = key_slots(objects)
+        slots = found.all()
     finally:
         objects.close()
     if as_json:
@@ -65,13 +68,23 @@ def list_(place: str, as_json: bool) -> None:
                     {"slot": one.slot, "kind": one.kind, "created": times.rfc3339(one.created_ns)}
                     for one in slots
                 ],
+                "unusable": [{"slot": one.slot, "problem": one.problem.message} for one in found.unusable],
             }
         )
-    elif not slots:
+    elif not slots and not found.unusable:
         note("there are no key slots: the remote is not encrypted, or not made yet")
     else:
-        rows = [(one.slot, one.kind, times.clock(one.created_ns)) for one in slots]
+        rows: list[tuple[str, str, str]] = [
+            (one.slot, one.kind, times.clock(one.created_ns)) for one in slots
+        ]
+        rows += [(shown_text(one.slot), "unusable", "") for one in found.unusable]
         show_table([Column("SLOT"), Column("KIND"), Column("CREATED")], rows)
+    if found.unusable:
+        problems = "; ".join(one.problem.message for one in found.unusable[:_MAX_PROBLEMS_SHOWN])
+        warn(
+            f"{plural(len(found.unusable), 'object')} below keys/ cannot be used as key slots: {shown_text(problems)}",
+            hint="ciuic remote keys remove SLOT removes one",
+        )
 
 
 @keys.command("add", cls=FrameCommand)
@@ -137,12 +150,18 @@ def _default_slot(passphrase: bool, key_file: Path | None, key_command: bool) ->
 
 def _check_free(remote: Remote, name: str) -> None:
     """UsageError before a key file is made, or a passphrase asked for, for a slot that cannot be."""
-    from ciuic.remote.access.remote import key_slots
+    from ciuic.remote.access.slots import KeySlots
     from ciuic.remote.format.names import parse_slot
+    from ciuic.remote.sealing.key_slot import digits_of
 
     if parse_slot(f"keys/{name}") is None:
         raise UsageError(f"the name of a key slot has 1 to 32 characters of a-z, 0-9 and -, got {name!r}")
-    if any(one.slot == name for one in key_slots(remote.objects)):
+    if digits_of(name):
+        raise UsageError(
+            f"the name {name} says which key opens the slot, as those that `ciuic remote join` gives do",
+            hint="choose another --slot NAME",
+        )
+    if KeySlots(remote.objects).has(name):
         raise UsageError(
             f"there is a key slot {name} already", hint="--slot NAME gives the new one another name"
         )
@@ -170,22 +189,25 @@ def _secret(config: RemoteConfig, passphrase: bool, key_file: Path | None) -> Sl
 def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
     """Remove a key slot: its key opens the remote no more.
 
-    A user of that key may have kept what it opens. The last slot cannot be removed.
+    A user of that key may have kept what it opens. The last slot cannot be removed. What lies among the slots and is none is removed
+    by its name as well.
     """
     from ciuic.remote.access.configured import configured_objects
-    from ciuic.remote.access.remote import key_slots, remove_slot
+    from ciuic.remote.access.remote import remove_slot
+    from ciuic.remote.access.slots import KeySlots
+    from ciuic.remote.sealing.key_slot import shown_names
 
     config = targets.find_remote(current().config, place)
     objects = configured_objects(config)
     try:
         remote = targets.opened(config, objects)
         _require_encryption(remote)
-        kinds = {one.slot: one.kind for one in key_slots(objects)}
+        kinds = {one.slot: one.kind for one in KeySlots(objects).all()}
         if not yes:
-            _ask(config, remote, slot)
+            _ask(config, slot, [name for name in kinds if name != slot])
         elif kinds.get(slot) == "recovery" and list(kinds.values()).count("recovery") == 1:
             warn(
-                f"{slot} was the last recovery key: if {', '.join(kinds.keys() - {slot}) or 'no other key'} is lost, so is the remote",
+                f"{slot} was the last recovery key: if {shown_names(sorted(kinds.keys() - {slot})) or 'no other key'} is lost, so is the remote",
                 hint="ciuic remote keys add --recovery makes another",
             )
         try:
@@ -200,13 +222,14 @@ def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
         note(f"key slot {shown_text(slot)} removed from the remote {config.name}")
 
 
-def _ask(config: RemoteConfig, remote: Remote, slot: str) -> None:
-    from ciuic.remote.access.remote import key_slots
+def _ask(config: RemoteConfig, slot: str, left: list[str]) -> None:
+    from ciuic.remote.sealing.key_slot import shown_names
 
     if not sys.stdin.isatty():
         raise UsageError("remove asks before it removes a key, and there is nobody to ask", hint="give -y")
-    left = ", ".join(one.slot for one in key_slots(remote.objects) if one.slot != slot)
     if left:
-        warn(f"the remote {config.name} will be opened by {left} alone: make sure that you have such a key")
-    if not click.confirm(f"Remove the key slot {slot}?", err=True):
+        warn(
+            f"the remote {config.name} will be opened by {shown_names(left)} alone: make sure that you have such a key"
+        )
+    if not click.confirm(f"Remove the key slot {shown_text(slot)}?", err=True):
         raise CiuicError("nothing was removed")

@@ -122,13 +122,14 @@ def opened(config: RemoteConfig, objects: Objects) -> Remote:
         NotFound: there is no remote.
         WrongKey: no key fits, or there is none and nobody to ask.
     """
+    from ciuic.cli.shared.remotes.opening import goes_on
     from ciuic.remote.access.configured import open_configured
     from ciuic.remote.access.secrets import configured_secrets
 
     secrets = configured_secrets(config)
     if not secrets and config.encryption and sys.stdin.isatty():
         secrets = [typed_secret()]
-    return open_configured(config, objects, secrets)
+    return open_configured(config, objects, secrets, goes_on=goes_on)
 
 
 def typed_secret() -> SlotSecret:

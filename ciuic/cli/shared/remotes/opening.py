@@ -75,7 +75,9 @@ def open_named_remote(
 
     def opened(secrets: Sequence[SlotSecret]) -> ReadableRemote:
         if every_version is None:
-            return open_remote_repository(url, settings, secrets, require_sealed=sealed)
+            return open_remote_repository(
+                url, settings, secrets, require_sealed=sealed, goes_on=goes_on if may_ask else None
+            )
         before_ns = every_version.before_ns
         return open_behind_deletions(url, settings, secrets, before_ns=before_ns, require_sealed=sealed)
 
@@ -98,6 +100,12 @@ def open_named_remote(
                 raise
             complain("\n  ".join(filter(None, (f"{error.message}; once more", error.hint))))
     raise AssertionError("the last try returns or raises")
+
+
+def goes_on(tried: int) -> bool:
+    """Return whether a passphrase is tried with more key slots, as the user says; no where there is nobody to ask."""
+    question = f"The passphrase opens none of {tried} key slots, and there are more. Try the next ones?"
+    return sys.stdin.isatty() and click.confirm(question, err=True)
 
 
 def _named(error: CiuicError, url: str) -> CiuicError:

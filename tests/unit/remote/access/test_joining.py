@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.cli_repository import CliRepository
 
 from ciuic.errors import Busy, NotFound, NotPermitted, UsageError
 from ciuic.remote.access.joining import RepositoryChoice, join_repository
-from ciuic.remote.access.key_file import host_slot, make_key_file
+from ciuic.remote.access.key_file import make_key_file
 from ciuic.remote.access.remote import Remote, init_remote
-from ciuic.remote.format.names import parse_slot
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.slot_secret import read_key_file
@@ -84,14 +81,6 @@ def test_a_key_file_on_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(NotPermitted, match="No space left"):
         make_key_file(str(tmp_path / "host.key"), disk=FullDisk())
     assert list(tmp_path.iterdir()) == []
-
-
-@given(st.text(max_size=300))
-def test_every_host_has_a_slot(host: str) -> None:
-    """Whatever a host is called, its slot has a valid name, and another one each time but by chance."""
-    name = host_slot(host)
-    assert name.startswith("host-")
-    assert parse_slot(f"keys/{name}") == name
 
 
 def test_a_missing_repository_is_made(remote: Remote, tmp_path: Path) -> None:

@@ -173,5 +173,10 @@ def test_slots_and_rounds_are_looked_at(world: World) -> None:
     add_slot(world.remote, "paper", recovery_secret(show_recovery_key(bytes(range(32)))))
     world.flip("keys/paper", 60)
     world.remote.objects.put("gc/0000000000", [b"no round"])
-    assert kinds(world.check()) == {("error", "key slot", False), ("error", "round", False)}
+    world.remote.objects.put("keys/page.html", [b"<html></html>"])
+    assert kinds(world.check()) == {
+        ("error", "key slot", False),
+        ("warning", "key slot", False),
+        ("error", "round", False),
+    }
     assert world.is_whole()

@@ -20,9 +20,10 @@ from ciuic.remote.format.log_entry import LogHello, LogRemove, encode_log_entry
 from ciuic.remote.format.names import log_entry_name, new_hex_id
 from ciuic.remote.objects.versions import MAX_KEPT_VERSIONS, group_versions
 from ciuic.remote.sealing.check_field import add_check, xxh3_check
+from ciuic.remote.sealing.key_slot import MAX_PASSPHRASE_WORK_KIB
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
-from ciuic.remote.versions.opening import MAX_PASSPHRASES_DERIVED, open_remote_versions
+from ciuic.remote.versions.opening import open_remote_versions
 from ciuic.remote.versions.sound_objects import SoundObjects
 from ciuic.restore import execute, plan_restore
 
@@ -166,7 +167,7 @@ def test_a_passphrase_is_not_tried_without_end(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("ciuic.remote.versions.opening.unwrap_master_key", refuse)
     slot = remote.bucket.get("keys/host")
-    kdf = b'"kind":"passphrase","kdf":{"name":"argon2id","memory_kib":19456,"passes":1,"lanes":1,'
+    kdf = b'"kind":"passphrase","kdf":{"name":"argon2id","memory_kib":262144,"passes":3,"lanes":4,'
     forged = slot.replace(b'"kind":"key-file","kdf":{"name":"hkdf-sha256",', kdf)
     assert forged != slot
     body = forged[: forged.index(b',"check"')] + b"}"
@@ -175,7 +176,19 @@ def test_a_passphrase_is_not_tried_without_end(tmp_path: Path, monkeypatch: pyte
         remote.bucket.put(f"keys/s{number}", [add_check(named, xxh3_check)])
     with pytest.raises(WrongKey, match="too many versions"):
         open_remote_versions(remote.bucket.versions(), [passphrase_secret("a passphrase")])
-    assert len(derived) == MAX_PASSPHRASES_DERIVED
+    assert len(derived) == MAX_PASSPHRASE_WORK_KIB // (3 * 262144)
+
+
+def test_planted_slots_lock_no_key_out(tmp_path: Path) -> None:
+    """A slot opens behind thousands of planted ones that sort before it, in a remote that was deleted."""
+    remote = Attacked(tmp_path)
+    slot = remote.bucket.get("keys/host")
+    body = slot[: slot.index(b',"check"')] + b"}"
+    for number in range(1500):
+        named = body.replace(b'"slot":"host"', b'"slot":"a-%d"' % number)
+        remote.bucket.put(f"keys/a-{number}", [add_check(named, xxh3_check)])
+    remote.bucket.delete([info.name for info in remote.bucket.list("keys/")])
+    assert open_remote_versions(remote.bucket.versions(), remote.secrets).objects.slot[0] == "keys/host"
 
 
 def test_versions_are_listed_once_for_many_names(tmp_path: Path) -> None:
