@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,12 +58,21 @@ def test_systemd_is_notified_of_mounted_roots_and_of_the_end(site: Site) -> None
         assert any(line.startswith(b"FDSTORE=1\nFDNAME=control") for line in messages)
         while manager.recv(4096) != b"WATCHDOG=1":
             pass
-        site.stop()
-        manager.setblocking(False)
-        rest = []
-        with suppress(BlockingIOError):
-            while True:
-                rest.append(manager.recv(4096))
+        rest: list[bytes] = []
+
+        def receive() -> None:
+            # While it stops: the socket's queue holds ten messages, and a slow stop feeds the watchdog more often.
+            while (message := manager.recv(4096)) != b"the end":
+                rest.append(message)
+
+        reader = threading.Thread(target=receive)
+        reader.start()
+        try:
+            site.stop()
+        finally:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+                end.sendto(b"the end", str(site.top / "notify"))
+            reader.join(60)
         assert any(line.startswith(b"STOPPING=1") for line in rest)
         assert rest[-1].startswith(b"FDSTOREREMOVE=1")
 
