@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.site import Site, ended, site_in, until
 
+from ciuic.system import mountinfo
 from ciuic.system.mount_users import mount_users
 
 pytestmark = pytest.mark.mount
@@ -114,6 +115,30 @@ def test_a_root_that_is_no_longer_protected_is_served_to_the_end(site: Site, roo
         until("the end of the root", lambda: not client.status().roots)
     site.stop()
     assert (root / "log").exists()
+
+
+def test_what_is_mounted_inside_does_not_keep_a_root_that_is_no_longer_protected(
+    site: Site, root: Path, job: Job
+) -> None:
+    """The overlay ends with its last user although something is mounted inside, which stays in its place as the same mount."""
+    place = root / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "inside", str(place)], check=True, timeout=30)
+    try:
+        (place / "precious").write_text("kept")
+        before = mountinfo.mounts_at(os.fsencode(place), mountinfo.read())
+        with site.client() as client:
+            client.remove_root(str(root))
+            assert job.works()
+            assert site.overlays(root) == 1
+            job.leave()
+            until("the end of the overlay", lambda: site.overlays(root) == 0)
+            until("the end of the root", lambda: not client.status().roots)
+        after = mountinfo.mounts_at(os.fsencode(place), mountinfo.read())
+        assert [mount.mount_id for mount in after] == [mount.mount_id for mount in before]
+        assert (place / "precious").read_text() == "kept"
+    finally:
+        subprocess.run(["umount", str(place)], check=True, timeout=30)
 
 
 def test_a_root_that_is_protected_again_goes_on(site: Site, root: Path, job: Job) -> None:

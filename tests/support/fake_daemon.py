@@ -330,6 +330,9 @@ class NoMounts:
         await trio.lowlevel.checkpoint()
         return self.mounted
 
+    async def has_mounts_inside(self, root: str) -> bool:
+        return False
+
     async def move_mounts_inside(self, root: str, backing_fd: int) -> MovedMounts:
         await trio.lowlevel.checkpoint()
         return MovedMounts(root, backing_fd)

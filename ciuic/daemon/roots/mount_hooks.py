@@ -26,7 +26,7 @@ from ciuic.daemon.roots.worker_process import (
 )
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.prefork.client import SpareProcess
-from ciuic.fuse_layer.system.mounts import MovedMounts
+from ciuic.fuse_layer.system.mounts import MovedMounts, mounts_in_overlay_at
 from ciuic.system.bypass import Bypasser, find_bypassing
 from ciuic.system.bypass_mounts import BypassingMount, find_bypassing_mounts
 from ciuic.system.mount_users import MountUser, mount_users
@@ -49,6 +49,7 @@ class MountHooks(Protocol):
     async def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
     async def is_mounted(self, root: str) -> bool: ...
+    async def has_mounts_inside(self, root: str) -> bool: ...
     async def move_mounts_inside(self, root: str, backing_fd: int) -> MovedMounts: ...
     async def unmounted(self, root: str) -> None: ...
     async def users(self, root: str) -> list[MountUser]: ...
@@ -155,6 +156,10 @@ class RealMounts:
     async def is_mounted(self, root: str) -> bool:
         """Return whether an overlay of ciuic, dead or alive, is over `root`."""
         return await trio.to_thread.run_sync(is_mounted, root)
+
+    async def has_mounts_inside(self, root: str) -> bool:
+        """Return whether others have mounted anything inside the overlay over `root`."""
+        return bool(await trio.to_thread.run_sync(mounts_in_overlay_at, root))
 
     async def move_mounts_inside(self, root: str, backing_fd: int) -> MovedMounts:
         """Move what others mounted inside the overlay to the plain directory.

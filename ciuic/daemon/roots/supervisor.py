@@ -43,6 +43,8 @@ from ciuic.system.mount_users import describe
 # a minute.
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STOP_TIMEOUT_SECONDS = 60.0
+# Pause between two looks at what is mounted in an overlay that ends when nobody is in it.
+DEPARTURE_SECONDS = 1.0
 # A worker that has detached and still lives after this long is serving open handles.
 LINGER_NOTICE_SECONDS = 3.0
 # Time for which a detached worker serves the handles of a job that goes on: in effect until they close.
@@ -227,9 +229,27 @@ class RootSupervisor:
         watching.cancel()
 
     async def _ask_to_depart(self, worker: OverlayWorker) -> None:
+        """Have a worker unmount as soon as nobody is in the overlay, whatever others have mounted inside it."""
         # Of each worker: one that goes on with the session of another does not know of its request.
         with suppress(CiuicError):
             await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+        while True:
+            await trio.sleep(DEPARTURE_SECONDS)
+            # The worker waits for the others by itself, but may move no mounts. While somebody is in the overlay they stay in it.
+            if not await self._hooks.has_mounts_inside(self.path) or await self._hooks.users(self.path):
+                continue
+            # The end of the mount ends this task, but not between the unmounting and what follows it.
+            with trio.move_on_after(STOP_TIMEOUT_SECONDS, shield=True), suppress(CiuicError):
+                moved = await self._hooks.move_mounts_inside(self.path, worker.backing_fd)
+                is_unmounted = False
+                try:
+                    is_unmounted = await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+                finally:
+                    if is_unmounted:
+                        moved.close()
+                    else:
+                        with trio.CancelScope(shield=True):
+                            await trio.to_thread.run_sync(_put_back, moved)
 
     async def _unmounted_by_others(self, worker: OverlayWorker) -> None:
         """Handle an overlay that another process unmounted.

@@ -132,6 +132,13 @@ def mounts_inside(overlay: MountEntry, mounts: list[MountEntry] | None = None) -
     return [entry for entry in entries if entry.parent_id == overlay.mount_id]
 
 
+def mounts_in_overlay_at(path: str | bytes) -> list[MountEntry]:
+    """Return the mounts that others made directly on the overlay over ``path``; none without an overlay."""
+    mounts = read_mounts()
+    overlay = overlay_at(path, mounts)
+    return mounts_inside(overlay, mounts) if overlay is not None else []
+
+
 class MovedMounts:
     """Mounts that were inside an overlay and are now in the same places of the plain directory below it.
 
