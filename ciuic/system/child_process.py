@@ -41,6 +41,11 @@ _BOOTSTRAP: Final = (
 What the isolated interpreter has found by itself (its own site-packages, .pth files) goes behind the given entries, so that it can
 hide nothing.
 """
+_OWN_VARIABLES: Final = frozenset(
+    {"CIUIC_CONFIG", "CIUIC_REPO", "CIUIC_UPLOAD_STATE", "CIUIC_WITHOUT_PASSTHROUGH"}
+)
+"""Variables of ciuic that processes of ciuic read. The passphrases and keys of remotes (CIUIC_REMOTE_*) are not among them: who starts a
+process that opens a remote passes them on (training/remote/uploads.py)."""
 _SAFE_VARIABLES: Final = frozenset(
     {
         "HOME",
@@ -56,7 +61,7 @@ _SAFE_VARIABLES: Final = frozenset(
         "USER",
     }
 )
-"""Variables that a privileged child keeps, besides CIUIC_* and LC_*.
+"""Variables that a privileged child keeps, besides those of ciuic and LC_*.
 
 The list names harmless variables, not dangerous ones: a list of dangerous ones would lack the next hook that a C library or an
 interpreter introduces.
@@ -113,11 +118,11 @@ def program_environment(ours: Mapping[str, str] | None = None) -> dict[str, str]
     """Return the environment of a program that is not started by `module_command`."""
     ours = os.environ if ours is None else ours
     if not is_privileged():
-        return {name: value for name, value in ours.items() if name not in _HOOKS}
+        return {name: value for name, value in ours.items() if name not in _HOOKS and _is_passed_on(name)}
     found = {
         name: value
         for name, value in ours.items()
-        if name in _SAFE_VARIABLES or name.startswith(("CIUIC_", "LC_"))
+        if name in _SAFE_VARIABLES or name in _OWN_VARIABLES or name.startswith("LC_")
     }
     found["PATH"] = SYSTEM_PATH
     # An interpreter of a module system or of conda may need LD_LIBRARY_PATH to start at all. The same rule as for the import path.
@@ -125,6 +130,16 @@ def program_environment(ours: Mapping[str, str] | None = None) -> dict[str, str]
     if libraries:
         found["LD_LIBRARY_PATH"] = ":".join(libraries)
     return found
+
+
+def _is_passed_on(name: str) -> bool:
+    """Return whether a child needs a variable, if it is one of ciuic."""
+    return not name.startswith("CIUIC_") or name in _OWN_VARIABLES
+
+
+def without_secrets(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program of the user's that is started as the user would: all but the secrets of remotes."""
+    return {name: value for name, value in ours.items() if not name.startswith("CIUIC_REMOTE_")}
 
 
 def import_path(entries: Sequence[object] | None = None, *, of_trainer: bool = False) -> list[str]:

@@ -102,6 +102,29 @@ def test_a_child_of_root_has_known_variables_alone(tmp_path: Path) -> None:
     assert set(environment({**hostile, **kept})) == {*found, "CIUIC_IMPORT_PATH"}
 
 
+@pytest.mark.parametrize("privileged", [True, False])
+def test_no_child_gets_the_secrets_of_remotes_but_those_that_open_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, privileged: bool
+) -> None:
+    """Passphrases, recovery keys and paths of key files reach the processes that upload states, no other child and no key command."""
+    from ciuic.remote.sealing.slot_secret import run_key_command
+    from ciuic.training.remote.uploads import store_variables
+
+    monkeypatch.setattr(child_process, "is_privileged", lambda: privileged)
+    secrets = {f"CIUIC_REMOTE_{name}": "secret" for name in ("PASSPHRASE", "RECOVERY_KEY", "KEY_FILE")}
+    needed = {"CIUIC_CONFIG": "/x.toml", "CIUIC_WITHOUT_PASSTHROUGH": "1", "LANG": "C.UTF-8"}
+    given = {**secrets, **needed, "CIUIC_ANYTHING": "x", "PATH": os.environ["PATH"]}
+    expected = {**needed, "PATH": child_process.SYSTEM_PATH if privileged else given["PATH"]}
+    assert program_environment(given) == expected
+    assert set(environment(given)) == {*expected, "CIUIC_IMPORT_PATH"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    told = tmp_path / "told"
+    run_key_command(["/bin/sh", "-c", f"env > {told}; printf %064d 1"])
+    assert "CIUIC_REMOTE_" not in told.read_text()
+    assert secrets.items() <= store_variables().items()
+
+
 @needs_root
 def test_a_child_of_root_imports_only_from_directories_of_root(tmp_path: Path) -> None:
     """A child of root imports only from directories that root alone can write.

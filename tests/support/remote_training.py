@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-_MARK = "CIUIC_TEST_MARK"
+_MARK = "CIUIC_REMOTE_TEST_MARK"
 _SUPPORT = Path(__file__).parent
 KEY = "2b" * 32
 WAIT_SECONDS = 120

@@ -20,7 +20,8 @@ import subprocess
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ciuic.training.preemption.last_moment import Preempted
+    from ciuic.system.child_process import without_secrets
+from ciuic.training.preemption.last_moment import Preempted
 
 log = logging.getLogger("ciuic")
 
@@ -48,6 +49,7 @@ def requeue_slurm(preempted: Preempted) -> None:
         try:
             subprocess.run(
                 ["scontrol", "requeue", name],
+                env=without_secrets(os.environ),
                 check=True,
                 timeout=_PATIENCE_SECONDS,
                 capture_output=True,

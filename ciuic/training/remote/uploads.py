@@ -42,7 +42,8 @@ _UPLOADER: Final = "uploader"
 _MODULE: Final = "ciuic.training.remote.upload_process"
 # A process of root keeps few variables of its environment (child_process.py). Credentials of stores come from
 # there, and the way to them: the training's environment is the user's own.
-_STORE_PREFIXES: Final = ("AWS_", "AZURE_", "GOOGLE_", "OSS_", "ALIBABA_CLOUD_")
+# Keys of remotes (CIUIC_REMOTE_*) as well: of all children these alone open one.
+_STORE_PREFIXES: Final = ("AWS_", "AZURE_", "GOOGLE_", "OSS_", "ALIBABA_CLOUD_", "CIUIC_REMOTE_")
 _STORE_VARIABLES: Final = frozenset(
     name
     for upper in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -99,7 +100,7 @@ def state_dir(save_dir: str | os.PathLike[str]) -> Path:
 
 
 def store_variables() -> dict[str, str]:
-    """Return the variables of this process's environment that a client of a store may need."""
+    """Return the variables of this process's environment that a client of a store may need, and the keys of remotes."""
     return {
         name: value
         for name, value in os.environ.items()
