@@ -3,6 +3,7 @@
 A party is a function that is run again from its beginning whenever its next request is wanted, with the replies that
 it has had so far. What it does next depends on these alone, so a state is the bucket and the replies of each party.
 A party that stops for ever is one that is not scheduled any more: all its stops are among the states.
+A listing may lack anything of what is there, in so many listings as the caller says.
 """
 
 from __future__ import annotations
@@ -17,6 +18,20 @@ from ciuic.repository.ids import Bytes
 
 Request = tuple[str, tuple[Any, ...]]
 Contents = frozenset[tuple[str, bytes]]
+Replies = tuple[tuple[Any, ...], ...]
+
+
+class State(NamedTuple):
+    """Bucket, the replies of each party, and how many listings may yet lack something."""
+
+    contents: Contents
+    replies: Replies
+    lacks: int
+
+    def answered(self, at: int, contents: Contents, reply: Any, lacks: int) -> State:
+        """Return the state after one party had a reply."""
+        replies = (*self.replies[:at], (*self.replies[at], reply), *self.replies[at + 1 :])
+        return State(contents, replies, lacks)
 
 
 class Stop(BaseException):
@@ -102,20 +117,33 @@ def perform(contents: Contents, request: Request) -> tuple[Contents, Any]:
     return contents, reply
 
 
+def lacking(listing: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield a listing without anything, without each object, and without all of each directory."""
+    names = [line[0] for line in listing]
+    directories = (f"{name.rpartition('/')[0]}/" for name in names)
+    # Each once: most directories have one object.
+    yield from {
+        tuple(line for line in listing if not line[0].startswith(some)) for some in ("", *names, *directories)
+    } - {listing}
+
+
 class Search:
     """Search from one bucket.
 
     Args:
         parties: Functions of (objects, say): ``say`` records what the party claims at this point.
         problem: Function of the bucket and all claims; it says what is wrong, or returns an empty text.
+        lacks: Listings that may lack something, in one run.
     """
 
     def __init__(
         self,
         parties: Sequence[Callable[[Objects, Callable[[Any], None]], None]],
         problem: Callable[[Contents, frozenset[Any]], str],
+        lacks: int = 0,
     ) -> None:
         self._parties = parties
+        self._lacks = lacks
         self._problem = problem
         self._next: dict[tuple[int, tuple[Any, ...]], Outcome] = {}
         self._judged: dict[tuple[Contents, frozenset[Any]], str] = {}
@@ -123,13 +151,15 @@ class Search:
 
     def run(self, contents: Contents, max_states: int) -> str:
         """Return the first problem that is found, or an empty text. Stops after ``max_states`` states."""
-        first = (contents, tuple(() for _ in self._parties))
+        first = State(contents, tuple(() for _ in self._parties), self._lacks)
         seen = {first}
         todo = [first]
         while todo and len(seen) <= max_states:
             state = todo.pop()
-            outcomes = [self._outcome(at, replies) for at, replies in enumerate(state[1])]
-            if problem := self._judge(state[0], frozenset(said for some in outcomes for said in some.said)):
+            outcomes = [self._outcome(at, replies) for at, replies in enumerate(state.replies)]
+            if problem := self._judge(
+                state.contents, frozenset(said for some in outcomes for said in some.said)
+            ):
                 self.states = len(seen)
                 return problem
             for following in self._following(state, outcomes):
@@ -139,20 +169,21 @@ class Search:
         self.states = len(seen)
         return ""
 
-    def _following(
-        self, state: tuple[Contents, tuple[tuple[Any, ...], ...]], outcomes: list[Outcome]
-    ) -> Iterator[tuple[Contents, tuple[tuple[Any, ...], ...]]]:
-        contents, replies = state
+    def _following(self, state: State, outcomes: list[Outcome]) -> Iterator[State]:
+        contents = state.contents
         # What is read and never changes can be read at once: its order against other requests makes no difference.
         for at, outcome in enumerate(outcomes):
             if outcome.request and self._is_fixed(contents, outcome.request):
                 _, reply = perform(contents, outcome.request)
-                yield contents, (*replies[:at], (*replies[at], reply), *replies[at + 1 :])
+                yield state.answered(at, contents, reply, state.lacks)
                 return
         for at, outcome in enumerate(outcomes):
             if outcome.request:
                 after, reply = perform(contents, outcome.request)
-                yield after, (*replies[:at], (*replies[at], reply), *replies[at + 1 :])
+                yield state.answered(at, after, reply, state.lacks)
+                if state.lacks and outcome.request[0] == "list":
+                    for lack in lacking(reply):
+                        yield state.answered(at, after, lack, state.lacks - 1)
 
     def _is_fixed(self, contents: Contents, request: Request) -> bool:
         method, arguments = request

@@ -22,6 +22,7 @@ from support.remote_world import (
 )
 
 from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.errors import NothingCommitted
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.log_summary import LogSummary
 from ciuic.remote.objects.model import RemoteUnreachable
@@ -71,7 +72,8 @@ class Machine:
     def ended(self) -> None:
         """Take note of how the process ended."""
         error = self.party.error
-        if error is not None and not isinstance(error, Killed | RemoteUnreachable):
+        # A collector that meets packs of a first upload without any commit deletes nothing.
+        if error is not None and not isinstance(error, Killed | RemoteUnreachable | NothingCommitted):
             raise error
 
 

@@ -9,6 +9,9 @@ The order of the steps is the safety argument (docs/remote-format.md, section 8)
    needed chunk a copy that stays is read: one that has decayed in the store counts for nothing (`KeptCopies`);
 5. create ``gc/<r>.final``, whichever stands is valid; 6. delete just that; 7. create ``gc/<r>.done``.
 
+A listing is not believed alone. Each one of logs must have the entry with which this collector began, logs are listed until
+a listing brings none without a fence, and logs that commit nothing are no reason to delete everything.
+
 References:
     docs/remote-format.md, section 8
 """
@@ -35,6 +38,7 @@ from ciuic.remote.collection.repacking import CountingRepacker, Repacker
 from ciuic.remote.format.log_entry import MAX_MANIFESTS, MAX_PACKS, LogFence
 from ciuic.remote.format.names import (
     MANIFESTS_PREFIX,
+    LogPosition,
     PackRef,
     log_entry_name,
     new_hex_id,
@@ -47,6 +51,7 @@ from ciuic.remote.format.round import StoredRound
 from ciuic.remote.index.cold_packs import cold_packs
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.bounded import create_round
+from ciuic.remote.log.errors import NothingCommitted
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.others_log import append_to_log
 from ciuic.remote.log.writer_log import WriterLog
@@ -170,10 +175,12 @@ class Collector:
 
         Raises:
             Damaged: a log, a round, a manifest or a tree cannot be read; nothing was deleted.
-            RemoteUnreachable: another call continues.
+            NothingCommitted: there are packs, and no log says anything of a snapshot; nothing was deleted.
+            RemoteUnreachable: another call continues. So it does after an incomplete listing.
         """
         self._repacked_bytes = 0
         self._log.hello()
+        self._reader.witness = LogPosition(self._log.writer, self._log.next_number - 1)
         rounds = self._log.rounds
         self._index.follow(rounds)
         if rounds.unfinished is None:
@@ -265,11 +272,19 @@ class Collector:
             }
         )
         manifests = self._unneeded_manifests(young_since)
+        if refs or manifests:
+            self._require_commits()
         return StoredRound(
             nonce=self._new_id(),
             condemned=tuple(refs[:MAX_PACKS]),
             manifests=tuple(manifests[:MAX_MANIFESTS]),
         )
+
+    def _require_commits(self) -> None:
+        """Raise NothingCommitted if no log commits a snapshot, nor says that there was one."""
+        logs = self._reader.logs.values()
+        if not any(summary.committed or summary.removed or summary.state >= 0 for summary in logs):
+            raise NothingCommitted(self._objects.url, len(list(self._index.packs())))
 
     def _old_packs(self, young_since: int) -> dict[int, int]:
         """Return size by number of the packs that may be condemned."""
@@ -344,15 +359,21 @@ class Collector:
     def _fence_logs(self, round_: int) -> None:
         """Put a fence into every log that is there after the round began."""
         self._reader.refresh()
-        for writer in list(self._reader.logs):
-            # Each failure means that the log went on; a writer makes one entry for each snapshot.
-            while not self._is_fenced(writer, round_):
-                summary = self._reader.logs[writer]
-                before = summary.next
-                entry = LogFence(nonce=self._new_id(), round=round_)
-                append_to_log(self._objects, self._sealer, writer, summary, entry)
-                if summary.next == before:
-                    self._reader.refresh()
+        while bare := [writer for writer in self._reader.logs if not self._is_fenced(writer, round_)]:
+            for writer in bare:
+                self._fence(writer, round_)
+            # One listing may lack a whole log, of which nobody would hear.
+            self._reader.refresh()
+
+    def _fence(self, writer: str, round_: int) -> None:
+        # Each failure means that the log went on; a writer makes one entry for each snapshot.
+        while not self._is_fenced(writer, round_):
+            summary = self._reader.logs[writer]
+            before = summary.next
+            entry = LogFence(nonce=self._new_id(), round=round_)
+            append_to_log(self._objects, self._sealer, writer, summary, entry)
+            if summary.next == before:
+                self._reader.refresh()
 
     def _is_fenced(self, writer: str, round_: int) -> bool:
         summary = self._reader.logs[writer]
@@ -362,6 +383,7 @@ class Collector:
     def _decide(self, content: StoredRound) -> StoredRound:
         """Return what of the condemned may be deleted."""
         live = self._list_and_mark()
+        self._require_commits()
         numbers = {
             number for ref in content.condemned if (number := self._index.number(PackRef(ref))) is not None
         }

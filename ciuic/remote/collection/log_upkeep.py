@@ -124,6 +124,9 @@ class LogUpkeep:
         first = self._reader.first.get(writer, 0)
         if summary.state <= first:
             return
+        # Of entries that a listing lacks, later ones would be deleted before them.
+        if first and self._objects.info(log_entry_name(writer, first - 1)) is not None:
+            return
         for number in range(first, min(summary.state, self._last_own(writer, summary))):
             # One request after the other: see the head of this module.
             self._objects.delete([log_entry_name(writer, number)])

@@ -20,10 +20,18 @@ import xxhash
 
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import LiveManifest, LogEntry, LogRetired, LogState
-from ciuic.remote.format.names import LOGS_PREFIX, HexId, PackRef, log_entry_name, log_prefix, parse_log_entry
+from ciuic.remote.format.names import (
+    LOGS_PREFIX,
+    HexId,
+    LogPosition,
+    PackRef,
+    log_entry_name,
+    log_prefix,
+    parse_log_entry,
+)
 from ciuic.remote.log.bounded import read_entry
 from ciuic.remote.log.damaged_log import DamagedLog, read_provable
-from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log.errors import IncompleteListing, RolledBack, missing
 from ciuic.remote.log.inline_pool import InlinePool
 from ciuic.remote.log.log_summary import LogSummary
 from ciuic.remote.objects.model import NoSuchObject, Objects
@@ -94,6 +102,8 @@ class LogReader:
         """Logs that the last `refresh` found damaged, by writer; only with ``skip_damaged``."""
         self.first: dict[str, int] = {}
         """Number of the first entry of each log that is there, as last listed."""
+        self.witness: LogPosition | None = None
+        """Entry that the caller has created: a listing without it is not believed."""
 
     def live(self) -> dict[str, LiveManifest]:
         """Return all snapshots that exist, by the names of their manifests."""
@@ -131,6 +141,7 @@ class LogReader:
 
         Raises:
             RolledBack: a log is shorter than it was, or gone.
+            IncompleteListing: the listing lacks an entry that is there.
             DamagedRemote: an entry cannot be read, or is missing; not with ``skip_damaged``.
             UnsupportedFormat: a later version of ciuic wrote an entry; not with ``skip_damaged``.
         """
@@ -174,6 +185,8 @@ class LogReader:
         after: str | None = ""
         while after is not None:
             after = self._list_from(after, ends)
+        if self.witness is not None and ends.get(self.witness.writer, -1) < self.witness.number:
+            raise IncompleteListing(LOGS_PREFIX, log_entry_name(*self.witness))
         return ends
 
     def _list_from(self, after: str, ends: dict[str, int]) -> str | None:
@@ -192,7 +205,8 @@ class LogReader:
     def _check_end(self, writer: str, next_: int, end: int) -> None:
         if end < next_ - 1:
             found = f"its last entry is {end}" if end >= 0 else "it is gone"
-            raise RolledBack(log_prefix(writer), f"this log had the entry {next_ - 1}, now {found}")
+            reason = f"this log had the entry {next_ - 1}, now {found}"
+            raise missing(self._objects, log_prefix(writer), log_entry_name(writer, next_ - 1), reason)
 
     def _read(
         self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, end: int

@@ -9,13 +9,25 @@ References:
 
 from __future__ import annotations
 
+from typing import Final
+
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.names import ROUNDS_PREFIX, PackRef, RoundPart, parse_round, round_name
+from ciuic.remote.format.names import (
+    MAX_NUMBER,
+    ROUNDS_PREFIX,
+    PackRef,
+    RoundPart,
+    parse_round,
+    round_name,
+)
 from ciuic.remote.format.round import StoredRound
 from ciuic.remote.log.bounded import read_round
-from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log.errors import IncompleteListing, missing
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
+
+# A round may begin between a listing and the question for the next one.
+_ATTEMPTS: Final = 3
 
 
 class Rounds:
@@ -61,15 +73,15 @@ class Rounds:
         return self._read[round_]
 
     def refresh(self) -> None:
-        """Read what rounds have condemned since the last call. One LIST, and a GET for each new part.
+        """Read what rounds have condemned since the last call. One LIST, a HEAD, and a GET for each new part.
 
         Raises:
             RolledBack: a round that was seen is missing.
+            IncompleteListing: the listing lacks a round that is there.
             DamagedRemote: a round cannot be read.
         """
-        parts = self._list()
         before = (self.condemned, self.manifests)
-        last = max(parts, default=self.last)
+        parts, last = self._list_all()
         if self._skip_ended and parts:
             self.finished = last if "done" in parts[last] else last - 1
             if self.finished >= 0:
@@ -92,6 +104,16 @@ class Rounds:
             del self._read[round_]
         self._unite()
 
+    def _list_all(self) -> tuple[dict[int, set[RoundPart]], int]:
+        """Return the parts as `_list` does, and the last round, after which none is there."""
+        for _ in range(_ATTEMPTS):
+            parts = self._list()
+            last = max(parts, default=self.last)
+            # Rounds have no gaps. A writer that misses one relies on what is about to be deleted.
+            if last == MAX_NUMBER or self._objects.info(round_name(last + 1)) is None:
+                return parts, last
+        raise IncompleteListing(ROUNDS_PREFIX, round_name(last + 1))
+
     def _list(self) -> dict[int, set[RoundPart]]:
         """Return the parts of each round that is not known to be finished; checks that the last known one is there."""
         after = round_name(self.finished - 1, "final") if self.finished > 0 else ""
@@ -100,9 +122,11 @@ class Rounds:
             if name := parse_round(info.name):
                 parts.setdefault(name.round, set()).add(name.part)
         if self.finished >= 0 and "done" not in parts.get(self.finished, ()):
-            raise RolledBack(round_name(self.finished, "done"), "this round had ended, and is missing now")
+            known = round_name(self.finished, "done")
+            raise missing(self._objects, ROUNDS_PREFIX, known, "this round had ended, and is missing now")
         if self.last > self.finished and self.last not in parts:
-            raise RolledBack(round_name(self.last), "this round was there, and is missing now")
+            known = round_name(self.last)
+            raise missing(self._objects, ROUNDS_PREFIX, known, "this round was there, and is missing now")
         return {
             round_: found for round_, found in parts.items() if round_ > self.finished or self._skip_ended
         }

@@ -34,7 +34,7 @@ from ciuic.remote.format.log_entry import (
 )
 from ciuic.remote.format.names import log_entry_name, log_prefix, new_hex_id, parse_log_entry
 from ciuic.remote.log.bounded import create_entry, read_entry
-from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log.errors import missing
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_state import WriterPosition, WriterState
 from ciuic.remote.objects.model import NoSuchObject, Objects
@@ -237,7 +237,8 @@ class WriterLog:
         end = max(numbers, default=-1)
         if end < known.next - 1:
             reason = f"this host's log had the entry {known.next - 1}, now its last is {end}"
-            raise RolledBack(log_prefix(known.writer), reason)
+            name = log_entry_name(known.writer, known.next - 1)
+            raise missing(self._objects, log_prefix(known.writer), name, reason)
         self._become(known.writer, end, "")
         last = self._read(end)
         if last is None or isinstance(last, LogRetired):

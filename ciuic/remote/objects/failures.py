@@ -14,6 +14,7 @@ from ciuic.remote.objects.model import (
     ArchivedObject,
     NoSuchBucket,
     NoSuchObject,
+    NotAListing,
     RemoteRefused,
     RemoteUnreachable,
 )
@@ -25,6 +26,8 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 # Signatures, keys and tokens are longer; host names, ARNs and bucket names are mostly not.
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/=_-]{30,}")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+# obstore's words for an answer with success whose body cannot be parsed.
+_NO_LISTING = "invalid list response"
 # Answers to a read of an object that must be thawed first: Amazon S3 (403) and OSS, Azure (409).
 _ARCHIVED_CODES = frozenset({"InvalidObjectState", "BlobArchived", "BlobBeingRehydrated"})
 # Codes with a status below 500 of requests that succeed later.
@@ -82,6 +85,11 @@ def failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -> C
         )
     if isinstance(exc, FileNotFoundError) or status == 404:
         return NoSuchObject(name)
+    if _NO_LISTING in text:
+        return NotAListing(
+            f"{what}: what was answered is not a listing",
+            hint="a proxy may have answered in place of the store",
+        )
     if any(mark in text for mark in _METADATA):
         return RemoteRefused(
             f"{what}: no credentials in the environment or the shared files, and the instance's metadata has none"

@@ -28,6 +28,10 @@ class RemoteUnreachable(CiuicError):
     """The object store did not answer, or only with errors that may pass; the request may have been done."""
 
 
+class NotAListing(RemoteUnreachable):
+    """What was answered for a listing is none, such as the page of a proxy."""
+
+
 class RemoteRefused(NotPermitted):
     """The object store does not allow this request to these credentials."""
 

@@ -20,6 +20,7 @@ from ciuic.remote.objects.failures import failure, is_conflict, status_of
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     NoSuchObject,
+    NotAListing,
     ObjectInfo,
     RemoteUnreachable,
     TooLargeObject,
@@ -32,6 +33,10 @@ from ciuic.repository.ids import Bytes
 # Only the content of files may go to a class that must be thawed: names, trees and logs are always needed.
 _DATA_PACK: Final = re.compile(r"(?:\A|/)packs/data/")
 _LIST_PAGE: Final = 1000
+# Stores list 100 (OSS), 1,000 or 5,000 objects with one request.
+_STORE_PAGE: Final = 100
+# An answer that is no listing is that of a proxy, and the next one mostly the store's.
+_LISTING_PAUSES_SECONDS: Final = (0.1, 1.0, 3.0)
 _DELETE_BATCH: Final = 1000
 _DELETE_THREADS: Final = 8
 # Two creates of one name at one moment; the other one is over in milliseconds.
@@ -188,7 +193,32 @@ class ObstoreObjects:
         return found._replace(name=name)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose names begin with ``prefix``."""
+        """Yield the objects whose names begin with ``prefix``.
+
+        obstore takes the page of a proxy, if it is well-formed HTML, for a listing without objects, and so for the end of one
+        that has several pages. An end where one may come is asked for again, after the last object.
+        """
+        pauses_seconds = iter(_LISTING_PAUSES_SECONDS)
+        asked_again = False
+        while True:
+            number = 0
+            try:
+                for meta in self._listed(prefix, after):
+                    number += 1
+                    after = meta["path"]
+                    if after.startswith(prefix):
+                        yield _info(meta)
+            except NotAListing:
+                pause_seconds = next(pauses_seconds, None)
+                if pause_seconds is None:
+                    raise
+                self._sleep(pause_seconds)
+                continue
+            if number % _STORE_PAGE or (asked_again and not number):
+                return
+            asked_again = True
+
+    def _listed(self, prefix: str, after: str) -> Iterator[dict[str, Any]]:
         # obstore compares whole parts of names: what is before the last slash is asked for.
         directory = prefix.rpartition("/")[0] or None
         try:
@@ -196,7 +226,7 @@ class ObstoreObjects:
                 self._clients.reading, directory, offset=after or None, chunk_size=_LIST_PAGE
             )
             for page in pages:
-                yield from (_info(meta) for meta in page if meta["path"].startswith(prefix))
+                yield from page
         except FileNotFoundError as exc:
             error = failure(exc, "list", prefix)
             # A store that keeps directories may miss this one; a bucket that is missing is told.

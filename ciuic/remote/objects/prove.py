@@ -1,4 +1,4 @@
-"""Prove that a bucket keeps create-only, the one thing that the protocol needs; and measure it.
+"""Prove that a bucket keeps what the protocol needs, create-only and list-after-create; and measure it.
 
 Create-only fails silently where it fails: radosgw before version 18 and some versioned buckets answer 200 and
 overwrite, and OSS ignores its header in a versioned bucket. So no answer counts alone. Many racers create one
@@ -29,6 +29,10 @@ _MIB: Final = 1 << 20
 
 class CreateOnlyNotKept(CiuicError):
     """The bucket does not keep create-only: hosts would overwrite one another's commits."""
+
+
+class ListingNotKept(CiuicError):
+    """The bucket lists an object later than it is created: collectors would miss commits."""
 
 
 class Proof(NamedTuple):
@@ -63,7 +67,7 @@ def prove_create_only(
     pause_seconds: float = _PAUSE_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Proof:
-    """Race for names in the bucket; return if each had one winner, whose object stayed.
+    """Race for names in the bucket; return if each had one winner, whose object stayed and was listed at once.
 
     Args:
         connect: opens the remote with a client of its own; called once for each racer.
@@ -74,6 +78,7 @@ def prove_create_only(
 
     Raises:
         CreateOnlyNotKept: the bucket overwrote an object, or had two winners.
+        ListingNotKept: a listing lacked an object that was there.
         RemoteUnreachable, RemoteRefused, NoSuchBucket: a request failed otherwise.
     """
     clients = [connect() for _ in range(racers)]
@@ -94,6 +99,9 @@ def _race(
     nonces = [os.urandom(16).hex().encode() for _ in clients]
     winner = _started_together(clients, name, nonces)
     _expect(clients[0], name, winner, "right after the race")
+    # Collectors delete what no log in a listing needs: what was created is listed from then on, to everybody.
+    for client in (clients[0], clients[-1]):
+        _expect_listed(client, name)
     sleep(pause_seconds)
     _expect(clients[-1], name, winner, f"{pause_seconds:g} s after the race")
     for client, nonce in zip(clients, nonces, strict=True):
@@ -138,6 +146,15 @@ def _expect(client: Objects, name: str, winner: bytes, when: str) -> None:
         raise _not_kept(client, name, f"the object of the winner is gone {when}") from None
     if there != winner:
         raise _not_kept(client, name, f"the object is not the winner's {when}: it was overwritten")
+
+
+def _expect_listed(client: Objects, name: str) -> None:
+    if not any(info.name == name for info in client.list(PROOF_PREFIX)):
+        raise ListingNotKept(
+            f"{client.url} does not list what was created before: its listing of {PROOF_PREFIX} lacks {name}",
+            hint="use a store whose listings are strongly consistent, without a caching proxy before it; "
+            "see docs/remote-format.md, section 1",
+        )
 
 
 def _not_kept(client: Objects, name: str, what: str) -> CreateOnlyNotKept:

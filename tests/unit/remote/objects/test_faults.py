@@ -23,6 +23,7 @@ from ciuic.remote.objects import clients
 from ciuic.remote.objects.model import (
     NoSuchBucket,
     NoSuchObject,
+    NotAListing,
     RemoteRefused,
     RemoteUnreachable,
     TooLargeObject,
@@ -131,6 +132,54 @@ def test_errors_that_stay_are_told_as_such(connect: Connect, fault_proxy: FaultP
     for operation in _operations(objects):
         with pytest.raises(RemoteRefused, match=f"answered {status}|answered nothing"):
             operation()
+
+
+WELL_FORMED = b"<!DOCTYPE html><html><body><h1>Please log in</h1></body></html>"
+
+
+def on_listings(*faults: Fault | None) -> Callable[[Request], Fault | None]:
+    left = iter(faults)
+    return lambda request: next(left, None) if "list-type" in request.path else None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        WELL_FORMED,
+        b"<html><head><meta charset=utf-8></head><body>Please log in<br></body></html>",
+        b"Please log in",
+        b"",
+        b"<?xml version='1.0'?><ListBucketResult><Contents><Key>there",
+    ],
+)
+def test_page_of_a_proxy_is_no_listing(connect: Connect, fault_proxy: FaultProxy, body: bytes) -> None:
+    """A listing that a proxy answered once with a page of its own, or that was cut, is asked for again."""
+    objects = connect()
+    objects.put("w/there", [b"x"])
+    fault_proxy.fault = on_listings(Fault(status=200, body=body))
+    assert [info.name for info in objects.list("w/")] == ["w/there"]
+
+
+def test_page_of_a_proxy_within_a_listing_is_no_end(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """A listing of several requests of which a later one was answered with a page has all objects."""
+    objects = connect()
+    names = [f"w/{number:04}" for number in range(1005)]
+    for name in names:
+        objects.put(name, [b"x"])
+    fault_proxy.fault = on_listings(None, Fault(status=200, body=WELL_FORMED))
+    assert [info.name for info in objects.list("w/")] == names
+
+
+@pytest.mark.usefixtures("impatient")
+def test_listings_that_are_none_all_the_time(seaweedfs: SeaweedFS, fault_proxy: FaultProxy) -> None:
+    """A proxy that answers every listing with what cannot be one is an error of its own class, which may pass."""
+    objects = fault_proxy.connect(seaweedfs.new_url())
+    objects._sleep = lambda seconds: None
+    fault_proxy.fault = on_listings(*[Fault(status=200, body=b"Please log in")] * 9)
+    with pytest.raises(NotAListing, match="cannot list w/: what was answered is not a listing") as error:
+        list(objects.list("w/"))
+    assert isinstance(error.value, RemoteUnreachable)
+    assert "proxy" in error.value.hint
 
 
 def _operations(objects: ObstoreObjects) -> Iterator[Callable[[], object]]:

@@ -11,9 +11,15 @@ import pytest
 from support.object_servers import SeaweedFS
 
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.model import NoSuchObject, Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.prove import PROOF_PREFIX, CreateOnlyNotKept, measure, prove_create_only
+from ciuic.remote.objects.prove import (
+    PROOF_PREFIX,
+    CreateOnlyNotKept,
+    ListingNotKept,
+    measure,
+    prove_create_only,
+)
 from ciuic.repository.ids import Bytes
 
 
@@ -113,6 +119,21 @@ def test_stores_that_do_not_keep_it(bucket: str, kind: type[MemoryObjects]) -> N
     with pytest.raises(CreateOnlyNotKept, match="does not keep create-only") as error:
         prove(lambda: kind(bucket))
     assert "If-None-Match" in error.value.hint
+    assert list(MemoryObjects(bucket).list("")) == []
+
+
+class ListsLate(MemoryObjects):
+    """A store, or a cache before it, whose listings lack what was created a moment ago."""
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return iter(())
+
+
+def test_store_that_lists_late(bucket: str) -> None:
+    """A store whose listing lacks what was created before is refused, and nothing is left there."""
+    with pytest.raises(ListingNotKept, match="does not list what was created before") as error:
+        prove(lambda: ListsLate(bucket))
+    assert "strongly consistent" in error.value.hint
     assert list(MemoryObjects(bucket).list("")) == []
 
 
