@@ -135,3 +135,9 @@ def is_served_by_a_user(fs_type: bytes, super_options: bytes) -> bool:
 def mounts_at(path: bytes, mounts: list[Mount]) -> list[Mount]:
     """Return the mounts whose mount point is exactly ``path``, bottom first."""
     return [mount for mount in mounts if mount.mount_point == path]
+
+
+def mounted_inside(path: bytes, mounts: list[Mount]) -> list[bytes]:
+    """Return the mount points of what is mounted directly on the topmost mount at ``path``; it would go with a lazy unmount."""
+    found = mounts_at(path, mounts)
+    return [mount.mount_point for mount in mounts if found and mount.parent_id == found[-1].mount_id]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.live import Live
 from support.overlay import Overlay
 from support.site import CHECKOUT, Site, site_in, until
 
@@ -185,6 +186,52 @@ def test_a_worker_that_is_asked_alone_refuses(short_tmp: Path) -> None:
         finally:
             unmount(root / "datasets")
         assert overlay.stop() == 0
+
+
+def test_what_cannot_be_moved_is_named_and_never_unmounted_lazily(short_tmp: Path) -> None:
+    """A mount over another one at the same place is named by `stop`, which ends with 8 and advises nothing that would lose it."""
+    root = short_tmp / "root"
+    (root / "disk").mkdir(parents=True)
+    with Live(short_tmp) as live:
+        live.run("protect", str(root))
+        live.start(root)
+        for name in ("below", "above"):
+            mount_tmpfs(root / "disk")
+            (root / "disk" / name).write_text("kept")
+        before = mounted_at(root / "disk")
+        daemon = live.daemon
+        assert daemon is not None
+        refused = live.run("stop", expect=8).stderr.decode()
+        daemon.wait(60)
+        assert f"unmount {root}/disk" in refused
+        assert "umount -l" not in refused
+        refused = live.run("unprotect", str(root), expect=5).stderr.decode()
+        assert f"unmount {root}/disk" in refused
+        assert "umount -l" not in refused
+        assert mounted_at(root / "disk") == before
+        assert (root / "disk/above").read_text() == "kept"
+        subprocess.run(["umount", str(root / "disk")], check=True, timeout=30)
+        assert (root / "disk/below").read_text() == "kept"
+        live.run("protect", str(root))
+        live.start(root)
+        live.run("stop")
+        assert (root / "disk/below").read_text() == "kept"
+        unmount(root / "disk")
+
+
+def test_a_stop_names_what_keeps_an_overlay_beside_its_users(short_tmp: Path) -> None:
+    """Without a daemon nobody moves what is mounted inside: `stop` names it beside the program that works in the root."""
+    root = short_tmp / "root"
+    (root / "disk").mkdir(parents=True)
+    with Live(short_tmp) as live:
+        live.run("protect", str(root))
+        live.start(root)
+        mount_tmpfs(root / "disk")
+        with open(root / "log", "w"):
+            said = live.run("stop").stdout.decode()
+        assert f"{root}/disk (a mount)" in said
+        unmount(root / "disk")
+        until("the unmount of the root", lambda: len(mounted_at(root)) == 0)
 
 
 def test_bind_mounts_of_the_overlay_become_ones_of_the_plain_directory(site: Site) -> None:

@@ -18,7 +18,7 @@ from ciuic.cli.shared.messages import complain
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
-from ciuic.cli.shared.overlay_fate import in_use
+from ciuic.cli.shared.overlay_fate import in_use, remedy
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import NotPermitted, Partial, Unreachable
 
@@ -67,7 +67,7 @@ def command(as_json: bool) -> None:
     if left:
         raise Partial(
             f"the daemon has ended, but still mounted: {shown_text(', '.join(left))}",
-            hint="start the daemon again, which takes such a mount over; or: umount -l PATH",
+            hint=remedy(left, "which takes the mount over, and stop it again"),
         )
 
 

@@ -16,7 +16,7 @@ import click
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json
-from ciuic.cli.shared.overlay_fate import overlay_fate
+from ciuic.cli.shared.overlay_fate import overlay_fate, remedy
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, NotFound, Unreachable
 
@@ -68,7 +68,7 @@ def _tell_daemon(session: Session, paths: Sequence[Path]) -> bool:
             raise Unreachable(
                 f"taken out of the configuration, but {shown_text(', '.join(left))} "
                 f"{'is' if len(left) == 1 else 'are'} still mounted and no daemon answers that could unmount",
-                hint=f"start the daemon, which lets go of it; or: umount -l {shown_text(' '.join(left))}",
+                hint=remedy(left, "which lets go of it"),
             ) from None
         for path in paths:
             _remove_state(session, path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,8 +32,30 @@ def in_use(path: str) -> str | None:
             return None
         users = describe(mount_users(path))
         if users or time.monotonic() > deadline:
-            return users
+            return (
+                ", ".join([users, *(f"{name} (a mount)" for name in mounted_inside(path))]) if users else ""
+            )
         time.sleep(_POLL_SECONDS)
+
+
+def mounted_inside(path: str) -> list[str]:
+    """Return what others have mounted inside the overlay over ``path``: it may not be unmounted lazily."""
+    from ciuic.system import mountinfo
+
+    return [os.fsdecode(name) for name in mountinfo.mounted_inside(os.fsencode(path), mountinfo.read())]
+
+
+def remedy(paths: Sequence[str], daemon_does: str) -> str:
+    """Return what to do about overlays that no daemon serves; never a lazy unmount of what others have mounted inside.
+
+    Args:
+        paths: the roots.
+        daemon_does: what a daemon that is started does about them, as a relative clause.
+    """
+    inside = [name for path in paths for name in mounted_inside(path)]
+    if inside:
+        return f"unmount {shown_text(', '.join(inside))}, which is mounted inside, then start the daemon, {daemon_does}"
+    return f"start the daemon, {daemon_does}; or: umount -l {shown_text(' '.join(paths))}"
 
 
 def overlay_fate(path: str) -> str:

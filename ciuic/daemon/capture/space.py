@@ -123,8 +123,12 @@ class CaptureRoom:
             return error
         written_bytes = writer.new_bytes
         self.give_back(writer)
-        reached = "" if self.disk.refused is not None else f" ({os.strerror(error.errno)})"
-        return self.refusal(written_bytes, reached=reached, needed_next=written_bytes)
+        refused = self.disk.refused
+        if refused is None:
+            reached = f" ({os.strerror(error.errno)})"
+            return self.refusal(written_bytes, reached=reached, needed_next=written_bytes)
+        # What was written fitted: the shortage begins with the write that was refused.
+        return self.refusal(written_bytes + refused.wanted_bytes, needed_next=written_bytes)
 
     def give_back(self, writer: Writer) -> None:
         """Remove what the capture has written, as far as the disk permits."""
@@ -144,16 +148,18 @@ class CaptureRoom:
         """
         job, available = self._job, available_bytes(self._job.repository)
         words = [
-            why or f"it needs more than {human_size(needed_bytes)}",
+            why or f"it needs more than {human_size(needed_bytes + self.disk.margin_bytes)}",
             f"{human_size(available)} is free on the file system of {job.repository}",
         ]
         if job.reserve_bytes:
             words.append(f"{human_size(job.reserve_bytes)} must stay free for others ({job.reserve_reason})")
-        missing_bytes = max(needed_bytes, 1) - min(self.disk.room_bytes, available)
+        missing_bytes = needed_bytes - min(self.disk.room_bytes, available)
+        # Others may have freed what was missing.
+        free = f"at least {human_size(missing_bytes)}" if missing_bytes > 0 else "more"
         prune = "`ciuic prune` with a shorter [retention], or " if self._has_snapshots else ""
         return NoRoom(
             f"no room for the snapshot{reached}: {', '.join(words)}; nothing of it was kept",
-            hint=f"{prune}free at least {human_size(max(missing_bytes, 0))} there, exclude what need not be kept, or put "
+            hint=f"{prune}free {free} there, exclude what need not be kept, or put "
             "[repository] path on another disk; [repository] reserve says how much stays free",
             needed_bytes=needed_next,
             is_final=not self._has_snapshots,

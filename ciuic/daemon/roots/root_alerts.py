@@ -28,12 +28,12 @@ class RootAlerts:
             root=self._path,
         )
 
-    def not_unmounted(self, error: str) -> None:
+    def not_unmounted(self, error: str, hint: str) -> None:
         """Report that the overlay is still over the root although it should not be."""
         self._alerts.report(
             f"root:{self._path}",
             f"the overlay of {self._path} could not be unmounted: {error or 'its worker does not stop'}",
-            hint=f"look at its log; as a last resort: umount -l {self._path}",
+            hint=hint or f"look at its log; as a last resort: umount -l {self._path}",
             root=self._path,
         )
 

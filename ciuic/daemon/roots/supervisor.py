@@ -407,7 +407,7 @@ class RootSupervisor:
         except (CiuicError, OSError, trio.TooSlowError) as error:
             log.error("root_not_unmounted", root=self.path, error=str(error) or type(error).__name__)
             self.error = str(error)
-            self._root_alerts.not_unmounted(self.error)
+            self._root_alerts.not_unmounted(self.error, error.hint if isinstance(error, CiuicError) else "")
             return
         self._root_alerts.clear_mount()
         if self.in_use:

@@ -176,12 +176,15 @@ class MovedMounts:
                     self._rebind(entry, name)
                 else:
                     self._move(name, backing_fd)
+                    if entry in mounts_in_overlay_at(self._root):
+                        # What was moved was mounted over it, and would cover it in the plain directory.
+                        raise OSError(errno.EBUSY, "another file system is mounted over it")
         except OSError as error:
             with suppress(OSError):
                 self.back()
             raise MountsInside(
                 f"{os.fsdecode(place)} is mounted inside the overlay of {os.fsdecode(self._root)} and cannot be moved "
-                f"to the plain directory: {os.strerror(error.errno or 0)}",
+                f"to the plain directory: {error.strerror}",
                 hint="unmount it there first",
             ) from error
 

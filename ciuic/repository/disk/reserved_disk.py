@@ -29,10 +29,12 @@ _MAX_MARGIN_BYTES: Final = 16 << 20
 class ReserveReached(OSError):
     """A write was refused because it would leave others less than the reserve."""
 
-    def __init__(self, path: str, available_bytes: int, reserve_bytes: int) -> None:
+    def __init__(self, path: str, available_bytes: int, reserve_bytes: int, wanted_bytes: int) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         self.available_bytes = available_bytes
         self.reserve_bytes = reserve_bytes
+        self.wanted_bytes = wanted_bytes
+        """What the write would have taken."""
 
 
 class ReservedDisk(Disk):
@@ -50,7 +52,10 @@ class ReservedDisk(Disk):
         self._under_way_bytes = 0
 
     @functools.cached_property
-    def _margin_bytes(self) -> int:
+    def margin_bytes(self) -> int:
+        """Space beside the reserve that stays free for what is written without a check."""
+        if not self._keeps_reserve:
+            return 0
         return max(_MIN_MARGIN_BYTES, min(int(_MARGIN_SHARE * total_bytes(self._path)), _MAX_MARGIN_BYTES))
 
     @functools.cached_property
@@ -61,8 +66,8 @@ class ReservedDisk(Disk):
         """
         return self.reserve_bytes > 0 and total_bytes(self._path) > 0
 
-    def check(self, wanted_bytes: int = 0) -> None:
-        """Raise ReserveReached if this many more bytes would leave less than the reserve.
+    def check(self, wanted_bytes: int = 0, margin_bytes: int = 0) -> None:
+        """Raise ReserveReached if this many more bytes would leave less than the reserve and the margin.
 
         Raises:
             OSError: the file system cannot be asked.
@@ -71,9 +76,10 @@ class ReservedDisk(Disk):
             return
         # Asked anew for every write: what other processes have taken meanwhile counts.
         available = available_bytes(self._path)
-        if available - wanted_bytes < self.reserve_bytes:
-            self.refused = self.refused or ReserveReached(self._path, available, self.reserve_bytes)
-            raise ReserveReached(self._path, available, self.reserve_bytes)
+        if available - wanted_bytes - margin_bytes < self.reserve_bytes:
+            refusal = ReserveReached(self._path, available, self.reserve_bytes, wanted_bytes)
+            self.refused = self.refused or refusal
+            raise refusal
 
     @property
     def room_bytes(self) -> int:
@@ -84,7 +90,7 @@ class ReservedDisk(Disk):
         """
         if not self._keeps_reserve:
             return sys.maxsize
-        return available_bytes(self._path) - self.reserve_bytes - self._margin_bytes
+        return available_bytes(self._path) - self.reserve_bytes - self.margin_bytes
 
     def write_at(self, fd: int, parts: Iterable[Bytes], offset: int) -> int:
         """Write the parts unless they would reach into the reserve.
@@ -97,7 +103,7 @@ class ReservedDisk(Disk):
         pending = list(parts)
         length = sum(memoryview(part).nbytes for part in pending)
         with self._lock:
-            self.check(self._under_way_bytes + length + self._margin_bytes)
+            self.check(self._under_way_bytes + length, self.margin_bytes)
             self._under_way_bytes += length
         try:
             return super().write_at(fd, pending, offset)

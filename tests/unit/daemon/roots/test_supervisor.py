@@ -272,7 +272,9 @@ def test_mounts_inside_that_cannot_be_moved_are_named(stage: Stage) -> None:
 
     async def refuse(root: str, backing_fd: int) -> MovedMounts:
         await trio.lowlevel.checkpoint()
-        raise MountsInside("/a/disk is mounted inside the overlay of /a and cannot be moved")
+        raise MountsInside(
+            "/a/disk is mounted inside the overlay of /a and cannot be moved", hint="unmount it there first"
+        )
 
     stage.mounts.move_mounts_inside = refuse  # type: ignore[method-assign]
 
@@ -286,6 +288,7 @@ def test_mounts_inside_that_cannot_be_moved_are_named(stage: Stage) -> None:
     stage.run(supervisor, script)
     (alert,) = stage.alerts.standing()
     assert "/a/disk is mounted inside" in alert.message
+    assert alert.hint == "unmount it there first"
 
 
 def test_writers_that_go_round_are_named_until_they_end(stage: Stage) -> None:
