@@ -14,6 +14,7 @@ from ciuic.remote.format.pack_reader import RemotePackReader
 from ciuic.remote.format.round import decode_round
 from ciuic.remote.sealing import key_slot
 from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.slot_secret import SlotKind, SlotSecret
 from ciuic.repository.identity import Identity
 
 KINDS = ("sealed", "clear")
@@ -49,6 +50,15 @@ def test_the_reader_of_the_page_knows_nothing_of_ciuic() -> None:
     }
     assert imported
     assert not any(name.startswith(("ciuic", "support")) for name in imported)
+
+
+@pytest.mark.parametrize("kind", ["key-file", "command", "recovery"])
+def test_the_page_names_the_slot_of_a_key(kind: SlotKind) -> None:
+    """The digits at the end of a host's slot are those that the page derives from the key."""
+    info = b"ciuic key slot name v1 " + kind.encode()
+    digits = page.hkdf(recipe.KEY_FILE, recipe.REMOTE_ID, info)[:6].hex()
+    secret = SlotSecret(kind, recipe.KEY_FILE)
+    assert key_slot.own_slot(recipe.REMOTE_ID, secret, "Node_7.example") == f"host-node-7-example-{digits}"
 
 
 def test_the_page_opens_every_key_slot() -> None:

@@ -16,8 +16,9 @@ from typing import Final
 
 from ciuic.config import RemoteConfig
 from ciuic.errors import NotFound, UsageError
-from ciuic.remote.access.remote import Remote, RemoteExists, add_slot, init_remote, key_slots, open_remote
+from ciuic.remote.access.remote import Remote, RemoteExists, add_slot, init_remote, open_remote
 from ciuic.remote.access.secrets import configured_secrets
+from ciuic.remote.access.slots import KeySlots
 from ciuic.remote.errors import WrongKey
 from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
@@ -79,7 +80,7 @@ def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
                 continue
         except WrongKey:
             # Of a remote without any slot another rank is adding the first one.
-            if not secrets or time.monotonic() > end or key_slots(objects):
+            if not secrets or time.monotonic() > end or KeySlots(objects).any_object():
                 raise
             time.sleep(_POLL_SECONDS)
 
