@@ -19,7 +19,7 @@ from support.remote_world import (
 
 from ciuic.remote.format.names import parse_pack
 from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.errors import IncompleteListing, NothingCommitted, RolledBack
+from ciuic.remote.log.errors import IncompleteListing, LostCommits, NothingCommitted, RolledBack
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.objects.model import ObjectInfo
@@ -31,6 +31,8 @@ class LackingBucket(Bucket):
     prefix = "w/"
     at: int | None = None
     keeps: Callable[[str], bool] = staticmethod(lambda name: False)
+    before: Callable[[], object] = staticmethod(lambda: None)
+    """Called right before a listing that lacks something."""
     listings = 0
 
     def lack(self, prefix: str, at: int, keeps: Callable[[str], bool]) -> None:
@@ -43,6 +45,8 @@ class LackingBucket(Bucket):
         self.listings += 1
         if self.at not in (-1, self.listings - 1):
             return found
+        self.before()
+        found = super().list(prefix, after=after)
         return (info for info in found if self.keeps(info.name))
 
 
@@ -104,7 +108,7 @@ def test_listing_without_one_writer_costs_nothing(fleet: Fleet) -> None:
     """A listing that lacks one of two logs, at any place, loses none of its snapshots."""
     for at in range(20):
         fleet.bucket.lack("w/", at, lambda name: fleet.writers[1] not in name)
-        with suppress(IncompleteListing):
+        with suppress(IncompleteListing, LostCommits):
             fleet.collect()
         assert not fleet.judge.problem()
         if fleet.bucket.listings <= at:
@@ -112,10 +116,22 @@ def test_listing_without_one_writer_costs_nothing(fleet: Fleet) -> None:
     assert fleet.packs() == 2
 
 
+def test_log_that_the_listing_for_fences_lacks_has_a_fence(fleet: Fleet) -> None:
+    """A writer that begins before a round, and that the next listing lacks, hears of the round all the same."""
+    known = set(fleet.bucket.objects)
+    late = Uploader(fleet.bucket, fleet.ids, MemoryState(), RemoteIndex.open(None, threads=1))
+    fleet.bucket.lack("w/", 1, lambda name: late.log.writer not in name)
+    fleet.bucket.before = staticmethod(late.begin)
+    fleet.collect()
+    assert late.log.writer
+    fences = [name for name in set(fleet.bucket.objects) - known if name.startswith(f"w/{late.log.writer}/")]
+    assert len(fences) == 2
+
+
 def test_logs_that_commit_nothing_are_no_reason_to_delete(fleet: Fleet) -> None:
     """Packs without any log that commits or removes a snapshot stay, and the error says so."""
     for name in list(fleet.bucket.objects):
-        if name.startswith("w/"):
+        if name.startswith(("w/", "manifests/")):
             del fleet.bucket.objects[name]
     with pytest.raises(NothingCommitted, match=r"4 packs.*nothing was deleted"):
         fleet.collect()
