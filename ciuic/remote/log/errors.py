@@ -37,7 +37,7 @@ class LostCommits(DamagedRemote):
         super().__init__(
             name,
             f"no log commits or removes it{others}: {reason}; nothing was deleted",
-            hint="ciuic check --remote --repair commits what the manifests have; remote forget gives up what is not wanted",
+            hint="ciuic check --remote --repair commits it again; then ciuic forget --remote gives up what is not wanted",
         )
 
 
