@@ -17,7 +17,8 @@ from support.remote_world import (
     make_collector,
 )
 
-from ciuic.remote.format.names import parse_pack
+from ciuic.remote.collection.collector import Collector
+from ciuic.remote.format.names import parse_log_entry, parse_pack
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.errors import IncompleteListing, LostCommits, NothingCommitted, RolledBack
 from ciuic.remote.log.log_reader import LogReader
@@ -163,3 +164,29 @@ def test_round_that_a_listing_lacks_is_noticed(fleet: Fleet) -> None:
     fleet.bucket.lack("gc/", -1, lambda name: False)
     with pytest.raises(IncompleteListing):
         Rounds(fleet.bucket, fleet.judge._sealer).refresh()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("believed", [False, True])
+def test_log_that_was_cut_is_not_believed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, first: int, believed: bool
+) -> None:
+    """Nothing is deleted beside a log that was deleted, or cut at its end; a collector that believes it deletes a snapshot."""
+    fleet.judge.acknowledged.clear()
+    late = Uploader(fleet.bucket, fleet.ids, MemoryState(), RemoteIndex.open(None, threads=1))
+    late.begin()
+    late.upload({chunk(7): None}, "cs-abcdef")
+    late.upload({chunk(8): None}, "cs-abcdef")
+    kept = late.upload({chunk(9): None}, "cs-abcdef")
+    for name in list(fleet.bucket.objects):
+        position = parse_log_entry(name)
+        if position and position.writer == late.log.writer and position.number >= first:
+            del fleet.bucket.objects[name]
+    if believed:
+        monkeypatch.setattr(Collector, "_require_logs", lambda self: None)
+        fleet.collect()
+        assert kept in fleet.bucket.deleted
+        return
+    with pytest.raises(LostCommits, match="no log commits or removes it"):
+        fleet.collect()
+    assert not fleet.bucket.deleted
