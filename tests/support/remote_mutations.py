@@ -183,17 +183,6 @@ def manifest_name_reused(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def one_listing_of_logs(patch: pytest.MonkeyPatch) -> None:
-    """A collector lists the logs once before it puts fences into them."""
-
-    def fence_logs(self: Collector, round_: int) -> None:
-        self._reader.refresh()
-        for writer in list(self._reader.logs):
-            self._fence(writer, round_)
-
-    patch.setattr(Collector, "_fence_logs", fence_logs)
-
-
 def next_round_not_asked_for(patch: pytest.MonkeyPatch) -> None:
     """A writer takes a listing of rounds as it comes."""
 
@@ -231,7 +220,7 @@ MORE: dict[str, Patch] = {
     )
 }
 
-OF_LISTINGS: dict[str, Patch] = {
-    mutation.__name__: mutation for mutation in (one_listing_of_logs, next_round_not_asked_for)
+OF_LISTINGS: dict[str, tuple[str, Patch]] = {
+    "next_round_not_asked_for": ("gc/", next_round_not_asked_for),
 }
-"""Mutations that believe a listing that lacks something."""
+"""Mutations that believe a listing that lacks something, with the prefix that is listed."""

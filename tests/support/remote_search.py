@@ -3,7 +3,7 @@
 A party is a function that is run again from its beginning whenever its next request is wanted, with the replies that
 it has had so far. What it does next depends on these alone, so a state is the bucket and the replies of each party.
 A party that stops for ever is one that is not scheduled any more: all its stops are among the states.
-A listing may lack anything of what is there, in so many listings as the caller says.
+A listing may lack anything of what is there, in one listing of a prefix that the caller says.
 """
 
 from __future__ import annotations
@@ -133,17 +133,17 @@ class Search:
     Args:
         parties: Functions of (objects, say): ``say`` records what the party claims at this point.
         problem: Function of the bucket and all claims; it says what is wrong, or returns an empty text.
-        lacks: Listings that may lack something, in one run.
+        lacks_in: Prefix of which any one listing may lack something; empty for none.
     """
 
     def __init__(
         self,
         parties: Sequence[Callable[[Objects, Callable[[Any], None]], None]],
         problem: Callable[[Contents, frozenset[Any]], str],
-        lacks: int = 0,
+        lacks_in: str = "",
     ) -> None:
         self._parties = parties
-        self._lacks = lacks
+        self._lacks_in = lacks_in
         self._problem = problem
         self._next: dict[tuple[int, tuple[Any, ...]], Outcome] = {}
         self._judged: dict[tuple[Contents, frozenset[Any]], str] = {}
@@ -151,7 +151,7 @@ class Search:
 
     def run(self, contents: Contents, max_states: int) -> str:
         """Return the first problem that is found, or an empty text. Stops after ``max_states`` states."""
-        first = State(contents, tuple(() for _ in self._parties), self._lacks)
+        first = State(contents, tuple(() for _ in self._parties), int(bool(self._lacks_in)))
         seen = {first}
         todo = [first]
         while todo and len(seen) <= max_states:
@@ -181,7 +181,8 @@ class Search:
             if outcome.request:
                 after, reply = perform(contents, outcome.request)
                 yield state.answered(at, after, reply, state.lacks)
-                if state.lacks and outcome.request[0] == "list":
+                method, arguments = outcome.request
+                if state.lacks and method == "list" and arguments[0].startswith(self._lacks_in):
                     for lack in lacking(reply):
                         yield state.answered(at, after, lack, state.lacks - 1)
 

@@ -22,7 +22,7 @@ from support.remote_world import (
 )
 
 from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.errors import NothingCommitted
+from ciuic.remote.log.errors import LostCommits, NothingCommitted
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.log_summary import LogSummary
 from ciuic.remote.objects.model import RemoteUnreachable
@@ -72,8 +72,10 @@ class Machine:
     def ended(self) -> None:
         """Take note of how the process ended."""
         error = self.party.error
-        # A collector that meets packs of a first upload without any commit deletes nothing.
-        if error is not None and not isinstance(error, Killed | RemoteUnreachable | NothingCommitted):
+        # A collector deletes nothing without any commit, nor beside a manifest whose commit may be lost.
+        if error is not None and not isinstance(
+            error, Killed | RemoteUnreachable | NothingCommitted | LostCommits
+        ):
             raise error
 
 

@@ -160,7 +160,7 @@ class Uploader:
                 data = encode_manifest(
                     self.sealer,
                     manifest,
-                    RemoteManifest(snapshot=b"".join(sorted(chunks)), writer=REPOSITORY, host="h"),
+                    RemoteManifest(snapshot=b"".join(sorted(chunks)), writer=self.log.writer, host="h"),
                 )
                 digest = object_digest(data)
                 self.objects.put(manifest, [data])

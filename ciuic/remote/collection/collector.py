@@ -51,11 +51,12 @@ from ciuic.remote.format.round import StoredRound
 from ciuic.remote.index.cold_packs import cold_packs
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.bounded import create_round
-from ciuic.remote.log.errors import NothingCommitted
+from ciuic.remote.log.errors import LostCommits, NothingCommitted
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.others_log import append_to_log
+from ciuic.remote.log.unlogged import unlogged_manifests
 from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.errors import UnsupportedFormat
 
@@ -165,6 +166,7 @@ class Collector:
         self._preview_ns: int | None = None
         self._threads = threads
         self._repacked_bytes = 0
+        self._stored: list[ObjectInfo] = []
         self._unreadable: tuple[PackRef, ...] = ()
         # Packs that were written by this collector: of records that were verified then.
         self._written: set[PackRef] = set()
@@ -175,6 +177,7 @@ class Collector:
 
         Raises:
             Damaged: a log, a round, a manifest or a tree cannot be read; nothing was deleted.
+            LostCommits: the log that must have committed a manifest is gone or cut; nothing was deleted.
             NothingCommitted: there are packs, and no log says anything of a snapshot; nothing was deleted.
             RemoteUnreachable: another call continues. So it does after an incomplete listing.
         """
@@ -186,7 +189,7 @@ class Collector:
         if rounds.unfinished is None:
             proposal = self._choose()
             if not proposal.condemned and not proposal.manifests:
-                self._upkeep.run(self._now_ns())
+                self._tidy_logs()
                 return CollectionResult(-1, unreadable=self._unreadable)
             self._begin(proposal)
             rounds.refresh()
@@ -195,6 +198,10 @@ class Collector:
             # Another collector began and ended it in the meantime.
             return CollectionResult(-1, repacked_bytes=self._repacked_bytes, unreadable=self._unreadable)
         return self._end(round_)
+
+    def _tidy_logs(self) -> None:
+        stored = [info.name for info in self._objects.list(MANIFESTS_PREFIX)]
+        self._upkeep.run(self._now_ns(), stored)
 
     def _kept_copies(self) -> KeptCopies:
         return KeptCopies(self._objects, self._sealer, self._index, self._written, threads=self._threads)
@@ -235,7 +242,7 @@ class Collector:
             self._fence_logs(round_)
             content = create_round(self._objects, self._sealer, round_, "final", self._decide(content))
         self._delete(content)
-        self._upkeep.run(self._now_ns())
+        self._tidy_logs()
         create_round(self._objects, self._sealer, round_, "done", StoredRound(nonce=self._new_id()))
         self._log.rounds.refresh()
         self._index.follow(self._log.rounds)
@@ -351,9 +358,7 @@ class Collector:
     def _unneeded_manifests(self, young_since: int) -> list[str]:
         live = self._reader.live()
         return [
-            info.name
-            for info in self._objects.list(MANIFESTS_PREFIX)
-            if info.name not in live and info.modified_ns < young_since and parse_manifest(info.name)
+            info.name for info in self._stored if info.name not in live and info.modified_ns < young_since
         ]
 
     def _fence_logs(self, round_: int) -> None:
@@ -419,10 +424,20 @@ class Collector:
             return live
 
     def _list(self) -> None:
+        # Before the logs: a manifest that is there already has the hello of its writer in them.
+        self._stored = [info for info in self._objects.list(MANIFESTS_PREFIX) if parse_manifest(info.name)]
         self._reader.refresh()
+        self._require_logs()
         # After the logs: the packs of every commit that was read are there.
         self._unreadable = tuple(self._index.refresh(self._objects, self._sealer).unreadable)
         self._index.drop(self._policy.damaged)
+
+    def _require_logs(self) -> None:
+        """Raise LostCommits if a log is gone, or cut, that must have committed a manifest."""
+        young_since = self._now_ns() - self._policy.young_ns
+        lost = unlogged_manifests(self._objects, self._sealer, self._stored, self._reader, young_since)
+        if lost:
+            raise LostCommits(lost[0].name, lost[0].reason, len(lost) - 1)
 
     def _delete(self, content: StoredRound) -> None:
         # Manifests first, so that none is there without its chunks.

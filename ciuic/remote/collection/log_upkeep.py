@@ -15,22 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import (
     MAX_MANIFESTS,
-    LogCommit,
-    LogHello,
-    LogMove,
-    LogRemove,
     LogRetired,
     LogState,
 )
 from ciuic.remote.format.names import log_entry_name, new_hex_id
-from ciuic.remote.log.bounded import read_entry
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.log_summary import LogSummary
 from ciuic.remote.log.others_log import append_to_log
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import Objects
 from ciuic.remote.sealing.sealer import Sealer
 
 DEFAULT_MAX_ENTRIES: Final = 128
@@ -74,13 +68,23 @@ class LogUpkeep:
         removed = self._reader.removed()
         return len(self._reader.logs[writer].committed.keys() - removed)
 
-    def run(self, now_ns: int | None) -> None:
-        """Sum up logs, and delete what lies before. ``now_ns`` is the store's time; None to end no log."""
-        self._sum_up(now_ns)
+    def run(self, now_ns: int | None, stored: Collection[str] = ()) -> None:
+        """Sum up logs, and delete what lies before.
+
+        Args:
+            now_ns: The store's time; None to end no log.
+            stored: Manifests that are there: a log does not forget that it removed one of these, whose commit would seem lost.
+        """
+        self._sum_up(now_ns, stored=frozenset(stored))
         for writer, summary in self._reader.logs.items():
             self._delete_old(writer, summary)
 
-    def _sum_up(self, now_ns: int | None, only: Collection[str] | None = None) -> None:
+    def _sum_up(
+        self,
+        now_ns: int | None,
+        only: Collection[str] | None = None,
+        stored: frozenset[str] = frozenset(),
+    ) -> None:
         removed_before = {writer: set(summary.removed) for writer, summary in self._reader.logs.items()}
         self._reader.refresh()
         # As they were before any of them is summed up here: readers that are slow may be at either.
@@ -96,7 +100,7 @@ class LogUpkeep:
             if not retire and summary.next - max(summary.state, 0) <= self._max_entries:
                 continue
             elsewhere = set().union(*(some for other, some in committed.items() if other != writer))
-            kept = summary.removed - (removed_before.get(writer, set()) - elsewhere)
+            kept = summary.removed - (removed_before.get(writer, set()) - elsewhere - stored)
             live = tuple(
                 snapshot
                 for manifest, snapshot in sorted(summary.committed.items())
@@ -115,7 +119,7 @@ class LogUpkeep:
             append_to_log(self._objects, self._sealer, writer, summary, entry)
 
     def _is_silent(self, writer: str, summary: LogSummary, now_ns: int) -> bool:
-        own = self._last_own(writer, summary)
+        own = self._reader.last_own(writer)
         info = self._objects.info(log_entry_name(writer, own)) if own >= 0 else None
         return info is not None and info.modified_ns < now_ns - self._retire_ns
 
@@ -127,21 +131,6 @@ class LogUpkeep:
         # Of entries that a listing lacks, later ones would be deleted before them.
         if first and self._objects.info(log_entry_name(writer, first - 1)) is not None:
             return
-        for number in range(first, min(summary.state, self._last_own(writer, summary))):
+        for number in range(first, min(summary.state, self._reader.last_own(writer))):
             # One request after the other: see the head of this module.
             self._objects.delete([log_entry_name(writer, number)])
-
-    def _last_own(self, writer: str, summary: LogSummary) -> int:
-        """Return the number of the last entry that the writer made; -1 if none is found."""
-        if summary.own < 0:
-            # The log was read back to its last sum only.
-            for number in range(summary.next - 1, self._reader.first.get(writer, 0) - 1, -1):
-                try:
-                    entry = read_entry(self._objects, self._sealer, writer, number)
-                except (NoSuchObject, DamagedRemote):
-                    # Damage before a sum that a repair made: nothing is deleted until the writer goes on.
-                    break
-                if isinstance(entry, LogHello | LogCommit | LogRemove | LogMove):
-                    summary.own = number
-                    break
-        return summary.own

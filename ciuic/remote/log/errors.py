@@ -29,6 +29,18 @@ class NothingCommitted(Damaged):
         )
 
 
+class LostCommits(DamagedRemote):
+    """A manifest is stored, and the log that must have committed it is gone or cut."""
+
+    def __init__(self, name: str, reason: str, more: int) -> None:
+        others = f", and {plural(more, 'other manifest')} like it" if more else ""
+        super().__init__(
+            name,
+            f"no log commits or removes it{others}: {reason}; nothing was deleted",
+            hint="ciuic check --remote --repair commits it again; then ciuic forget --remote gives up what is not wanted",
+        )
+
+
 class IncompleteListing(RemoteUnreachable):
     """A listing lacks an object that is there: the store lists late, or something between it and this host answered."""
 

@@ -19,7 +19,16 @@ import msgspec
 import xxhash
 
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.log_entry import LiveManifest, LogEntry, LogRetired, LogState
+from ciuic.remote.format.log_entry import (
+    LiveManifest,
+    LogCommit,
+    LogEntry,
+    LogHello,
+    LogMove,
+    LogRemove,
+    LogRetired,
+    LogState,
+)
 from ciuic.remote.format.names import (
     LOGS_PREFIX,
     HexId,
@@ -135,6 +144,22 @@ class LogReader:
     def moving(self) -> frozenset[PackRef]:
         """Return the packs that some writer moves to another storage class or place."""
         return frozenset(PackRef(ref) for summary in self.logs.values() for ref in summary.moving)
+
+    def last_own(self, writer: str) -> int:
+        """Return the number of the last entry that the writer of a log made; -1 if none is found."""
+        summary = self.logs[writer]
+        if summary.own < 0:
+            # The log was read back to its last sum only.
+            for number in range(summary.next - 1, self.first.get(writer, 0) - 1, -1):
+                try:
+                    entry = read_entry(self._objects, self._sealer, writer, number)
+                except (NoSuchObject, DamagedRemote):
+                    # Damage before a sum that a repair made: nothing is deleted until the writer goes on.
+                    break
+                if isinstance(entry, LogHello | LogCommit | LogRemove | LogMove):
+                    summary.own = number
+                    break
+        return summary.own
 
     def refresh(self) -> NewEntries:
         """Read what is new in all logs. One LIST, and a GET for each new entry.

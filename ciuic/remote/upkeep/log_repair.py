@@ -1,5 +1,6 @@
 """Find and mend damaged logs of a space.
 
+A log that is gone, or cut at its end, shows in manifests that name it and that no log accounts for.
 A damaged log is summed up anew from everything that can be proved: its readable entries, what a cache of this host had
 read of it, and manifests, which are sealed as entries are and name the log that they were written for. A manifest whose
 commit is lost is committed again, in the operator's log, by the rules for every commit.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -32,6 +34,7 @@ from ciuic.remote.log.damaged_log import read_provable
 from ciuic.remote.log.log_reader import LogReader, read_log_cache
 from ciuic.remote.log.log_summary import LogSummary
 from ciuic.remote.log.repaired_log import sum_up_log
+from ciuic.remote.log.unlogged import UPLOADING_NS, UnloggedManifest, unlogged_manifests
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.manifests import Manifests
 from ciuic.remote.reading.remote_repository import RemoteRepository
@@ -74,6 +77,9 @@ def check_logs(reader: SpaceReader, report: CheckReport) -> None:
         for name, reason in damaged.problems.items():
             text = f"{name} is damaged: {reason}"
             report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
+    for one in _unlogged(reader, logs):
+        text = f"{one.name} is stored, and no log commits or removes it: {one.reason}"
+        report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
     if logs.damaged:
         for lost in find_lost_commits(reader, logs):
             text = f"{lost.live.snapshot} of {lost.manifest.host} is stored, and no readable entry commits it"
@@ -81,8 +87,20 @@ def check_logs(reader: SpaceReader, report: CheckReport) -> None:
             report.findings.append(CheckFinding("warning", "log", text, hint, snapshot=lost.live.snapshot))
 
 
+def _unlogged(reader: SpaceReader, logs: LogReader) -> list[UnloggedManifest]:
+    """Return the manifests whose commits are lost with a log, or the end of one; reads all logs once more."""
+    space = reader.space
+
+    def find() -> list[UnloggedManifest]:
+        stored = list(space.objects.list(MANIFESTS_PREFIX))
+        logs.refresh()
+        return unlogged_manifests(space.objects, space.sealer, stored, logs, time.time_ns() - UPLOADING_NS)
+
+    return reader.patience.of(find)
+
+
 def find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[LostCommit]:
-    """Return the snapshots of damaged logs that no log commits or removes, each once.
+    """Return the snapshots of damaged, cut and lost logs that no log commits or removes, each once.
 
     Some of them may never have been committed: their upload was interrupted at its end.
     """
@@ -92,6 +110,7 @@ def find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[LostCommit]:
     def listed() -> list[str]:
         return [info.name for info in space.objects.list(MANIFESTS_PREFIX) if parse_manifest(info.name)]
 
+    unlogged = {one.name for one in _unlogged(reader, logs)}
     names = [name for name in reader.patience.of(listed) if name not in live and name not in removed]
     with ThreadPoolExecutor(_THREADS) as pool:
         found = [lost for lost in pool.map(partial(_read, reader), names) if lost is not None]
@@ -100,14 +119,15 @@ def find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[LostCommit]:
     lost_commits = []
     for lost in found:
         content = (lost.live.repository, lost.manifest.snapshot)
-        if lost.manifest.writer in logs.damaged and content not in contents:
+        is_lost = lost.manifest.writer in logs.damaged or lost.live.manifest in unlogged
+        if is_lost and content not in contents:
             contents.add(content)
             lost_commits.append(lost)
     return lost_commits
 
 
 def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches: Sequence[str] = ()) -> None:
-    """Mend all damaged logs of a space; durable on return.
+    """Mend all damaged logs of a space, and commit anew what lost or cut ones had; durable on return.
 
     Args:
         reader: Reader of the space.
@@ -124,6 +144,8 @@ def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches
     for _ in range(_ATTEMPTS):
         logs = read_logs(reader)
         if not logs.damaged:
+            if _unlogged(reader, logs):
+                _commit_again(reader, local, host, logs)
             return
         for damaged in logs.damaged.values():
             if damaged.later:

@@ -17,9 +17,10 @@ from support.remote_world import (
     make_collector,
 )
 
-from ciuic.remote.format.names import parse_pack
+from ciuic.remote.collection.collector import Collector
+from ciuic.remote.format.names import parse_log_entry, parse_pack
 from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.errors import IncompleteListing, NothingCommitted, RolledBack
+from ciuic.remote.log.errors import IncompleteListing, LostCommits, NothingCommitted, RolledBack
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.objects.model import ObjectInfo
@@ -31,6 +32,8 @@ class LackingBucket(Bucket):
     prefix = "w/"
     at: int | None = None
     keeps: Callable[[str], bool] = staticmethod(lambda name: False)
+    before: Callable[[], object] = staticmethod(lambda: None)
+    """Called right before a listing that lacks something."""
     listings = 0
 
     def lack(self, prefix: str, at: int, keeps: Callable[[str], bool]) -> None:
@@ -43,6 +46,8 @@ class LackingBucket(Bucket):
         self.listings += 1
         if self.at not in (-1, self.listings - 1):
             return found
+        self.before()
+        found = super().list(prefix, after=after)
         return (info for info in found if self.keeps(info.name))
 
 
@@ -104,7 +109,7 @@ def test_listing_without_one_writer_costs_nothing(fleet: Fleet) -> None:
     """A listing that lacks one of two logs, at any place, loses none of its snapshots."""
     for at in range(20):
         fleet.bucket.lack("w/", at, lambda name: fleet.writers[1] not in name)
-        with suppress(IncompleteListing):
+        with suppress(IncompleteListing, LostCommits):
             fleet.collect()
         assert not fleet.judge.problem()
         if fleet.bucket.listings <= at:
@@ -112,10 +117,22 @@ def test_listing_without_one_writer_costs_nothing(fleet: Fleet) -> None:
     assert fleet.packs() == 2
 
 
+def test_log_that_the_listing_for_fences_lacks_has_a_fence(fleet: Fleet) -> None:
+    """A writer that begins before a round, and that the next listing lacks, hears of the round all the same."""
+    known = set(fleet.bucket.objects)
+    late = Uploader(fleet.bucket, fleet.ids, MemoryState(), RemoteIndex.open(None, threads=1))
+    fleet.bucket.lack("w/", 1, lambda name: late.log.writer not in name)
+    fleet.bucket.before = staticmethod(late.begin)
+    fleet.collect()
+    assert late.log.writer
+    fences = [name for name in set(fleet.bucket.objects) - known if name.startswith(f"w/{late.log.writer}/")]
+    assert len(fences) == 2
+
+
 def test_logs_that_commit_nothing_are_no_reason_to_delete(fleet: Fleet) -> None:
     """Packs without any log that commits or removes a snapshot stay, and the error says so."""
     for name in list(fleet.bucket.objects):
-        if name.startswith("w/"):
+        if name.startswith(("w/", "manifests/")):
             del fleet.bucket.objects[name]
     with pytest.raises(NothingCommitted, match=r"4 packs.*nothing was deleted"):
         fleet.collect()
@@ -147,3 +164,29 @@ def test_round_that_a_listing_lacks_is_noticed(fleet: Fleet) -> None:
     fleet.bucket.lack("gc/", -1, lambda name: False)
     with pytest.raises(IncompleteListing):
         Rounds(fleet.bucket, fleet.judge._sealer).refresh()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("believed", [False, True])
+def test_log_that_was_cut_is_not_believed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, first: int, believed: bool
+) -> None:
+    """Nothing is deleted beside a log that was deleted, or cut at its end; a collector that believes it deletes a snapshot."""
+    fleet.judge.acknowledged.clear()
+    late = Uploader(fleet.bucket, fleet.ids, MemoryState(), RemoteIndex.open(None, threads=1))
+    late.begin()
+    late.upload({chunk(7): None}, "cs-abcdef")
+    late.upload({chunk(8): None}, "cs-abcdef")
+    kept = late.upload({chunk(9): None}, "cs-abcdef")
+    for name in list(fleet.bucket.objects):
+        position = parse_log_entry(name)
+        if position and position.writer == late.log.writer and position.number >= first:
+            del fleet.bucket.objects[name]
+    if believed:
+        monkeypatch.setattr(Collector, "_require_logs", lambda self: None)
+        fleet.collect()
+        assert kept in fleet.bucket.deleted
+        return
+    with pytest.raises(LostCommits, match="no log commits or removes it"):
+        fleet.collect()
+    assert not fleet.bucket.deleted

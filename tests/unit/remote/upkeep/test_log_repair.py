@@ -19,12 +19,14 @@ from ciuic.remote.access.remote import add_slot, open_remote
 from ciuic.remote.collection.collector import CollectionPolicy
 from ciuic.remote.format.log_entry import LogCommit, LogState, decode_log_entry
 from ciuic.remote.format.names import parse_log_entry
+from ciuic.remote.log.errors import LostCommits
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.others_log import append_to_log
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.sealing.recovery_key import show_recovery_key
 from ciuic.remote.sealing.slot_secret import recovery_secret
+from ciuic.remote.upkeep import log_repair
 from ciuic.remote.upkeep.check import check_remote
 from ciuic.remote.upkeep.collect import collect_remote
 from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
@@ -133,6 +135,47 @@ def test_a_lost_commit_is_found_by_its_manifest(world: World, way: str) -> None:
     repaired = world.repair()
     assert not repaired.damaged
     assert all(finding.repaired for finding in repaired.findings)
+    assert world.seen() == (everything, True, False)
+    assert not world.check().findings
+
+
+def delete_log(world: World, host: RemoteHost) -> None:
+    """Delete every object of the logs that a host wrote."""
+    writers = {name.split("/")[1] for name in world.commits(host)}
+    names = [info.name for info in world.remote.objects.list("w/")]
+    world.remote.objects.delete([name for name in names if name.split("/")[1] in writers])
+
+
+@pytest.mark.parametrize("way", ["gone", "cut"])
+def test_a_deleted_log_is_damage_and_no_verdict(
+    world: World, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A log that was deleted, or cut at its end, is named; nothing of it is collected, and a repair commits it anew."""
+    everything = world.seen()[0]
+    if way == "gone":
+        delete_log(world, world.alpha)
+    else:
+        monkeypatch.setattr(log_repair, "UPLOADING_NS", -(1 << 60))
+        commits = world.commits(world.alpha)
+        world.remote.objects.delete(commits[-1:])
+    packs = [info.name for info in world.remote.objects.list("packs/")]
+    assert len(world.seen()[0]) == {"gone": 1, "cut": 3}[way]
+    report = world.check()
+    assert report.damaged
+    assert {finding.kind for finding in report.findings} == {"log"}
+    assert "no log commits or removes it" in report.findings[0].message
+    policy = CollectionPolicy(young_ns=-(1 << 62))
+    with (
+        reading(world.remote, world.place / "cache") as opened,
+        pytest.raises(LostCommits, match="nothing was"),
+    ):
+        collect_remote(opened, host="operator", policy=policy)
+    assert [info.name for info in world.remote.objects.list("packs/")] == packs
+    repaired = world.repair()
+    assert not repaired.damaged
+    assert all(finding.repaired for finding in repaired.findings)
+    with reading(world.remote, world.place / "new cache") as opened:
+        collect_remote(opened, host="operator", policy=policy)
     assert world.seen() == (everything, True, False)
     assert not world.check().findings
 
