@@ -104,8 +104,10 @@ def _remove(
     from ciuic.repository.lookup import root_of
     from ciuic.restore import Failure
     from ciuic.restore.files.destination import Remover, open_below, stat_at
+    from ciuic.restore.files.directory_handles import Syncer
 
     own = os.stat(repository.path)
+    syncer = Syncer(lambda path, error: result.failed.append(Failure(path, error.strerror or str(error))))
     for path in made:
         root = root_of(safety, path)
         if root is None:
@@ -118,14 +120,13 @@ def _remove(
                 folder = open_below(top, way)
             finally:
                 os.close(top)
-            try:
-                if stat_at(folder, name) is not None and remover.remove(folder, name, path, path):
-                    result.removed.append(path)
-                    os.fsync(folder)
-            finally:
-                os.close(folder)
+            # Syncs it and closes it at the end.
+            syncer.add(folder, path)
+            if stat_at(folder, name) is not None and remover.remove(folder, name, path, path):
+                result.removed.append(path)
         except FileNotFoundError:
             continue
         except OSError as error:
             result.failed.append(Failure(path, error.strerror or str(error)))
         result.failed.extend(Failure(*failure) for failure in remover.failures)
+    syncer.flush()

@@ -345,7 +345,7 @@ class DirectoryObjects:
             if doing == "open" and exc.errno == errno.ENOENT:
                 raise RemoteUnreachable(
                     f"{what}: there is no such directory",
-                    hint=f"if its disk is not mounted, mount it; a new one is made by ciuic remote init, or by: mkdir -p {shlex.quote(self._directory)}",
+                    hint=f"is its file system mounted, and the path right? A new one is made by ciuic remote init, or by: mkdir -p {shlex.quote(self._directory)}",
                 ) from None
             kind = RemoteRefused if exc.errno in _REFUSED else RemoteUnreachable
             raise kind(f"{what}: {exc.strerror or exc}") from None
