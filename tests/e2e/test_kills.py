@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -138,7 +138,9 @@ def test_captures_killed_at_random_times(protected: Live, root: Path, short_tmp:
                 )
                 time.sleep(rng.random() * 0.3)
                 for pid in _captures(protected):
-                    os.kill(pid, signal.SIGKILL)
+                    # It may have ended since.
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             finally:
                 taker.wait(120)
             protected.run("verify", "--all", "--checksum")
