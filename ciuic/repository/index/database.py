@@ -129,12 +129,19 @@ class IndexDatabase:
             )
             try:
                 _distrust(db)
-                if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA_VERSION:
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if not version and db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None:
+                    # Made by a writer that the machine's end cut short before it had its tables.
+                    db.close()
+                    raise MissingIndexError("the index was not completed")
+                if version != _SCHEMA_VERSION:
                     raise sqlite3.DatabaseError("the index has another version")
                 # SQLite reads lazily: a table that cannot be read shows up here, where the packs can still
                 # take its place.
                 db.execute("SELECT 1 FROM packs LIMIT 1").fetchone()
                 return cls(db)
+            except MissingIndexError:
+                raise
             except (sqlite3.Error, UnicodeDecodeError) as failure:
                 error = _as_damage(failure)
                 db.close()

@@ -17,10 +17,9 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from ciuic.system.child_process import without_secrets
+from ciuic.system.child_process import without_secrets
 from ciuic.training.preemption.last_moment import Preempted
 
 log = logging.getLogger("ciuic")

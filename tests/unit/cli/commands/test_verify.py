@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,17 @@ def test_a_missing_index_is_no_damage(repository: CliRepository, arguments: tupl
     assert (document["damages"], document["index_missing"]) == ([], True)
     assert repository.run("check", "--repair").exit_code == 0
     assert "index" not in repository.run("verify", *arguments).output
+
+
+def test_an_index_that_was_never_completed_is_no_damage(repository: CliRepository) -> None:
+    """An index that a power cut left without its tables counts as missing."""
+    for path in repository.path.glob("index.sqlite*"):
+        path.unlink()
+    with closing(sqlite3.connect(repository.path / "index.sqlite")) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+    (repository.path / "index.sqlite").chmod(0o600)
+    result = repository.run("verify", "--all")
+    assert (result.exit_code, "damaged" in result.stdout) == (0, False), result.output
 
 
 def flip(path: Path, needle: bytes) -> None:
