@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support import trees
 from support.live import Live, installed, wait_for
+
+from ciuic.repository import Repository
+from ciuic.types import SAFETY_MESSAGE, TAG_INCOMPLETE, TAG_SAFETY, SnapshotDraft, SnapshotId
 
 pytestmark = pytest.mark.mount
 
@@ -144,3 +148,43 @@ def test_undo_of_a_restore_that_only_made_something(protected: Live, root: Path)
     assert not (root / "gone").exists()
     protected.run("undo")
     assert (root / "gone" / "file").read_text() == "old"
+
+
+def test_undo_removes_nothing_that_its_snapshot_did_not_see(protected: Live, root: Path) -> None:
+    """What lay on another file system before a restore, or could not be read, is not taken for something that the restore made."""
+    (root / "data").mkdir()
+    (root / "data" / "file").write_text("old")
+    (root / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", root / "disk"], check=True, timeout=30)
+    try:
+        (root / "disk" / "file").write_text("precious")
+        snapshot = protected.snapshot()
+        protected.run(
+            "restore",
+            "-s",
+            snapshot,
+            "-p",
+            str(root / "data" / "file"),
+            "-d",
+            str(root / "disk"),
+            "--overwrite",
+        )
+        said = protected.run("undo", expect=8).stderr.decode()
+        assert str(root / "disk" / "file") in said
+        assert "not removed" in said
+        assert (root / "disk" / "file").exists()
+    finally:
+        subprocess.run(["umount", "-l", root / "disk"], check=True, timeout=30)
+    with Repository.open(protected.repository) as repository, repository.writer() as writer:
+        taken = repository.snapshots.load(repository.snapshots.resolve(snapshot))
+        message = f"{SAFETY_MESSAGE}{snapshot}"
+        draft = SnapshotDraft(
+            id=SnapshotId.parse("cs-fafafa"), time_ns=time.time_ns(), host=taken.host, roots=taken.roots,
+            parent=taken.id, tags=(TAG_SAFETY, TAG_INCOMPLETE), message=message,
+        )  # fmt: skip
+        writer.commit(draft)
+    (root / "data" / "unreadable then").write_text("precious")
+    (root / "data" / "file").write_text("changed")
+    assert b"could not be read" in protected.run("undo", "cs-fafafa").stderr
+    assert (root / "data" / "unreadable then").read_text() == "precious"
+    assert (root / "data" / "file").read_text() == "old"

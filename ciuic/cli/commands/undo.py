@@ -1,24 +1,27 @@
 """``ciuic undo``: takes back a restore over a protected root.
 
 Guarantees: the paths that the restore was to change become what they were right before it, as its safety snapshot has them; what the
-restore made where nothing was is removed. A safety snapshot is taken first, so that an undo can be undone. Nothing else is touched.
+restore made where nothing was is removed. Nothing is removed where its absence from the safety snapshot does not prove that nothing
+was there: below another file system, below an excluded directory, or if the snapshot lacks what could not be read. A safety snapshot is taken first, so that an undo can be undone. Nothing else is touched.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from ciuic.cli.commands.restore import carry_out, excluded
+from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import NotFound, UsageError
-from ciuic.types import SAFETY_MESSAGE, is_safety
+from ciuic.types import FLAG_MOUNTPOINT, SAFETY_MESSAGE, TAG_INCOMPLETE, is_safety
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
@@ -53,9 +56,12 @@ def command(snapshot: str | None, dry_run: bool, as_json: bool) -> int:
         else:
             present.append(path)
     keep = excluded(session)
+    doubt = _doubt(safety, keep)
+    if doubt:
+        warn(f"nothing is removed: {doubt}", hint="remove what the restore has added yourself")
     if present:
         plan = plan_restore(
-            repository, safety, present, overwrite=Overwrite.ALWAYS, delete=True, keep=keep,
+            repository, safety, present, overwrite=Overwrite.ALWAYS, delete=not doubt, keep=keep,
             special=True if session.trusts_repository else None,
         )  # fmt: skip
     else:
@@ -68,8 +74,40 @@ def command(snapshot: str | None, dry_run: bool, as_json: bool) -> int:
         no_safety=False,
         as_json=as_json,
         also_changed=made,
-        afterwards=lambda result: _remove(repository, safety, made, keep, result, dry_run=dry_run),
+        afterwards=lambda result: _remove(repository, safety, made, keep, doubt, result, dry_run=dry_run),
     )
+
+
+def _doubt(safety: Snapshot, keep: Callable[[bytes, bool], bool] | None) -> str:
+    """Return why a name that the safety snapshot lacks may have existed all the same; empty if it cannot."""
+    if TAG_INCOMPLETE in safety.tags:
+        return f"{safety.id} lacks something that could not be read when it was taken"
+    if keep is None:
+        return "the configuration cannot be read, which says what is excluded from snapshots"
+    return ""
+
+
+def _was_unseen(
+    repository: Repository,
+    safety: Snapshot,
+    root: bytes,
+    path: bytes,
+    keep: Callable[[bytes, bool], bool] | None,
+) -> str:
+    """Return why a path was not looked at by the safety snapshot; empty if it was."""
+    from ciuic.repository.lookup import find
+    from ciuic.system.mount_border import LEFT_ALONE, first_border
+
+    if first_border(root, path) is not None:
+        return LEFT_ALONE
+    above = path
+    while (above := os.path.dirname(above)) != root and above.startswith(root):
+        if keep is not None and keep(above, True):
+            return "it is excluded from snapshots"
+        with suppress(NotFound):
+            if find(repository, safety, above).entry.flags & FLAG_MOUNTPOINT:
+                return "another file system was mounted above it"
+    return ""
 
 
 def _safety_snapshot(session: Session, repository: Repository, wanted: str | None) -> Snapshot:
@@ -96,6 +134,7 @@ def _remove(
     safety: Snapshot,
     made: Sequence[bytes],
     keep: Callable[[bytes, bool], bool] | None,
+    doubt: str,
     result: Result,
     *,
     dry_run: bool,
@@ -111,6 +150,16 @@ def _remove(
     for path in made:
         root = root_of(safety, path)
         if root is None:
+            continue
+        try:
+            reason = doubt or _was_unseen(repository, safety, root.path, path, keep)
+        except FileNotFoundError:
+            # The directory that it was in is gone, and it as well.
+            continue
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            result.failed.append(Failure(path, f"it was not removed: {reason}"))
             continue
         *way, name = path[len(root.path) :].strip(b"/").split(b"/")
         remover = Remover(frozenset({(own.st_dev, own.st_ino)}), keep, dry_run)
