@@ -90,7 +90,9 @@ class MountBorders:
         except OSError:
             return None
         try:
-            return place_of(fd)
+            own, identity = self._own(), _mount_id_of_fdinfo(fd)
+            # Another mount is known by its id: its server may never answer stat(2).
+            return place_of(fd) if identity == own[1] else (own[0], identity)
         finally:
             os.close(fd)
 
