@@ -27,7 +27,7 @@ EXAMPLES: Final = (
 
 
 class Period(NamedTuple):
-    """What a text names: an instant, a second or a day, in nanoseconds since 1970."""
+    """Instant, second or day that a text names, in nanoseconds since 1970."""
 
     first_ns: int
     after_ns: int

@@ -122,7 +122,7 @@ class BypassingMountReport(_Document):
     place: str
     """Where, as the processes of its mount namespace name it."""
     shows: str
-    """What of the root is reached there, as the daemon names it."""
+    """Path of the root, or below it, that is reached there, as the daemon names it."""
     pid: int = 0
     """A process of that mount namespace."""
     command: str = ""

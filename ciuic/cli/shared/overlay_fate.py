@@ -1,4 +1,4 @@
-"""What became of the overlay of a root that the daemon has let go: unmounted, or served while somebody is in it."""
+"""State of an overlay that the daemon has released: unmounted, or served while a process is in it."""
 
 from __future__ import annotations
 

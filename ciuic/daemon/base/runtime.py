@@ -111,7 +111,7 @@ class RuntimeDirectory:
             self._create()
             try:
                 fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                # Also that of an earlier version: whoever can open it, if only to read, can lock it.
+                # Also the file of an earlier version: flock(2) takes a descriptor that only reads.
                 os.fchmod(fd, 0o600)
             except FileNotFoundError:
                 continue  # a daemon that ended has removed the directory

@@ -1,6 +1,6 @@
 """Find manifests that no log accounts for: their writers' logs were deleted, or cut at their ends.
 
-A log never vanishes, and never becomes shorter; but the store, or whoever may delete in it, can bring back an older state. A
+A log never vanishes, and never becomes shorter; but the store, or a user who may delete in it, can bring back an older state. A
 manifest names the log that its writer wrote when it was stored. It was committed in that log, if at all, before anything
 that the writer wrote later.
 
@@ -33,7 +33,7 @@ class UnloggedManifest(NamedTuple):
     manifest: RemoteManifest
     data: bytes
     reason: str
-    """What is wrong with the log of its writer."""
+    """Fault of its writer's log, in words."""
 
 
 def unlogged_manifests(

@@ -29,7 +29,7 @@ class RemoteUnreachable(CiuicError):
 
 
 class NotAListing(RemoteUnreachable):
-    """What was answered for a listing is none, such as the page of a proxy."""
+    """The answer to a listing request is no listing, but for example a page of a proxy."""
 
 
 class RemoteRefused(NotPermitted):

@@ -34,7 +34,7 @@ class ReserveReached(OSError):
         self.available_bytes = available_bytes
         self.reserve_bytes = reserve_bytes
         self.wanted_bytes = wanted_bytes
-        """What the write would have taken."""
+        """Size of the refused write."""
 
 
 class ReservedDisk(Disk):

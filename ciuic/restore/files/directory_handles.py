@@ -93,7 +93,7 @@ class Folder:
 
     def leads_away(self, name: bytes) -> bool:
         """Return whether another mount lies at a name of this directory."""
-        # In a directory that this run has made nothing is mounted: it is nobody else's until the end.
+        # Nothing is mounted in a directory that this run has made: no other user may enter it before the end.
         if self.fresh or self.fd == NOT_THERE:
             return False
         if self._borders is None:

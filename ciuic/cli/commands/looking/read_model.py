@@ -20,7 +20,7 @@ Readable = list[tuple["Repository", list["Snapshot"]]]
 
 
 class PassedOver:
-    """What a command over many snapshots could not read, and left out of its answer."""
+    """Damaged parts that a command over many snapshots has left out of its answer."""
 
     def __init__(self) -> None:
         self._files: list[UnreadableSnapshot] = []
