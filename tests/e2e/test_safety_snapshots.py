@@ -185,6 +185,8 @@ def test_undo_removes_nothing_that_its_snapshot_did_not_see(protected: Live, roo
         writer.commit(draft)
     (root / "data" / "unreadable then").write_text("precious")
     (root / "data" / "file").write_text("changed")
+    words = ("restore", "-s", "cs-fafafa", "-p", str(root), "--overwrite", "--delete", "--dry-run")
+    assert b"--delete removes what it lacks" in protected.run(*words).stderr
     assert b"could not be read" in protected.run("undo", "cs-fafafa").stderr
     assert (root / "data" / "unreadable then").read_text() == "precious"
     assert (root / "data" / "file").read_text() == "old"

@@ -22,7 +22,7 @@ from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, DestinationExists, Partial, UsageError
-from ciuic.types import SAFETY_MESSAGE
+from ciuic.types import SAFETY_MESSAGE, TAG_INCOMPLETE
 
 if TYPE_CHECKING:
     from ciuic.restore import RestoreItem, RestorePlan, RestoreProgress, Result
@@ -134,6 +134,11 @@ def command(
         special=True if special is None and session.trusts_repository else special,
     )
     _refuse_incomplete(plan)
+    if delete and TAG_INCOMPLETE in source.tags:
+        warn(
+            f"{source.id} lacks something that could not be read when it was taken, and --delete removes what it lacks",
+            hint=f"ciuic show {source.id} names it; the safety snapshot of a protected root has it if it can be read now",
+        )
     if session.remote_url is not None:
         from ciuic.cli.shared.remotes.cold import refuse_archived
 
