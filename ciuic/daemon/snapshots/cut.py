@@ -14,7 +14,8 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -183,26 +184,37 @@ async def flush_all(supervisors: Sequence[RootSupervisor], flush_one: Flush) -> 
     return len(results) == len(supervisors) and all(results)
 
 
-async def cut_all(supervisors: Sequence[RootSupervisor]) -> list[RootCut]:
-    """Cut all roots at one instant, on connections of their own.
+@asynccontextmanager
+async def cut_all(
+    supervisors: Sequence[RootSupervisor], turn: Callable[[], AbstractAsyncContextManager[None]]
+) -> AsyncIterator[list[RootCut]]:
+    """Cut all roots at one instant, on connections of their own. Between the cut and the block there is no await.
 
     A worker that dies meanwhile costs an attempt, not the snapshot: each attempt takes the workers that serve
     by then.
+
+    Args:
+        supervisors: the roots.
+        turn: taken for each attempt, not for the pauses between them; that of the cut lasts until the block
+            ends.
 
     Raises:
         CutFailed: a worker ended or did not answer, or its operations in flight did not end in time.
     """
     for hold_seconds, pause_seconds in zip(HOLDS_SECONDS, (*CUT_PAUSES_SECONDS, None), strict=True):
-        try:
-            workers = _serving(supervisors)
-            # The thread is not abandoned on cancellation: an epoch that is cut must become known.
-            return await trio.to_thread.run_sync(_cut_on_new_connections, workers, hold_seconds)
-        except CutFailed as error:
-            if pause_seconds is None:
-                raise
-            log.warning("cut_tried_again", error=str(error))
-            await trio.sleep(pause_seconds)
-    raise AssertionError("the last round returns or raises")
+        async with turn():
+            try:
+                workers = _serving(supervisors)
+                # The thread is not abandoned on cancellation: an epoch that is cut must become known.
+                cuts = await trio.to_thread.run_sync(_cut_on_new_connections, workers, hold_seconds)
+            except CutFailed as error:
+                if pause_seconds is None:
+                    raise
+                log.warning("cut_tried_again", error=str(error))
+            else:
+                yield cuts
+                return
+        await trio.sleep(pause_seconds)
 
 
 def _serving(supervisors: Sequence[RootSupervisor]) -> list[tuple[str, OverlayWorker]]:

@@ -13,7 +13,8 @@ Belongs to the trio thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 import structlog
 import trio
@@ -24,6 +25,7 @@ from ciuic.daemon.snapshots.cut import Flush, cut_all, flush_all
 from ciuic.daemon.snapshots.epoch_outcomes import tell_workers
 from ciuic.daemon.snapshots.pending import PendingSnapshot, SnapshotCut
 from ciuic.daemon.snapshots.snapshot_queue import SnapshotQueue
+from ciuic.daemon.snapshots.snapshot_requests import CutTurns
 from ciuic.errors import CiuicError
 
 # Tag of a snapshot for which the kernel's cached writes could not all be written back in time.
@@ -42,11 +44,21 @@ _POLL_SECONDS = 0.05
 log = structlog.get_logger(__name__)
 
 
-async def make_cut(supervisors: Sequence[RootSupervisor], flush: Flush) -> SnapshotCut:
+@asynccontextmanager
+async def make_cut(
+    supervisors: Sequence[RootSupervisor],
+    flush: Flush,
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+) -> AsyncIterator[SnapshotCut]:
     """Flush and cut all these roots at one instant.
 
-    There is no await after the cut: an epoch that was cut must be known to the queue before anything else
-    happens.
+    There is no await between the cut and the block: an epoch that was cut must be known to the queue before
+    anything else happens.
+
+    Args:
+        supervisors: the roots.
+        flush: flushes one of them.
+        turn: held from the cut until the block ends, and not for the flush.
 
     Raises:
         CutFailed: no cut was made in time.
@@ -59,18 +71,18 @@ async def make_cut(supervisors: Sequence[RootSupervisor], flush: Flush) -> Snaps
     # Before the cut: writers past the overlay that are known to be gone now have written all they will, and a
     # capture that compares everything has it.
     unbypassed = {supervisor.path for supervisor in supervisors if supervisor.all_accounted}
-    cuts = await cut_all(supervisors)
-    # Workers may have been replaced since the first look.
-    for supervisor in supervisors:
-        trusted[supervisor.path] &= not supervisor.untrusted
-    return SnapshotCut(
-        records=[CutRecord(path=cut.path, session=cut.session, epoch=cut.epoch) for cut in cuts],
-        time_ns=max(cut.cut_ns for cut in cuts),
-        hold_microseconds=max(cut.hold_us for cut in cuts),
-        trust_tracking=trusted,
-        unbypassed=unbypassed,
-        tags=tags,
-    )
+    async with cut_all(supervisors, turn) as cuts:
+        # Workers may have been replaced since the first look.
+        for supervisor in supervisors:
+            trusted[supervisor.path] &= not supervisor.untrusted
+        yield SnapshotCut(
+            records=[CutRecord(path=cut.path, session=cut.session, epoch=cut.epoch) for cut in cuts],
+            time_ns=max(cut.cut_ns for cut in cuts),
+            hold_microseconds=max(cut.hold_us for cut in cuts),
+            trust_tracking=trusted,
+            unbypassed=unbypassed,
+            tags=tags,
+        )
 
 
 class Retaking:
@@ -81,7 +93,7 @@ class Retaking:
         queue: SnapshotQueue,
         roots: Callable[[], Mapping[str, RootSupervisor]],
         flush: Callable[[], Flush],
-        cut_lock: trio.Lock,
+        turns: CutTurns,
     ) -> None:
         """Prepare to cut anew.
 
@@ -89,13 +101,12 @@ class Retaking:
             queue: snapshots on their way.
             roots: supervisors of the roots, by path.
             flush: flushes one root.
-            cut_lock: held from a cut until the queue has it, so that the order of the queue is the order of
-                the epochs.
+            turns: whose turn it is to cut.
         """
         self._queue = queue
         self._roots = roots
         self._flush = flush
-        self._cut_lock = cut_lock
+        self._turns = turns
         self._wake = trio.Event()
 
     def wanted(self) -> None:
@@ -172,7 +183,7 @@ class Retaking:
         """
         await self._roots_are_back(pending)
         # Another cut may hold the lock for seconds, so the roots are looked at once more under it.
-        async with self._cut_lock:
+        async with self._turns.cut(None):
             if not pending.interrupted or pending.finished.is_set():
                 return True
             if waits and any(self._is_coming(cut.path) for cut in pending.remaining):
@@ -186,8 +197,9 @@ class Retaking:
             # epoch as long as it exists.
             pending.interrupt_remaining()
             await tell_workers(pending, self._roots(), committed=False)
-            pending.recut(await make_cut(supervisors, self._flush()), trio.current_time())
-            self._queue.to_the_end(pending)
+            async with make_cut(supervisors, self._flush()) as made:
+                pending.recut(made, trio.current_time())
+                self._queue.to_the_end(pending)
         log.warning("snapshot_retaken", id=pending.id, reason=pending.record.retaken)
         return True
 

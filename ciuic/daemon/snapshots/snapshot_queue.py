@@ -1,5 +1,9 @@
 """Queue of snapshots that are cut and not committed, in the order of their cuts, with its journal.
 
+Each pending epoch costs its root a copy of what the job overwrites, and more than a few would slow the job,
+so the queue has few places. Ordinary users have a part of them, and one user a part of that: whatever they
+ask for, administrators and the schedule find a place, and so does the next user.
+
 Guarantees: the journal in the runtime directory names every snapshot of the queue, or an alert says that it
 cannot be written; finished snapshots are remembered for a while, for callers that ask by id. Belongs to the
 trio thread.
@@ -7,7 +11,8 @@ trio thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import structlog
 import trio
@@ -15,7 +20,15 @@ import trio
 from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.snapshots.pending import PendingSnapshot
+from ciuic.errors import Busy
+from ciuic.units import plural
 
+MAX_PENDING = 8
+MAX_PENDING_OF_USERS = 5
+MAX_PENDING_OF_A_USER = 3
+# Longest wait of a request for a place. The running capture is hurried meanwhile, so a longer wait means
+# that the repository cannot be written, and the caller should know.
+ROOM_SECONDS = 60.0
 # Snapshots whose state is known by id; older finished ones are looked up in the repository.
 REMEMBERED = 64
 log = structlog.get_logger(__name__)
@@ -28,6 +41,8 @@ class SnapshotQueue:
         self._runtime = runtime
         self._alerts = alerts
         self._waiting: list[PendingSnapshot] = []
+        # Users whose snapshots are being cut, one entry for each.
+        self._reserved: list[int | None] = []
         self._remembered: dict[str, PendingSnapshot] = {}
         self._wake = trio.Event()
         self._left = trio.Event()
@@ -58,17 +73,41 @@ class SnapshotQueue:
             await self._wake.wait()
         return self._waiting[0]
 
-    async def has_room(self, length: int, until_seconds: float) -> bool:
-        """Wait until the queue is shorter than `length`, and return whether it is.
+    def is_full(self, user: int | None) -> bool:
+        """Return whether no place is left for a snapshot of this user (None: administrators, the schedule)."""
+        taken = [*self._reserved, *(pending.record.user for pending in self._waiting)]
+        if user is None or len(taken) >= MAX_PENDING:
+            return len(taken) >= MAX_PENDING
+        of_users = len(taken) - taken.count(None)
+        return of_users >= MAX_PENDING_OF_USERS or taken.count(user) >= MAX_PENDING_OF_A_USER
 
-        Args:
-            length: number of snapshots.
-            until_seconds: end of the wait on trio's clock.
+    @asynccontextmanager
+    async def place(self, user: int | None, until_seconds: float) -> AsyncIterator[None]:
+        """Reserve a place while the block cuts a snapshot; wait for one until this time on trio's clock.
+
+        Raises:
+            Busy: no place became free in time.
         """
         with trio.move_on_at(until_seconds):
-            while len(self._waiting) >= length:
+            while self.is_full(user):
                 await self._left.wait()
-        return len(self._waiting) < length
+        if self.is_full(user):
+            raise Busy(
+                f"{plural(len(self), 'snapshot has', 'snapshots have')} waited for capture for {ROOM_SECONDS:.0f} s, expected fewer than "
+                f"{MAX_PENDING if user is None else MAX_PENDING_OF_A_USER}",
+                hint="see why with ciuic status, and try again later",
+            )
+        self._reserved.append(user)
+        try:
+            yield
+        finally:
+            self._reserved.remove(user)
+            self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        """Wake every request that waits for a place; a new event is for those that find none."""
+        self._left.set()
+        self._left = trio.Event()
 
     def add(self, pending: PendingSnapshot) -> None:
         """Append a snapshot and write the journal, so that a successor of this daemon knows of it."""
@@ -101,9 +140,7 @@ class SnapshotQueue:
     def remove(self, pending: PendingSnapshot) -> None:
         """Remove a finished snapshot and write the journal."""
         self._waiting.remove(pending)
-        # Wakes every request that waits for a place; a new event is for those that find none.
-        self._left.set()
-        self._left = trio.Event()
+        self._wake_waiting()
         self.write_journal()
 
     def clear(self) -> None:

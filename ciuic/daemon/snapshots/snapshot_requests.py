@@ -4,6 +4,11 @@ A request waits while another cut is made, and while the queue of captures is fu
 same roots, tags and hold are merged: one cut answers them all, with one id. Each gets what it asked for,
 because the cut begins after the request was made.
 
+Before a cut the caches of its roots are flushed, and writers past the overlay get a moment to finish: seconds
+that the owner of a root can draw out. So each ordinary user has a turn of their own for that, and only the cut
+itself is made under one lock, administrators and the schedule first: 50 threads of one owner left another
+one 3 cuts of 15, and root waited for 13 s.
+
 Guarantees: a request is merged only with others whose cut has not begun; a request whose connection has ended
 keeps no other from its cut. A request for a pair is never merged: it names the one training state that it
 belongs to. Belongs to the trio thread.
@@ -11,9 +16,12 @@ belongs to. Belongs to the trio thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
+
+import trio
 
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.errors import CiuicError
@@ -29,6 +37,7 @@ class _Kind(NamedTuple):
     roots: frozenset[str]
     tags: frozenset[str]
     hold: bool
+    user: int | None
 
 
 class SharedCut:
@@ -89,7 +98,13 @@ class WaitingRequests:
 
     @contextmanager
     def join(
-        self, request: SnapshotRequest, *, scheduled: bool, requested: bool, alone: bool
+        self,
+        request: SnapshotRequest,
+        *,
+        scheduled: bool,
+        requested: bool,
+        alone: bool,
+        user: int | None = None,
     ) -> Iterator[SharedCut]:
         """Merge a request with one that waits, or add it as a new cut, for as long as the block lasts.
 
@@ -98,8 +113,9 @@ class WaitingRequests:
             scheduled: the schedule is the requester.
             requested: a caller waits for the snapshot.
             alone: never merge the request.
+            user: ordinary user that asks; None for administrators and the schedule.
         """
-        kind = _Kind(frozenset(request.roots), frozenset(request.tags), request.hold)
+        kind = _Kind(frozenset(request.roots), frozenset(request.tags), request.hold, user)
         cut = None if alone else self._open.get(kind)
         if cut is None:
             cut = SharedCut(request, scheduled=scheduled, requested=requested)
@@ -119,3 +135,50 @@ class WaitingRequests:
     def close(self, cut: SharedCut) -> None:
         """Let no further request join: the cut begins, or no request is left."""
         self._open = {kind: known for kind, known in self._open.items() if known is not cut}
+
+
+class CutTurns:
+    """Who prepares a cut, and who makes one. A user is a uid, or None for administrators and the schedule."""
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+        self._of_users: defaultdict[int | None, trio.Lock] = defaultdict(trio.Lock)
+        # Administrators that wait for the lock; while there are any, no ordinary user keeps it.
+        self._first = 0
+        self._none_first = trio.Event()
+
+    @asynccontextmanager
+    async def of(self, user: int | None) -> AsyncIterator[None]:
+        """Let this user's requests prepare their cuts one after the other."""
+        lock = self._of_users[user]
+        async with lock:
+            yield
+        if not lock.locked():
+            self._of_users.pop(user, None)
+
+    @asynccontextmanager
+    async def cut(self, user: int | None) -> AsyncIterator[None]:
+        """Let one cut at a time be made; hold it until the queue has the cut, whose order is the queue's."""
+        await self._acquire(user)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    async def _acquire(self, user: int | None) -> None:
+        if user is None:
+            self._first += 1
+            try:
+                await self._lock.acquire()
+            finally:
+                self._first -= 1
+                if not self._first:
+                    self._none_first.set()
+                    self._none_first = trio.Event()
+            return
+        while True:
+            await self._lock.acquire()
+            if not self._first:
+                return
+            self._lock.release()
+            await self._none_first.wait()

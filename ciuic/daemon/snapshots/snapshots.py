@@ -12,7 +12,9 @@ Belongs to the trio thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 import trio
@@ -29,19 +31,12 @@ from ciuic.daemon.snapshots.estimate import seconds_left
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.snapshots.promises import Promises
 from ciuic.daemon.snapshots.retaking import Retaking, make_cut
-from ciuic.daemon.snapshots.snapshot_queue import SnapshotQueue
-from ciuic.daemon.snapshots.snapshot_requests import SharedCut, WaitingRequests
-from ciuic.errors import Busy, CiuicError, NotFound
+from ciuic.daemon.snapshots.snapshot_queue import ROOM_SECONDS, SnapshotQueue
+from ciuic.daemon.snapshots.snapshot_requests import CutTurns, SharedCut, WaitingRequests
+from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import SnapshotRequest, SnapshotState
 from ciuic.types import Pair
-from ciuic.units import plural
 
-# Longest queue. Each pending epoch costs its root a copy of what the job overwrites, and more than a few
-# would slow the job.
-MAX_PENDING = 8
-# Longest wait of a request for a full queue. The running capture is hurried meanwhile, so a longer wait means
-# that the repository cannot be written, and the caller should know.
-ROOM_SECONDS = 60.0
 log = structlog.get_logger(__name__)
 
 
@@ -54,11 +49,13 @@ class Snapshots:
         self._requests = WaitingRequests()
         self.resumed = trio.Event()
         """Set when the snapshots of a predecessor are taken over, so that all promised ones are known."""
-        # Held from the choice of the id until the queue and the journal have the cut. Order of locks: this
-        # one is never taken while `Capturing.repository_lock` is held.
-        self._cut_lock = trio.Lock()
+        # A cut's turn lasts from the choice of the id until the queue and the journal have the cut. Order of
+        # locks: it is never taken while `Capturing.repository_lock` is held.
+        self._turns = CutTurns()
+        # Ids of snapshots that are being cut.
+        self._new_ids: set[str] = set()
         self._promises = Promises(context.store, context.now_ns)
-        self._retaking = Retaking(self._queue, context.roots, lambda: self._context.flush, self._cut_lock)
+        self._retaking = Retaking(self._queue, context.roots, lambda: self._context.flush, self._turns)
         self.capturing = Capturing(
             context, self._queue, self._promises, self._retaking, lambda: self.caller_waits
         )
@@ -87,91 +84,80 @@ class Snapshots:
             user: ordinary user that asks, and for whom a hold is; None for administrators.
 
         Raises:
-            Busy: the queue is still full after ROOM_SECONDS.
+            Busy: the queue has no place for this user after ROOM_SECONDS.
             NotFound: a root is not protected.
             CiuicError: no root can be cut.
         """
         requested = not scheduled and pair is None
         until_seconds = trio.current_time() + ROOM_SECONDS
         with self._requests.join(
-            request, scheduled=scheduled, requested=requested, alone=pair is not None
+            request, scheduled=scheduled, requested=requested, alone=pair is not None, user=user
         ) as cut:
             # The request may wait for a place in the queue that a slow capture takes, so that capture is
             # hurried.
             self.capturing.on_urgency()
-            while (pending := cut.outcome) is None:
-                if not await self._queue.has_room(MAX_PENDING, until_seconds):
-                    raise Busy(
-                        f"{plural(len(self._queue), 'snapshot has', 'snapshots have')} waited for capture for {ROOM_SECONDS:.0f} s, expected fewer than "
-                        f"{MAX_PENDING}",
-                        hint="see why with ciuic status, and try again later",
-                    )
-                # Held until the queue has the cut, so that the order of the queue is the order of the epochs.
-                async with self._cut_lock:
-                    # A request that had the lock before may have cut for this one too, or taken the last
-                    # place.
-                    if cut.pending is None and cut.failure is None and len(self._queue) < MAX_PENDING:
+            async with self._turns.of(user):
+                # A request that had the turn before may have cut for this one too.
+                if (pending := cut.outcome) is None:
+                    async with self._queue.place(user, until_seconds):
                         self._requests.close(cut)
-                        await self._cut_for(cut, pair=pair, hold_reason=hold_reason, user=user)
+                        try:
+                            pending = await self._cut_now(cut, pair, hold_reason, user)
+                        except CiuicError as error:
+                            # A failure is for all merged requests: each would meet the same again.
+                            cut.failure = error
+                            raise
         return pending
 
-    async def _cut_for(
-        self, cut: SharedCut, *, pair: Pair | None, hold_reason: str, user: int | None
-    ) -> None:
-        """Cut, and store the snapshot or the failure for all merged requests.
+    def is_full(self, user: int) -> bool:
+        """Return whether a request of this ordinary user would have to wait for a place."""
+        return self._queue.is_full(user)
 
-        A failure is for all: each would meet the same again.
-        """
-        try:
-            await self._cut_now(cut, pair, hold_reason, user)
-        except CiuicError as error:
-            cut.failure = error
-
-    async def _cut_now(self, cut: SharedCut, pair: Pair | None, hold_reason: str, user: int | None) -> None:
+    async def _cut_now(
+        self, cut: SharedCut, pair: Pair | None, hold_reason: str, user: int | None
+    ) -> PendingSnapshot:
+        """Cut, and put the snapshot into the queue."""
         supervisors, missing = await mounted_roots(self._context.roots(), cut.roots)
-        try:
-            snapshot_id, is_first = await self._new_id(supervisors)
-        except CiuicError as error:
-            key = KEY_MISSING if isinstance(error, NotFound) else "store"
-            self._context.alerts.report(key, f"no snapshot can be taken: {error}", hint=error.hint)
-            raise
-        made = await make_cut(supervisors, self._context.flush)
-        # No await from here until the queue has the snapshot: an epoch that was cut must be known to the
-        # queue and the journal.
-        record = PendingRecord(
-            id=snapshot_id,
-            time_ns=made.time_ns,
-            cuts=list(made.records),
-            message=cut.message,
-            tags=list(dict.fromkeys([*cut.tags, *made.tags])),
-            hold=cut.hold,
-            hold_reason=hold_reason,
-            user=user,
-            pair=pair,
-            scheduled=cut.scheduled,
-            requested=cut.requested or is_first,
-            hold_microseconds=made.hold_microseconds,
-            left_out=dict.fromkeys(missing, "it was not mounted"),
-        )
-        cut.pending = PendingSnapshot(
-            record,
-            announce=self._announce,
-            trust_tracking=made.trust_tracking,
-            unbypassed=made.unbypassed,
-            cut_at=trio.current_time(),
-        )
-        self._queue.add(cut.pending)
-        self._announce("snapshot_cut", cut.pending.state)
-        self.capturing.on_urgency()
-        log.info(
-            "snapshot_cut",
-            id=record.id,
-            roots=cut.pending.state.roots,
-            hold_us=record.hold_microseconds,
-            requests=cut.waiting,
-        )
-        # Still under the cut lock: no request is answered with an id that is not on file.
-        await self._promises.record(cut.pending)
+        async with self._new_id(supervisors) as (snapshot_id, is_first):
+            turn = partial(self._turns.cut, user)
+            async with make_cut(supervisors, self._context.flush, turn) as made:
+                # No await from here until the queue has the snapshot: an epoch that was cut must be known to
+                # the queue and the journal.
+                record = PendingRecord(
+                    id=snapshot_id,
+                    time_ns=made.time_ns,
+                    cuts=list(made.records),
+                    message=cut.message,
+                    tags=list(dict.fromkeys([*cut.tags, *made.tags])),
+                    hold=cut.hold,
+                    hold_reason=hold_reason,
+                    user=user,
+                    pair=pair,
+                    scheduled=cut.scheduled,
+                    requested=cut.requested or is_first,
+                    hold_microseconds=made.hold_microseconds,
+                    left_out=dict.fromkeys(missing, "it was not mounted"),
+                )
+                cut.pending = pending = PendingSnapshot(
+                    record,
+                    announce=self._announce,
+                    trust_tracking=made.trust_tracking,
+                    unbypassed=made.unbypassed,
+                    cut_at=trio.current_time(),
+                )
+                self._queue.add(pending)
+                self._announce("snapshot_cut", pending.state)
+                self.capturing.on_urgency()
+                log.info(
+                    "snapshot_cut",
+                    id=record.id,
+                    roots=pending.state.roots,
+                    hold_us=record.hold_microseconds,
+                    requests=cut.waiting,
+                )
+                # Still within the turn: no request is answered with an id that is not on file.
+                await self._promises.record(pending)
+        return pending
 
     def state(self, snapshot_id: str) -> PendingSnapshot | None:
         """Return a snapshot of this daemon's life, or None when it is not (or no longer) remembered."""
@@ -196,19 +182,34 @@ class Snapshots:
         scheduled = (pending for pending in self._queue.unfinished() if pending.record.scheduled)
         return {cut.path for pending in scheduled for cut in pending.remaining}
 
-    async def _new_id(self, supervisors: Sequence[RootSupervisor]) -> tuple[str, bool]:
-        """Return a new id, and whether the snapshot is the first of one of its roots."""
+    @asynccontextmanager
+    async def _new_id(self, supervisors: Sequence[RootSupervisor]) -> AsyncIterator[tuple[str, bool]]:
+        """Yield an id that no other snapshot gets, and whether the snapshot is the first of one of its roots."""
         store = self._context.store()
-        taken = self._queue.remembered
         paths = [supervisor.path for supervisor in supervisors]
-        with backing_descriptors(supervisors) as fds:
 
-            def work() -> tuple[str, bool]:
-                store.ensure(fds)
-                # A plain str: msgspec writes no subclass of it.
-                return str(store.new_id(taken)), not store.has_all(paths)
+        def work(taken: frozenset[str]) -> tuple[str, bool]:
+            store.ensure(fds)
+            # A plain str: msgspec writes no subclass of it.
+            return str(store.new_id(taken)), not store.has_all(paths)
 
-            return await trio.to_thread.run_sync(work)
+        try:
+            with backing_descriptors(supervisors) as fds:
+                while True:
+                    taken = self._queue.remembered | self._new_ids
+                    new_id, is_first = await trio.to_thread.run_sync(work, taken)
+                    # Another request may have drawn the same meanwhile.
+                    if new_id not in self._queue.remembered | self._new_ids:
+                        break
+        except CiuicError as error:
+            key = KEY_MISSING if isinstance(error, NotFound) else "store"
+            self._context.alerts.report(key, f"no snapshot can be taken: {error}", hint=error.hint)
+            raise
+        self._new_ids.add(new_id)
+        try:
+            yield new_id, is_first
+        finally:
+            self._new_ids.discard(new_id)
 
     # -- how urgent it is
 
@@ -272,7 +273,7 @@ class Snapshots:
     async def reconcile(self, path: str, worker: OverlayWorker) -> None:
         """Settle the epochs that a worker calls pending and that belong to no queued snapshot."""
         # Under the lock: an epoch that is just being cut is pending in its worker before the queue has it.
-        async with self._cut_lock:
+        async with self._turns.cut(None):
             try:
                 epochs = (await worker.ask(lambda client: client.status())).pending
             except CiuicError as error:

@@ -3,8 +3,8 @@
 Guarantees: root and the group of the control socket may have any root cut; other callers only roots that
 belong to their user, or to a group of theirs that may write there, by the kernel's credentials of the caller
 and the owner of the directory (permission.py). No content can be read through the socket, and only callers
-that may have a snapshot taken learn of it. Callers without the right to the control socket fill at most
-`MAX_WAITING` places of the queue, so that requests on the control socket and the schedule always find one.
+that may have a snapshot taken learn of it. Callers without the right to the control socket have a part of the
+queue's places (snapshot_queue.py), so that requests on the control socket and the schedule always find one.
 Their holds are limited (user_holds.py). Leaves the socket to peers/server.py.
 """
 
@@ -47,15 +47,11 @@ from ciuic.protocol.pairing import (
 )
 from ciuic.protocol.peer_socket import Caller
 from ciuic.types import Pair, SnapshotId
-from ciuic.units import plural
 
 # One connection for each request, which is answered and closed.
 MAX_CONNECTIONS: Final = 256
 # Ranks of one training that may ask at the same moment.
 MAX_CONNECTIONS_OF_A_USER: Final = 64
-# Half of the queue's MAX_PENDING: requests on the control socket and the schedule find a place whatever
-# ordinary users ask for.
-MAX_WAITING: Final = 4
 # Length of texts of a caller that go into a snapshot's message.
 MAX_TEXT: Final = 200
 log = structlog.get_logger(__name__)
@@ -183,10 +179,8 @@ class Pairing:
             raise Unreachable("the daemon is stopping")
         privileged = self._is_administrator(caller)
         roots = self._chosen(wanted.roots, caller, privileged=privileged)
-        # The list begins with the last failure, which takes no place.
-        waiting = sum(state.state != "failed" for state in self._snapshots.unfinished())
-        if not privileged and waiting >= MAX_WAITING:
-            raise Busy(f"{plural(waiting, 'snapshot waits', 'snapshots wait')} for capture already")
+        if not privileged and self._snapshots.is_full(caller.uid):
+            raise Busy("as many snapshots of ordinary users wait for capture as may wait at once")
         request = SnapshotRequest(
             message=f"files of {training}: {wanted.message[:MAX_TEXT]}".rstrip(": "),
             tags=[PAIRED],

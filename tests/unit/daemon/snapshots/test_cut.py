@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,7 +15,7 @@ from support.fake_daemon import FakeClient, FakeOverlay, FakeWorker
 
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker
-from ciuic.daemon.snapshots.cut import PREPARE_SECONDS, CutFailed, cut_all, cut_together, flush_all
+from ciuic.daemon.snapshots.cut import PREPARE_SECONDS, CutFailed, RootCut, cut_all, cut_together, flush_all
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 
 
@@ -116,6 +117,11 @@ class _Replaced:
         return self._known.pop(0) if len(self._known) > 1 else self._known[0]
 
 
+async def _cut_all(root: _Replaced) -> list[RootCut]:
+    async with cut_all([cast(RootSupervisor, root)], nullcontext) as cuts:
+        return cuts
+
+
 def _worker(session: str, client: FakeClient) -> object:
     return SimpleNamespace(session=session, connect=lambda: client)
 
@@ -132,7 +138,7 @@ def test_cut_names_the_session_of_the_worker_that_made_it(
     overlay = FakeOverlay("a")
     at_path = FakeClient(overlay, "new")
     known = [_worker("old", at_path), *([None] if between else []), _worker("new", at_path)]
-    cuts = trio.run(cut_all, [cast(RootSupervisor, _Replaced(known))])
+    cuts = trio.run(_cut_all, _Replaced(known))
     assert [(cut.path, cut.session, cut.epoch) for cut in cuts] == [("/a", "new", 1)]
     assert overlay.pending == [1]
 
@@ -142,7 +148,7 @@ def test_worker_that_stays_away_fails_the_cut(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ciuic.daemon.snapshots.cut.CUT_PAUSES_SECONDS", (0.0,) * 4)
     overlay = FakeOverlay("a")
     with pytest.raises(CutFailed, match="replaced"):
-        trio.run(cut_all, [cast(RootSupervisor, _Replaced([_worker("old", FakeClient(overlay, "new"))]))])
+        trio.run(_cut_all, _Replaced([_worker("old", FakeClient(overlay, "new"))]))
     with pytest.raises(CutFailed, match="ended"):
-        trio.run(cut_all, [cast(RootSupervisor, _Replaced([None]))])
+        trio.run(_cut_all, _Replaced([None]))
     assert overlay.pending == []

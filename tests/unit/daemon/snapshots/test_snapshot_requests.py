@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from support.fake_daemon import Bench, FakeOverlay, until
 
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.daemon.snapshots.pending import PendingSnapshot
-from ciuic.daemon.snapshots.snapshots import MAX_PENDING
+from ciuic.daemon.snapshots.snapshot_queue import MAX_PENDING, MAX_PENDING_OF_A_USER, MAX_PENDING_OF_USERS
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.types import Pair
@@ -33,7 +34,13 @@ class Requests:
         self._nursery = nursery
         self.outcomes: list[PendingSnapshot | CiuicError | None] = []
 
-    def make(self, request: SnapshotRequest | None = None, *, pair: Pair | None = None) -> trio.CancelScope:
+    def make(
+        self,
+        request: SnapshotRequest | None = None,
+        *,
+        pair: Pair | None = None,
+        user: int | None = None,
+    ) -> trio.CancelScope:
         """Make one more request; cancelling the scope makes its requester disappear."""
         self.outcomes.append(None)
         scope, number = trio.CancelScope(), len(self.outcomes) - 1
@@ -42,7 +49,7 @@ class Requests:
             with scope:
                 try:
                     self.outcomes[number] = await self._bench.snapshots.take(
-                        request or SnapshotRequest(), pair=pair
+                        request or SnapshotRequest(), pair=pair, user=user
                     )
                 except CiuicError as error:
                     self.outcomes[number] = error
@@ -192,7 +199,7 @@ def test_requester_that_disconnects_does_not_affect_others(bench: Bench) -> None
     begun, go_on = hold_first_flush(bench)
 
     async def script(requests: Requests) -> None:
-        async with bench.snapshots._cut_lock:
+        async with bench.snapshots._turns.cut(None):
             leader = requests.make()
             requests.make()
             await trio.testing.wait_all_tasks_blocked()
@@ -215,7 +222,7 @@ def test_a_cut_that_fails_fails_for_all_that_share_it(bench: Bench) -> None:
     bench.roots["/a"].state = "failed"
 
     async def script(requests: Requests) -> None:
-        async with bench.snapshots._cut_lock:
+        async with bench.snapshots._turns.cut(None):
             for _ in range(3):
                 requests.make()
             await trio.testing.wait_all_tasks_blocked()
@@ -224,5 +231,76 @@ def test_a_cut_that_fails_fails_for_all_that_share_it(bench: Bench) -> None:
         assert not bench.snapshots.caller_waits
         with pytest.raises(CiuicError, match="not mounted"):
             await bench.snapshots.take(SnapshotRequest())
+
+    run(bench, script)
+
+
+def _pairs() -> Iterator[Pair]:
+    """Yield pairs of different trainings."""
+    for number in itertools.count(1):
+        yield Pair(of="training", id=f"cs-{number:06}", time_ns=number)
+
+
+def test_one_user_keeps_no_other_from_cuts(bench: Bench) -> None:
+    """While the flush of one user's root hangs behind 50 requests, another user and an administrator cut at once."""
+    bench.add_root("/a", FakeOverlay("a"))
+    bench.add_root("/b", FakeOverlay("b"))
+    begun, go_on = trio.Event(), trio.Event()
+
+    async def flush(root: str, worker: OverlayWorker) -> bool:
+        if root == "/a":
+            begun.set()
+            await go_on.wait()
+        return True
+
+    bench.snapshots._context = bench.snapshots._context._replace(flush=flush)
+
+    async def script(requests: Requests) -> None:
+        pairs = _pairs()
+        for _ in range(50):
+            requests.make(SnapshotRequest(roots=["/a"]), pair=next(pairs), user=1)
+        await begun.wait()
+        for user in (2, None):
+            taken = await bench.snapshots.take(SnapshotRequest(roots=["/b"]), pair=next(pairs), user=user)
+            assert taken.record.user == user
+        assert requests.outcomes == [None] * 50
+
+    run(bench, script)
+
+
+def test_places_of_a_user_are_limited(bench: Bench) -> None:
+    """One user's snapshots leave places to the next user, and those of all users to administrators."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+
+    async def script(requests: Requests) -> None:
+        pairs = _pairs()
+        for user in (1, 2):
+            for _ in range(MAX_PENDING):
+                requests.make(pair=next(pairs), user=user)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert bench.snapshots.is_full(user)
+            assert len(overlay.pending) == (MAX_PENDING_OF_A_USER if user == 1 else MAX_PENDING_OF_USERS)
+        for number in range(MAX_PENDING - MAX_PENDING_OF_USERS):
+            requests.make(SnapshotRequest(tags=[str(number)]))
+        await until(lambda: len(overlay.pending) == MAX_PENDING)
+
+    run(bench, script)
+
+
+def test_administrators_are_first(bench: Bench) -> None:
+    """An administrator's cut that became possible last is made before those of users that wait."""
+    bench.add_root("/a", FakeOverlay())
+
+    async def script(requests: Requests) -> None:
+        pairs = _pairs()
+        async with bench.snapshots._turns.cut(None):
+            for user in range(1, MAX_PENDING_OF_USERS):
+                requests.make(pair=next(pairs), user=user)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            requests.make()
+            await trio.testing.wait_all_tasks_blocked(0.05)
+        taken = await requests.answered()
+        assert min(taken, key=lambda one: one.record.time_ns) is taken[-1]
 
     run(bench, script)

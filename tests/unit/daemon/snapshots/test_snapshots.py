@@ -18,7 +18,7 @@ from ciuic.daemon.base.runtime import CutRecord, PendingRecord
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, CaptureProgress, Done, Failed
 from ciuic.daemon.snapshots.promises import MACHINE_ENDED
 from ciuic.daemon.snapshots.retaking import MAX_RETAKES, TAG_UNFLUSHED
-from ciuic.daemon.snapshots.snapshots import MAX_PENDING, ROOM_SECONDS
+from ciuic.daemon.snapshots.snapshot_queue import MAX_PENDING, ROOM_SECONDS
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.repository.promised import Promise
@@ -271,7 +271,7 @@ def test_worker_that_dies_again_before_its_turn_loses_nothing(bench: Bench) -> N
 
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest())
-        async with bench.snapshots._cut_lock:
+        async with bench.snapshots._turns.cut(None):
             with trio.move_on_after(5):
                 while not pending.retakes:  # noqa: ASYNC110  announced on no event of ours
                     await trio.sleep(0.01)
