@@ -1,7 +1,8 @@
 """HTTP server of the exporter.
 
 Guarantees: at most `MAX_CALLERS` connections are served at once, each for a limited time, so that callers from a network cannot fill
-the memory; a request has no body and changes nothing. While the daemon is gone, the answer is ``ciuic_up 0`` and nothing else of
+the memory; a further one takes the place of the oldest, so that callers who say nothing keep nobody out. A request has no body and
+changes nothing. At a loopback address a request must name that: a page of the web whose name leads to it gets no answer. While the daemon is gone, the answer is ``ciuic_up 0`` and nothing else of
 the daemon: figures of the past would look like present ones.
 
 References: Prometheus text exposition format 0.0.4; "Writing exporters" (prometheus.io), which asks for 200 and ``up``-like metrics.
@@ -14,6 +15,7 @@ import ipaddress
 import socket
 import threading
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +27,8 @@ from ciuic.protocol.metrics_file import MAX_AGE_SECONDS, read_metrics
 
 MAX_CALLERS: Final = 32
 """Connections at once; a Prometheus has one."""
+_MAX_THREADS: Final = 48
+"""Threads, with those of connections that were closed just now. The service may have 64."""
 _CALLER_SECONDS: Final = 10.0
 _TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _INDEX: Final = b"ciuic: metrics are at /metrics\n"
@@ -63,6 +67,21 @@ def metrics_text(path: Path) -> bytes:
     return own.encode("utf-8", "backslashreplace") + document
 
 
+def _names_this_host(host: str | None) -> bool:
+    """Return whether a Host header is none, localhost or an address: a name of the web may lead here by its owner's choice."""
+    if host is None:
+        return True
+    name = host.strip()
+    bare = name[1:].partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
+    if bare.rstrip(".").lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(bare)
+    except ValueError:
+        return False
+    return True
+
+
 class ExporterServer(ThreadingHTTPServer):
     """Server of the metrics in ``path`` at ``listen``; `serve_forever` serves until `shutdown`.
 
@@ -81,7 +100,12 @@ class ExporterServer(ThreadingHTTPServer):
         host = host.strip("[]")
         self.address_family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         self.path = path
-        self._room = threading.BoundedSemaphore(MAX_CALLERS)
+        self.is_local = ipaddress.ip_address(host).is_loopback
+        """Only this host reaches it."""
+        self._free_threads = threading.BoundedSemaphore(_MAX_THREADS)
+        # When each connection began, the oldest first. Changed by the threads that serve them.
+        self._callers: dict[socket.socket, float] = {}
+        self._callers_lock = threading.Lock()
         try:
             super().__init__((host, int(port)), _Handler)
         except PermissionError as error:
@@ -104,15 +128,19 @@ class ExporterServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread; close it at once if too many are served."""
-        if not self._room.acquire(blocking=False):
+        """Serve a connection in a thread, in the place of the oldest if too many are served."""
+        if not self._free_threads.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        with self._callers_lock:
+            if len(self._callers) >= MAX_CALLERS:
+                self._hang_up(next(iter(self._callers)))
+            self._callers[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         # No thread can be started.
         except BaseException:
-            self._room.release()
+            self._end(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -120,7 +148,32 @@ class ExporterServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._end(request)
+
+    def service_actions(self) -> None:
+        """Hang up on callers whose time is over: one that sends a byte now and then passes every single timeout."""
+        with self._callers_lock:
+            began_before = time.monotonic() - _CALLER_SECONDS
+            for caller in [one for one, began in self._callers.items() if began < began_before]:
+                self._hang_up(caller)
+
+    def _hang_up(self, caller: socket.socket) -> None:
+        """End a connection, whose thread then ends; with the lock held, so that it is not closed meanwhile."""
+        del self._callers[caller]
+        # Its caller may have hung up.
+        with suppress(OSError):
+            caller.shutdown(socket.SHUT_RDWR)
+
+    def _end(self, caller: socket.socket) -> None:
+        with self._callers_lock:
+            self._callers.pop(caller, None)
+        self._free_threads.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, which nobody hangs up on any more: its descriptor may be another's at once."""
+        with self._callers_lock:
+            self._callers.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do nothing: a caller may hang up at any time, which needs no action."""
@@ -133,27 +186,14 @@ class _Handler(BaseHTTPRequestHandler):
     # Of each receive and send.
     timeout = _CALLER_SECONDS
 
-    def setup(self) -> None:
-        # A deadline of the whole connection: a caller that sends a byte now and then passes every single timeout.
-        self._deadline = threading.Timer(_CALLER_SECONDS, self._hang_up)
-        self._deadline.daemon = True
-        self._deadline.start()
-        super().setup()
-
-    def finish(self) -> None:
-        self._deadline.cancel()
-        super().finish()
-
-    def _hang_up(self) -> None:
-        try:
-            self.request.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed meanwhile
-            return
-
     def do_GET(self) -> None:
         """Answer with the metrics, or with where they are."""
         path = self.path.partition("?")[0]
-        if path == "/metrics":
+        if self.server.is_local and not _names_this_host(self.headers.get("Host")):
+            self._answer(
+                HTTPStatus.MISDIRECTED_REQUEST, b"ciuic: the request must be for localhost or an address\n"
+            )
+        elif path == "/metrics":
             self._answer(HTTPStatus.OK, metrics_text(self.server.path))
         elif path == "/":
             self._answer(HTTPStatus.OK, _INDEX)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ciuic.errors import Damaged
-from ciuic.history.timeline import OnDamage, Timeline, raise_damage
+from ciuic.history.timeline import MAX_PATH_BYTES, OnDamage, PathTooLong, Timeline, raise_damage
 from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, join
 from ciuic.repository.trees.tree_reader import Lineage
@@ -70,4 +70,11 @@ def checkpoints(
             except Damaged as error:
                 on_damage(snapshot, at.path, error)
         below = [child for child in children if child.is_dir and child.name not in covered and child.content]
-        stack.append(iter([Located(root, join(at.path, child.name), child) for child in below]))
+        deeper = []
+        for child in below:
+            path = join(at.path, child.name)
+            if len(path) > MAX_PATH_BYTES:
+                on_damage(snapshot, path, PathTooLong(path))
+            else:
+                deeper.append(Located(root, path, child))
+        stack.append(iter(deeper))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ciuic.errors import Damaged
-from ciuic.history.timeline import OnDamage, Timeline, raise_damage
+from ciuic.history.timeline import MAX_PATH_BYTES, OnDamage, PathTooLong, Timeline, raise_damage
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.format.tree_format import TreeNode
@@ -129,7 +129,8 @@ def search(
         timeline: Root to search.
         matcher: Which paths to yield.
         below: Absolute path; only what lies below it. Empty for the whole root.
-        on_damage: Called for what cannot be read, a tree once however many snapshots have it.
+        on_damage: Called for what cannot be read, a tree once however many snapshots have it, and for directories that
+            are not looked into because of their long paths (`PathTooLong`).
     """
     walk = _Walk(repository, timeline, matcher, on_damage)
     names = [name for name in below[len(timeline.path) :].split(b"/") if name]
@@ -218,11 +219,14 @@ class _Walk:
         below: list[tuple[bytes, bytes]] = []
         for node in self._unseen(snapshot, folder, tree):
             matching += self._matcher.of(folder, node.entries)
-            below += [
-                (join(folder, entry.name), entry.content)
-                for entry in node.entries
-                if is_dir(entry.mode) and entry.content
-            ]
+            for entry in node.entries:
+                if not is_dir(entry.mode) or not entry.content:
+                    continue
+                path = join(folder, entry.name)
+                if len(path) > MAX_PATH_BYTES:
+                    self._on_damage(snapshot, path, PathTooLong(path))
+                else:
+                    below.append((path, entry.content))
         return matching, [one for one in below if not self._is_seen(*one)]
 
     def _is_seen(self, folder: bytes, node: bytes) -> bool:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ciuic.errors import Damaged
 from ciuic.repository.lookup import is_within
 from ciuic.types import RootRecord, Snapshot
+
+MAX_PATH_BYTES: Final = 4096
+"""Longest path of a directory that is looked into, as of the kernel (PATH_MAX). The text of all paths in a chain of directories grows with
+the square of its levels: a gigabyte for 3,000."""
+
+
+class PathTooLong(Damaged):
+    """A directory has a longer path than is looked at: the answer is without what it holds."""
+
+    def __init__(self, path: bytes) -> None:
+        super().__init__(f"its path has {len(path)} bytes, more than {MAX_PATH_BYTES}")
+
 
 OnDamage = Callable[[Snapshot, bytes, Damaged], None]
 """Receives a path that cannot be read in a snapshot, and why. It is passed over if this returns."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from ciuic.system.ownership import temporary_directory
 from ciuic.training.export.hugging_face import is_configuration_name
 
 # A tokenizer of a large vocabulary has some 10 MB; more belongs to no configuration.
@@ -31,7 +32,7 @@ def configuration_files(model: Any, processing: Any = None) -> dict[str, torch.T
     config = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return {}
-    with tempfile.TemporaryDirectory(prefix="ciuic-config-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ciuic-config-", dir=temporary_directory()) as folder:
         # First, so that the model's own files replace any of the same name.
         if hasattr(processing, "save_pretrained"):
             processing.save_pretrained(folder)

@@ -32,6 +32,7 @@ from transformers.trainer_callback import ExportableState
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.integrations.model_files import configuration_files, with_ties
 from ciuic.integrations.refusals import refusal, refuse_kind, refuse_sharded
+from ciuic.system.ownership import temporary_directory
 from ciuic.training.export.hugging_face import CONFIGURATION
 from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
@@ -275,7 +276,9 @@ class _StoredCheckpoint:
     def __init__(self, trainer: Trainer, state: State) -> None:
         self.state = state
         self._trainer = trainer
-        self._made = tempfile.TemporaryDirectory(prefix="ciuic-resume-", ignore_cleanup_errors=True)
+        self._made = tempfile.TemporaryDirectory(
+            prefix="ciuic-resume-", dir=temporary_directory(), ignore_cleanup_errors=True
+        )
         self.directory = self._made.name
         TrainerState(**state["progress_state_dict"]["state"]).save_to_json(
             os.path.join(self.directory, _STATE_FILE)

@@ -195,8 +195,13 @@ class LazyLayout:
 
     def mark(self) -> None:
         """Put the file into the destination that says in words what it is."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FILE
-        fd = os.open(MARKER, flags, 0o644, dir_fd=self.destination)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
+        try:
+            fd = os.open(MARKER, flags, 0o644, dir_fd=self.destination)
+        except FileExistsError:
+            # It is removed, not written to: it may be another name of any file, planted by the owner of the destination.
+            os.unlink(MARKER, dir_fd=self.destination)
+            fd = os.open(MARKER, flags, 0o644, dir_fd=self.destination)
         with os.fdopen(fd, "w") as file:
             file.write(_WORDS)
         os.fchmod(self.destination, 0o700)

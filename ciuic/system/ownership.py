@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -96,6 +97,21 @@ def find_flaw(path: str | os.PathLike[str], *, owners: Iterable[int] = ()) -> Fl
         pending.extend(target.split("/")[::-1])
     # Only now is it known which component is the last: "." or ".." may follow it, or a link may lead to it.
     return flaw or _flaw_of(current, status, trusted, is_last=True)
+
+
+def temporary_directory() -> str:
+    """Return the directory for temporary files: TMPDIR or the usual ones, the first in which no other user can replace what is made.
+
+    Raises:
+        OSError: There is none.
+    """
+    for directory in (tempfile.gettempdir(), "/var/tmp", "/tmp"):
+        # A name that nothing has: /tmp itself may be written by others, who cannot rename what is in it.
+        if find_flaw(os.path.join(directory, f"ciuic-{os.urandom(8).hex()}")) is None:
+            return directory
+    raise OSError(
+        errno.EPERM, "another user may replace temporary files; set TMPDIR to a directory of this user"
+    )
 
 
 def _flaw_of(path: str, status: os.stat_result, trusted: set[int], *, is_last: bool = False) -> Flaw | None:

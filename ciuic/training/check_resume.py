@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ciuic.system.ownership import temporary_directory
 from ciuic.training.format.structure import pack
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.manager import SnapshotManager
@@ -62,7 +63,7 @@ def check_resume(
     """
     with (
         # Through a repository, not a copy in memory: what does not survive being stored is a difference too.
-        tempfile.TemporaryDirectory(prefix="ciuic-check-") as directory,
+        tempfile.TemporaryDirectory(prefix="ciuic-check-", dir=temporary_directory()) as directory,
         SnapshotManager(f"{directory}/snapshots") as manager,
     ):
         # `take`, not `register`: hooks and counted loaders must not stay on the program's objects.

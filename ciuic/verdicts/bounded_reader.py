@@ -13,6 +13,10 @@ MAX_READS: Final = 200_000
 MAX_HEADER_BYTES: Final = 16 << 20
 """Limit of one header. That of 100,000 tensors has about ten megabytes."""
 
+MAX_STEPS: Final = 2_000_000
+"""Limit of what is looked at to judge one file: some seconds of processor time. A count, so that a verdict does not depend on how busy
+the machine is."""
+
 ReadRange = Callable[[int, int], bytes]
 
 
@@ -31,6 +35,7 @@ class BoundedReader:
         self.name = name
         self.left_bytes = MAX_READ_BYTES
         self._left_reads = MAX_READS
+        self._left_steps = MAX_STEPS
 
     def has_suffix(self, *suffixes: str) -> bool:
         """Return whether the name ends so, in any case."""
@@ -56,6 +61,12 @@ class BoundedReader:
         if len(data) != length:
             raise TornContent(f"{what} is cut")
         return data
+
+    def spend(self, steps: int = 1) -> None:
+        """Count steps of work that no read limits: a structure may be met again and again; raise NotJudged at the limit."""
+        self._left_steps -= steps
+        if self._left_steps < 0:
+            raise NotJudged("it has more structures than are followed for a verdict")
 
     def up_to(self, offset: int, length: int, what: str) -> bytes:
         """Return these bytes as far as the file has them."""

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from ciuic.errors import Damaged
 from ciuic.units import plural
 from ciuic.verdicts.directories import deepspeed, distributed, orbax, sharded, tensorflow, training
 from ciuic.verdicts.directories.parts import PartsNeeded, shown_name
-from ciuic.verdicts.file_verdict import judge_file, judge_structure
+from ciuic.verdicts.file_verdict import DEFECT, judge_file, judge_structure
 from ciuic.verdicts.model import Piece, Structure, Verdict
 from ciuic.verdicts.sources import DirectorySource, FileSource
 
@@ -74,7 +75,7 @@ def checkpoints_in(directory: DirectorySource, judge: JudgeFile = judge_file) ->
     found: list[Checkpoint] = []
     taken: set[bytes] = set()
     for recognise in _RECOGNISERS:
-        for parts in recognise(directory, names):
+        for parts in _recognised(recognise, directory, names):
             taken |= parts.taken
             found.append(_judge_parts(directory, parts, judge))
         if directory.holds_state and found:
@@ -100,10 +101,24 @@ def judge_path(directory: DirectorySource, name: bytes, judge: JudgeFile = judge
         return Verdict("UNKNOWN", "there is no such file")
     names = directory.names()
     for recognise in _RECOGNISERS:
-        for parts in recognise(directory, names):
+        for parts in _recognised(recognise, directory, names):
             if name in parts.taken:
                 return _judge_parts(directory, parts, judge).verdict
     return judge(source)
+
+
+def _recognised(
+    recognise: Callable[[DirectorySource, list[bytes]], Iterator[PartsNeeded]],
+    directory: DirectorySource,
+    names: list[bytes],
+) -> Iterator[PartsNeeded]:
+    """Yield what a recogniser finds; one that fails makes the directory UNKNOWN, and does not end the look at others."""
+    try:
+        yield from recognise(directory, names)
+    except (Damaged, OSError):
+        raise
+    except Exception as error:
+        yield PartsNeeded("directory", doubt=f"{DEFECT} ({type(error).__name__})")
 
 
 def _path(directory: DirectorySource, name: bytes) -> bytes:

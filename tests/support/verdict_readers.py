@@ -8,7 +8,7 @@ import struct
 from support.readers import Reader
 
 from ciuic.verdicts.checkpoint_verdict import checkpoints_in
-from ciuic.verdicts.file_verdict import judge_file
+from ciuic.verdicts.file_verdict import DEFECT, judge_file
 
 _SUFFIXES = (b".safetensors", b".npz", b".npy", b".gguf", b".h5", b".pt", b".bin")
 _INDEXES = (
@@ -27,7 +27,9 @@ def _judge(data: bytes) -> object:
     from support.verdict_files import MemoryFile
 
     name = b"a" + _SUFFIXES[data[0] % len(_SUFFIXES)] if data else b"a.bin"
-    return judge_file(MemoryFile(name, data[1:]))
+    verdict = judge_file(MemoryFile(name, data[1:]))
+    assert not verdict.reason.startswith(DEFECT), verdict.reason
+    return verdict
 
 
 def _judge_directory(data: bytes) -> object:
@@ -36,7 +38,9 @@ def _judge_directory(data: bytes) -> object:
 
     name = _INDEXES[data[0] % len(_INDEXES)] if data else _INDEXES[0]
     others = {b"__0_0.distcp": b"data", b"ck.data-00000-of-00001": b"data", b"d": {b"0": b"data"}}
-    return checkpoints_in(MemoryDirectory(others | {name: data[1:]}))
+    found = checkpoints_in(MemoryDirectory(others | {name: data[1:]}))
+    assert not any(DEFECT in one.verdict.reason for one in found), found
+    return found
 
 
 def verdict_readers() -> list[Reader]:

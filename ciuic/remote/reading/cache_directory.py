@@ -21,7 +21,7 @@ from ciuic.errors import NotPermitted
 from ciuic.remote.access.remote import Remote
 from ciuic.repository import log as events
 from ciuic.repository.disk.opening import open_regular
-from ciuic.system.ownership import find_flaw
+from ciuic.system.ownership import find_flaw, temporary_directory
 
 ROOT_CACHE: Final = Path("/var/cache/ciuic/remotes")
 """Cache of root where XDG_CACHE_HOME is not set."""
@@ -161,25 +161,28 @@ def open_cache(remote: Remote, space: Remote, root: Path | None = None) -> Itera
     where = f"{remote.id}-{xxhash.xxh3_64_hexdigest(remote.objects.url.encode())}"
     path = (cache_root() if root is None else root) / where / space.id
     try:
+        # Before and after: nothing is made where another user's links lead.
+        check_own(path)
         os.makedirs(path, mode=_PERMISSIONS, exist_ok=True)
-        _check_own(path)
+        check_own(path)
+        os.chmod(path, _PERMISSIONS)
     except OSError as error:
         events.warning("remote_cache_not_usable", path=str(path), error=str(error))
     else:
         yield CacheDirectory(path)
         return
-    temporary = tempfile.mkdtemp(prefix="ciuic-")
+    temporary = tempfile.mkdtemp(prefix="ciuic-", dir=temporary_directory())
     try:
         yield CacheDirectory(Path(temporary))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_own(path: Path) -> None:
+def check_own(path: Path) -> None:
+    """Raise NotPermitted where another user may change what a path of a cache leads to."""
     flaw = find_flaw(path)
     if flaw is not None:
         raise NotPermitted(
             f"the cache of remotes must be this user's own, and so must every directory above it; the {flaw.found}",
             hint=f"{flaw.remedy}; or set XDG_CACHE_HOME to another place",
         )
-    os.chmod(path, _PERMISSIONS)

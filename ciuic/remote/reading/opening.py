@@ -19,7 +19,7 @@ from ciuic.remote.objects.model import Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
-from ciuic.remote.reading.cache_directory import open_cache
+from ciuic.remote.reading.cache_directory import check_own, open_cache
 from ciuic.remote.reading.manifests import Manifests
 from ciuic.remote.reading.patience import DEFAULT_PATIENCE_SECONDS, Patience
 from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
@@ -216,6 +216,7 @@ def open_behind_deletions(
 def _passing_cache(root: Path) -> Iterator[Path]:
     """Provide a cache directory that is deleted at the end: another time is asked for by each run."""
     try:
+        check_own(root)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = tempfile.mkdtemp(prefix="versions-", dir=root)
     except OSError:

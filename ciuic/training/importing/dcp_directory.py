@@ -6,15 +6,15 @@ Guarantees: `.metadata` is interpreted as data and never unpickled; tensors and 
 
 from __future__ import annotations
 
+import errno
 import io
-import stat
+import os
 from math import prod
-from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import torch
 from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ciuic.errors import CiuicError
 from ciuic.training.export.state_source import load_everything
-from ciuic.training.importing.foreign_files import load_plain
+from ciuic.training.importing.foreign_directory import ForeignDirectory
+from ciuic.training.importing.foreign_files import check_archive, load_plain, reason
 from ciuic.training.importing.inert_pickle import Made, Name, read_pickle
 from ciuic.training.util.documents import MALFORMED
 
@@ -41,23 +43,23 @@ _EmptyPlanner: Any = vars(default_planner)["_EmptyStateDictLoadPlanner"]
 _set_element: Any = vars(default_planner)["set_element"]
 
 
-def read_dcp(path: Path) -> dict[str, Any]:
+def read_dcp(directory: ForeignDirectory) -> dict[str, Any]:
     """Return the state in a checkpoint, with whole tensors on the CPU.
 
     Raises:
         ValueError: It is malformed, or has what only pickle could load.
         OSError: It cannot be read.
     """
-    data_file = path / METADATA
-    if data_file.stat().st_size > _MAX_METADATA_BYTES:
-        raise ValueError(f"{data_file} must have at most {_MAX_METADATA_BYTES} bytes")
-    metadata = decode_torch_metadata(data_file.read_bytes())
-    _check_files(path, metadata)
+    with directory.open(METADATA, _MAX_METADATA_BYTES) as file:
+        metadata = decode_torch_metadata(file.read(_MAX_METADATA_BYTES))
+    _check_files(directory, metadata)
     try:
-        return load_everything(_Reader(path, metadata), _Planner())
-    # What torch raises for content that does not fit the metadata.
-    except MALFORMED as error:
-        raise ValueError(f"{path} is malformed: {error!r}") from None
+        return load_everything(_Reader(directory, metadata), _Planner())
+    except (CiuicError, ValueError, OSError, MemoryError):
+        raise
+    # What torch raises for content that does not fit the metadata, or that only pickle could load.
+    except Exception as error:
+        raise ValueError(f"{directory.path} is malformed: {type(error).__name__}: {reason(error)}") from None
 
 
 def decode_torch_metadata(data: bytes) -> Metadata:
@@ -68,9 +70,9 @@ def decode_torch_metadata(data: bytes) -> Metadata:
     """
     try:
         fields = _state(read_pickle(data), "Metadata")
-        tensors = {str(name): _item(one) for name, one in fields["state_dict_metadata"].items()}
+        tensors = {_text(name): _item(one) for name, one in fields["state_dict_metadata"].items()}
         planner = fields.get("planner_data")
-        paths = None if planner is None else {str(name): _path(one) for name, one in planner.items()}
+        paths = None if planner is None else {_text(name): _path(one) for name, one in planner.items()}
         places = {_index(key): _place(one) for key, one in fields["storage_data"].items()}
     except MALFORMED as error:
         raise ValueError(f"the metadata is malformed: {error!r}") from None
@@ -110,7 +112,14 @@ def _size(value: Any) -> torch.Size:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
-        raise ValueError(f"the metadata has an impossible number {value!r}")
+        # Not the value itself: containers that hold each other have a text without end.
+        raise ValueError("the metadata has an impossible number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("the metadata has a name that is no text")
     return value
 
 
@@ -118,38 +127,33 @@ def _path(value: Any) -> tuple[str | int, ...]:
     # torch's planner makes a list as long as the largest number says.
     for key in value:
         if type(key) is not str and not (type(key) is int and 0 <= key < _MAX_INDEX):
-            raise ValueError(f"the metadata has an impossible key {key!r}")
+            raise ValueError("the metadata has an impossible key")
     return tuple(value)
 
 
 def _index(value: Any) -> MetadataIndex:
     fields = _state(value, "MetadataIndex")
     offset = fields.get("offset")
-    return MetadataIndex(str(fields["fqn"]), None if offset is None else _size(offset))
+    return MetadataIndex(_text(fields["fqn"]), None if offset is None else _size(offset))
 
 
 def _place(value: Any) -> _StorageInfo:
     fields = _state(value, "_StorageInfo", "torch.distributed.checkpoint.filesystem")
-    name = fields["relative_path"]
-    # A name within the directory: a path could lead to any file.
-    if type(name) is not str or not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise ValueError(f"the metadata names a file outside of its directory: {name!r}")
+    name = _text(fields["relative_path"])
     if fields.get("transform_descriptors"):
         raise ValueError("the checkpoint is compressed by an extension, which is not supported")
     return _StorageInfo(name, _number(fields["offset"]), _number(fields["length"]))
 
 
-def _check_files(path: Path, metadata: Metadata) -> None:
+def _check_files(directory: ForeignDirectory, metadata: Metadata) -> None:
     """Check that all files are there, and that the tensors are no larger than they."""
     sizes = {}
     for name in {place.relative_path for place in metadata.storage_data.values()}:
-        status = (path / name).lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path / name} must be a regular file")
-        sizes[name] = status.st_size
+        with directory.open(name) as file:
+            sizes[name] = os.fstat(file.fileno()).st_size
     for place in metadata.storage_data.values():
         if place.offset + place.length > sizes[place.relative_path]:
-            raise ValueError(f"{path / place.relative_path} is shorter than the metadata says")
+            raise ValueError(f"{directory.path / place.relative_path} is shorter than the metadata says")
     needed = sum(
         prod(one.size) * one.properties.dtype.itemsize
         for one in metadata.state_dict_metadata.values()
@@ -162,15 +166,62 @@ def _check_files(path: Path, metadata: Metadata) -> None:
         )
 
 
-class _Reader(FileSystemReader):
-    """torch's reader with metadata that was not unpickled."""
+class _Files(FileSystem):
+    """torch's file system with the files of one directory."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
+    def __init__(self, directory: ForeignDirectory) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:  # type: ignore[override, unused-ignore]
+        return self._directory.open(os.path.basename(path))
+
+
+class _Reader(FileSystemReader):
+    """torch's reader with metadata that was not unpickled, and files that were opened safely."""
+
+    def __init__(self, directory: ForeignDirectory, metadata: Metadata) -> None:
+        super().__init__(directory.path)
+        self.fs = _Files(directory)
         self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> Any:
+        found = _Slice(file, sinfo.offset, sinfo.length)
+        check_archive(found, f"an item of {sinfo.relative_path}")
+        return found
+
+
+class _Slice(io.RawIOBase):
+    """Range of a file. torch's own view cannot seek from its end, where an archive has its table."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._file.seek(self._start + self._at)
+        count: int = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        self._at += count
+        return count
 
 
 class _Planner(_EmptyPlanner):  # type: ignore[misc]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
-import stat
-from collections.abc import Mapping
-from pathlib import Path
+import zipfile
+from collections.abc import Iterator, Mapping
 from typing import IO, Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from ciuic.errors import UsageError
 from ciuic.training.export.hugging_face import CONFIGURATION, WEIGHTS, is_configuration_name
 from ciuic.training.format import tensors
 from ciuic.training.format.layout import decode_header
+from ciuic.training.importing.foreign_directory import ForeignDirectory
 from ciuic.training.util.documents import MAX_DOCUMENT_BYTES, decode_json
 
 _TORCH_WEIGHTS: Final = "pytorch_model.bin"
@@ -21,17 +22,26 @@ _PROGRESS: Final = "trainer_state.json"
 # Files of a Trainer's checkpoint by the name of the object in a snapshot of the integration.
 _OBJECT_FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 _MAX_CONFIGURATION_BYTES: Final = 64 << 20
+_ZIP_HEAD: Final = b"PK\3\4"
+"""By these bytes torch decides that a file is an archive."""
+_MAX_INFLATION: Final = 4
+"""Limit of the size of what an archive holds, in sizes of the archive. torch.save compresses nothing."""
+_FEW_VALUES: Final = 1_000_000
+"""Number of values that needs no relation to the size of its file."""
+_MAX_DEPTH: Final = 200
+_MAX_SMALL_BYTES: Final = 16 << 20
+"""Size of content that needs no relation to the size of its file."""
 
 
-def read_torch(path: Path) -> Any:
-    """Return what `torch.save` wrote, on the CPU.
+def read_torch(file: IO[bytes], what: str) -> Any:
+    """Return what `torch.save` wrote to an open file, on the CPU; close the file.
 
     Raises:
-        UsageError: The file is none of torch, or has what only pickle could load.
-        OSError: It cannot be read.
+        UsageError: It is not of torch, or has what only pickle could load.
+        ValueError: It is an archive of far more than its own size.
     """
-    with _open_regular(path) as file:
-        return load_plain(file, str(path))
+    with file:
+        return load_plain(file, what)
 
 
 def load_plain(file: IO[bytes], what: str) -> Any:
@@ -39,54 +49,124 @@ def load_plain(file: IO[bytes], what: str) -> Any:
 
     Raises:
         UsageError: It is not of torch, or has what only pickle could load.
+        ValueError: It is an archive of far more than its own size.
     """
+    check_archive(file, what)
     try:
         # Banned because it is a pickle by default; with weights_only torch interprets it by a table of its own.
         return torch.load(file, map_location="cpu", weights_only=True)  # noqa: TID251
     # UnpicklingError, and whatever else torch raises for bytes that are not its own.
     except Exception as error:
         raise UsageError(
-            f"{what} cannot be loaded with weights_only=True: {_reason(error)}",
+            f"{what} cannot be loaded with weights_only=True: {reason(error)}",
             hint="ciuic executes nothing that it reads: let the program that trusts the file "
             "save its tensors and plain values again",
         ) from None
 
 
-def _reason(error: Exception) -> str:
+def check_archive(file: Any, what: str) -> None:
+    """Check that the members of an archive, if the file is one, are about as large as the file.
+
+    Raises:
+        ValueError: They are larger by far, or the archive is damaged.
+    """
+    size_bytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    is_archive = file.read(len(_ZIP_HEAD)) == _ZIP_HEAD
+    if is_archive:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                inside_bytes = sum(member.file_size for member in archive.infolist())
+        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+            raise ValueError(f"{what} is a damaged archive: {error}") from None
+        if inside_bytes > _MAX_SMALL_BYTES + _MAX_INFLATION * size_bytes:
+            raise ValueError(
+                f"{what} is an archive of {size_bytes} bytes that claims to hold {inside_bytes}, "
+                f"more than {_MAX_INFLATION} times as much"
+            )
+    file.seek(0)
+
+
+def check_extent(state: Any, size_bytes: int) -> None:
+    """Check that a state that was read is no deeper and no larger than its files can mean.
+
+    A container of a kilobyte may hold another one twice, which holds a third one twice, and so on.
+
+    Raises:
+        ValueError: It is.
+    """
+    # A byte of a file makes at most one value.
+    left_values = _FEW_VALUES + size_bytes
+    left_bytes = _MAX_SMALL_BYTES + 2 * _MAX_INFLATION * size_bytes
+    waiting: list[Iterator[Any]] = [iter((state,))]
+    while waiting:
+        for value in waiting[-1]:
+            left_values -= 1
+            if isinstance(value, torch.Tensor):
+                # A view may repeat its memory as often as its shape says.
+                left_bytes -= value.numel() * value.element_size()
+            elif isinstance(value, (str, bytes)):
+                left_bytes -= len(value)
+            if left_values < 0 or left_bytes < 0:
+                raise ValueError(f"the state is far larger than its {size_bytes} bytes in files")
+            if isinstance(value, Mapping):
+                waiting.append(_inside(value))
+                break
+            if isinstance(value, (list, tuple, set, frozenset)):
+                waiting.append(iter(value))
+                break
+        else:
+            waiting.pop()
+        if len(waiting) > _MAX_DEPTH:
+            raise ValueError(f"the state is nested deeper than {_MAX_DEPTH} levels")
+
+
+def _inside(value: Mapping[Any, Any]) -> Iterator[Any]:
+    for key, inner in value.items():
+        yield key
+        yield inner
+
+
+def reason(error: BaseException) -> str:
     """Return what torch says is wrong, without its advice to load the file all the same."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # The reason follows the advice, which is one line or three.
     found = [line for line in lines if line.startswith(("WeightsUnpickler error:", "Trying to load"))]
-    return (found or lines or [type(error).__name__])[0].removeprefix("WeightsUnpickler error: ")
+    other = [line for line in lines if "weights_only" not in line]
+    return (
+        (found or other or [type(error).__name__])[0]
+        .removeprefix("WeightsUnpickler error: ")
+        .split(". In PyTorch")[0]
+    )
 
 
-def read_safetensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a safetensors file by name.
+def read_safetensors(file: IO[bytes], what: str) -> dict[str, Any]:
+    """Return the tensors of an open safetensors file by name; close the file.
 
     Raises:
         ValueError: The file is malformed.
         OSError: It cannot be read.
     """
-    with _open_regular(path) as file:
+    with file:
         size_bytes = os.fstat(file.fileno()).st_size
         header = decode_header(file.read(8), size_bytes)
         if isinstance(header, int):
             file.seek(0)
             header = decode_header(file.read(header), size_bytes)
         if isinstance(header, int):
-            raise ValueError(f"the header of {path} has no end")
+            raise ValueError(f"the header of {what} has no end")
         found = {}
         for name, where in header.items():
             owner, memory = tensors.empty_buffer(where.stop - where.start)
             file.seek(where.start)
             if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
-                raise ValueError(f"{path} is shorter than it was")
+                raise ValueError(f"{what} is shorter than it was")
             array = tensors.Array("torch", where.dtype, where.shape, len(memory))
             found[name] = tensors.from_buffer(owner, 0, array)
     return found
 
 
-def read_hugging_face(path: Path) -> tuple[dict[str, Any], int | None, int | None]:
+def read_hugging_face(folder: ForeignDirectory) -> tuple[dict[str, Any], int | None, int | None]:
     """Read a folder of `save_pretrained`, or a checkpoint of the Trainer.
 
     Returns:
@@ -98,12 +178,12 @@ def read_hugging_face(path: Path) -> tuple[dict[str, Any], int | None, int | Non
         ValueError: A file is malformed.
         OSError: A file cannot be read.
     """
-    objects: dict[str, Any] = {"model": _weights(path)}
+    objects: dict[str, Any] = {"model": _weights(folder)}
     for name, file in _OBJECT_FILES.items():
-        if (path / file).exists():
-            objects[name] = read_torch(path / file)
-    progress = _document(path / _PROGRESS) if (path / _PROGRESS).exists() else {}
-    objects["progress"] = {"state": progress, CONFIGURATION: _configuration(path)}
+        if folder.has(file):
+            objects[name] = read_torch(folder.open(file), str(folder.path / file))
+    progress = _document(folder, _PROGRESS) if folder.has(_PROGRESS) else {}
+    objects["progress"] = {"state": progress, CONFIGURATION: _configuration(folder)}
     # What the integration keeps of a loss that was not logged: nothing.
     objects["unlogged"] = {}
     step, epoch = progress.get("global_step"), progress.get("epoch")
@@ -114,59 +194,40 @@ def read_hugging_face(path: Path) -> tuple[dict[str, Any], int | None, int | Non
     )
 
 
-def _weights(path: Path) -> dict[str, Any]:
+def _weights(folder: ForeignDirectory) -> dict[str, Any]:
     for name, read in ((WEIGHTS, read_safetensors), (_TORCH_WEIGHTS, read_torch)):
-        if (path / name).exists():
-            return dict(read(path / name))
-        index = path / f"{name}.index.json"
-        if not index.exists():
+        if folder.has(name):
+            return dict(read(folder.open(name), str(folder.path / name)))
+        index = f"{name}.index.json"
+        if not folder.has(index):
             continue
-        files = _document(index).get("weight_map")
+        files = _document(folder, index).get("weight_map")
         if not isinstance(files, dict):
-            raise ValueError(f"{index} has no weight_map")
+            raise ValueError(f"{folder.path / index} has no weight_map")
         found: dict[str, Any] = {}
         for file in sorted(set(map(str, files.values()))):
-            # A name within the folder: a path could lead to any file.
-            if "/" in file or file in ("", ".", ".."):
-                raise ValueError(f"{index} names a file outside of its folder: {file!r}")
-            found |= read(path / file)
+            found |= read(folder.open(file), str(folder.path / file))
         return found
-    raise UsageError(f"{path} has neither {WEIGHTS} nor {_TORCH_WEIGHTS}, nor an index of one")
+    raise UsageError(f"{folder.path} has neither {WEIGHTS} nor {_TORCH_WEIGHTS}, nor an index of one")
 
 
-def _configuration(path: Path) -> dict[str, Any]:
+def _configuration(folder: ForeignDirectory) -> dict[str, Any]:
     found = {}
     total = 0
-    for name in sorted(os.listdir(path)):
-        if not is_configuration_name(name) or name == _PROGRESS or not (path / name).is_file():
+    for name in folder.names():
+        if not is_configuration_name(name) or name == _PROGRESS or folder.is_directory(name):
             continue
-        with _open_regular(path / name) as file:
-            content = file.read(_MAX_CONFIGURATION_BYTES + 1)
+        with folder.open(name, _MAX_CONFIGURATION_BYTES - total) as file:
+            content = file.read(_MAX_CONFIGURATION_BYTES - total)
         total += len(content)
-        if total > _MAX_CONFIGURATION_BYTES:
-            raise ValueError(
-                f"the configuration in {path} must have at most {_MAX_CONFIGURATION_BYTES} bytes"
-            )
         if content:
             found[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return found
 
 
-def _document(path: Path) -> Mapping[str, Any]:
-    with _open_regular(path) as file:
-        data = file.read(MAX_DOCUMENT_BYTES + 1)
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{path} must have at most {MAX_DOCUMENT_BYTES} bytes")
-    found = decode_json(data, str(path))
+def _document(folder: ForeignDirectory, name: str) -> Mapping[str, Any]:
+    with folder.open(name, MAX_DOCUMENT_BYTES) as file:
+        found = decode_json(file.read(MAX_DOCUMENT_BYTES), str(folder.path / name))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} must be a JSON object")
+        raise ValueError(f"{folder.path / name} must be a JSON object")
     return found
-
-
-def _open_regular(path: Path) -> IO[bytes]:
-    # Links are followed, of which the hub's cache is full; O_NONBLOCK, so that a pipe is not waited for.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise UsageError(f"{path} must be a regular file")
-    return os.fdopen(fd, "rb")

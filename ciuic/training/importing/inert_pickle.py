@@ -114,13 +114,13 @@ class _Machine:
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise ValueError("the pickle sets items of what is no dict")
-        target.update(zip(items[::2], items[1::2], strict=True))
+        target.update(zip(map(_hashable, items[::2]), items[1::2], strict=True))
 
     def add_items(self) -> None:
         items = self.since_mark()
         if type(self.stack[-1]) is not set:
             raise ValueError("the pickle adds to what is no set")
-        self.stack[-1].update(items)
+        self.stack[-1].update(map(_hashable, items))
 
     def pop(self, count: int = 1) -> list[Any]:
         items = [self.stack.pop() for _ in range(count)]
@@ -132,13 +132,22 @@ class _Machine:
 
     def stack_global(self) -> None:
         module, name = self.pop(2)
-        self.stack.append(Name(str(module), str(name)))
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("the pickle names a class by what is no text")
+        self.stack.append(Name(module, name))
 
     def build(self) -> None:
         (state,) = self.pop()
         if not isinstance(self.stack[-1], Made):
             raise ValueError("the pickle sets the state of what is no object")
         self.stack[-1].state = state
+
+
+def _hashable(value: Any) -> Any:
+    # Tuples that hold each other twice are hashed as often as they could be reached: for years.
+    if type(value) is tuple:
+        raise ValueError("the pickle has a tuple as a key, which no metadata needs")
+    return value
 
 
 _IGNORED: Final = ("PROTO", "FRAME")

@@ -1,20 +1,32 @@
-"""Import of a state in a format of others: what its parts are called in a snapshot, and the snapshot itself."""
+"""Import of a state in a format of others: what its parts are called in a snapshot, and the snapshot itself.
+
+The state is read and stored in a process of its own (`ciuic.training.import_process`), whose memory and processor time are limited by
+the size of what is read: a file of a few kilobytes may take a parser gigabytes or hours.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ciuic.errors import CiuicError, NotFound, UsageError
+import msgspec
+
+from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, UsageError
+from ciuic.system.child_process import environment, module_command
+from ciuic.system.sandbox.resources import limit_resources
 from ciuic.training.export.state_source import LOOPS, RANDOM, missing_package
 from ciuic.training.format.results import EXIT_SECONDS
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.state.validation import is_value_name
 from ciuic.training.util import randomness
 from ciuic.training.util.documents import MALFORMED
+from ciuic.units import human_size
 
 TAG: Final = "imported"
 """Tag of every snapshot that was imported."""
@@ -22,6 +34,16 @@ _SUFFIX: Final = "_state_dict"
 _STEPS: Final = ("step", "global_step", "iteration")
 _FACTS: Final = ("epoch", "metrics", RANDOM, *_STEPS)
 _LIGHTNING: Final = "pytorch-lightning_version"
+_MODULE: Final = "ciuic.training.import_process"
+_DCP_METADATA: Final = ".metadata"
+_START_BYTES: Final = 2 << 30
+"""Memory of the process for its libraries, threads and buffers."""
+_MEMORY_FACTOR: Final = 4
+"""Memory of the process in sizes of what is read."""
+_START_SECONDS: Final = 30
+"""Processor time for what does not depend on size: importing torch takes four seconds."""
+_BYTES_PER_SECOND: Final = 4 << 20
+"""Least speed of reading and storing, codecs included."""
 
 
 class Imported(NamedTuple):
@@ -76,23 +98,122 @@ def import_state(
         ValueError: It is malformed.
         TypeError: A value cannot be stored; the message names it.
     """
+    source = Path(path).absolute()
+    if not source.exists():
+        raise NotFound(f"{source} is not there")
+    if importlib.util.find_spec("torch") is None:
+        raise missing_package("torch", f"importing {path}")
+    order = ImportOrder(str(source), os.path.abspath(os.fspath(save_dir)), name, tuple(tags))
+    done = subprocess.run(
+        module_command(_MODULE),
+        input=order.encode(),
+        stdout=subprocess.PIPE,
+        env=environment(of_trainer=True),
+        cwd="/",
+        check=False,
+    )
+    if done.returncode == -signal.SIGXCPU:
+        raise UsageError(f"{source} takes far more processor time to read than files of its size do")
+    if done.returncode:
+        raise UsageError(f"{source} could not be read: its reader ended with status {done.returncode}")
+    answer = msgspec.json.decode(done.stdout, type=ImportAnswer)
+    if answer.done is not None:
+        return answer.done
+    if answer.exit_code:
+        raise BY_EXIT_CODE[answer.exit_code](answer.message, hint=answer.hint)
+    raise (TypeError if answer.is_type else ValueError)(answer.message)
+
+
+class ImportOrder(NamedTuple):
+    """What the process is to import; arguments of `import_state`."""
+
+    path: str
+    save_dir: str
+    name: str
+    tags: tuple[str, ...]
+
+    def encode(self) -> bytes:
+        """Return the order as the process reads it; any file name is kept."""
+        return msgspec.msgpack.encode(
+            [os.fsencode(self.path), os.fsencode(self.save_dir), self.name, self.tags]
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> ImportOrder:
+        """Return the order that `encode` wrote."""
+        path, save_dir, name, tags = msgspec.msgpack.decode(
+            data, type=tuple[bytes, bytes, str, tuple[str, ...]]
+        )
+        return cls(os.fsdecode(path), os.fsdecode(save_dir), name, tags)
+
+
+class ImportAnswer(msgspec.Struct, omit_defaults=True):
+    """What came of an order: the result, or the exception that `import_state` is to raise."""
+
+    done: Imported | None = None
+    exit_code: int = 0
+    """Exit code of a CiuicError; 0 for a ValueError or TypeError."""
+    is_type: bool = False
+    message: str = ""
+    hint: str = ""
+
+
+def answer_order(order: ImportOrder) -> ImportAnswer:
+    """Import in this very process, within limits that stay in force."""
+    path = Path(order.path)
     try:
-        found = _read(Path(path).absolute())
+        size_bytes = _limit(path)
+        return ImportAnswer(_import(path, size_bytes, order))
+    except CiuicError as error:
+        return ImportAnswer(exit_code=error.exit_code, message=error.message, hint=error.hint)
+    except MemoryError:
+        return ImportAnswer(message=f"{path} takes far more memory to read than files of its size do")
+    except TypeError as error:
+        return ImportAnswer(is_type=True, message=str(error))
+    except ValueError as error:
+        return ImportAnswer(message=str(error))
+    except OSError as error:
+        return ImportAnswer(exit_code=UsageError.exit_code, message=f"{path} cannot be read: {error}")
+    # Whatever else a parser raises for bytes that no program has written.
+    except Exception as error:
+        return ImportAnswer(message=f"{path} is malformed: {type(error).__name__}: {error}")
+
+
+def _limit(path: Path) -> int:
+    """Limit this process by the size of what it is to read; return that size."""
+    from ciuic.training.importing.foreign_directory import ForeignDirectory
+
+    if path.is_dir():
+        with ForeignDirectory(path) as directory:
+            size_bytes = directory.size_bytes()
+    else:
+        size_bytes = path.stat().st_size
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # A file of holes may have any size: no more than there is, because the state is to be in memory as a whole.
+    if size_bytes > memory_bytes:
+        raise UsageError(
+            f"{path} has {human_size(size_bytes)}, and is read into memory, of which there are {human_size(memory_bytes)}"
+        )
+    limit_resources(
+        _START_BYTES + _MEMORY_FACTOR * size_bytes, _START_SECONDS + size_bytes // _BYTES_PER_SECOND
+    )
+    return size_bytes
+
+
+def _import(path: Path, size_bytes: int, order: ImportOrder) -> Imported:
+    try:
+        found = _read(path, size_bytes)
     except ModuleNotFoundError as error:
         raise missing_package(str(error.name), f"importing {path}") from None
     if not found.objects:
         raise UsageError(f"{path} has no state of an object: no tensors by name")
-    before = randomness.state()
-    try:
-        # A snapshot has the generators of its process: those of the state, if they came with it.
-        if found.random is not None and not _restore_generators(found.random):
-            found.left_out.append(RANDOM)
-        return _save(found, save_dir, name, tags)
-    finally:
-        randomness.restore(before)
+    # A snapshot has the generators of its process: those of the state, if they came with it.
+    if found.random is not None and not _restore_generators(found.random):
+        found.left_out.append(RANDOM)
+    return _save(found, order.save_dir, order.name, order.tags)
 
 
-def _save(found: ForeignState, save_dir: str | os.PathLike[str], name: str, tags: Sequence[str]) -> Imported:
+def _save(found: ForeignState, save_dir: str, name: str, tags: Sequence[str]) -> Imported:
     with SnapshotManager(save_dir, name=name, distributed=False) as manager:
         manager.take({key: _Given(state) for key, state in found.objects.items()})
         save = manager.save_snapshot(
@@ -123,22 +244,27 @@ class _Given:
         raise NotImplementedError("an imported state is only saved")
 
 
-def _read(path: Path) -> ForeignState:
-    if not path.exists():
-        raise NotFound(f"{path} is not there")
+def _read(path: Path, size_bytes: int) -> ForeignState:
     # Imports torch, which is a package that may be missing.
     from ciuic.training.importing import foreign_files
+    from ciuic.training.importing.foreign_directory import ForeignDirectory, open_foreign
 
     if not path.is_dir():
+        file = open_foreign(path)
         if path.suffix == ".safetensors":
-            return ForeignState({"model": foreign_files.read_safetensors(path)})
-        return sort_state(foreign_files.read_torch(path))
-    if (path / ".metadata").exists():
-        from ciuic.training.importing.dcp_directory import read_dcp
+            return ForeignState({"model": foreign_files.read_safetensors(file, str(path))})
+        found = foreign_files.read_torch(file, str(path))
+    else:
+        with ForeignDirectory(path) as directory:
+            if not directory.has(_DCP_METADATA):
+                objects, step, epoch = foreign_files.read_hugging_face(directory)
+                foreign_files.check_extent(objects, size_bytes)
+                return ForeignState(objects, step=step, epoch=epoch)
+            from ciuic.training.importing.dcp_directory import read_dcp
 
-        return sort_state(read_dcp(path))
-    objects, step, epoch = foreign_files.read_hugging_face(path)
-    return ForeignState(objects, step=step, epoch=epoch)
+            found = read_dcp(directory)
+    foreign_files.check_extent(found, size_bytes)
+    return sort_state(found)
 
 
 def sort_state(found: Any) -> ForeignState:

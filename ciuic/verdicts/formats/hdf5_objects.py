@@ -66,7 +66,12 @@ class Hdf5File:
 
     def note(self, address: int, length: int) -> None:
         """Note the range of a structure."""
+        self.spend()
         self.structures.append(Piece(self._base + address, self._base + address + length))
+
+    def spend(self, steps: int = 1) -> None:
+        """Count steps of work; raise NotJudged at the limit."""
+        self._reader.spend(steps)
 
     def check_sum(self, block: bytes) -> None:
         """Check the checksum at the end of a structure."""
@@ -153,13 +158,16 @@ class Hdf5Objects:
         # 1: no free block. The free block is behind the names: its size shows that they were written.
         if free not in (1, UNDEFINED) and (free + 16 > length or not _number(names, free + 8)):
             raise TornContent("a table of names is incomplete")
+        # Once, because a table of names may be long and have many entries.
+        last_end = names.rfind(b"\0")
         for node in self._leaves(tree, 0, 8):
             entries = self._file.signed(node, b"SNOD", 8, "a list of names")
             count = int.from_bytes(entries[6:8], "little")
             data = self._file.at(node + 8, count * _GROUP_ENTRY_BYTES, "a list of names")
             for at in range(0, len(data), _GROUP_ENTRY_BYTES):
                 name, header = _number(data, at), _number(data, at + 8)
-                if not 0 < name < length or not names[name] or names.find(b"\0", name) < 0:
+                self._file.spend()
+                if not 0 < name < length or not names[name] or last_end < name:
                     raise TornContent("a list of names is incomplete")
                 # 2: a symbolic link, which has no object header.
                 if int.from_bytes(data[at + 16 : at + 20], "little") != 2:
@@ -185,6 +193,7 @@ class Hdf5Objects:
             step = key_bytes + 8
             body = self._file.at(address + 24, count * step + key_bytes, "an index")
             for at in range(0, count * step, step):
+                self._file.spend()
                 child = _number(body, at + key_bytes)
                 if not child:
                     raise TornContent("an index is incomplete")
@@ -248,6 +257,7 @@ class Hdf5Objects:
 
     def _check_heap_references(self, data: bytes) -> None:
         for at in range(0, len(data) - 15, 16):
+            self._file.spend()
             length, address = int.from_bytes(data[at : at + 4], "little"), _number(data, at + 4)
             index = int.from_bytes(data[at + 12 : at + 16], "little")
             if length and address not in (0, UNDEFINED) and index not in self._heap(address):
@@ -263,6 +273,7 @@ class Hdf5Objects:
             found: set[int] = set()
             at = 16
             while at + 16 <= size:
+                self._file.spend()
                 index = int.from_bytes(data[at : at + 2], "little")
                 if not index:
                     break
@@ -300,6 +311,7 @@ def _messages(file: Hdf5File, address: int) -> Iterator[_Message]:
                 raise TornContent("an object is damaged")
             at += head_bytes + size
             found += 1
+            file.spend()
             if found > _MAX_MESSAGES:
                 raise NotJudged("an object has more parts than are followed for a verdict")
             if kind == _CONTINUATION:

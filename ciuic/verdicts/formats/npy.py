@@ -18,6 +18,7 @@ _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER_BYTES: Final = 10_000
 """Limit of numpy's own reader (max_header_size)."""
 _MAX_DEPTH: Final = 8
+_MAX_NUMBER: Final = 1 << 62
 _TYPE: Final = re.compile(r"[<>|=]?([?biufcmMSUV])(\d{1,9})(?:\[[^]]{1,20}\])?\Z", re.ASCII)
 
 
@@ -34,11 +35,14 @@ def read_npy(reader: BoundedReader) -> Structure:
         raise NotJudged("its header is longer than numpy reads")
     start = 8 + width + length
     item_bytes, shape, is_float = _described(reader.at(8 + width, length, "its header"))
-    end = start + item_bytes * math.prod(shape)
+    items = math.prod(shape)
+    if item_bytes >= _MAX_NUMBER or items >= _MAX_NUMBER:
+        raise TornContent("its header has an impossible shape")
+    end = start + item_bytes * items
     if end != reader.size_bytes:
         raise TornContent(f"its header promises {end} bytes, the file has {reader.size_bytes}")
     last_item = (end - (1 if is_float else item_bytes), end) if end > start else None
-    return Structure("npy", f"an array of {math.prod(shape)} items", (Piece(start, end),), last_item)
+    return Structure("npy", f"an array of {items} items", (Piece(start, end),), last_item)
 
 
 def _described(header: bytes) -> tuple[int, tuple[int, ...], bool]:
@@ -46,12 +50,12 @@ def _described(header: bytes) -> tuple[int, tuple[int, ...], bool]:
     try:
         # Literals alone: nothing is evaluated. The parser's own limits end deep nesting.
         value = ast.literal_eval(header.decode("utf-8").strip())
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise TornContent("its header is not that of an array") from None
     if not isinstance(value, dict) or not isinstance(value.get("shape"), tuple) or "descr" not in value:
         raise TornContent("its header is not that of an array")
     shape = value["shape"]
-    if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape) or len(shape) > 64:
+    if not all(type(size) is int and 0 <= size < _MAX_NUMBER for size in shape) or len(shape) > 64:
         raise TornContent("its header has an impossible shape")
     described = value["descr"]
     # A float ends with its exponent, which is zero in hardly any number.

@@ -107,9 +107,17 @@ class PickleStream:
 
     def _line(self) -> bytes:
         parts: list[bytes] = []
-        for _ in range(_MAX_LINE_BYTES):
-            byte = self.take(1)
-            if byte == b"\n":
+        left_bytes = _MAX_LINE_BYTES
+        while left_bytes > 0:
+            # At least one byte, with which the page that has it is read.
+            self.take(1)
+            start = self.at - 1 - self._page_start
+            end = self._page.find(b"\n", start, start + left_bytes)
+            part = self._page[start : end if end >= 0 else start + left_bytes]
+            parts.append(part)
+            self.at += len(part) - 1
+            if end >= 0:
+                self.at += 1
                 return b"".join(parts)
-            parts.append(byte)
+            left_bytes -= len(part)
         raise NotJudged("its pickle has a line that is longer than what is read for a verdict")

@@ -106,7 +106,7 @@ def test_readers_see_a_whole_document_or_none(metrics_path: Path) -> None:
 
 
 def test_callers_that_say_nothing_do_not_keep_others_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all connections taken by silent callers a further one is closed, and served once they have been cut off."""
+    """Callers that say nothing are cut off after their time."""
     monkeypatch.setattr(exporter, "_CALLER_SECONDS", 0.5)
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(exporter.MAX_CALLERS)]
     try:
@@ -121,14 +121,46 @@ def test_callers_that_say_nothing_do_not_keep_others_out(port: int, monkeypatch:
 
 
 def test_more_callers_than_it_serves_are_closed(port: int) -> None:
-    """The server holds a limited number of connections."""
+    """The server holds a limited number of connections; a further one takes the place of the oldest."""
     callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(exporter.MAX_CALLERS + 1)]
     try:
-        callers[-1].settimeout(30)
-        assert callers[-1].recv(1) == b""
+        callers[0].settimeout(30)
+        assert callers[0].recv(1) == b""
     finally:
         for caller in callers:
             caller.close()
+
+
+def test_slow_callers_lose_no_scrape(port: int) -> None:
+    """Every scrape is answered while far more callers than there is room for have begun a request each."""
+    callers = []
+    try:
+        for number in range(200):
+            callers.append(socket.create_connection(("127.0.0.1", port)))
+            callers[-1].sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+            if number % 40 == 39:
+                assert get(port, "/metrics")[0] == 200
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "LocalHost:9847", "127.0.0.1:9847", "[::1]:9847", "[::1]")),
+        *((host, 421) for host in ("rebound.example", "rebound.example:9847", "localhost.example", "")),
+    ],
+)
+def test_a_name_of_the_web_gets_no_metrics(port: int, host: str, status: int) -> None:
+    """At a loopback address a request for any other name, as of a page whose name was led here, is refused."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found, body = answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        found, body = error.code, error.read()
+    assert (found, b"ciuic_up" in body) == (status, status == 200)
 
 
 def test_an_address_in_use_is_named(metrics_path: Path) -> None:

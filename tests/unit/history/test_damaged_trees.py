@@ -133,3 +133,22 @@ def test_an_unreadable_snapshot_file_is_named(made: CliRepository) -> None:
     assert done.exit_code == Partial.exit_code
     assert "snapshot file" in done.stderr
     assert "cs-000003" in done.stdout
+
+
+def test_a_long_chain_of_directories_ends_the_search_in_it(tmp_path: Path) -> None:
+    """`find` and `checkpoints` do not look below 4,096 bytes of a path, say so once, and answer with the rest."""
+    chain: Tree = {b"end": b"x", b"end.npy": b"x"}
+    for _ in range(60):
+        chain = {b"d" * 200: chain, b"level": b"x", b"a.npy": b"x"}
+    made = CliRepository(tmp_path / "repository", Path("/r"))
+    made.snapshot({b"chain": chain, b"beside": {b"level": b"x"}})
+    for command in (("find", "*"), ("checkpoints",)):
+        done = made.run(*command, "--json")
+        assert done.exit_code == Partial.exit_code, done.output
+        assert done.stderr.count("more than 4,096 bytes") == 1
+        paths = [one["path"] for one in next(iter(json.loads(done.stdout).values()))]
+        assert 20 < len(paths) < 100
+        assert max(map(len, paths)) < 4096 + 256
+    assert "/r/beside/level" in [
+        one["path"] for one in json.loads(made.run("find", "level", "--json").stdout)["found"]
+    ]

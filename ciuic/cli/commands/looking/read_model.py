@@ -25,9 +25,15 @@ class PassedOver:
     def __init__(self) -> None:
         self._files: list[UnreadableSnapshot] = []
         self._paths: dict[tuple[bytes, str], list[Snapshot]] = {}
+        self._long_paths = 0
 
     def add(self, snapshot: Snapshot, path: bytes, error: Damaged) -> None:
-        """Note a path that cannot be read in a snapshot."""
+        """Note a path that cannot be read in a snapshot, or that is too long to be looked at."""
+        from ciuic.history.timeline import PathTooLong
+
+        if isinstance(error, PathTooLong):
+            self._long_paths += 1
+            return
         self._paths.setdefault((path, error.message), []).append(snapshot)
 
     def add_files(self, files: list[UnreadableSnapshot]) -> None:
@@ -44,7 +50,12 @@ class PassedOver:
                 f"{shown(path)} cannot be read in snapshot {snapshots[0].id}{others}: {shown_text(reason)}",
                 hint="the answer is without it; ciuic check says what can be done",
             )
-        return Partial.exit_code if self._files or self._paths else 0
+        if self._long_paths:
+            warn(
+                f"{plural(self._long_paths, 'directory', 'directories')} with a path of more than 4,096 bytes: not looked into",
+                hint="ciuic restore brings back everything, whatever its depth",
+            )
+        return Partial.exit_code if self._files or self._paths or self._long_paths else 0
 
 
 def readable(session: Session, passed_over: PassedOver) -> Readable:

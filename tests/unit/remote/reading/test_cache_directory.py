@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access.remote import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.cache_directory import ROOT_CACHE, CacheDirectory, cache_root, open_cache
+from ciuic.system.ownership import temporary_directory
 
 
 @pytest.fixture
@@ -45,6 +47,32 @@ def test_it_is_private(remote: Remote, tmp_path: Path) -> None:
         assert cache.load("one") == b"1"
     for made in [path, *path.rglob("*")]:
         assert stat.S_IMODE(made.stat().st_mode) == (0o700 if made.is_dir() else 0o600)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+def test_nothing_is_made_where_another_user_leads(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links of another user lead to no new directory, and a TMPDIR below another user's directory is not used."""
+    theirs, elsewhere = tmp_path / "theirs", tmp_path / "elsewhere"
+    theirs.mkdir()
+    elsewhere.mkdir()
+    (theirs / "cache").symlink_to(elsewhere)
+    (theirs / "tmp").mkdir(mode=0o700)
+    os.lchown(theirs / "cache", 1234, 1234)
+    os.chown(theirs, 1234, 1234)
+    for root in (theirs, theirs / "cache"):
+        with pytest.raises(NotPermitted), open_cache(remote, remote, root):
+            pass
+    assert os.listdir(elsewhere) == []
+    assert sorted(os.listdir(theirs)) == ["cache", "tmp"]
+    monkeypatch.setattr(tempfile, "tempdir", str(theirs / "tmp"))
+    assert temporary_directory() in ("/var/tmp", "/tmp")
+    # A file where the cache should be: one that is deleted at the end takes its place.
+    (tmp_path / "file").write_bytes(b"")
+    with open_cache(remote, remote, tmp_path / "file") as cache:
+        assert cache.path.parent in (Path("/var/tmp"), Path("/tmp"))
+    assert os.listdir(theirs / "tmp") == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
