@@ -325,10 +325,22 @@ class SnapshotManager(TrainingSnapshots):
         with self._saver.guard:
             loading.put_back(state, self._registered.objects, self._taker.ranks)
         self.goes_on_from(state)
-        position = self._registered.position
-        epoch, batch = (self.epoch, 0) if position is None else (position.epoch, position.taken)
+        epoch, batch = self._continues_at(state)
         log.info("ciuic: resumed from %s, step %d", state.id, self.step)
         return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
+
+    def _continues_at(self, state: State) -> tuple[int | None, int]:
+        """Return the epoch to continue with, and the batches that were taken of it."""
+        position, passes = self._registered.position, self._registered.passes
+        if position is not None:
+            return position.epoch, position.taken
+        # None: saved without a loader, or by a version that did not count its passes.
+        if passes is None or state.passes is None:
+            return self.epoch, 0
+        passes.load_state_dict(state.passes)
+        # Not what the program gave: from here on it is counted again.
+        self.epoch = state.passes["given"]
+        return passes.epoch if self.epoch is None else self.epoch, passes.taken
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
         """Register objects for explicit saves only, in place of those of an earlier call: none of them is watched.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
+from ciuic.training.state.data_position import Passes
 from ciuic.training.util.method_hooks import override, tell_after
 
 # In this order, of which the first that an object has is watched: a GradScaler has `step`, within which the
@@ -143,13 +144,15 @@ class Boundaries:
                 return True
         return False
 
-    def watch_loader(self, loader: object) -> bool:
-        """Watch a loader, whose iterators then report each fetch; return whether that is possible."""
+    def watch_loader(self, loader: object, passes: Passes) -> bool:
+        """Watch a loader, whose iterators then report and count each fetch; return whether that is possible."""
         boundaries = self
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
-                return _ReportingIterator(method(self), boundaries.asked, boundaries.ended)
+                inner = method(self)
+                passes.begun()
+                return _ReportingIterator(inner, boundaries, passes)
 
             return wrapped
 
@@ -219,21 +222,24 @@ class Boundaries:
 class _ReportingIterator:
     """Iterator that reports each fetch before it happens, and the end."""
 
-    def __init__(self, inner: Any, ask: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes) -> None:
         self._inner = inner
-        self._ask = ask
-        self._ended = ended
+        self._boundaries = boundaries
+        self._passes = passes
 
     def __iter__(self) -> _ReportingIterator:
         return self
 
     def __next__(self) -> Any:
-        self._ask()
+        self._boundaries.asked()
         try:
-            return next(self._inner)
+            batch = next(self._inner)
         except StopIteration:
-            self._ended()
+            self._passes.ended()
+            self._boundaries.ended()
             raise
+        self._passes.fetched()
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else the program asks of the iterator is answered by the loader's own.

@@ -172,6 +172,53 @@ class Position:
                 raise
 
 
+class Passes:
+    """Passes over a loader that knows its own position and not the number of its pass."""
+
+    def __init__(self) -> None:
+        """Begin before the first pass."""
+        self.passes = 0
+        """Passes begun so far, including the current one."""
+        self.batches = 0
+        """Batches taken of the current pass."""
+        self._is_over = True
+        self._continues = False
+        """The next iterator is of the pass that the loader was restored into."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the pass and of its batches."""
+        return {"passes": self.passes, "batches": self.batches, "over": self._is_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterator continue at a saved position, as the loader does that was restored with it."""
+        self.passes, self.batches, self._is_over = state["passes"], state["batches"], state["over"]
+        self._continues = not self._is_over
+
+    @property
+    def epoch(self) -> int:
+        """Pass to continue with right after `load_state_dict`: the interrupted one, or the next."""
+        return self.passes if self._is_over else self.passes - 1
+
+    @property
+    def taken(self) -> int:
+        """Batches taken of pass `epoch`."""
+        return 0 if self._is_over else self.batches
+
+    def begun(self) -> None:
+        """Count a pass: the program has asked for an iterator."""
+        if not self._continues:
+            self.passes, self.batches = self.passes + 1, 0
+        self._is_over = self._continues = False
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        self.batches += 1
+
+    def ended(self) -> None:
+        """Leave the pass: there was no further batch."""
+        self._is_over = True
+
+
 def own_generators(loader: Any) -> dict[str, Any]:
     """Return the random generators that a loader, its samplers and its data set hold, by attribute path."""
     found: dict[str, Any] = {}
