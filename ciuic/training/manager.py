@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,9 @@ from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.state import validation
 from ciuic.training.util.logs import log
 from ciuic.training.writer.filesystem import Roots
+
+_managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
+"""Managers of this process that are not closed."""
 
 
 class SnapshotManager(TrainingSnapshots):
@@ -136,6 +140,11 @@ class SnapshotManager(TrainingSnapshots):
         self._registered = self._coordinator.registered
         self._taker = self._coordinator.taker
         self.stats: Stats = self._saver.stats
+        self._place = (os.path.realpath(self.save_dir), name)
+        self._saves = False
+        """This is the manager of this process that saves the training."""
+        self._closed_because = "the manager is closed"
+        _managers.add(self)
         # A script that ends without `close` still waits for its last saves, and says goodbye to the daemon.
         atexit.register(self.close)
 
@@ -173,8 +182,9 @@ class SnapshotManager(TrainingSnapshots):
 
         Raises:
             TypeError: An object has no state.
-            ValueError: A name cannot be used.
+            ValueError: A name cannot be used, or the manager is closed.
         """
+        self._take_over()
         self._coordinator.register(objects)
 
     def save_snapshot(
@@ -219,8 +229,7 @@ class SnapshotManager(TrainingSnapshots):
             TypeError: A value cannot be stored; the message names it.
             ValueError: The manager is closed, or there is nothing to save.
         """
-        if self._coordinator.lifetime.closed:
-            raise ValueError("the manager is closed")
+        self._take_over()
         objects, wanted = explicit_request(
             model, optimizer, epoch, others, metrics or {}, tags, hold, filesystem
         )
@@ -281,7 +290,7 @@ class SnapshotManager(TrainingSnapshots):
             ValueError: The manager is closed.
         """
         if self._coordinator.lifetime.closed:
-            raise ValueError("the manager is closed")
+            raise ValueError(self._closed_because)
         self._coordinator.callbacks.add(callback)
         return callback
 
@@ -309,8 +318,9 @@ class SnapshotManager(TrainingSnapshots):
             CiuicError: The local directory has none, and a remote cannot be read.
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: The state of an object does not fit it: other names, shapes, dtypes or parameter
-                groups, or a model on the meta device; nothing has been changed.
+                groups, or a model on the meta device; nothing has been changed. Or the manager is closed.
         """
+        self._take_over()
         state = self.load_to_resume()
         return None if state is None else self.put_back(state)
 
@@ -409,6 +419,44 @@ class SnapshotManager(TrainingSnapshots):
         """Continue step count, rules and run id from a state that the framework has restored itself."""
         self._coordinator.resume_from(state)
 
+    def _earlier(self) -> list[SnapshotManager]:
+        """Return the other managers of this process that have the same training."""
+        return [
+            one
+            for one in list(_managers)
+            if one is not self and one._place == self._place and one._saver.client.is_ours
+        ]
+
+    def _take_over(self) -> None:
+        """Close the other managers of this process that save this training: a cell of a notebook was run again.
+
+        Raises:
+            ValueError: This one is closed.
+        """
+        if self._coordinator.lifetime.closed:
+            raise ValueError(self._closed_because)
+        if self._saves:
+            return
+        self._saves = True
+        for one in self._earlier():
+            if one._saves:
+                log.warning(
+                    "ciuic: an earlier SnapshotManager of this process saves %r in %s: it is closed, and this one goes on",
+                    self.name,
+                    self.save_dir,
+                )
+                one._closed_because = (
+                    f"the manager is closed, because a later SnapshotManager of this process saves {self.name!r} in "
+                    f"{self.save_dir}: use that one, or give each a save_dir or a name= of its own"
+                )
+                one.close()
+
+    def _await_saves(self) -> None:
+        """Wait until what this process saved before can be loaded, whichever manager has saved it."""
+        for one in self._earlier():
+            one.wait()
+        super()._await_saves()
+
     # -- end
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
@@ -427,6 +475,7 @@ class SnapshotManager(TrainingSnapshots):
         self._coordinator.lifetime.closed = True
         # Otherwise the interpreter would keep the manager, and all that is registered, until its end.
         atexit.unregister(self.close)
+        _managers.discard(self)
         self._coordinator.close(timeout_seconds, sys.exc_info()[1])
         if remote_seconds > 0 and self._saver.copies.orders and not self.wait_remote(remote_seconds):
             log.warning("ciuic: the newest snapshot is not on every remote yet; its upload goes on")
