@@ -148,6 +148,22 @@ class SnapshotManager(TrainingSnapshots):
         # A script that ends without `close` still waits for its last saves, and says goodbye to the daemon.
         atexit.register(self.close)
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError, of a manager out of a pickle with what to do."""
+        reason = f"{type(self).__name__!r} object has no attribute {name!r}"
+        # The attributes of the constructor, and so each property and method that uses them.
+        if self._is_reader:
+            reason += (
+                f", because it comes out of a pickle: it lists and loads the snapshots in {self.__dict__.get('save_dir')}; "
+                "create a SnapshotManager there to save"
+            )
+        raise AttributeError(reason, name=name, obj=self)
+
+    @property
+    def _is_reader(self) -> bool:
+        """True if this comes out of a pickle."""
+        return "_coordinator" not in self.__dict__
+
     @property
     def step(self) -> int:
         """Optimizer steps of the run, restarts included; the program counts if optimizers have no hooks."""
@@ -301,6 +317,8 @@ class SnapshotManager(TrainingSnapshots):
 
         Waits for the saves of this manager, so that the newest is the last one that it took.
         """
+        if self._is_reader:
+            return super().load_latest_snapshot()
         self._await_saves()
         return self._coordinator.load_latest()
 
@@ -453,15 +471,16 @@ class SnapshotManager(TrainingSnapshots):
 
     def _await_saves(self) -> None:
         """Wait until what this process saved before can be loaded, whichever manager has saved it."""
-        for one in self._earlier():
-            one.wait()
+        if not self._is_reader:
+            for one in self._earlier():
+                one.wait()
         super()._await_saves()
 
     # -- end
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
         """Wait until every staged save is durable; return whether that came in time."""
-        return self._saver.wait(timeout_seconds)
+        return self._is_reader or self._saver.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
@@ -469,7 +488,7 @@ class SnapshotManager(TrainingSnapshots):
         The writer finishes what is not done by then all the same, and the upload goes on without this process.
         After that wait at most ``remote_seconds`` for every remote to have the newest snapshot.
         """
-        if self._coordinator.lifetime.closed:
+        if self._is_reader or self._coordinator.lifetime.closed:
             return
         # First of all: a signal handler of the program may close the manager in the middle of this.
         self._coordinator.lifetime.closed = True
