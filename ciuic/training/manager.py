@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from ciuic.training import loading
 from ciuic.training.coordinator import Options, SaveCoordinator
@@ -32,9 +32,13 @@ from ciuic.training.saving.sharded_save import AgreedSave
 from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec, explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.state import validation
-from ciuic.training.util.logs import log
+from ciuic.training.util.logs import log, warn_once
 from ciuic.training.writer.filesystem import Roots
 
+_PENDING_GRADIENTS: Final = (
+    "a resume would not be exact: save_snapshot was called between backward() and optimizer.step(), and a snapshot has no "
+    "gradients: those that were accumulated since the last step are lost; save after a step"
+)
 _managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
 """Managers of this process that are not closed."""
 
@@ -256,6 +260,8 @@ class SnapshotManager(TrainingSnapshots):
         self._heartbeat.beat(self.step)
         self.epoch = self.epoch if wanted.epoch is None else wanted.epoch
         self.step = self.step if step is None else validation.whole_number(step, "step")
+        if self._coordinator.boundaries.gradients.are_pending():
+            warn_once(_PENDING_GRADIENTS)
         save, place = None, call_site_of(sys._getframe(1))
         if self._coordinator.boundaries.is_in_step():
             # Some parameters are those of this step, and others of the one before.
@@ -280,6 +286,15 @@ class SnapshotManager(TrainingSnapshots):
         For loops in which no registered object can tell.
         """
         self._coordinator.boundaries.explicit()
+
+    def consumed(self, batches: int = 1) -> None:
+        """Tell that the program trains with so many more batches of the registered loader.
+
+        For programs that fetch batches ahead (a prefetcher), in which the position of the loader is not that of the
+        training: called for each batch that is taken from the prefetcher, before its step. From the first call on
+        these batches alone count in a pass, and the passes must not overlap.
+        """
+        self._coordinator.boundaries.read_ahead.consumed(validation.whole_number(batches, "batches"))
 
     def report(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report metrics of the current state, for rules that look at them and for the next snapshot.

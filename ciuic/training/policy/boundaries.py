@@ -15,6 +15,8 @@ from types import FrameType
 from typing import Any, Final
 
 from ciuic.training.state.data_position import Passes
+from ciuic.training.state.gradients import Gradients
+from ciuic.training.state.read_ahead import ReadAhead
 from ciuic.training.util.method_hooks import override, tell_after
 
 # In this order, of which the first that an object has is watched: a GradScaler has `step`, within which the
@@ -33,15 +35,24 @@ _MAX_UNCLOSED_STEPS: Final = 5
 class Boundaries:
     """Detects boundaries from the calls of optimizers, companions and loaders."""
 
-    def __init__(self, stepped: Callable[[], None], at_boundary: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stepped: Callable[[], None],
+        at_boundary: Callable[[], None],
+        capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Watch nothing yet.
 
         Args:
             stepped: Called at each step of the first optimizer that is watched.
             at_boundary: Called once after each step that is whole.
+            capturing: Returns whether nothing on a device may be read now.
         """
         self._stepped = stepped
         self._at_boundary = at_boundary
+        self.gradients = Gradients(capturing)
+        self.read_ahead = ReadAhead(self.gradients)
+        """Batches that the program has fetched before it trains with them."""
         self._optimizers: list[Any] = []
         self._by_loader = False
         self._uses_explicit = False
@@ -124,11 +135,13 @@ class Boundaries:
             if not tell_after(optimizer, "step", lambda: self._after_step(optimizer)):
                 return False
         self._optimizers.append(optimizer)
+        self.gradients.add(optimizer)
         # Only the first one counts steps: two optimizers of a GAN take one step of the run together.
         return True
 
     def forget(self, value: object) -> None:
         """Stop watching an object that is no longer registered."""
+        self.gradients.remove(value)
         # Its hooks stay, and `_after_step` ignores an optimizer that is not in the list.
         self._optimizers = [one for one in self._optimizers if one is not value]
         self._expected.discard(id(value))
@@ -151,7 +164,7 @@ class Boundaries:
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
                 inner = method(self)
-                passes.begun()
+                passes.begun(boundaries.read_ahead)
                 return _ReportingIterator(inner, boundaries, passes)
 
             return wrapped
@@ -163,6 +176,11 @@ class Boundaries:
 
     def asked(self) -> None:
         """Close the open step: the next batch is about to be fetched."""
+        self.read_ahead.asked()
+        if self.read_ahead.is_foreign():
+            # The program may be anywhere in its step: the calls of companions tell boundaries.
+            self._by_loader = self._in_batch = False
+            return
         # Also where a `Position` calls this, which watches the loader itself.
         self._by_loader = True
         if self._open:
@@ -183,6 +201,7 @@ class Boundaries:
         self._stepping = True
 
     def _after_step(self, optimizer: Any) -> None:
+        self.gradients.stepped(optimizer)
         if self._optimizers and optimizer is self._optimizers[0]:
             self._on_first()
         elif any(one is optimizer for one in self._optimizers):
@@ -196,6 +215,7 @@ class Boundaries:
             self._expected &= self._seen
         self._open = True
         self._seen.clear()
+        self.read_ahead.stepped()
         self._stepped()
         self._close_if_whole()
 
@@ -205,6 +225,8 @@ class Boundaries:
 
     def _companion_called(self, number: int) -> None:
         self._changed_since = True
+        # A gradient scaler leaves out steps.
+        self.read_ahead.trained()
         if self._open:
             self._seen.add(number)
             self._close_if_whole()
