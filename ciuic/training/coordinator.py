@@ -90,7 +90,7 @@ class SaveCoordinator:
         self.deferred: list[Callable[[], object]] = []
         """Saves that were asked for within a step, for its boundary."""
         # Nothing calls these methods before the first object is registered, when all parts are there.
-        self.boundaries = Boundaries(self._stepped, self._at_boundary)
+        self.boundaries = Boundaries(self._stepped, self._at_boundary, capturing)
         self.heartbeat = TrainerHeartbeat(options.name, str(options.save_dir), options.heartbeat_seconds)
         begin = Begin(
             repository=str(options.save_dir),

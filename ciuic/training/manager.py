@@ -12,9 +12,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from ciuic.training import loading
 from ciuic.training.coordinator import Options, SaveCoordinator
@@ -31,8 +32,15 @@ from ciuic.training.saving.sharded_save import AgreedSave
 from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec, explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.state import validation
-from ciuic.training.util.logs import log
+from ciuic.training.util.logs import log, warn_once
 from ciuic.training.writer.filesystem import Roots
+
+_PENDING_GRADIENTS: Final = (
+    "a resume would not be exact: save_snapshot was called between backward() and optimizer.step(), and a snapshot has no "
+    "gradients: those that were accumulated since the last step are lost; save after a step"
+)
+_managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
+"""Managers of this process that are not closed."""
 
 
 class SnapshotManager(TrainingSnapshots):
@@ -136,8 +144,29 @@ class SnapshotManager(TrainingSnapshots):
         self._registered = self._coordinator.registered
         self._taker = self._coordinator.taker
         self.stats: Stats = self._saver.stats
+        self._place = (os.path.realpath(self.save_dir), name)
+        self._saves = False
+        """This is the manager of this process that saves the training."""
+        self._closed_because = "the manager is closed"
+        _managers.add(self)
         # A script that ends without `close` still waits for its last saves, and says goodbye to the daemon.
         atexit.register(self.close)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError, of a manager out of a pickle with what to do."""
+        reason = f"{type(self).__name__!r} object has no attribute {name!r}"
+        # The attributes of the constructor, and so each property and method that uses them.
+        if self._is_reader:
+            reason += (
+                f", because it comes out of a pickle: it lists and loads the snapshots in {self.__dict__.get('save_dir')}; "
+                "create a SnapshotManager there to save"
+            )
+        raise AttributeError(reason, name=name, obj=self)
+
+    @property
+    def _is_reader(self) -> bool:
+        """True if this comes out of a pickle."""
+        return "_coordinator" not in self.__dict__
 
     @property
     def step(self) -> int:
@@ -173,8 +202,9 @@ class SnapshotManager(TrainingSnapshots):
 
         Raises:
             TypeError: An object has no state.
-            ValueError: A name cannot be used.
+            ValueError: A name cannot be used, or the manager is closed.
         """
+        self._take_over()
         self._coordinator.register(objects)
 
     def save_snapshot(
@@ -219,8 +249,7 @@ class SnapshotManager(TrainingSnapshots):
             TypeError: A value cannot be stored; the message names it.
             ValueError: The manager is closed, or there is nothing to save.
         """
-        if self._coordinator.lifetime.closed:
-            raise ValueError("the manager is closed")
+        self._take_over()
         objects, wanted = explicit_request(
             model, optimizer, epoch, others, metrics or {}, tags, hold, filesystem
         )
@@ -231,6 +260,8 @@ class SnapshotManager(TrainingSnapshots):
         self._heartbeat.beat(self.step)
         self.epoch = self.epoch if wanted.epoch is None else wanted.epoch
         self.step = self.step if step is None else validation.whole_number(step, "step")
+        if self._coordinator.boundaries.gradients.are_pending():
+            warn_once(_PENDING_GRADIENTS)
         save, place = None, call_site_of(sys._getframe(1))
         if self._coordinator.boundaries.is_in_step():
             # Some parameters are those of this step, and others of the one before.
@@ -255,6 +286,15 @@ class SnapshotManager(TrainingSnapshots):
         For loops in which no registered object can tell.
         """
         self._coordinator.boundaries.explicit()
+
+    def consumed(self, batches: int = 1) -> None:
+        """Tell that the program trains with so many more batches of the registered loader.
+
+        For programs that fetch batches ahead (a prefetcher), in which the position of the loader is not that of the
+        training: called for each batch that is taken from the prefetcher, before its step. From the first call on
+        these batches alone count in a pass, and the passes must not overlap.
+        """
+        self._coordinator.boundaries.read_ahead.consumed(validation.whole_number(batches, "batches"))
 
     def report(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report metrics of the current state, for rules that look at them and for the next snapshot.
@@ -281,7 +321,7 @@ class SnapshotManager(TrainingSnapshots):
             ValueError: The manager is closed.
         """
         if self._coordinator.lifetime.closed:
-            raise ValueError("the manager is closed")
+            raise ValueError(self._closed_because)
         self._coordinator.callbacks.add(callback)
         return callback
 
@@ -292,6 +332,8 @@ class SnapshotManager(TrainingSnapshots):
 
         Waits for the saves of this manager, so that the newest is the last one that it took.
         """
+        if self._is_reader:
+            return super().load_latest_snapshot()
         self._await_saves()
         return self._coordinator.load_latest()
 
@@ -309,8 +351,9 @@ class SnapshotManager(TrainingSnapshots):
             CiuicError: The local directory has none, and a remote cannot be read.
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: The state of an object does not fit it: other names, shapes, dtypes or parameter
-                groups, or a model on the meta device; nothing has been changed.
+                groups, or a model on the meta device; nothing has been changed. Or the manager is closed.
         """
+        self._take_over()
         state = self.load_to_resume()
         return None if state is None else self.put_back(state)
 
@@ -325,10 +368,22 @@ class SnapshotManager(TrainingSnapshots):
         with self._saver.guard:
             loading.put_back(state, self._registered.objects, self._taker.ranks)
         self.goes_on_from(state)
-        position = self._registered.position
-        epoch, batch = (self.epoch, 0) if position is None else (position.epoch, position.taken)
+        epoch, batch = self._continues_at(state)
         log.info("ciuic: resumed from %s, step %d", state.id, self.step)
         return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
+
+    def _continues_at(self, state: State) -> tuple[int | None, int]:
+        """Return the epoch to continue with, and the batches that were taken of it."""
+        position, passes = self._registered.position, self._registered.passes
+        if position is not None:
+            return position.epoch, position.taken
+        # None: saved without a loader, or by a version that did not count its passes.
+        if passes is None or state.passes is None:
+            return self.epoch, 0
+        passes.load_state_dict(state.passes)
+        # Not what the program gave: from here on it is counted again.
+        self.epoch = state.passes["given"]
+        return passes.epoch if self.epoch is None else self.epoch, passes.taken
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
         """Register objects for explicit saves only, in place of those of an earlier call: none of them is watched.
@@ -397,11 +452,50 @@ class SnapshotManager(TrainingSnapshots):
         """Continue step count, rules and run id from a state that the framework has restored itself."""
         self._coordinator.resume_from(state)
 
+    def _earlier(self) -> list[SnapshotManager]:
+        """Return the other managers of this process that have the same training."""
+        return [
+            one
+            for one in list(_managers)
+            if one is not self and one._place == self._place and one._saver.client.is_ours
+        ]
+
+    def _take_over(self) -> None:
+        """Close the other managers of this process that save this training: a cell of a notebook was run again.
+
+        Raises:
+            ValueError: This one is closed.
+        """
+        if self._coordinator.lifetime.closed:
+            raise ValueError(self._closed_because)
+        if self._saves:
+            return
+        self._saves = True
+        for one in self._earlier():
+            if one._saves:
+                log.warning(
+                    "ciuic: an earlier SnapshotManager of this process saves %r in %s: it is closed, and this one goes on",
+                    self.name,
+                    self.save_dir,
+                )
+                one._closed_because = (
+                    f"the manager is closed, because a later SnapshotManager of this process saves {self.name!r} in "
+                    f"{self.save_dir}: use that one, or give each a save_dir or a name= of its own"
+                )
+                one.close()
+
+    def _await_saves(self) -> None:
+        """Wait until what this process saved before can be loaded, whichever manager has saved it."""
+        if not self._is_reader:
+            for one in self._earlier():
+                one.wait()
+        super()._await_saves()
+
     # -- end
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
         """Wait until every staged save is durable; return whether that came in time."""
-        return self._saver.wait(timeout_seconds)
+        return self._is_reader or self._saver.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
@@ -409,12 +503,13 @@ class SnapshotManager(TrainingSnapshots):
         The writer finishes what is not done by then all the same, and the upload goes on without this process.
         After that wait at most ``remote_seconds`` for every remote to have the newest snapshot.
         """
-        if self._coordinator.lifetime.closed:
+        if self._is_reader or self._coordinator.lifetime.closed:
             return
         # First of all: a signal handler of the program may close the manager in the middle of this.
         self._coordinator.lifetime.closed = True
         # Otherwise the interpreter would keep the manager, and all that is registered, until its end.
         atexit.unregister(self.close)
+        _managers.discard(self)
         self._coordinator.close(timeout_seconds, sys.exc_info()[1])
         if remote_seconds > 0 and self._saver.copies.orders and not self.wait_remote(remote_seconds):
             log.warning("ciuic: the newest snapshot is not on every remote yet; its upload goes on")

@@ -9,7 +9,7 @@ from typing import Any
 from ciuic.training.format.early_check import check_values
 from ciuic.training.format.shards import TemplateLookup, are_sharded, contains_shards, template_lookup
 from ciuic.training.policy.boundaries import Boundaries
-from ciuic.training.state.data_position import Position, is_plain_loader
+from ciuic.training.state.data_position import Passes, Position, is_plain_loader
 from ciuic.training.state.stateful import state_access, state_of
 from ciuic.training.util.logs import log
 
@@ -27,6 +27,8 @@ class Registered:
         self.objects: dict[str, Any] = {}
         self.position: Position | None = None
         """Position of the loader that cannot tell its own."""
+        self.passes: Passes | None = None
+        """Passes over the loader that tells its own position."""
         self.has_position = False
         """True if any object knows where the run is in its data."""
         self._taken: set[str] = set()
@@ -93,10 +95,12 @@ class Registered:
     def epoch(self, given: int | None) -> int | None:
         """Return the current pass over the data, counted from 0.
 
-        If passes are not counted, return ``given``.
+        If passes are not counted, or if a loader tells its position and the program gave an epoch, return ``given``.
         """
         if self.position is not None and self.position.passes:
             return self.position.passes - 1
+        if given is None and self.passes is not None and self.passes.passes:
+            return self.passes.passes - 1
         return given
 
     def _watched(self, name: str, value: Any) -> Any:
@@ -104,11 +108,12 @@ class Registered:
         boundaries = self._boundaries
         # An integration may have made the position itself.
         if isinstance(value, Position):
-            value.tell(boundaries.asked, boundaries.ended)
+            value.tell(boundaries.asked, boundaries.ended, boundaries.read_ahead)
             self.position, self.has_position = value, True
             return value
         if is_plain_loader(value):
-            self.position, self.has_position = Position(value, boundaries.asked, boundaries.ended), True
+            self.position, self.has_position = Position(value), True
+            self.position.tell(boundaries.asked, boundaries.ended, boundaries.read_ahead)
             return self.position
         # Raises for what has no state, before anything of the object is changed.
         state_access(value, name)
@@ -124,7 +129,9 @@ class Registered:
             self._watch_optimizer(value)
         # A StatefulDataLoader, which has a state of its own.
         elif hasattr(value, "__iter__") and hasattr(value, "dataset"):
-            self.has_position = boundaries.watch_loader(value) or self.has_position
+            passes = Passes()
+            if boundaries.watch_loader(value, passes):
+                self.passes, self.has_position = passes, True
         # Averages of weights are modules with `update_parameters`; schedulers and scalers are no modules.
         elif hasattr(value, "update_parameters") or not hasattr(value, "forward"):
             boundaries.watch_companion(value)

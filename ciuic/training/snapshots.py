@@ -34,9 +34,9 @@ _Self = TypeVar("_Self", bound="TrainingSnapshots")
 class TrainingSnapshots:
     """Snapshots of one training in a repository.
 
-    A copy is the object itself, and a pickle has directory and name alone: frameworks hold managers in
-    objects that programs copy and pickle (a Trainer, a strategy), and one out of a pickle must neither create
-    a repository on another machine nor save into one.
+    A copy is the object itself, and a pickle has directory, name and the rules of the best alone: frameworks hold
+    managers in objects that programs copy and pickle (a Trainer, a strategy), and one out of a pickle must neither
+    create a repository on another machine nor save into one.
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str = "training") -> None:
@@ -256,6 +256,14 @@ class TrainingSnapshots:
         """Return the object itself."""
         return self
 
-    def __reduce__(self) -> tuple[type[TrainingSnapshots], tuple[str, str]]:
-        """Pickle where the snapshots are, and nothing else."""
-        return TrainingSnapshots, (str(self.save_dir), self.name)
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Pickle where the snapshots are, and which is the best."""
+        return _reader_of, (type(self), str(self.save_dir), self.name, self._best_rules)
+
+
+def _reader_of(kind: type[_Self], save_dir: str, name: str, best_rules: tuple[Best, ...]) -> _Self:
+    """Return an object of this class that opens nothing, and only reads."""
+    found = kind.__new__(kind)
+    TrainingSnapshots.__init__(found, save_dir, name)
+    found._best_rules = best_rules
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ciuic import SnapshotManager
+from ciuic.repository import Repository
 from ciuic.training.format.layout import decode_header, encode_header
+from ciuic.training.format.resolution import check_resolves
 from ciuic.training.format.structure import pack
+from ciuic.training.format.unpacking import unpack
+from ciuic.types import SnapshotId
 
 HOSTILE = (
     *("__metadata__", "__metadata__~", "__metadata__~~", "", "/", "a/b", "..", ".", "x\0y", "\n", "%2F", "~"),
@@ -42,6 +47,8 @@ def test_hostile_keys_come_back(tmp_path: Path) -> None:
         manager.save_snapshot()
         state = manager.load_latest_snapshot()
     assert state is not None
+    with Repository.open(tmp_path / "snapshots") as repository:
+        check_resolves(repository, SnapshotId(state.id))
     found = state["thing_state_dict"]
     assert set(found) == {*HOSTILE, "large"}
     for key in HOSTILE:
@@ -62,3 +69,31 @@ def test_headers_tell_every_name(names: list[str]) -> None:
     assert {name: tensor.shape for name, tensor in found.items()} == {
         leaf.name: leaf.array.shape for leaf in leaves
     }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    state=st.recursive(
+        st.integers(1, 1 << 20), lambda inner: st.dictionaries(NAMES, inner, max_size=4), max_leaves=10
+    ).filter(lambda state: isinstance(state, dict))
+)
+@example(state={"a": {"b.c": 1, "b": {"c": 2}}, "a.b": {"c": 3}, "": {"": 4}, "$": {"$": 5}})
+def test_every_key_leads_to_its_own_tensor(state: dict[str, Any]) -> None:
+    """Keys at any depth, joined to names of tensors, are never taken for one another's."""
+
+    def arrays(value: Any) -> Any:
+        return (
+            {key: arrays(one) for key, one in value.items()} if isinstance(value, dict) else np.full(1, value)
+        )
+
+    def numbers(value: Any) -> Any:
+        return {key: numbers(one) for key, one in value.items()} if isinstance(value, dict) else int(value[0])
+
+    packed = pack(arrays(state), "state")
+    header = encode_header(packed.leaves, of_torch=False)
+    held = decode_header(header, len(header) + 8 * len(packed.leaves))
+    assert not isinstance(held, int)
+    content = {leaf.name: leaf.value for leaf in packed.leaves}
+    assert held.keys() == content.keys()
+    skeleton = json.loads(json.dumps(packed.skeleton))
+    assert numbers(unpack(skeleton, lambda name, _: content[name])) == state

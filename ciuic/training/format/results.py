@@ -46,6 +46,8 @@ class State(dict[str, Any]):
         self.facts = loaded.facts
         self.passed_over: list[PassedOver] = loaded.passed_over
         """Newer snapshots that are not whole, with the reasons."""
+        self.passes: dict[str, Any] | None = loaded.values.get("passes")
+        """Passes over a loader that tells its own position, and the epoch that the program gave."""
         self.ranks: dict[str, Any] = loaded.values.get("ranks", {})
         """Differences of the other ranks from rank 0, by rank as text."""
 
@@ -61,8 +63,8 @@ class Resumed:
     epoch: int | None
     """Epoch that the program gave last.
 
-    Where a plain loader is registered: the epoch to continue with, counted from 0. That is the one it was in,
-    or the next if its pass had ended.
+    Where a plain loader is registered, or one that tells its own position and the program gave no epoch: the epoch
+    to continue with, counted from 0. That is the one it was in, or the next if its pass had ended.
     """
     batch: int
     """Batches of that epoch that were taken before; the registered loader skips them by itself."""

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
+from ciuic.training.state.data_position import Passes
+from ciuic.training.state.gradients import Gradients
+from ciuic.training.state.read_ahead import ReadAhead
 from ciuic.training.util.method_hooks import override, tell_after
 
 # In this order, of which the first that an object has is watched: a GradScaler has `step`, within which the
@@ -32,15 +35,24 @@ _MAX_UNCLOSED_STEPS: Final = 5
 class Boundaries:
     """Detects boundaries from the calls of optimizers, companions and loaders."""
 
-    def __init__(self, stepped: Callable[[], None], at_boundary: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stepped: Callable[[], None],
+        at_boundary: Callable[[], None],
+        capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Watch nothing yet.
 
         Args:
             stepped: Called at each step of the first optimizer that is watched.
             at_boundary: Called once after each step that is whole.
+            capturing: Returns whether nothing on a device may be read now.
         """
         self._stepped = stepped
         self._at_boundary = at_boundary
+        self.gradients = Gradients(capturing)
+        self.read_ahead = ReadAhead(self.gradients)
+        """Batches that the program has fetched before it trains with them."""
         self._optimizers: list[Any] = []
         self._by_loader = False
         self._uses_explicit = False
@@ -123,11 +135,13 @@ class Boundaries:
             if not tell_after(optimizer, "step", lambda: self._after_step(optimizer)):
                 return False
         self._optimizers.append(optimizer)
+        self.gradients.add(optimizer)
         # Only the first one counts steps: two optimizers of a GAN take one step of the run together.
         return True
 
     def forget(self, value: object) -> None:
         """Stop watching an object that is no longer registered."""
+        self.gradients.remove(value)
         # Its hooks stay, and `_after_step` ignores an optimizer that is not in the list.
         self._optimizers = [one for one in self._optimizers if one is not value]
         self._expected.discard(id(value))
@@ -143,13 +157,15 @@ class Boundaries:
                 return True
         return False
 
-    def watch_loader(self, loader: object) -> bool:
-        """Watch a loader, whose iterators then report each fetch; return whether that is possible."""
+    def watch_loader(self, loader: object, passes: Passes) -> bool:
+        """Watch a loader, whose iterators then report and count each fetch; return whether that is possible."""
         boundaries = self
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
-                return _ReportingIterator(method(self), boundaries.asked, boundaries.ended)
+                inner = method(self)
+                passes.begun(boundaries.read_ahead)
+                return _ReportingIterator(inner, boundaries, passes)
 
             return wrapped
 
@@ -160,6 +176,11 @@ class Boundaries:
 
     def asked(self) -> None:
         """Close the open step: the next batch is about to be fetched."""
+        self.read_ahead.asked()
+        if self.read_ahead.is_foreign():
+            # The program may be anywhere in its step: the calls of companions tell boundaries.
+            self._by_loader = self._in_batch = False
+            return
         # Also where a `Position` calls this, which watches the loader itself.
         self._by_loader = True
         if self._open:
@@ -180,6 +201,7 @@ class Boundaries:
         self._stepping = True
 
     def _after_step(self, optimizer: Any) -> None:
+        self.gradients.stepped(optimizer)
         if self._optimizers and optimizer is self._optimizers[0]:
             self._on_first()
         elif any(one is optimizer for one in self._optimizers):
@@ -193,6 +215,7 @@ class Boundaries:
             self._expected &= self._seen
         self._open = True
         self._seen.clear()
+        self.read_ahead.stepped()
         self._stepped()
         self._close_if_whole()
 
@@ -202,6 +225,8 @@ class Boundaries:
 
     def _companion_called(self, number: int) -> None:
         self._changed_since = True
+        # A gradient scaler leaves out steps.
+        self.read_ahead.trained()
         if self._open:
             self._seen.add(number)
             self._close_if_whole()
@@ -219,21 +244,24 @@ class Boundaries:
 class _ReportingIterator:
     """Iterator that reports each fetch before it happens, and the end."""
 
-    def __init__(self, inner: Any, ask: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes) -> None:
         self._inner = inner
-        self._ask = ask
-        self._ended = ended
+        self._boundaries = boundaries
+        self._passes = passes
 
     def __iter__(self) -> _ReportingIterator:
         return self
 
     def __next__(self) -> Any:
-        self._ask()
+        self._boundaries.asked()
         try:
-            return next(self._inner)
+            batch = next(self._inner)
         except StopIteration:
-            self._ended()
+            self._passes.ended()
+            self._boundaries.ended()
             raise
+        self._passes.fetched()
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else the program asks of the iterator is answered by the loader's own.

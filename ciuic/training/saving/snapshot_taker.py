@@ -282,6 +282,8 @@ class SnapshotTaker:
             # Within an evaluation: the resumed run continues from the last boundary and evaluates again.
             states, random = states | request.boundary_state.positions, request.boundary_state.random
         values: dict[str, Any] = {"plain": list(request.plain), "random": random}
+        if self._registered.passes is not None:
+            values["passes"] = self._registered.passes.state_dict() | {"given": self.run.epoch}
         if parts:
             values["ranks"] = rank_state.differing(parts)
         facts = self._facts(request, world_size=len(parts) if parts else 1)

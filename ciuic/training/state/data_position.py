@@ -22,13 +22,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from ciuic.training.state.read_ahead import ReadAhead
 from ciuic.training.state.stateful import load_into, state_of
 from ciuic.training.util import randomness
+from ciuic.training.util.logs import log, warn_once
 from ciuic.training.util.method_hooks import override
 
 # Attributes of a loader that may hold random generators, and how deep they may be nested.
 _PARTS: Final = ("sampler", "batch_sampler", "dataset", "data_source")
 _MAX_DEPTH: Final = 4
+
+_OWN_POSITION: Final = (
+    "a resume would not be exact: the program fetches batches before it trains with the one before, and the loader's own state "
+    "counts them as done: register a DataLoader without a state_dict, whose batches are counted here"
+)
 
 
 class Position:
@@ -63,6 +70,9 @@ class Position:
         self._resume: dict[str, Any] | None = None
         self._ask = ask
         self._ended = ended
+        self._read_ahead = ReadAhead()
+        self._is_exhausted = False
+        """There was no further batch in the current pass."""
         position = self
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,21 +84,26 @@ class Position:
         if not override(loader, "__iter__", make):
             raise TypeError(f"{type(loader).__qualname__} is a class that nothing can be derived from")
 
-    def tell(self, ask: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Replace the callbacks of the constructor."""
-        self._ask, self._ended = ask, ended
+    def tell(self, ask: Callable[[], None], ended: Callable[[], None], read_ahead: ReadAhead) -> None:
+        """Replace the callbacks of the constructor, and take the batches that are read ahead as not taken."""
+        self._ask, self._ended, self._read_ahead = ask, ended, read_ahead
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; exact at a boundary of two steps."""
         # Left by `break`, and so was a pass before: then the program goes on to the next pass. While an
         # exception is handled, the run has ended in the middle.
         over = self._broken_off and self._breaks_off and sys.exc_info()[1] is self._handled_at_begin
+        # What was read ahead is trained with after the end of the pass.
+        remaining = self._read_ahead.remaining
+        over = over or (self._is_exhausted and not remaining)
         state = {
             "passes": self.passes,
-            "batches": self.batches,
+            "batches": self.batches - remaining,
             "at_begin": None if over else self._at_begin,
             "leaves": self._breaks_off,
         }
+        if not self._read_ahead.is_sure:
+            state["unsure"] = True
         # A loader with a generator of its own would otherwise be resumed in another order.
         own = own_generators(self._loader)
         if own:
@@ -101,6 +116,12 @@ class Position:
         self._at_begin, self._own_at_begin = state["at_begin"], state.get("own_at_begin", {})
         self._broken_off, self._breaks_off = False, state.get("leaves", False)
         self._resume = state if state["at_begin"] is not None else None
+        if state.get("unsure"):
+            log.warning(
+                "ciuic: not resumed exactly: whether the run had trained with all of the %d batches that it had fetched is "
+                "not known: call manager.consumed() for each batch that the program takes from its prefetcher",
+                self.batches,
+            )
         _restore(own_generators(self._loader), state.get("own", {}))
 
     def _make_workers(
@@ -130,6 +151,7 @@ class Position:
     def _pass(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         own = own_generators(self._loader)
+        self._is_exhausted = False
         if resume is None:
             self._breaks_off = self._breaks_off or self._broken_off
             # However the pass before ended, it is over; `ask` may take a snapshot that must know so.
@@ -150,6 +172,7 @@ class Position:
             # Now to the states of the snapshot, from which the run itself went on to draw.
             randomness.restore(at_snapshot)
             _restore(own, own_at_snapshot)
+        self._read_ahead.begun()
         number, self._broken_off, self._handled_at_begin = self.passes, False, sys.exc_info()[1]
         while True:
             # The first batch of a pass was announced above, before the pass counted.
@@ -158,11 +181,13 @@ class Position:
             try:
                 batch = next(batches)
             except StopIteration:
-                # A snapshot from here on resumes into the next pass.
-                self._at_begin = None
+                # A snapshot from here on resumes into the next pass, unless batches were read ahead.
+                self._is_exhausted = True
+                self._read_ahead.exhausted()
                 self._ended()
                 return
             self.batches += 1
+            self._read_ahead.fetched()
             try:
                 yield batch
             # `break`, or an exception, in the program's loop; a generator of an earlier pass may be closed
@@ -170,6 +195,60 @@ class Position:
             except GeneratorExit:
                 self._broken_off = self._broken_off or number == self.passes
                 raise
+
+
+class Passes:
+    """Passes over a loader that knows its own position and not the number of its pass."""
+
+    def __init__(self) -> None:
+        """Begin before the first pass."""
+        self.passes = 0
+        """Passes begun so far, including the current one."""
+        self.batches = 0
+        """Batches taken of the current pass."""
+        self._is_over = True
+        self._continues = False
+        """The next iterator is of the pass that the loader was restored into."""
+        self._read_ahead = ReadAhead()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the pass and of its batches."""
+        if self._read_ahead.remaining:
+            warn_once(_OWN_POSITION)
+        return {"passes": self.passes, "batches": self.batches, "over": self._is_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterator continue at a saved position, as the loader does that was restored with it."""
+        self.passes, self.batches, self._is_over = state["passes"], state["batches"], state["over"]
+        self._continues = not self._is_over
+
+    @property
+    def epoch(self) -> int:
+        """Pass to continue with right after `load_state_dict`: the interrupted one, or the next."""
+        return self.passes if self._is_over else self.passes - 1
+
+    @property
+    def taken(self) -> int:
+        """Batches taken of pass `epoch`."""
+        return 0 if self._is_over else self.batches
+
+    def begun(self, read_ahead: ReadAhead) -> None:
+        """Count a pass: the program has asked for an iterator."""
+        self._read_ahead = read_ahead
+        read_ahead.begun()
+        if not self._continues:
+            self.passes, self.batches = self.passes + 1, 0
+        self._is_over = self._continues = False
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        self.batches += 1
+        self._read_ahead.fetched()
+
+    def ended(self) -> None:
+        """Leave the pass: there was no further batch."""
+        self._is_over = True
+        self._read_ahead.exhausted()
 
 
 def own_generators(loader: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Retention in the writer process: remove snapshots of this trainer that no rule keeps, and free their space.
 
 Guarantees: a snapshot that any rule keeps stays (retention_rules.py). Nothing is removed unless one of the
-snapshots that stay was read back byte for byte since it was written, so the last good snapshot is never
+snapshots that stay was read back byte for byte since it was written, and every tensor of its state found, so the last good snapshot is never
 deleted, however many damaged ones follow it. A snapshot that was read back is tagged ``verified``. Snapshots
 of other roots in the repository are not touched. Every step may be interrupted at any point. The work yields
 to the next save, but only a limited number of times in a row: where saves come as fast as they are written,
@@ -24,6 +24,7 @@ from ciuic.errors import CiuicError
 from ciuic.maintenance.sweep import HURRIED, USUAL, Thresholds
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.training.format.reading import Facts, read_facts
+from ciuic.training.format.resolution import check_resolves
 from ciuic.training.policy.retention_rules import RetentionCandidate, kept, needs_facts
 from ciuic.training.protocol.messages import Note, RetentionRules
 from ciuic.training.remote.pins import RemotePins, free_share
@@ -303,9 +304,9 @@ def read_back(
     *,
     one_in: int = 1,
 ) -> str | None:
-    """Read and check every byte of a snapshot.
+    """Read and check every byte of a snapshot, and that a reader finds every tensor of its state.
 
-    What is damaged is marked (`marks.mark_damage`).
+    What is damaged is marked (`marks.mark_damage`); a snapshot whose state cannot be loaded is tagged `DAMAGED`.
 
     Args:
         repository: the opened repository.
@@ -325,5 +326,17 @@ def read_back(
                 repository.chunks.get(reached.id)
     except CiuicError as error:
         mark_damage_of(repository, id_, _LOCK_WAIT_SECONDS, "SnapshotManager: mark damage")
+        return error.message
+    if one_in > 1:
+        return ""
+    try:
+        check_resolves(repository, id_)
+    except CiuicError as error:
+        with repository.writer(
+            wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: mark damage"
+        ) as writer:
+            if id_ in repository.snapshots.names():
+                tags = set(repository.snapshots.load(id_).tags)
+                writer.set_marks(id_, tags=tuple(sorted(tags - {VERIFIED} | {DAMAGED})))
         return error.message
     return ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ciuic.training.policy.boundaries import Boundaries
+from ciuic.training.state.data_position import Passes
 from ciuic.training.util.method_hooks import tell_after
 
 
@@ -90,7 +91,7 @@ def test_a_watched_loader_sets_the_boundary_at_the_next_batch() -> None:
     """A watched loader's request of the next batch is the boundary; a batch without a step has none."""
     loader = Loader()
     run = Run(Scheduler())
-    assert run.boundaries.watch_loader(loader)
+    assert run.boundaries.watch_loader(loader, Passes())
     for batch in loader:
         run.events.append(f"batch {batch}")
         if batch != 1:  # gradients are accumulated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, builds, integers, lists, sets, tuples
+from support.stored import store as store_tree
 
 from ciuic import SnapshotManager
 from ciuic.daemon.base.repository_store import Store
@@ -21,9 +23,10 @@ from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.repository.packs.chunk_reader import ChunkReader
 from ciuic.retention import RetentionPolicy
 from ciuic.training import EverySeconds, EverySteps, Latest
+from ciuic.training.format.files import SnapshotRef
 from ciuic.training.format.reading import read_facts
 from ciuic.training.policy.policies import Moment, Rule
-from ciuic.training.protocol.messages import RetentionRules
+from ciuic.training.protocol.messages import Note, RetentionRules
 from ciuic.training.writer.housekeeping import FULL_READ_EVERY, WriterHousekeeping, read_back, split_by_rules
 from ciuic.training.writer.marks import DAMAGED, VERIFIED
 from ciuic.types import ChunkId, RootRecord, SnapshotDraft, SnapshotId
@@ -164,6 +167,49 @@ def test_no_retention_but_its_own_removes_states(tmp_path: Path) -> None:
         assert not store.upkeep_need(UpkeepRules(policy), now_ns=10**18).is_due
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b'"name":"value"', b'"name":"valve"', "value.valve is in no file"),
+        (b'"shape":[3]', b'"shape":[5]', "cannot have"),
+        (b'"version":', b'"fersion":', "version"),
+    ],
+)
+def test_verified_means_that_the_state_can_be_loaded(
+    tmp_path: Path, old: bytes, new: bytes, reason: str
+) -> None:
+    """A state whose bytes are right and whose names lead nowhere is told and tagged, and good ones stay for it."""
+    trainer = _Trainer(tmp_path / "s")
+    good = []
+    for _ in range(2):
+        save = trainer.manager.save_snapshot(value=numpy.full(3, 1j), wait=True)
+        assert save is not None
+        good.append(save.id)
+    trainer.manager.close()
+    with Repository.open(tmp_path / "s") as repository:
+        files = SnapshotRef(str(tmp_path / "s"), str(good[-1])).files(repository)
+        tree: dict[bytes, object] = {}
+        for name in files.names():
+            content = bytes(files.read(name))
+            if name == "state.json":
+                assert old in content
+                content = content.replace(old, new)
+            top, _, below = name.encode().rpartition(b"/")
+            inner = tree.setdefault(top, {}) if top else tree
+            assert isinstance(inner, dict)
+            inner[below] = content
+        with repository.writer() as writer:
+            bad = store_tree(writer, tree, number=1, time_ns=time.time_ns(), root=b"/training").id
+    told = trainer.tend()
+    assert [note.text for note in told if reason not in note.text] == []
+    assert len(told) == 1
+    assert {info.id: (VERIFIED in info.tags, DAMAGED in info.tags) for info in trainer.infos()} == {
+        bad: (False, True),
+        good[1]: (True, False),
+    }
+    assert trainer.tend() == []
+
+
 class _Trainer:
     """Saves of one training, and the housekeeping of its writer."""
 
@@ -172,14 +218,21 @@ class _Trainer:
         self.manager = SnapshotManager(save_dir, compression="none")
         self.is_busy = False
         self.steps = 0
+        self.told: list[Note] = []
         self.housekeeping = WriterHousekeeping(
             str(save_dir),
             b"/training",
             RetentionRules(keep=(Latest(2),)),
             should_stop=lambda: False,
             is_busy=lambda: self.is_busy,
-            tell=lambda note: None,
+            tell=self.told.append,
         )
+
+    def tend(self) -> list[Note]:
+        """Apply the rules; return what is told."""
+        self.told.clear()
+        self.housekeeping.after()
+        return list(self.told)
 
     def save(self) -> None:
         self.steps += 1
