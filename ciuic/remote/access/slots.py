@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.format.names import KEYS_PREFIX, is_slot, slot_name
-from ciuic.remote.log.bounded import read_object
+from ciuic.remote.log.bounded import read_document
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.sealing.key_slot import (
     DEFAULT_COST,
@@ -187,7 +187,9 @@ class KeySlots:
     def _slot(self, name: str) -> KeySlot | None:
         """Return the slot; None where there is none, or none that can be used."""
         try:
-            return decode_slot(name, read_object(self._objects, slot_name(name), MAX_SLOT_BYTES))
+            return read_document(
+                self._objects, slot_name(name), lambda data: decode_slot(name, data), MAX_SLOT_BYTES
+            )
         except NoSuchObject:
             return None
         except (Damaged, UnsupportedFormat, RemoteRefused, RemoteUnreachable) as error:

@@ -92,7 +92,14 @@ class ObjectInfo(NamedTuple):
     """Time of the last change by the store's clock; UTC."""
 
 
-class Objects(Protocol):
+class Reconnecting(Protocol):
+    """Part of `Objects` that has connections."""
+
+    def reconnect(self) -> None:
+        """Make new connections for the reads that begin from now on."""
+
+
+class Objects(Reconnecting, Protocol):
     """Object store with a prefix.
 
     Methods raise RemoteUnreachable after their own retries, and RemoteRefused. A request that raised

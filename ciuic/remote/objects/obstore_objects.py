@@ -258,6 +258,10 @@ class ObstoreObjects:
         except Exception as exc:
             raise failure(exc, "delete", names if isinstance(names, str) else "objects") from None
 
+    def reconnect(self) -> None:
+        """Make new connections for the reads that begin from now on."""
+        self._clients.renew_reading()
+
     def close(self) -> None:
         """Do nothing: obstore closes its connections with its clients."""
 

@@ -46,7 +46,12 @@ class SpaceReader:
         self.archived: set[str] = set()
         """Names of packs that could not be read because they are archived."""
         self.packs = RemotePacks(
-            space.sealer, self.lookup.ref, self.ranges, self.meta, on_archived=self.archived.add
+            space.objects,
+            space.sealer,
+            self.lookup.ref,
+            self.ranges,
+            self.meta,
+            on_archived=self.archived.add,
         )
         self.damaged_logs: Mapping[str, DamagedLog] = {}
         """Logs that were damaged when the remote was opened, by writer."""
