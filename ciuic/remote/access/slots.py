@@ -18,7 +18,15 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.format.names import KEYS_PREFIX, is_slot, slot_name
 from ciuic.remote.log.bounded import read_document
-from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import (
+    NoSuchObject,
+    NotAListing,
+    ObjectInfo,
+    Objects,
+    RemoteRefused,
+    RemoteUnreachable,
+)
+from ciuic.remote.objects.verified import READS
 from ciuic.remote.sealing.key_slot import (
     DEFAULT_COST,
     MAX_SLOT_BYTES,
@@ -109,10 +117,17 @@ class KeySlots:
             WrongKey: it opens none.
             DamagedRemote, UnsupportedFormat, RemoteRefused: there is no usable slot at all.
             RemoteUnreachable: it opens none, and one could not be read.
+        NotAListing: the remote seems to have no key slot.
         """
         try:
             found = unlock(self._in_order(remote_id, secret, first), remote_id, secret, goes_on=goes_on)
         except WrongKey as error:
+            if not self._infos():
+                # Nobody can make a sealed remote without one.
+                raise NotAListing(
+                    f"the listing of {KEYS_PREFIX} in {self._objects.url} is empty, and a sealed remote has key slots",
+                    hint="a proxy may have answered in place of the store, or somebody deleted all key slots",
+                ) from None
             problems = self.unusable
             for one in problems:
                 if isinstance(one.problem, RemoteUnreachable):
@@ -161,6 +176,11 @@ class KeySlots:
         """Return the listing, and take note of what cannot be a slot."""
         if self._listed is None:
             self._listed = list(self._objects.list(KEYS_PREFIX))
+            for _ in range(READS - 1):
+                if not self._listed:
+                    # A client may take the page of a proxy for a listing without objects.
+                    self._objects.reconnect()
+                    self._listed = list(self._objects.list(KEYS_PREFIX))
             for info in self._listed:
                 slot = info.name.removeprefix(KEYS_PREFIX)
                 if not is_slot(slot):

@@ -13,12 +13,17 @@ from support.object_servers import Fault, FaultProxy, Request, SeaweedFS
 from support.remote_host import BLOCK, RemoteHost, new_remote
 from support.restoring import write
 
+from ciuic.errors import CiuicError
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access.remote import add_slot, open_remote
+from ciuic.remote.objects import obstore_objects
+from ciuic.remote.objects.model import NonsenseReply, NotAListing
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.sealing.slot_secret import SlotSecret
 
 SECRET = SlotSecret("key-file", bytes(range(32)))
+# Not well-formed, as most pages.
+PAGE = b"<!DOCTYPE html><html><head><title>Sign in</title></head><body><p>Sign in<br>to this network</body></html>"
 KINDS = {
     "remote.json": r"GET [^?]*/remote\.json",
     "key": r"GET [^?]*/keys/",
@@ -26,6 +31,7 @@ KINDS = {
     "manifest": r"GET [^?]*/manifests/",
     "meta pack": r"GET [^?]*/packs/meta/",
     "data pack": r"GET [^?]*/packs/data/",
+    "listing": r"GET [^?]*\?.*list-type=2",
 }
 SPOILT: dict[str, Fault] = {
     "flipped bit": Fault(
@@ -35,6 +41,8 @@ SPOILT: dict[str, Fault] = {
     ),
     "shorter body": Fault(spoils=lambda body: body[: len(body) // 2]),
     "cut body": Fault(cuts_reply_at=20),
+    "web page": Fault(status=200, body=PAGE),
+    "web page that says not found": Fault(status=404, body=PAGE),
 }
 
 
@@ -55,6 +63,13 @@ class Spoiler:
             self.left -= 1
             self.met += 1
             return self.spoilt
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat requests without a pause; how often does not change."""
+    for pauses in ("_NONSENSE_PAUSES_SECONDS", "_CUT_PAUSES_SECONDS"):
+        monkeypatch.setattr(obstore_objects, pauses, (0.0,) * len(getattr(obstore_objects, pauses)))
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +104,29 @@ def test_spoilt_replies_are_read_again(
     fault_proxy.fault = plan
     assert read_all(fault_proxy, stored, tmp_path) == 1
     assert plan.met == 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("key", "listing")])
+def test_what_stays_spoilt_is_damage(kind: str, stored: str, fault_proxy: FaultProxy, tmp_path: Path) -> None:
+    """A bit that is flipped in every reply is told as damage, and not passed on."""
+    fault_proxy.fault = Spoiler(KINDS[kind], SPOILT["flipped bit"], 1 << 30)
+    with pytest.raises((CiuicError, AssertionError)):
+        read_all(fault_proxy, stored, tmp_path)
+
+
+@pytest.mark.parametrize("well_formed", [False, True])
+def test_a_page_in_place_of_the_listing_of_keys_is_no_listing(
+    well_formed: bool, stored: str, fault_proxy: FaultProxy
+) -> None:
+    """A proxy that answers each listing with a page hides the key slots: the listing is named, and no key is called wrong."""
+    page = PAGE.replace(b"<p>", b"").replace(b"<br>", b"") if well_formed else PAGE
+    fault_proxy.fault = Spoiler(KINDS["listing"], Fault(status=200, body=page), 1 << 30)
+    with pytest.raises(NotAListing, match="listing"):
+        open_remote(fault_proxy.connect(stored), [SlotSecret("key-file", bytes(32))])
+
+
+def test_a_page_in_place_of_everything_is_no_store(stored: str, fault_proxy: FaultProxy) -> None:
+    """A proxy that answers every request with a page is named, and nothing is called damaged."""
+    fault_proxy.fault = lambda _request: Fault(status=200, body=PAGE)
+    with pytest.raises(NonsenseReply, match="no reply of an object store"):
+        open_remote(fault_proxy.connect(stored), [SECRET])
