@@ -20,7 +20,6 @@ from ciuic.remote.format.names import KEYS_PREFIX, is_slot, slot_name
 from ciuic.remote.log.bounded import read_document
 from ciuic.remote.objects.model import (
     NoSuchObject,
-    NotAListing,
     ObjectInfo,
     Objects,
     RemoteRefused,
@@ -115,17 +114,17 @@ class KeySlots:
 
         Raises:
             WrongKey: it opens none.
-            DamagedRemote, UnsupportedFormat, RemoteRefused: there is no usable slot at all.
+            DamagedRemote, UnsupportedFormat, RemoteRefused: there is no usable slot at all, or the listing has none.
             RemoteUnreachable: it opens none, and one could not be read.
-        NotAListing: the remote seems to have no key slot.
         """
         try:
             found = unlock(self._in_order(remote_id, secret, first), remote_id, secret, goes_on=goes_on)
         except WrongKey as error:
             if not self._infos():
                 # Nobody can make a sealed remote without one.
-                raise NotAListing(
-                    f"the listing of {KEYS_PREFIX} in {self._objects.url} is empty, and a sealed remote has key slots",
+                raise DamagedRemote(
+                    KEYS_PREFIX,
+                    "its listing is empty, and a sealed remote has key slots",
                     hint="a proxy may have answered in place of the store, or somebody deleted all key slots",
                 ) from None
             problems = self.unusable
