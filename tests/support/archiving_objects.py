@@ -78,6 +78,10 @@ class ArchivingObjects:
         """Delete these objects."""
         self.inner.delete(names)
 
+    def reconnect(self) -> None:
+        """Pass it on."""
+        self.inner.reconnect()
+
     def close(self) -> None:
         """Close the objects."""
         self.inner.close()

@@ -58,5 +58,8 @@ class DyingObjects:
         for name in names:
             self._live().delete([name])
 
+    def reconnect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

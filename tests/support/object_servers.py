@@ -230,6 +230,8 @@ class Fault(NamedTuple):
     """Take so many bytes of the body, then close the connection, and pass nothing on."""
     cuts_reply_at: int | None = None
     """Send the whole header and so many bytes of the body, then close the connection."""
+    spoils: Callable[[bytes], bytes] | None = None
+    """Changes the body of the answer, whose header says nothing of it."""
     delay: Callable[[], None] | None = None
     """Called before the request is passed on."""
 
@@ -397,6 +399,7 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
             if fault.drops_reply:
                 self._drop()
             else:
+                reply = fault.spoils(reply) if fault.spoils else reply
                 self._send(status, answered, reply, fault.cuts_reply_at)
 
     def _send(self, status: int, headers: list[tuple[str, str]], body: bytes, cut_at: int | None) -> None:

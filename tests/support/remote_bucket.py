@@ -79,6 +79,9 @@ class Bucket:
             if self.objects.pop(name, None) is not None:
                 self.deleted.add(name)
 
+    def reconnect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -209,6 +212,9 @@ class PartyObjects:
         copied = list(names)
         if copied:
             self._request(f"delete {len(copied)}", lambda: self.bucket.delete(copied))
+
+    def reconnect(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -54,6 +54,9 @@ class ObjectsInDict:
         for name in names:
             self.objects.pop(name, None)
 
+    def reconnect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

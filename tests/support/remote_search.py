@@ -94,6 +94,9 @@ class ReplayedObjects:
         if copied:
             self._reply("delete", copied)
 
+    def reconnect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

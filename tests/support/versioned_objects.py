@@ -83,6 +83,9 @@ class VersionedObjects:
             raise RemoteRefused("the bucket has no object lock")
         self.locks[version.name, version.id] = until_ns
 
+    def reconnect(self) -> None:
+        """Do nothing: there are no connections."""
+
     def close(self) -> None:
         """Keep everything."""
 

@@ -182,7 +182,7 @@ class Session:
 
         for damage in opened.log_damage:
             warn(
-                f"{damage.message}; a snapshot that only this entry commits is not shown",
+                f"{damage.message}; the snapshot of a lost commit is not shown",
                 hint="ciuic check --remote --repair",
             )
             self.exit_code = damage.exit_code

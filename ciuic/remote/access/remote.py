@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ciuic.errors import CiuicError, NotFound
+from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.remote.access.secrets import first_slot
 from ciuic.remote.access.slots import KeySlots
 from ciuic.remote.errors import WrongKey
 from ciuic.remote.format.names import KEYS_PREFIX, REMOTE_JSON, repository_prefix, slot_name
 from ciuic.remote.format.remote_json import (
+    MAX_REMOTE_JSON_BYTES,
     StoredRemote,
     encode_remote,
     encode_repository,
@@ -24,8 +25,10 @@ from ciuic.remote.format.remote_json import (
     read_remote_id,
 )
 from ciuic.remote.format.remote_json import open_remote as open_stored
+from ciuic.remote.log.bounded import read_document, read_object
 from ciuic.remote.objects.model import NoSuchObject, Objects, check_name
 from ciuic.remote.objects.prefixed import PrefixedObjects
+from ciuic.remote.objects.verified import read_verified
 from ciuic.remote.sealing.key_slot import (
     GoesOn,
     KeySlot,
@@ -39,6 +42,7 @@ from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.repository import Repository
+from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Identity
 
 
@@ -117,15 +121,27 @@ def open_remote(
         WrongKey: no secret fits, or none was given for a sealed remote.
         DamagedRemote: remote.json was altered, or all key slots were.
     """
+    failed: dict[bytes, CiuicError] = {}
+
+    def opened() -> Remote:
+        data = read_object(objects, REMOTE_JSON, MAX_REMOTE_JSON_BYTES)
+        if data in failed:
+            # The same bytes: a passphrase is not tried once more with each key slot.
+            raise failed[data]
+        try:
+            return opened_remote(objects, data, _unlocked(objects, data, secrets, goes_on), expected_id)
+        except (Damaged, UnsupportedFormat, WrongKey) as error:
+            failed[data] = error
+            raise
+
     try:
-        data = objects.get(REMOTE_JSON)
+        # A bit that flips in the id, with which the slots are opened, looks like a wrong key.
+        return read_verified(objects, opened, also=(WrongKey,))
     except NoSuchObject:
         raise NotFound(
             f"there is no remote at {objects.url}",
             hint="ciuic remote init makes one; one that was deleted from a bucket with versions is read with --behind-deletions",
         ) from None
-    master = _unlocked(objects, data, secrets, goes_on)
-    return opened_remote(objects, data, master, expected_id)
 
 
 def repository_space(remote: Remote, repository: Repository) -> Remote:
@@ -148,7 +164,7 @@ def repository_space(remote: Remote, repository: Repository) -> Remote:
     )
     # Whichever stands has the same identity, or is refused below.
     if not objects.create(REMOTE_JSON, data):
-        data = objects.get(REMOTE_JSON)
+        return _opened_space(objects, remote, repository.id)
     return opened_remote(objects, data, remote.master, bytes.fromhex(repository.id))
 
 
@@ -162,9 +178,17 @@ def repository_spaces(remote: Remote) -> list[Remote]:
     )
     for repository_id in ids:
         objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
-        data = objects.get(REMOTE_JSON)
-        spaces.append(opened_remote(objects, data, remote.master, bytes.fromhex(repository_id)))
+        spaces.append(_opened_space(objects, remote, repository_id))
     return spaces
+
+
+def _opened_space(objects: Objects, remote: Remote, repository_id: str) -> Remote:
+    return read_document(
+        objects,
+        REMOTE_JSON,
+        lambda data: opened_remote(objects, data, remote.master, bytes.fromhex(repository_id)),
+        MAX_REMOTE_JSON_BYTES,
+    )
 
 
 def add_slot(remote: Remote, slot: str, secret: SlotSecret) -> None:

@@ -17,8 +17,15 @@ from typing import Final, NamedTuple
 from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.format.names import KEYS_PREFIX, is_slot, slot_name
-from ciuic.remote.log.bounded import read_object
-from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.log.bounded import read_document
+from ciuic.remote.objects.model import (
+    NoSuchObject,
+    ObjectInfo,
+    Objects,
+    RemoteRefused,
+    RemoteUnreachable,
+)
+from ciuic.remote.objects.verified import READS
 from ciuic.remote.sealing.key_slot import (
     DEFAULT_COST,
     MAX_SLOT_BYTES,
@@ -107,12 +114,19 @@ class KeySlots:
 
         Raises:
             WrongKey: it opens none.
-            DamagedRemote, UnsupportedFormat, RemoteRefused: there is no usable slot at all.
+            DamagedRemote, UnsupportedFormat, RemoteRefused: there is no usable slot at all, or the listing has none.
             RemoteUnreachable: it opens none, and one could not be read.
         """
         try:
             found = unlock(self._in_order(remote_id, secret, first), remote_id, secret, goes_on=goes_on)
         except WrongKey as error:
+            if not self._infos():
+                # Nobody can make a sealed remote without one.
+                raise DamagedRemote(
+                    KEYS_PREFIX,
+                    "its listing is empty, and a sealed remote has key slots",
+                    hint="a proxy may have answered in place of the store, or somebody deleted all key slots",
+                ) from None
             problems = self.unusable
             for one in problems:
                 if isinstance(one.problem, RemoteUnreachable):
@@ -161,6 +175,11 @@ class KeySlots:
         """Return the listing, and take note of what cannot be a slot."""
         if self._listed is None:
             self._listed = list(self._objects.list(KEYS_PREFIX))
+            for _ in range(READS - 1):
+                if not self._listed:
+                    # A client may take the page of a proxy for a listing without objects.
+                    self._objects.reconnect()
+                    self._listed = list(self._objects.list(KEYS_PREFIX))
             for info in self._listed:
                 slot = info.name.removeprefix(KEYS_PREFIX)
                 if not is_slot(slot):
@@ -187,7 +206,9 @@ class KeySlots:
     def _slot(self, name: str) -> KeySlot | None:
         """Return the slot; None where there is none, or none that can be used."""
         try:
-            return decode_slot(name, read_object(self._objects, slot_name(name), MAX_SLOT_BYTES))
+            return read_document(
+                self._objects, slot_name(name), lambda data: decode_slot(name, data), MAX_SLOT_BYTES
+            )
         except NoSuchObject:
             return None
         except (Damaged, UnsupportedFormat, RemoteRefused, RemoteUnreachable) as error:

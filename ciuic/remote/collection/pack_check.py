@@ -13,7 +13,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.names import PACKS_PREFIX, PackRef, parse_pack
 from ciuic.remote.format.pack import MAX_PACK_BYTES
 from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.log.bounded import read_object
+from ciuic.remote.log.bounded import read_document
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.errors import UnsupportedFormat
@@ -99,9 +99,8 @@ def _check(
         if packs[ref] > MAX_PACK_BYTES:
             raise DamagedRemote(reader.name, f"it has {packs[ref]} bytes, which no pack has")
         if whole:
-            return CheckedPack(
-                ref, packs[ref], reader.check(read_object(objects, reader.name, MAX_PACK_BYTES)), ""
-            )
+            records = read_document(objects, reader.name, reader.check, MAX_PACK_BYTES)
+            return CheckedPack(ref, packs[ref], records, "")
         return CheckedPack(ref, packs[ref], reader.read_table(objects), "")
     except NoSuchObject:
         return None

@@ -13,6 +13,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.names import pack_name, split_ref, table_name
 from ciuic.remote.format.pack import HEADER_BYTES, MAX_ROWS, ROW_BYTES, TRAILER_BYTES, PackLayout
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
+from ciuic.remote.objects.verified import read_verified
 from ciuic.remote.sealing.sealer import TAG_BYTES, Sealer
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackRecord
@@ -51,7 +52,11 @@ class RemotePackReader:
         self.name: Final = pack_name(ref)
         self.layout: Final = PackLayout(sealer, ref, self.name)
 
-    def read_table(self, objects: TableSource, size_bytes: int = 0) -> list[PackRecord]:
+    def read_table(self, objects: Objects, size_bytes: int = 0) -> list[PackRecord]:
+        """Return what `read_table_once` does; it is called again where the table does not verify (`read_verified`)."""
+        return read_verified(objects, lambda: self.read_table_once(objects, size_bytes))
+
+    def read_table_once(self, objects: TableSource, size_bytes: int = 0) -> list[PackRecord]:
         """Return the records of the pack, in one request, or two if it has many; of an archived one from the copy of its table.
 
         Args:
@@ -73,12 +78,15 @@ class RemotePackReader:
             self.layout.check_header(bytes(objects.get_ranges(self.name, [(0, HEADER_BYTES)])[0]))
             raise
 
-    def copy_of_table(self, objects: TableSource) -> bytes:
+    def copy_of_table(self, objects: Objects) -> bytes:
         """Return the end of the pack from its table on, verified: the content of its object below ``tables/``.
 
         Raises:
             NoSuchObject, DamagedRemote, ArchivedObject: the pack's end cannot be read.
         """
+        return read_verified(objects, lambda: self._copy_of_table(objects))
+
+    def _copy_of_table(self, objects: Objects) -> bytes:
         size_bytes, tail = objects.tail(self.name, TAIL_GUESS_BYTES)
         trailer = self.layout.decode_trailer(tail, size_bytes)
         if trailer.tail_bytes > len(tail):
@@ -129,8 +137,15 @@ class RemotePackReader:
         """
         tag_bytes = self.layout.seal.tag_bytes
         ranges = [(record.offset, record.stored_bytes + tag_bytes) for record in records]
-        for record, data in zip(records, objects.get_ranges(self.name, ranges), strict=True):
-            yield self.layout.open_record(record.offset, record.stored_bytes, data, record.checksum)
+
+        def read() -> list[bytes]:
+            read = zip(records, objects.get_ranges(self.name, ranges), strict=True)
+            return [
+                self.layout.open_record(record.offset, record.stored_bytes, data, record.checksum)
+                for record, data in read
+            ]
+
+        yield from read_verified(objects, read)
 
     def check(self, data: bytes) -> list[PackRecord]:
         """Return the records of the whole pack in ``data`` after checking every byte.

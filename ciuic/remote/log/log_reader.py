@@ -189,8 +189,14 @@ class LogReader:
                 except (DamagedRemote, UnsupportedFormat) as error:
                     if not self._skip_damaged:
                         raise _with_hint(error) from None
-                    damaged[writer] = read_provable(self._objects, self._sealer, writer, known, pool.map)
+                    found = read_provable(self._objects, self._sealer, writer, known, pool.map)
                     complete = False
+                    if found.problems:
+                        damaged[writer] = found
+                    else:
+                        # Read once more it is sound: what came before was spoilt on its way.
+                        self.logs[writer] = found.summary
+                        changed = True
                     continue
                 complete = complete and not isinstance(entries[0][1], LogState | LogRetired)
                 summary = known.copy()

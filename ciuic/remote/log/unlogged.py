@@ -11,12 +11,13 @@ References:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged
 from ciuic.remote.format.manifest import RemoteManifest, decode_manifest
 from ciuic.remote.format.names import log_entry_name, parse_manifest
-from ciuic.remote.log.bounded import read_object
+from ciuic.remote.log.bounded import read_document
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
@@ -56,8 +57,7 @@ def unlogged_manifests(
         if info.name in live or info.name in removed or parse_manifest(info.name) is None:
             continue
         try:
-            data = read_object(objects, info.name)
-            manifest = decode_manifest(sealer, info.name, data)
+            manifest, data = read_document(objects, info.name, partial(_decoded, sealer, info.name))
         except (NoSuchObject, Damaged, UnsupportedFormat):
             continue
         if manifest.writer in logs.damaged:
@@ -70,6 +70,10 @@ def unlogged_manifests(
             continue
         found.append(UnloggedManifest(info.name, manifest, data, reason))
     return found
+
+
+def _decoded(sealer: Sealer, name: str, data: bytes) -> tuple[RemoteManifest, bytes]:
+    return decode_manifest(sealer, name, data), data
 
 
 def _went_on(objects: Objects, logs: LogReader, writer: str, manifest: ObjectInfo) -> bool:

@@ -99,6 +99,10 @@ class Clients:
         """Client that reads bodies and listings."""
         return self._make(_LONGEST_TIMEOUT, reads=True)
 
+    def renew_reading(self) -> None:
+        """Have `reading` be a new client, with connections of its own. Requests under way keep the old one."""
+        self.__dict__.pop("reading", None)
+
     @cached_property
     def creating(self) -> ObjectStore:
         """Client whose PUT of a small body may be made create-only."""

@@ -115,6 +115,10 @@ class CountingObjects:
         with self._timed("delete", requests=len(names)):
             self._objects.delete(names)
 
+    def reconnect(self) -> None:
+        """Make new connections for reads."""
+        self._objects.reconnect()
+
     def close(self) -> None:
         """Close the objects; the counts stay."""
         self._objects.close()

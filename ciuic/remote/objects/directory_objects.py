@@ -170,6 +170,9 @@ class DirectoryObjects:
             for parents in sorted(changed, key=len, reverse=True):
                 self._remove_empty(root, parents)
 
+    def reconnect(self) -> None:
+        """Do nothing: there are no connections."""
+
     def close(self) -> None:
         """Do nothing: no descriptor is kept, so that the file system can be unmounted."""
 

@@ -12,9 +12,12 @@ import re
 from ciuic.errors import CiuicError
 from ciuic.remote.objects.model import (
     ArchivedObject,
+    CutReply,
+    NonsenseReply,
     NoSuchBucket,
     NoSuchObject,
     NotAListing,
+    RemoteFull,
     RemoteRefused,
     RemoteUnreachable,
 )
@@ -26,8 +29,21 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 # Signatures, keys and tokens are longer; host names, ARNs and bucket names are mostly not.
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/=_-]{30,}")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
-# obstore's words for an answer with success whose body cannot be parsed.
+# obstore's words for answers with success that are none of a store: a body that cannot be parsed, a range that is the
+# whole, a stored object without its mark, a redirect to nowhere.
 _NO_LISTING = "invalid list response"
+_NONSENSE = (
+    "non-partial response when range requested",
+    "Unable to extract metadata from headers",
+    "invalid DeleteObjects response",
+    "Received redirect without LOCATION",
+)
+_PAGE = re.compile(r"non-2xx status code: \d{3}[^:]{0,60}:\s*(?:<!doctype html|<html)", re.IGNORECASE)
+_PROXY_HINT = "a proxy may have answered in place of the store"
+# obstore's words for a body that ended early, or stalled.
+_CUT = ("request or response body error", "end of file before message length")
+_FULL_CODES = frozenset({"XMinioStorageFull", "InsufficientStorage", "InsufficientCapacity", "QuotaExceeded"})
+_FULL_STATUS = 507
 # Answers to a read of an object that must be thawed first: Amazon S3 (403) and OSS, Azure (409).
 _ARCHIVED_CODES = frozenset({"InvalidObjectState", "BlobArchived", "BlobBeingRehydrated"})
 # Codes with a status below 500 of requests that succeed later.
@@ -41,6 +57,8 @@ _PASSING_CODES = frozenset(
         "Throttling",
     }
 )
+# Also pages tell with them that credentials are missing, or that this is not allowed.
+_REFUSALS = frozenset({401, 403, 407})
 _PASSING_STATUS = frozenset({408, 409, 425, 429})
 # Hosts and paths of the services that hand out credentials to instances.
 _METADATA = ("169.254.169.254", "169.254.170.", "metadata.google.internal", "fd00:ec2", "token request")
@@ -66,29 +84,43 @@ def is_conflict(exc: BaseException) -> bool:
     return code_of(exc) in ("ConditionalRequestConflict", "OperationAborted")
 
 
-def failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -> CiuicError:
+def failure(
+    exc: Exception, doing: str, name: str, *, writes: bool = False, lists: bool = False, bucket: str = ""
+) -> CiuicError:
     """Return the error of `Objects` that stands for one of obstore.
 
     Args:
         exc: what obstore raised.
         doing: operation for the message, such as ``store``.
         name: object or prefix that it concerned.
-        writes: whether the request was to store something, so that 404 means that there is no bucket.
+        writes: whether the request was to store something, which no missing object can prevent.
+        lists: whether it was to list objects, of which the same holds.
+        bucket: name of the bucket for the message.
     """
     # By name, so that this module does not import obstore.
     kind = type(exc).__name__
     text, status, code = str(exc), status_of(exc), code_of(exc)
     what = f"cannot {doing} {name}" if name else f"cannot {doing}"
-    if any(mark in text for mark in _NO_BUCKET) or (status == 404 and writes):
-        return NoSuchBucket(
-            f"{what}: the bucket does not exist", hint="make the bucket first, then try again"
+    if any(mark in text for mark in _NO_BUCKET):
+        named = f"the bucket {bucket}" if bucket else "the bucket"
+        return NoSuchBucket(f"{what}: {named} does not exist", hint="make the bucket first, then try again")
+    if lists and (_NO_LISTING in text or (status == 404 and code != "NoSuchKey")):
+        return NotAListing(f"{what}: what was answered is not a listing", hint=_PROXY_HINT)
+    if status == 404 and writes:
+        return NonsenseReply(
+            f"{what}: {' '.join(filter(None, ('404', code)))} was answered, which says of no bucket that it is missing",
+            hint=f"check endpoint and bucket; {_PROXY_HINT}",
         )
+    if any(mark in text for mark in _NONSENSE) or (
+        _PAGE.search(text) and status < 500 and status not in _REFUSALS
+    ):
+        return NonsenseReply(f"{what}: what was answered is no reply of an object store", hint=_PROXY_HINT)
     if isinstance(exc, FileNotFoundError) or status == 404:
         return NoSuchObject(name)
-    if _NO_LISTING in text:
-        return NotAListing(
-            f"{what}: what was answered is not a listing",
-            hint="a proxy may have answered in place of the store",
+    if status == _FULL_STATUS or code in _FULL_CODES:
+        return RemoteFull(
+            f"{what}: the store has no room for more ({' '.join(filter(None, (str(status), code)))})",
+            hint="free space in the store, or raise the quota",
         )
     if any(mark in text for mark in _METADATA):
         return RemoteRefused(
@@ -109,6 +141,8 @@ def failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -> C
         return RemoteRefused(f"{answer}: the store or its client does not support this")
     if 400 <= status < 500 and status not in _PASSING_STATUS and code not in _PASSING_CODES:
         return RemoteRefused(f"{answer}{_message(text, code)}", hint=_hint(code))
+    if not status and any(mark in text for mark in _CUT):
+        return CutReply(f"{what}: the connection ended within the reply of the store")
     if not status:
         return RemoteUnreachable(f"{what}: no answer from the store ({_transport(text)})")
     return RemoteUnreachable(answer)
@@ -147,10 +181,9 @@ def _transport(text: str) -> str:
         ("dns error", "its host name has no address"),
         ("connection refused", "connection refused"),
         ("timed out", "timed out"),
-        ("timeout", "timed out"),
+        ("timedout", "timed out"),
         ("connection reset", "connection reset"),
         ("incompletemessage", "connection closed"),
-        ("end of file before message length", "connection closed within a body"),
         ("network unreachable", "network unreachable"),
     ):
         if mark in lower:

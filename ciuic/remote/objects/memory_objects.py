@@ -103,6 +103,9 @@ class MemoryObjects:
                 if self._bucket.objects.pop(self._prefix + name, None) is not None:
                     del self._bucket.names[bisect_left(self._bucket.names, self._prefix + name)]
 
+    def reconnect(self) -> None:
+        """Do nothing: there are no connections."""
+
     def close(self) -> None:
         """Keep the objects for the next one of this name."""
 

@@ -28,8 +28,20 @@ class RemoteUnreachable(CiuicError):
     """The object store did not answer, or only with errors that may pass; the request may have been done."""
 
 
-class NotAListing(RemoteUnreachable):
-    """The answer to a listing request is no listing, but for example a page of a proxy."""
+class CutReply(RemoteUnreachable):
+    """The connection ended within the body of a reply."""
+
+
+class NonsenseReply(RemoteUnreachable):
+    """What answered is not the store: its reply is none that a store gives, but for example a page of a proxy."""
+
+
+class NotAListing(NonsenseReply):
+    """The answer to a listing request is no listing."""
+
+
+class RemoteFull(RemoteUnreachable):
+    """The object store has no room for more, or the quota is used up."""
 
 
 class RemoteRefused(NotPermitted):
@@ -55,8 +67,13 @@ class NoSuchObject(NotFound):
         self.name = name
 
 
-class NoSuchBucket(NotFound):
-    """There is no bucket of this name; nothing can be stored or read."""
+class NoSuchBucket(CiuicError):
+    """There is no bucket of this name; nothing can be stored or read.
+
+    Not `NotFound`: callers to whom an object or snapshot may be missing must not take the loss of all for it.
+    """
+
+    exit_code = NotFound.exit_code
 
 
 class TooLargeObject(Damaged):
@@ -92,7 +109,14 @@ class ObjectInfo(NamedTuple):
     """Time of the last change by the store's clock; UTC."""
 
 
-class Objects(Protocol):
+class Reconnecting(Protocol):
+    """Part of `Objects` that has connections."""
+
+    def reconnect(self) -> None:
+        """Make new connections for the reads that begin from now on."""
+
+
+class Objects(Reconnecting, Protocol):
     """Object store with a prefix.
 
     Methods raise RemoteUnreachable after their own retries, and RemoteRefused. A request that raised

@@ -19,8 +19,9 @@ from ciuic.remote.objects.clients import Clients, import_obstore
 from ciuic.remote.objects.failures import failure, is_conflict, status_of
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
+    CutReply,
+    NonsenseReply,
     NoSuchObject,
-    NotAListing,
     ObjectInfo,
     RemoteUnreachable,
     TooLargeObject,
@@ -35,8 +36,10 @@ _DATA_PACK: Final = re.compile(r"(?:\A|/)packs/data/")
 _LIST_PAGE: Final = 1000
 # Stores list 100 (OSS), 1,000 or 5,000 objects with one request.
 _STORE_PAGE: Final = 100
-# An answer that is no listing is that of a proxy, and the next one mostly the store's.
-_LISTING_PAUSES_SECONDS: Final = (0.1, 1.0, 3.0)
+# An answer that is none of a store is that of a proxy, and the next one mostly the store's.
+_NONSENSE_PAUSES_SECONDS: Final = (0.1, 1.0, 3.0)
+# obstore goes on with a body that was cut, but for listings. Four minutes in all, as other reads are repeated.
+_CUT_PAUSES_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 15)
 _DELETE_BATCH: Final = 1000
 _DELETE_THREADS: Final = 8
 # Two creates of one name at one moment; the other one is over in milliseconds.
@@ -60,6 +63,7 @@ class ObstoreObjects:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._url = str(url)
+        self._bucket = url.bucket
         self._obstore: Any = import_obstore()
         self._clients = clients or Clients(url, settings)
         self._storage_class = settings.storage_class
@@ -82,7 +86,7 @@ class ObstoreObjects:
         try:
             self._obstore.put(client, name, body, use_multipart=False, attributes=attributes)
         except Exception as exc:
-            raise failure(exc, "store", name, writes=True) from None
+            raise self._failure(exc, "store", name, writes=True) from None
 
     def create(self, name: str, data: bytes) -> bool:
         """Store the object if the name is free; False if it is taken."""
@@ -100,7 +104,7 @@ class ObstoreObjects:
                 if pause_seconds is None:
                     break
             except Exception as exc:
-                raise failure(exc, "create", name, writes=True) from None
+                raise self._failure(exc, "create", name, writes=True) from None
             self._sleep(pause_seconds)
         raise RemoteUnreachable(f"cannot create {name}: the store sees another create of it all the time")
 
@@ -198,7 +202,7 @@ class ObstoreObjects:
         obstore takes the page of a proxy, if it is well-formed HTML, for a listing without objects, and so for the end of one
         that has several pages. An end where one may come is asked for again, after the last object.
         """
-        pauses_seconds = iter(_LISTING_PAUSES_SECONDS)
+        again = self._retries()
         asked_again = False
         while True:
             number = 0
@@ -208,11 +212,8 @@ class ObstoreObjects:
                     after = meta["path"]
                     if after.startswith(prefix):
                         yield _info(meta)
-            except NotAListing:
-                pause_seconds = next(pauses_seconds, None)
-                if pause_seconds is None:
-                    raise
-                self._sleep(pause_seconds)
+            except (NonsenseReply, CutReply) as error:
+                again(error)
                 continue
             if number % _STORE_PAGE or (asked_again and not number):
                 return
@@ -228,12 +229,12 @@ class ObstoreObjects:
             for page in pages:
                 yield from page
         except FileNotFoundError as exc:
-            error = failure(exc, "list", prefix)
+            error = self._failure(exc, "list", prefix, lists=True)
             # A store that keeps directories may miss this one; a bucket that is missing is told.
             if not isinstance(error, NoSuchObject):
                 raise error from None
         except Exception as exc:
-            raise failure(exc, "list", prefix or "objects") from None
+            raise self._failure(exc, "list", prefix or "objects", lists=True) from None
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete these objects."""
@@ -252,24 +253,51 @@ class ObstoreObjects:
         try:
             self._obstore.delete(self._clients.small, names)
         except FileNotFoundError as exc:
-            error = failure(exc, "delete", "objects")
+            error = self._failure(exc, "delete", "objects")
             if not isinstance(error, NoSuchObject):
                 raise error from None
         except Exception as exc:
-            raise failure(exc, "delete", names if isinstance(names, str) else "objects") from None
+            raise self._failure(exc, "delete", names if isinstance(names, str) else "objects") from None
+
+    def reconnect(self) -> None:
+        """Make new connections for the reads that begin from now on."""
+        self._clients.renew_reading()
 
     def close(self) -> None:
         """Do nothing: obstore closes its connections with its clients."""
 
     def _read(self, name: str, request: Callable[[], T]) -> T:
-        try:
-            return request()
-        except CiuicError:
-            raise
-        except Exception as exc:
-            if status_of(exc) == _RANGE_NOT_SATISFIABLE:
-                raise _OutsideObject from None
-            raise failure(exc, "read", name) from None
+        again = self._retries()
+        while True:
+            try:
+                return request()
+            except CiuicError:
+                raise
+            except Exception as exc:
+                if status_of(exc) == _RANGE_NOT_SATISFIABLE:
+                    raise _OutsideObject from None
+                error = self._failure(exc, "read", name)
+            if not isinstance(error, NonsenseReply):
+                raise error from None
+            again(error)
+
+    def _retries(self) -> Callable[[NonsenseReply | CutReply], None]:
+        """Return what waits before a read is repeated over new connections, and raises its error in the end."""
+        nonsense, cut = iter(_NONSENSE_PAUSES_SECONDS), iter(_CUT_PAUSES_SECONDS)
+
+        def again(error: NonsenseReply | CutReply) -> None:
+            pause_seconds = next(cut if isinstance(error, CutReply) else nonsense, None)
+            if pause_seconds is None:
+                raise error from None
+            self._sleep(pause_seconds)
+            self.reconnect()
+
+        return again
+
+    def _failure(
+        self, exc: Exception, doing: str, name: str, *, writes: bool = False, lists: bool = False
+    ) -> CiuicError:
+        return failure(exc, doing, name, writes=writes, lists=lists, bucket=self._bucket)
 
 
 class _OutsideObject(Exception):

@@ -57,6 +57,10 @@ class PrefixedObjects:
         """Delete these objects."""
         self._objects.delete(self._prefix + name for name in names)
 
+    def reconnect(self) -> None:
+        """Make new connections for reads."""
+        self._objects.reconnect()
+
     def close(self) -> None:
         """Close the objects."""
         self._objects.close()

@@ -116,22 +116,26 @@ def _started_together(clients: Sequence[Objects], name: str, nonces: Sequence[by
     """Let every client create the name at one moment; return the winner's nonce."""
     barrier = threading.Barrier(len(clients))
 
-    def create(client: Objects, nonce: bytes) -> bool | None:
+    def create(client: Objects, nonce: bytes) -> bool | RemoteUnreachable:
         barrier.wait(_BARRIER_TIMEOUT_SECONDS)
         try:
             return client.create(name, nonce)
-        except RemoteUnreachable:
+        except RemoteUnreachable as error:
             # It may have been done; what is there decides.
-            return None
+            return error
 
     with ThreadPoolExecutor(len(clients)) as threads:
         results = list(threads.map(create, clients, nonces))
-    winners = [nonce for nonce, result in zip(nonces, results, strict=True) if result]
+    winners = [nonce for nonce, result in zip(nonces, results, strict=True) if result is True]
     if len(winners) > 1:
         raise _not_kept(clients[0], name, f"{len(winners)} of {len(clients)} racers created one name")
     try:
         there = clients[0].get(name)
     except NoSuchObject:
+        for result in results:
+            if isinstance(result, RemoteUnreachable) and not winners:
+                # A store that took nothing, as one without room, broke no promise.
+                raise result from None
         raise _not_kept(clients[0], name, "after the race there is no object") from None
     # A racer that was told False, or nothing, may have won: its first reply was lost, and it asked again.
     if there not in nonces:

@@ -136,6 +136,10 @@ class LimitedObjects:
         """Delete these objects."""
         self._objects.delete(names)
 
+    def reconnect(self) -> None:
+        """Make new connections for reads."""
+        self._objects.reconnect()
+
     def close(self) -> None:
         """Close the objects."""
         self._objects.close()

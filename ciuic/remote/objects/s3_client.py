@@ -79,21 +79,23 @@ class S3Client:
         Args:
             doing: Operation for the message, such as ``read``.
             name: Object or prefix that it concerns.
-            writes: Whether it is to store something, so that 404 means that there is no bucket.
+            writes: Whether it is to store something.
         """
         try:
             yield self.client
         except CiuicError:
             raise
         except Exception as exc:
-            raise s3_failure(exc, doing, name, writes=writes) from None
+            raise s3_failure(exc, doing, name, writes=writes, bucket=self.bucket) from None
 
     def close(self) -> None:
         """Close connections."""
         self.client.close()
 
 
-def s3_failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -> CiuicError:
+def s3_failure(
+    exc: Exception, doing: str, name: str, *, writes: bool = False, bucket: str = ""
+) -> CiuicError:
     """Return the error of `Objects` that stands for one of botocore; raise it ``from None``.
 
     Args:
@@ -101,6 +103,7 @@ def s3_failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -
         doing: Operation for the message.
         name: Object or prefix that it concerned.
         writes: Whether the request was to store something.
+        bucket: Name of the bucket for the message.
     """
     code, status = error_of(exc)
     if not status:
@@ -110,11 +113,11 @@ def s3_failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -
             "CredentialRetrievalError",
         ):
             return RemoteRefused(f"cannot {doing} {name}: no credentials in the environment or shared files")
-        return failure(exc, doing, name, writes=writes)
+        return failure(exc, doing, name, writes=writes, bucket=bucket)
     message = exc.response.get("Error", {}).get("Message", "")  # type: ignore[attr-defined]
     # In the words in which obstore tells the same, so that one place decides what they mean.
     text = f"Server returned non-2xx status code: {status} <Code>{code}</Code><Message>{message}"
-    return failure(_Answer(text), doing, name, writes=writes)
+    return failure(_Answer(text), doing, name, writes=writes, bucket=bucket)
 
 
 def error_of(exc: BaseException) -> tuple[str, int]:

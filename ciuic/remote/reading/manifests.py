@@ -15,7 +15,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import LiveManifest
 from ciuic.remote.format.manifest import RemoteManifest, decode_manifest, object_digest
 from ciuic.remote.format.names import PackRef
-from ciuic.remote.log.bounded import read_object
+from ciuic.remote.log.bounded import read_document
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.cache_directory import CacheDirectory
@@ -78,7 +78,9 @@ class Manifests:
 
     def _fetch(self, live: LiveManifest) -> bytes:
         try:
-            data = self._patience.of(lambda: bytes(read_object(self._space.objects, live.manifest)))
+            return self._patience.of(
+                lambda: read_document(self._space.objects, live.manifest, lambda data: _committed(live, data))
+            )
         except NoSuchObject:
             if not self._is_live(live):
                 raise NotFound(
@@ -89,11 +91,6 @@ class Manifests:
             ) from None
         except DamagedRemote as error:
             raise DamagedSnapshot(live.snapshot, error.message) from None
-        if object_digest(data) != live.digest:
-            raise DamagedSnapshot(
-                live.snapshot, f"its manifest {live.manifest} in the remote is not the one that was committed"
-            )
-        return data
 
     def _is_live(self, live: LiveManifest) -> bool:
         """Return whether logs commit the snapshot still; reads what is new in them."""
@@ -102,3 +99,12 @@ class Manifests:
         with self._lock:
             self._patience.of(self._logs.refresh)
             return live.manifest in self._logs.live()
+
+
+def _committed(live: LiveManifest, data: bytes) -> bytes:
+    """Return the bytes if they are those that were committed. DamagedSnapshot otherwise."""
+    if object_digest(data) != live.digest:
+        raise DamagedSnapshot(
+            live.snapshot, f"its manifest {live.manifest} in the remote is not the one that was committed"
+        )
+    return data

@@ -72,14 +72,13 @@ class MetaPacks:
                     return found
         return self._ranges.read(name, start, length)
 
-    def forget(self, name: str) -> bool:
-        """Forget what is kept of a pack; False if it came from the bucket just now, so that reading again is in vain."""
+    def forget(self, name: str) -> None:
+        """Forget what is kept of a pack, so that it is read from the bucket again."""
         with self._lock:
             self._memory.pop(name, None)
             if name in self._files:
                 os.close(self._files.pop(name)[0])
             self._cache.remove(_file_name(name))
-            return name not in self._fetched and name not in self._large
 
     def close(self) -> None:
         """Close descriptors."""

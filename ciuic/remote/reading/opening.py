@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -14,8 +16,10 @@ from ciuic.errors import UsageError
 from ciuic.remote.access import configured as access
 from ciuic.remote.access.remote import Remote, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.names import MANIFESTS_PREFIX
 from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.objects.model import Objects
+from ciuic.remote.log.unlogged import UPLOADING_NS, UnloggedManifest, unlogged_manifests
+from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
@@ -31,6 +35,9 @@ from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.remote.versions.opening import open_remote_versions
 from ciuic.repository import log as events
 from ciuic.types import SnapshotId
+
+# Manifests that no log names are uploads under way, a few at a time, or damage of which a part says enough.
+_MAX_UNKNOWN: Final = 32
 
 
 class ReadableRemote:
@@ -50,12 +57,18 @@ class ReadableRemote:
 
     @property
     def log_damage(self) -> list[DamagedRemote]:
-        """Entries of logs that could not be read. What only they commit is not among ``snapshots``."""
+        """Entries of logs that could not be read, and manifests whose log is gone or cut. What they commit is not among ``snapshots``."""
         return [
             DamagedRemote(f"{reader.space.objects.url}/{name}", reason)
             for reader in self.readers
-            for damaged in reader.damaged_logs.values()
-            for name, reason in damaged.problems.items()
+            for name, reason in (
+                *(
+                    problem
+                    for damaged in reader.damaged_logs.values()
+                    for problem in damaged.problems.items()
+                ),
+                *((one.name, f"no log commits or removes it: {one.reason}") for one in reader.unlogged),
+            )
         ]
 
     @property
@@ -275,8 +288,15 @@ def read_remote(
             logs = LogReader(
                 space.objects, space.sealer, cache_path=str(cache.path / "logs"), skip_damaged=True
             )
+            # What collections deleted is there as well where every version is read.
+            stored = () if skips_unreadable else patience.of(partial(_listed, space))
             patience.of(logs.refresh)
             reader.damaged_logs = logs.damaged
+            reader.unlogged = patience.of(partial(_unlogged, space, stored, logs))
+            for one in reader.unlogged:
+                events.warning(
+                    "remote_commit_lost", remote=space.objects.url, manifest=one.name, reason=one.reason
+                )
             for damaged in logs.damaged.values():
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
             manifests = Manifests(space, cache, patience, logs, prefer=reader.lookup.prefer)
@@ -285,3 +305,16 @@ def read_remote(
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)
         opened.keep_open(closing)
     return opened
+
+
+def _unlogged(space: Remote, stored: Sequence[ObjectInfo], logs: LogReader) -> list[UnloggedManifest]:
+    """Return manifests whose commits are lost; the first of very many, because a reader waits for each."""
+    known = {*logs.live(), *logs.removed()}
+    unknown = [info for info in stored if info.name not in known]
+    return unlogged_manifests(
+        space.objects, space.sealer, unknown[:_MAX_UNKNOWN], logs, time.time_ns() - UPLOADING_NS
+    )
+
+
+def _listed(space: Remote) -> list[ObjectInfo]:
+    return list(space.objects.list(MANIFESTS_PREFIX))

@@ -132,6 +132,12 @@ class RangePrefetch:
         with self._changed:
             return self._part(body, start, length)
 
+    def forget(self, name: str) -> None:
+        """Drop what was read of the object, so that it is read again."""
+        with self._changed:
+            for body in [body for body in self._bodies.get(name, ()) if body.is_done]:
+                self._remove(body)
+
     @property
     def held_bytes(self) -> int:
         """Bytes that are held now, or asked for."""

@@ -13,7 +13,8 @@ from typing import Final
 from ciuic.errors import Damaged, NotFound
 from ciuic.remote.format.names import PackRef, pack_name, split_ref
 from ciuic.remote.format.pack import PackLayout
-from ciuic.remote.objects.model import ArchivedObject
+from ciuic.remote.objects.model import ArchivedObject, Objects
+from ciuic.remote.objects.verified import read_verified
 from ciuic.remote.reading.meta_packs import MetaPacks
 from ciuic.remote.reading.range_prefetch import RangePrefetch
 from ciuic.remote.sealing.sealer import Sealer
@@ -28,7 +29,8 @@ class RemotePacks:
     """`PackSource` of one space of a remote. May be used from several threads.
 
     Args:
-        sealer: Seals of the space.
+        objects: Store of the space.
+        sealer: Seals of it.
         ref: Function that returns the pack of a number in locations, or raises NotFound.
         ranges: Reader of data packs.
         meta: Reader of meta packs.
@@ -37,6 +39,7 @@ class RemotePacks:
 
     def __init__(
         self,
+        objects: Objects,
         sealer: Sealer,
         ref: Callable[[int], PackRef],
         ranges: RangePrefetch,
@@ -44,6 +47,7 @@ class RemotePacks:
         *,
         on_archived: Callable[[str], object] = lambda name: None,
     ) -> None:
+        self._objects = objects
         self._sealer = sealer
         self._ref = ref
         self._ranges = ranges
@@ -55,18 +59,23 @@ class RemotePacks:
         """Return the stored bytes of the record at this offset; none where the pack ends before its end."""
         layout = self._layout(number)
         wanted_bytes = length + layout.seal.tag_bytes
-        for _ in range(2):
+
+        def read() -> bytes:
             data = self._bytes(layout, offset, wanted_bytes)
-            if len(data) < wanted_bytes:
-                if self._is_final(layout):
-                    return b""
-                continue
             try:
+                if len(data) < wanted_bytes:
+                    raise _CutShort
                 return layout.open_record(offset, length, data)
-            except Damaged as error:
-                if self._is_final(layout):
-                    raise _unreadable(error) from None
-        return b""
+            except (_CutShort, Damaged):
+                self._forget(layout)
+                raise
+
+        try:
+            return read_verified(self._objects, read)
+        except _CutShort:
+            return b""
+        except Damaged as error:
+            raise _unreadable(error) from None
 
     def read_run(self, number: int, records: Iterable[ChunkLocation], start: int, target: memoryview) -> int:
         """Read neighbouring records with one request: the byte at ``start`` + n of the pack to the n-th of the target.
@@ -122,9 +131,11 @@ class RemotePacks:
             self._on_archived(layout.name)
             raise
 
-    def _is_final(self, layout: PackLayout) -> bool:
-        """Return whether reading again gives the same; drops a cached pack otherwise."""
-        return split_ref(layout.ref)[0] == "data" or not self._meta.forget(layout.name)
+    def _forget(self, layout: PackLayout) -> None:
+        """Forget what is kept of a pack, so that the bucket is read again."""
+        self._ranges.forget(layout.name)
+        if split_ref(layout.ref)[0] == "meta":
+            self._meta.forget(layout.name)
 
     def _open(
         self, layout: PackLayout, location: ChunkLocation, data: memoryview, target: memoryview
@@ -139,6 +150,13 @@ class RemotePacks:
             # It matches no id then, except by content that is right: readers ask for it once more, alone.
             target[:] = bytes(len(target))
         return True
+
+
+class _CutShort(Damaged):
+    """A pack ends before the end of a record."""
+
+    def __init__(self) -> None:
+        super().__init__("the pack ends before the end of the record")
 
 
 def _unreadable(error: Damaged) -> OSError:

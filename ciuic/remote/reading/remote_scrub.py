@@ -10,6 +10,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.pack import HEADER_BYTES
 from ciuic.remote.format.pack_reader import RemotePackReader, in_runs
 from ciuic.remote.objects.model import ArchivedObject
+from ciuic.remote.objects.verified import read_verified
 from ciuic.remote.reading.space_reader import SpaceReader
 from ciuic.repository import Repository
 from ciuic.repository.errors import Archived, UnsupportedFormat
@@ -68,8 +69,12 @@ def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Ite
     pack = RemotePackReader(reader.space.sealer, reader.lookup.ref(number))
     objects, tag_bytes = reader.space.objects, pack.layout.seal.tag_bytes
     records = reader.patience.of(lambda: pack.read_table(objects))
-    (header,) = reader.patience.of(lambda: objects.get_ranges(pack.name, [(0, HEADER_BYTES)]))
-    pack.layout.check_header(bytes(header))
+
+    def check_header() -> None:
+        (header,) = objects.get_ranges(pack.name, [(0, HEADER_BYTES)])
+        pack.layout.check_header(bytes(header))
+
+    reader.patience.of(lambda: read_verified(objects, check_header))
     runs = list(in_runs(records, _RUN_BYTES))
     for at, run in enumerate(runs):
         for ahead in runs[at : at + _AHEAD]:
@@ -80,13 +85,22 @@ def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Ite
             begin = record.offset - start
             stored = data[begin : begin + record.stored_bytes + tag_bytes]
             try:
-                content = pack.layout.open_record(record.offset, record.stored_bytes, stored, record.checksum)
+                content = _opened(reader, pack, record, stored)
                 _check_content(repository, record, content)
             except DamagedRemote as error:
                 yield PackDamage(number, record.offset, record.id, error.reason)
             except BadCopyError as error:
                 yield PackDamage(number, record.offset, record.id, str(error))
         yield None
+
+
+def _opened(reader: SpaceReader, pack: RemotePackReader, record: PackRecord, stored: memoryview) -> bytes:
+    """Return the content of a record, which is read again where these bytes do not verify."""
+    try:
+        return pack.layout.open_record(record.offset, record.stored_bytes, stored, record.checksum)
+    except DamagedRemote:
+        (content,) = reader.patience.of(lambda: list(pack.read_records(reader.space.objects, [record])))
+        return content
 
 
 def _check_content(repository: Repository, record: PackRecord, stored: bytes) -> None:

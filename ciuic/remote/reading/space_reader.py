@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ciuic.remote.access.remote import Remote
 from ciuic.remote.log.damaged_log import DamagedLog
+from ciuic.remote.log.unlogged import UnloggedManifest
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.meta_packs import MetaPacks
 from ciuic.remote.reading.patience import Patience
@@ -46,10 +47,18 @@ class SpaceReader:
         self.archived: set[str] = set()
         """Names of packs that could not be read because they are archived."""
         self.packs = RemotePacks(
-            space.sealer, self.lookup.ref, self.ranges, self.meta, on_archived=self.archived.add
+            space.objects,
+            space.sealer,
+            self.lookup.ref,
+            self.ranges,
+            self.meta,
+            on_archived=self.archived.add,
         )
         self.damaged_logs: Mapping[str, DamagedLog] = {}
         """Logs that were damaged when the remote was opened, by writer."""
+
+        self.unlogged: Sequence[UnloggedManifest] = ()
+        """Manifests that no log accounted for when the remote was opened."""
 
     def close(self) -> None:
         """Close the index and the cache, and end what is read ahead."""

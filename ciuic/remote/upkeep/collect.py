@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ciuic.errors import Damaged
 from ciuic.remote.collection.collector import (
     DEFAULT_POLICY,
     CollectionPolicy,
@@ -26,6 +27,7 @@ from ciuic.remote.log.writer_state import WriterState
 from ciuic.remote.reading.marking import NeededChunks, live_chunks
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.repository import log as events
 
 # A round that deletes nothing may be one of another collector, or all that it condemned is needed again.
 _MAX_EMPTY_ROUNDS = 2
@@ -64,22 +66,24 @@ def collect_remote(
     host: str,
     policy: CollectionPolicy = DEFAULT_POLICY,
     between: Callable[[], None] = lambda: None,
+    collected: Callable[[CollectedSpace], None] = lambda space: None,
 ) -> list[CollectedSpace]:
-    """Delete what no snapshot needs; durable on return.
+    """Delete what no snapshot needs; durable on return. A space that is damaged keeps no other from being collected.
 
     Args:
         opened: The remote.
         host: Name of this host, for people.
         policy: What is worth collecting.
         between: Called often.
+        collected: Called with each result, also where the end is an error.
 
     Raises:
-        Damaged: a log, a round, a manifest or a tree cannot be read; nothing was deleted in its space.
+        Damaged: a log, a round, a manifest or a tree cannot be read; nothing was deleted in its space, all others are collected.
         RolledBack: the remote is older than this host has seen it.
         RemoteUnreachable: the store did not answer for too long.
         RemoteRefused: these credentials may not delete.
     """
-    return [_collect(reader, host, policy, between) for reader in opened.readers]
+    return _in_each_space(opened, lambda reader: _collect(reader, host, policy, between), collected)
 
 
 def preview_collection(
@@ -88,13 +92,35 @@ def preview_collection(
     now_ns: int,
     policy: CollectionPolicy = DEFAULT_POLICY,
     between: Callable[[], None] = lambda: None,
+    collected: Callable[[CollectedSpace], None] = lambda space: None,
 ) -> list[CollectedSpace]:
     """Return what `collect_remote` would delete at this time; only reads.
 
     Raises:
         Damaged, RemoteUnreachable: as `collect_remote`.
     """
-    return [_preview(reader, now_ns, policy, between) for reader in opened.readers]
+    return _in_each_space(opened, lambda reader: _preview(reader, now_ns, policy, between), collected)
+
+
+def _in_each_space(
+    opened: ReadableRemote,
+    collect: Callable[[SpaceReader], CollectedSpace],
+    collected: Callable[[CollectedSpace], None],
+) -> list[CollectedSpace]:
+    spaces: list[CollectedSpace] = []
+    refused: Damaged | None = None
+    for reader in opened.readers:
+        try:
+            spaces.append(collect(reader))
+        except Damaged as error:
+            # Nothing of another space is needed by this one's snapshots.
+            events.warning("remote_space_not_collected", space=reader.space.objects.url, error=error.message)
+            refused = refused or error
+        else:
+            collected(spaces[-1])
+    if refused is not None:
+        raise refused
+    return spaces
 
 
 def operator_log(reader: SpaceReader, host: str, index: RemoteIndex | None = None) -> WriterLog:

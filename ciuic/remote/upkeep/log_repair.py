@@ -29,7 +29,7 @@ from ciuic.remote.format.log_entry import MAX_MANIFESTS, LiveManifest
 from ciuic.remote.format.manifest import RemoteManifest, decode_manifest, object_digest
 from ciuic.remote.format.names import MANIFESTS_PREFIX, parse_manifest
 from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.bounded import read_object
+from ciuic.remote.log.bounded import read_document
 from ciuic.remote.log.damaged_log import read_provable
 from ciuic.remote.log.log_reader import LogReader, read_log_cache
 from ciuic.remote.log.log_summary import LogSummary
@@ -177,10 +177,15 @@ def _read(reader: SpaceReader, name: str) -> LostCommit | None:
     """Return the snapshot of a manifest; None for one that is gone or damaged, or of a later version."""
     space = reader.space
     try:
-        data = reader.patience.of(lambda: bytes(read_object(space.objects, name)))
-        manifest = decode_manifest(space.sealer, name, data)
+        manifest, digest = reader.patience.of(
+            lambda: read_document(
+                space.objects,
+                name,
+                lambda data: (decode_manifest(space.sealer, name, data), object_digest(data)),
+            )
+        )
         stored = decode_any_snapshot(manifest.snapshot)
-        fields = (stored.repository, stored.id, name, object_digest(data))
+        fields = (stored.repository, stored.id, name, digest)
         live = msgspec.convert(fields, LiveManifest)
     except (NoSuchObject, Damaged, UnsupportedFormat, msgspec.ValidationError):
         return None

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from ciuic.errors import CiuicError
 from ciuic.remote.format.names import PackRef, pack_name
-from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.upload.pack_size import PackSize
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackRecord
@@ -26,6 +26,8 @@ MAX_WAITING_BYTES: Final = 48 << 20
 _THREADS: Final = 4
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 60.0
+# With pauses that begin at half a second, half a minute.
+_MAX_MISSING_BUCKET: Final = 6
 _Result = TypeVar("_Result")
 
 
@@ -169,8 +171,10 @@ def persist(
 
     Raises:
         Stopped: ``stop`` was set.
+        NoSuchBucket: the bucket is missing for half a minute.
     """
     pause = _FIRST_PAUSE_SECONDS
+    missing_bucket = 0
     told = False
     while True:
         if stop.is_set():
@@ -179,6 +183,13 @@ def persist(
             result = request()
         # Credentials may be renewed and permissions mended while the uploader runs.
         except (RemoteUnreachable, RemoteRefused) as error:
+            problem(error.message)
+            told = True
+        except NoSuchBucket as error:
+            # A server that starts says so for some seconds, but a wrong name is none to wait for.
+            missing_bucket += 1
+            if missing_bucket > _MAX_MISSING_BUCKET:
+                raise
             problem(error.message)
             told = True
         else:

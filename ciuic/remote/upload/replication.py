@@ -240,10 +240,10 @@ class Replication:
         id_ = info.id
         try:
             done = uploader.upload(id_)
-        except NotFound:
-            # Removed meanwhile.
-            return None
-        except Damaged as error:
+        except (NotFound, Damaged) as error:
+            if not os.path.exists(self._repository.snapshots.path(id_)):
+                # Removed meanwhile.
+                return None
             events.warning("snapshot_not_uploaded", snapshot=id_, error=error.message)
             self._failed[id_] = time.monotonic() + _AGAIN_SECONDS
             return None

@@ -15,6 +15,7 @@ from ciuic.errors import Damaged
 from ciuic.remote.access.remote import Remote
 from ciuic.remote.format.log_entry import LiveManifest
 from ciuic.remote.format.manifest import decode_manifest
+from ciuic.remote.log.bounded import read_document
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.repository import SnapshotInfo
 from ciuic.repository import log as events
@@ -146,8 +147,9 @@ class FactsOfRemote:
     def _read(self, id_: str, name: str, repository_id: str) -> StoredFacts | None:
         """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read."""
         try:
-            data = bytes(self._remote.objects.get(name))
-            manifest = decode_manifest(self._remote.sealer, name, data)
+            manifest = read_document(
+                self._remote.objects, name, lambda data: decode_manifest(self._remote.sealer, name, data)
+            )
             stored = decode_snapshot(id_, manifest.snapshot, repository_id)
             marks = decode_marks(id_, manifest.marks) if manifest.marks else StoredMarks(id=id_)
             snapshot: Snapshot = apply_marks(stored, marks)

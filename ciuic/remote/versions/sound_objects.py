@@ -218,6 +218,9 @@ class SoundObjects:
         """Raise RemoteRefused: versions are only read."""
         raise _read_only(self.url)
 
+    def reconnect(self) -> None:
+        """Do nothing: what is chosen was verified, and is not read again."""
+
     def close(self) -> None:
         """Close connections."""
         self.versions.close()
@@ -274,7 +277,7 @@ class SoundObjects:
 
 
 class _OneVersion:
-    """The one version of a pack, as far as `RemotePackReader.read_table` asks for it."""
+    """The one version of a pack, as far as `RemotePackReader.read_table_once` asks for it."""
 
     def __init__(self, version: Version, read: Callable[[Version, int, int], Bytes]) -> None:
         self._version = version

@@ -55,7 +55,7 @@ class VersionCheck:
         ref = parse_pack(rest)
         assert ref is not None
         pack = RemotePackReader(Sealer(space, self._master), ref)
-        return _flaw(lambda: pack.read_table(objects))
+        return _flaw(lambda: pack.read_table_once(objects))
 
     def sealer_of(self, name: str) -> Sealer:
         """Return the seals of the space that a name belongs to."""

@@ -12,6 +12,7 @@ from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import plural
 from ciuic.cli.shared.output import note, out_json, out_prose
 from ciuic.cli.shared.session import Session
+from ciuic.errors import Damaged
 
 if TYPE_CHECKING:
     from ciuic.remote.upkeep.collect import CollectedSpace
@@ -33,6 +34,8 @@ def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: b
     # Opened here: the question for a passphrase would stand in the middle of a progress line.
     opened = session.remote
     policy = DEFAULT_POLICY._replace(spare_cold_ns=spare_cold * 10**9)
+    spaces: list[CollectedSpace] = []
+    refused: Damaged | None = None
     with progress("prune") as reporter:
         marked = 0
 
@@ -41,14 +44,30 @@ def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: b
             marked += 1
             reporter.step("mark", marked, 0)
 
-        if dry_run:
-            spaces = preview_collection(opened, now_ns=session.now_ns, policy=policy, between=between)
-        else:
-            spaces = collect_remote(opened, host=socket.gethostname(), policy=policy, between=between)
+        try:
+            if dry_run:
+                preview_collection(
+                    opened, now_ns=session.now_ns, policy=policy, between=between, collected=spaces.append
+                )
+            else:
+                collect_remote(
+                    opened,
+                    host=socket.gethostname(),
+                    policy=policy,
+                    between=between,
+                    collected=spaces.append,
+                )
+        except Damaged as error:
+            refused = error
+    if refused is not None and not spaces:
+        raise refused
     if as_json:
         out_json(_document(opened.remote.objects.url, dry_run, spaces))
-        return
-    _print(dry_run, spaces)
+    else:
+        _print(dry_run, spaces)
+    if refused is not None:
+        # After what was done elsewhere.
+        raise refused
 
 
 def _document(url: str, dry_run: bool, spaces: list[CollectedSpace]) -> dict[str, Any]:

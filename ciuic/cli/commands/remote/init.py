@@ -148,13 +148,14 @@ def _refuse_remote(objects: Objects) -> None:
     from ciuic.remote.access.slots import KeySlots
     from ciuic.remote.format.names import REMOTE_JSON
     from ciuic.remote.format.remote_json import is_sealed
+    from ciuic.remote.log.bounded import read_document
     from ciuic.remote.objects.model import NoSuchObject
 
     try:
-        data = objects.get(REMOTE_JSON)
+        sealed = read_document(objects, REMOTE_JSON, is_sealed)
     except NoSuchObject:
         return
-    if is_sealed(data) and not KeySlots(objects).any_object():
+    if sealed and not KeySlots(objects).any_object():
         raise RemoteExists(
             f"there is a remote at {objects.url} that no key opens: an earlier `remote init` was interrupted",
             hint=f"nothing can be in it; remove its {REMOTE_JSON} with the tools of the store",

@@ -157,7 +157,8 @@ def test_large_object_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can write to the bucket cannot make a reader allocate more than the limit."""
     monkeypatch.setattr(bounded, "MAX_DOCUMENT_BYTES", 1000)
     monkeypatch.setattr(document, "MAX_DOCUMENT_BYTES", 1000)
-    monkeypatch.setattr(bounded.read_object, "__defaults__", (1000,))
+    for read in (bounded.read_object, bounded.read_document):
+        monkeypatch.setattr(read, "__defaults__", (1000,))
     bucket = Bucket()
     bucket.create(log_entry_name(W, 0), bytes(5000))
     with pytest.raises(DamagedRemote, match="more than 1000 bytes"):

@@ -19,11 +19,14 @@ from support.object_servers import (
 )
 
 from ciuic.errors import CiuicError
-from ciuic.remote.objects import clients
+from ciuic.remote.objects import clients, obstore_objects
 from ciuic.remote.objects.model import (
+    CutReply,
+    NonsenseReply,
     NoSuchBucket,
     NoSuchObject,
     NotAListing,
+    RemoteFull,
     RemoteRefused,
     RemoteUnreachable,
     TooLargeObject,
@@ -264,9 +267,64 @@ def test_a_bucket_that_is_missing_is_not_a_missing_object(seaweedfs: SeaweedFS) 
         lambda: list(objects.list("")),
         lambda: objects.tail("name", 1),
     ):
-        with pytest.raises(NoSuchBucket, match="the bucket does not exist") as error:
+        with pytest.raises(NoSuchBucket, match="the bucket not-there-at-all does not exist") as error:
             read()
         assert not isinstance(error.value, NoSuchObject)
+
+
+_PAGE = b"<!DOCTYPE html><html><body><p>Sign in<br></body></html>"
+_CLASSES: dict[str, tuple[Fault, type[CiuicError]]] = {
+    "bucket": (Fault(status=404, body=b"<Error><Code>NoSuchBucket</Code></Error>"), NoSuchBucket),
+    "refused": (Fault(status=403, body=b"<Error><Code>AccessDenied</Code></Error>"), RemoteRefused),
+    "unreachable": (Fault(drops_request=True), RemoteUnreachable),
+    "nonsense": (Fault(status=404, body=_PAGE), NonsenseReply),
+    "nonsense without a page": (Fault(status=302, body=b""), NonsenseReply),
+    "full": (Fault(status=507, body=b"<Error><Code>XMinioStorageFull</Code></Error>"), RemoteFull),
+    "full by quota": (Fault(status=403, body=b"<Error><Code>QuotaExceeded</Code></Error>"), RemoteFull),
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("reply", _CLASSES)
+def test_classes_of_errors_are_told_apart(
+    reply: str, connect: Connect, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of reply is one class of error, whichever request it answers; HEAD, without a body, tells none apart."""
+    monkeypatch.setattr(obstore_objects, "_NONSENSE_PAUSES_SECONDS", (0.0,) * 3)
+    objects = connect()
+    fault, expected = _CLASSES[reply]
+    fault_proxy.fault = lambda request: None if request.method == "HEAD" else fault
+    asked = [error for operation in _operations(objects) if (error := _error_of(operation)) is not None]
+    assert [type(error) for error in asked if not isinstance(error, expected)] == []
+    assert len(asked) >= 6
+    if reply == "unreachable":
+        assert {type(error) for error in asked} == {RemoteUnreachable}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_missing_object_is_no_missing_bucket(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """404 for one object says nothing of the bucket: not to a read, and not to a request to store it."""
+    objects = connect()
+    fault_proxy.fault = lambda _request: Fault(status=404, body=b"<Error><Code>NoSuchKey</Code></Error>")
+    assert isinstance(_error_of(lambda: objects.get("name")), NoSuchObject)
+    assert isinstance(_error_of(lambda: objects.put("name", [b"x"])), NonsenseReply)
+    assert isinstance(_error_of(lambda: objects.create("name", b"x")), NonsenseReply)
+
+
+def test_a_listing_that_is_cut_is_asked_for_again_for_minutes(
+    connect: Connect, fault_proxy: FaultProxy, seaweedfs: SeaweedFS
+) -> None:
+    """A listing whose body is cut is repeated for four minutes, and then the connection is blamed."""
+    waited: list[float] = []
+    objects = connect()
+    objects._sleep = waited.append
+    objects.put("name", [b"x"])
+    fault_proxy.fault = lambda _request: Fault(cuts_reply_at=30)
+    with pytest.raises(CutReply, match="the connection ended within the reply"):
+        list(objects.list(""))
+    assert sum(waited) >= 240
+    fault_proxy.fault = on("GET", *[Fault(cuts_reply_at=30)] * 5)
+    assert [info.name for info in objects.list("")] == ["name"]
 
 
 def _error_of(operation: Callable[[], object]) -> CiuicError | None:

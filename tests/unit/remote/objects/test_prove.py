@@ -11,7 +11,14 @@ import pytest
 from support.object_servers import SeaweedFS
 
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import (
+    NoSuchObject,
+    ObjectInfo,
+    Objects,
+    RemoteFull,
+    RemoteRefused,
+    RemoteUnreachable,
+)
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.prove import (
     PROOF_PREFIX,
@@ -55,6 +62,19 @@ class Overwriting(MemoryObjects):
     def create(self, name: str, data: bytes) -> bool:
         self.put(name, [data])
         return True
+
+
+class Full(MemoryObjects):
+    """A server without room."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        raise RemoteFull(f"cannot create {name}: the store has no room for more (507)")
+
+
+def test_a_store_without_room_breaks_no_promise(bucket: str) -> None:
+    """A store that takes nothing is told as one without room, not as one that does not keep create-only."""
+    with pytest.raises(RemoteFull, match="no room"):
+        prove(lambda: Full(bucket))
 
 
 class SaysTakenButOverwrites(MemoryObjects):

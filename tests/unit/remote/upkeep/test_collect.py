@@ -21,6 +21,7 @@ from ciuic.remote.collection.log_upkeep import LogUpkeep
 from ciuic.remote.format.log_entry import LogEntry, LogRemove
 from ciuic.remote.format.names import parse_log_entry
 from ciuic.remote.log.bounded import read_entry
+from ciuic.remote.log.errors import LostCommits
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
@@ -123,6 +124,27 @@ def test_every_space_is_collected(objects: CountingObjects, tmp_path: Path) -> N
         assert set(opened.snapshots.ids()) == {second, old_second}
         for repository in opened.repositories:
             assert verify_snapshots(repository, checksum=True).damages == []
+
+
+def test_a_damaged_space_keeps_no_other_from_being_collected(
+    objects: CountingObjects, tmp_path: Path
+) -> None:
+    """Where the log of a writer is gone, its space is left as it is, and named; the space of another repository is collected."""
+    remote = new_remote(objects)
+    _, first, _second = two_snapshots(tmp_path / "host", remote)
+    old, old_first, _old_second = two_snapshots(tmp_path / "old", remote, own_identity=True)
+    for id_ in (first, old_first):
+        forget(remote, tmp_path / "cache", id_)
+    remote.objects.delete([name for name in names(remote) if name.startswith("w/")])
+    packs = {name for name in names(remote) if name.startswith("packs/")}
+    done: list[CollectedSpace] = []
+    with (
+        reading(remote, tmp_path / "new cache") as opened,
+        pytest.raises(LostCommits, match="nothing was deleted"),
+    ):
+        collect_remote(opened, host="operator", policy=AT_ONCE, collected=done.append)
+    assert [(space.id, bool(space.packs)) for space in done] == [(old.repository.id, True)]
+    assert {name for name in names(remote) if name.startswith("packs/")} == packs
 
 
 def test_one_log_serves_all_runs(objects: CountingObjects, tmp_path: Path) -> None:

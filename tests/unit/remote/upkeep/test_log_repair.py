@@ -23,6 +23,7 @@ from ciuic.remote.log.errors import LostCommits
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.others_log import append_to_log
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.reading import opening
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.sealing.recovery_key import show_recovery_key
 from ciuic.remote.sealing.slot_secret import recovery_secret
@@ -155,11 +156,14 @@ def test_a_deleted_log_is_damage_and_no_verdict(
     if way == "gone":
         delete_log(world, world.alpha)
     else:
-        monkeypatch.setattr(log_repair, "UPLOADING_NS", -(1 << 60))
+        for module in (log_repair, opening):
+            monkeypatch.setattr(module, "UPLOADING_NS", -(1 << 60))
         commits = world.commits(world.alpha)
         world.remote.objects.delete(commits[-1:])
     packs = [info.name for info in world.remote.objects.list("packs/")]
-    assert len(world.seen()[0]) == {"gone": 1, "cut": 3}[way]
+    shown, _, warned = world.seen()
+    assert len(shown) == {"gone": 1, "cut": 3}[way]
+    assert warned
     report = world.check()
     assert report.damaged
     assert {finding.kind for finding in report.findings} == {"log"}

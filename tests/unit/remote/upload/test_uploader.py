@@ -16,7 +16,7 @@ from ciuic.remote.access.remote import Remote, init_remote, open_remote
 from ciuic.remote.format.names import PACKS_PREFIX
 from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.model import Objects, RemoteUnreachable
+from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteUnreachable
 from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.upload.outbox import Stopped
 from ciuic.remote.upload.replication import Replication
@@ -185,6 +185,38 @@ def test_lost_requests_and_replies_lose_nothing(
         host.replication().catch_up(remote._replace(objects=unsteady))
     found = assert_whole(remote)
     assert sorted(snapshot.id for snapshot in found.values()) == [f"cs-{number:06x}" for number in range(5)]
+
+
+class WithoutBucket(MemoryObjects):
+    """Objects whose bucket is missing for so many requests to store something."""
+
+    missing = 0
+
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
+        if self.missing:
+            self.missing -= 1
+            raise NoSuchBucket(f"cannot store {name}: the bucket tests does not exist")
+        super().put(name, data)
+
+
+@pytest.mark.parametrize("seconds", ["some", "all"])
+def test_a_missing_bucket_is_not_a_removed_snapshot(
+    seconds: str, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that is missing for some seconds of an upload is waited for; one that stays missing ends it by its name."""
+    monkeypatch.setattr("ciuic.remote.upload.outbox._FIRST_PAUSE_SECONDS", 0.001)
+    objects = WithoutBucket(bucket)
+    remote = new_remote(objects)
+    host = Host(tmp_path / "h", remote)
+    host.store(1, random_tree(random.Random(5)))
+    if seconds == "some":
+        objects.missing = 3
+        assert [done.id for done in host.replication().catch_up(remote)] == ["cs-000001"]
+        assert_whole(remote)
+    else:
+        objects.missing = 1 << 30
+        with pytest.raises(NoSuchBucket, match="the bucket tests does not exist"):
+            host.replication().catch_up(remote)
 
 
 class Killing:
