@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from ciuic.errors import Damaged
-from ciuic.repository.lookup import is_within
 from ciuic.types import RootRecord, Snapshot
 
 MAX_PATH_BYTES: Final = 4096
@@ -74,9 +73,3 @@ def timelines(
             if wanted(root.path):
                 found.setdefault((root.path, snapshot.host), []).append(snapshot)
     return [Timeline(host, path, found[path, host]) for path, host in sorted(found)]
-
-
-def timelines_of(snapshots: Sequence[Snapshot], path: bytes) -> list[Timeline]:
-    """Return the timelines in which an absolute path may be found, the innermost roots first."""
-    found = timelines(snapshots, lambda root: is_within(path, root))
-    return sorted(found, key=lambda timeline: -len(timeline.path))

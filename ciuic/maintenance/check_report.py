@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ciuic.errors import Damaged
 from ciuic.types import ChunkId
 from ciuic.units import human_size, plural
 
@@ -71,13 +70,3 @@ def summary(report: CheckReport) -> str:
     if not report.data_read:
         verdict += "; the content of the packs was not read (`ciuic check --read-data` reads it)"
     return f"{looked}: {verdict}"
-
-
-def raise_if_damaged(report: CheckReport) -> None:
-    """Raise DamageRemains (exit code 4) when an error remains."""
-    if report.damaged:
-        raise DamageRemains(summary(report))
-
-
-class DamageRemains(Damaged):
-    """The check found damage that it did not, or could not, repair."""

@@ -265,11 +265,6 @@ class WorkerControlClient:
             self._sock = None
 
 
-def is_timeout(error: WorkerRefused) -> bool:
-    """Return whether a ``cut`` was refused because its hold had run out."""
-    return error.errno == errno.ETIMEDOUT
-
-
 def peer_pid(socket_path: Path) -> int | None:
     """Return the pid of the process that listens on a Unix socket (SO_PEERCRED); None when none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -94,19 +94,6 @@ def checkpoints_in(directory: DirectorySource, judge: JudgeFile = judge_file) ->
     return sorted(found)
 
 
-def judge_path(directory: DirectorySource, name: bytes, judge: JudgeFile = judge_file) -> Verdict:
-    """Return the verdict on a file, and on the checkpoint in its directory that it is a part of."""
-    source = directory.file(name)
-    if source is None:
-        return Verdict("UNKNOWN", "there is no such file")
-    names = directory.names()
-    for recognise in _RECOGNISERS:
-        for parts in _recognised(recognise, directory, names):
-            if name in parts.taken:
-                return _judge_parts(directory, parts, judge).verdict
-    return judge(source)
-
-
 def _recognised(
     recognise: Callable[[DirectorySource, list[bytes]], Iterator[PartsNeeded]],
     directory: DirectorySource,

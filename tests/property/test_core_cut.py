@@ -194,7 +194,8 @@ def check_tracking(sealed: sealed_format.Sealed, before: World, now: World) -> N
             part = slice(block * BLOCK, (block + 1) * BLOCK)
             if stat.S_ISREG(seen.attributes[0]) and seen.content[part] != old.content[part]:
                 marked = change.data == 1 or (
-                    isinstance(change.data, bytes) and block in set(undo_format.bitmap_blocks(change.data))
+                    isinstance(change.data, bytes)
+                    and any(first <= block < stop for first, stop in undo_format.bitmap_runs(change.data))
                 )
                 assert marked, f"{key}: block {block} changed and is not marked"
     for (dir_ino, name), ino in bindings.items():

@@ -176,7 +176,7 @@ def _sealed(path: str) -> object:
     changes = sealed_format.read_sealed(path, Spill(os.path.dirname(path), max_entries=2)).changes
     return [
         (
-            next(undo.bitmap_blocks(change.data), None) if isinstance(change.data, bytes) else 0,
+            next(undo.bitmap_runs(change.data), None) if isinstance(change.data, bytes) else 0,
             [*changes.names(ino)],
         )
         for ino, change in changes.items()

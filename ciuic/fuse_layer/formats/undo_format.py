@@ -88,15 +88,6 @@ _encoder = msgspec.msgpack.Encoder()
 _SAME_BYTES = re.compile(rb"\x00+|\xff+|.", re.DOTALL)
 
 
-def bitmap_blocks(bitmap: bytes) -> Iterator[int]:
-    """Yield the block numbers that are set, ascending."""
-    for index, byte in enumerate(bitmap):
-        if byte:
-            for bit in range(8):
-                if byte >> bit & 1:
-                    yield index * 8 + bit
-
-
 def bitmap_runs(bitmap: bytes) -> Iterator[tuple[int, int]]:
     """Yield the blocks that are set as runs (first, stop), ascending; neighbours may be runs of their own."""
     for found in _SAME_BYTES.finditer(bitmap):

@@ -101,11 +101,6 @@ def new_pack_ref(kind: PackKind) -> PackRef:
     return PackRef(_KIND_LETTERS[kind] + new_hex_id())
 
 
-def is_hex_id(text: str) -> bool:
-    """Return whether the text is 32 lower-case hexadecimal digits."""
-    return _HEX_ID.match(text) is not None
-
-
 def pack_ref(kind: PackKind, pack_id: bytes) -> PackRef:
     """Return the reference of the pack with this id of 16 bytes."""
     return _checked_ref(_KIND_LETTERS[kind] + pack_id.hex())

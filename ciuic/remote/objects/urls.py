@@ -71,11 +71,6 @@ class StoreSettings:
             if value and not pattern.match(value):
                 raise UsageError(f"{name} of a remote has characters that no store uses: {value[:60]!r}")
 
-    @property
-    def is_plain_http(self) -> bool:
-        """True if the endpoint is written with ``http://``."""
-        return self.endpoint.startswith("http://")
-
 
 def parse_url(text: str) -> RemoteUrl:
     """Return the place that a URL names.

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from ciuic.errors import Damaged
@@ -269,13 +268,4 @@ def _folder(name: bytes, time_ns: int, tree: TreeRef) -> Entry:
         content=tree.id,
         total_files=tree.total_files,
         total_bytes=tree.total_bytes,
-    )
-
-
-def manifest_of(
-    files: Iterable[ManifestFile], *, message: str = "", tags: tuple[str, ...] = (), hold_reason: str = ""
-) -> Manifest:
-    """Return a manifest with the current time."""
-    return Manifest(
-        time_ns=time.time_ns(), message=message, tags=tags, hold_reason=hold_reason, files=list(files)
     )

@@ -15,11 +15,11 @@ from ciuic.repository import Repository, Walker
 from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH
 from ciuic.repository.format import pack_format as pf
 from ciuic.training.policy.retention_rules import EverySteps, Keep, Latest
-from ciuic.training.protocol.messages import ManifestFile, RetentionRules
+from ciuic.training.protocol.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.training.util.cpu_idle import CpuIdle
 from ciuic.training.writer import codecs
 from ciuic.training.writer.codecs import CodecChooser
-from ciuic.training.writer.committing import LastCommit, commit, manifest_of
+from ciuic.training.writer.committing import LastCommit, commit
 from ciuic.types import ChunkId, Snapshot
 
 _BLOCK = 65536
@@ -57,7 +57,12 @@ class Saves:
         in_a_hurry: Callable[[], bool] = lambda: False,
         awaited: Callable[[], bool] = lambda: False,
     ) -> Snapshot:
-        manifest = manifest_of([ManifestFile("model/weight.safetensors", 0, len(content), width)])
+        manifest = Manifest(
+            time_ns=1,
+            message="",
+            tags=(),
+            files=[ManifestFile("model/weight.safetensors", 0, len(content), width)],
+        )
         with self.repository.writer() as writer:
             chosen = self.chooser.begin(writer, in_a_hurry=in_a_hurry, awaited=awaited)
             view = memoryview(content)

@@ -13,9 +13,9 @@ from ciuic.repository import Repository, Walker
 from ciuic.training.format.layout import lay_out
 from ciuic.training.format.structure import Leaf
 from ciuic.training.format.tensors import Array
-from ciuic.training.protocol.messages import ManifestFile, RetentionRules
+from ciuic.training.protocol.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.training.writer.codecs import CodecChooser
-from ciuic.training.writer.committing import LastCommit, commit, manifest_of
+from ciuic.training.writer.committing import LastCommit, commit
 from ciuic.training.writer.half_precision_pairs import (
     _as_bfloat16,
     _as_float16,
@@ -70,7 +70,15 @@ def save(
     with repository.writer() as writer:
         chosen = chooser.begin(writer)
         view = memoryview(memory)
-        made = commit(repository, writer, view, manifest_of(files), b"/training", LastCommit(), chosen)
+        made = commit(
+            repository,
+            writer,
+            view,
+            Manifest(time_ns=1, message="", tags=(), files=list(files)),
+            b"/training",
+            LastCommit(),
+            chosen,
+        )
         chooser.done(chosen)
     repository.close()
     return made

@@ -13,9 +13,9 @@ from ciuic.errors import Busy, Damaged
 from ciuic.maintenance.prune import prune
 from ciuic.repository import Repository, RepositoryExists
 from ciuic.training.format.files import Files, top_of
-from ciuic.training.protocol.messages import ManifestFile, StoredFile
+from ciuic.training.protocol.messages import Manifest, ManifestFile, StoredFile
 from ciuic.training.util.repository_dir import ensure_repository
-from ciuic.training.writer.committing import LastCommit, commit, manifest_of, put_files
+from ciuic.training.writer.committing import LastCommit, commit, put_files
 from ciuic.types import SnapshotId
 
 
@@ -26,11 +26,16 @@ def _put(path: Path, content: dict[str, bytes]) -> list[StoredFile]:
         files.append(ManifestFile(name, len(memory), len(data)))
         memory += data
     with Repository.open(path) as repository, repository.writer() as writer:
-        return put_files(repository, writer, memoryview(memory), manifest_of(files))
+        return put_files(
+            repository,
+            writer,
+            memoryview(memory),
+            Manifest(time_ns=1, message="", tags=(), files=list(files)),
+        )
 
 
 def _commit(path: Path, stored: list[StoredFile]) -> str:
-    manifest = manifest_of([ManifestFile("own.json", 0, 2)])
+    manifest = Manifest(time_ns=1, message="", tags=(), files=[ManifestFile("own.json", 0, 2)])
     manifest = type(manifest)(
         time_ns=manifest.time_ns, message="", tags=(), files=manifest.files, stored=stored
     )
