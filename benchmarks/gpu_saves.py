@@ -96,7 +96,7 @@ def saver_of(contender: str, training: Training, place: Path, every: int) -> Sav
         if by_itself:
             manager.register(model=training.model, optimizer=training.optimizer)
             return Saver(nothing, lambda: manager.wait(), lambda: _close(manager))
-        manager.take({"model": training.model, "optimizer": training.optimizer})
+        manager.framework.set_objects({"model": training.model, "optimizer": training.optimizer})
 
         def request(number: int) -> None:
             if number % every == 0:

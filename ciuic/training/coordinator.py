@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ciuic.training.device.device_streams import capturing
-from ciuic.training.format.results import SaveResult, State
+from ciuic.training.format.results import Resumed, SaveResult, State
 from ciuic.training.last_save import LastSave, Lifetime
-from ciuic.training.loading import list_snapshots
+from ciuic.training.loading import check_fits, list_snapshots, put_back
 from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.policy.due import SaveSchedule
 from ciuic.training.policy.forecast import Forecast, forecast_for
@@ -187,6 +187,38 @@ class SaveCoordinator:
             self.taker.name_lock.acquire()
         # Rules that look at metrics count from the best of the whole run, not of this process.
         self._observe_earlier()
+
+    def restore(self, state: State) -> Resumed:
+        """Put a loaded state into the registered objects and the random generators, and continue from it.
+
+        Raises:
+            KeyError: A registered object is not in the snapshot; nothing has been changed.
+            ValueError: A state does not fit its object; nothing has been changed.
+        """
+        check_fits(state, self.registered.objects, self.taker.ranks)
+        # A copy from a device may still read the weights that are about to be overwritten.
+        self.saver.settle()
+        # A signal handler must not save a state that is half restored.
+        with self.saver.guard:
+            put_back(state, self.registered.objects, self.taker.ranks)
+        self.resume_from(state)
+        epoch, batch = self._continues_at(state)
+        log.info("ciuic: resumed from %s, step %d", state.id, self.run.step)
+        return Resumed(state.id, self.run.step, epoch, batch, tuple(state.passed_over))
+
+    def _continues_at(self, state: State) -> tuple[int | None, int]:
+        """Return the epoch to continue with, and the batches that were taken of it."""
+        position, passes = self.registered.position, self.registered.passes
+        if position is not None:
+            return position.epoch, position.taken
+        # None: saved without a loader, or by a version that did not count its passes.
+        if passes is None or state.passes is None:
+            return self.run.epoch, 0
+        passes.load_state_dict(state.passes)
+        # Not what the program gave: from here on it is counted again.
+        given = state.passes["given"]
+        self.run.epoch = None if given is None else validation.whole_number(given, "epoch")
+        return passes.epoch if self.run.epoch is None else self.run.epoch, passes.taken
 
     def load_to_resume(self, find: Callable[[], State | None] | None) -> State | None:
         """Load the state to resume from; collective where there are several ranks."""

@@ -17,21 +17,20 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final
 
-from ciuic.training import loading
 from ciuic.training.coordinator import Options, SaveCoordinator
 from ciuic.training.format.results import EXIT_SECONDS, Resumed, Save, State, Stats
+from ciuic.training.framework_adapter import FrameworkAdapter
 from ciuic.training.policy import policies
 from ciuic.training.policy.forecast import Forecast
 from ciuic.training.policy.policies import Rule
 from ciuic.training.policy.retention_rules import Best, Keep, Latest
 from ciuic.training.ranks.group import call_site_of
-from ciuic.training.ranks.rank_state import RankState
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.saving.save_callbacks import SaveCallback
-from ciuic.training.saving.sharded_save import AgreedSave
-from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec, explicit_request
+from ciuic.training.saving.snapshot_spec import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.state import validation
+from ciuic.training.util.deprecation import warn_deprecated
 from ciuic.training.util.logs import log, warn_once
 from ciuic.training.writer.filesystem import Roots
 
@@ -39,6 +38,16 @@ _PENDING_GRADIENTS: Final = (
     "a resume would not be exact: save_snapshot was called between backward() and optimizer.step(), and a snapshot has no "
     "gradients: those that were accumulated since the last step are lost; save after a step"
 )
+_MOVED_TO_FRAMEWORK: Final = {
+    "take": "set_objects",
+    "load_to_resume": "load_state",
+    "put_back": "restore",
+    "goes_on_from": "continue_from",
+    "hand_over": "gather_states",
+    "save_handed": "save_gathered",
+    "join_ranks": "join_ranks",
+}
+"""Old names of what is the `FrameworkAdapter`'s now."""
 _managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
 """Managers of this process that are not closed."""
 
@@ -57,8 +66,8 @@ class SnapshotManager(TrainingSnapshots):
         manager.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         resumed = manager.resume()                          # None: the run begins
 
-    `take`, `hand_over`, `save_handed`, `join_ranks`, `load_to_resume` and `goes_on_from` are for integrations
-    of frameworks (ciuic.integrations). The guarantees are in docs/snapshot-manager.md.
+    The guarantees are in docs/snapshot-manager.md. The attribute `framework` is for authors of integrations
+    (docs/integrations.md, Other frameworks).
 
     Args:
         save_dir: Directory of the repository; or the URL of a remote, with a local directory below
@@ -144,6 +153,7 @@ class SnapshotManager(TrainingSnapshots):
         self._registered = self._coordinator.registered
         self._taker = self._coordinator.taker
         self.stats: Stats = self._saver.stats
+        self.framework = FrameworkAdapter(self._coordinator, self._take_over, self._await_saves)
         self._place = (os.path.realpath(self.save_dir), name)
         self._saves = False
         """This is the manager of this process that saves the training."""
@@ -153,7 +163,10 @@ class SnapshotManager(TrainingSnapshots):
         atexit.register(self.close)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError, of a manager out of a pickle with what to do."""
+        """Return an attribute by its old name, or raise AttributeError, of a manager out of a pickle with what to do."""
+        if (new := _MOVED_TO_FRAMEWORK.get(name)) is not None and not self._is_reader:
+            warn_deprecated(f"SnapshotManager.{name}", f"SnapshotManager.framework.{new}")
+            return getattr(self.framework, new)
         reason = f"{type(self).__name__!r} object has no attribute {name!r}"
         # The attributes of the constructor, and so each property and method that uses them.
         if self._is_reader:
@@ -354,103 +367,8 @@ class SnapshotManager(TrainingSnapshots):
                 groups, or a model on the meta device; nothing has been changed. Or the manager is closed.
         """
         self._take_over()
-        state = self.load_to_resume()
-        return None if state is None else self.put_back(state)
-
-    # -- for integrations of frameworks
-
-    def put_back(self, state: State) -> Resumed:
-        """Put a state of `load_to_resume` into every registered object; as `resume`, which it is the end of."""
-        loading.check_fits(state, self._registered.objects, self._taker.ranks)
-        # A copy from a device may still read the weights that are about to be overwritten.
-        self._saver.settle()
-        # A signal handler must not save a state that is half restored.
-        with self._saver.guard:
-            loading.put_back(state, self._registered.objects, self._taker.ranks)
-        self.goes_on_from(state)
-        epoch, batch = self._continues_at(state)
-        log.info("ciuic: resumed from %s, step %d", state.id, self.step)
-        return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
-
-    def _continues_at(self, state: State) -> tuple[int | None, int]:
-        """Return the epoch to continue with, and the batches that were taken of it."""
-        position, passes = self._registered.position, self._registered.passes
-        if position is not None:
-            return position.epoch, position.taken
-        # None: saved without a loader, or by a version that did not count its passes.
-        if passes is None or state.passes is None:
-            return self.epoch, 0
-        passes.load_state_dict(state.passes)
-        # Not what the program gave: from here on it is counted again.
-        self.epoch = state.passes["given"]
-        return passes.epoch if self.epoch is None else self.epoch, passes.taken
-
-    def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
-        """Register objects for explicit saves only, in place of those of an earlier call: none of them is watched.
-
-        Args:
-            objects: Objects by name.
-            with_position: Whether one of them knows where the run is in its data.
-
-        Raises:
-            TypeError: An object has no state.
-        """
-        self._registered.take(objects, with_position=with_position)
-
-    def hand_over(self) -> list[RankState] | AgreedSave | RanksGone | None:
-        """Return on rank 0 what `save_handed` takes: each rank's own state. Collective."""
-        parts = self._taker.gather_parts(may_wait=True)
-        if not self._taker.writes:
-            self._taker.take(SnapshotSpec("asked for"), parts)
-        return parts
-
-    def save_handed(
-        self,
-        parts: list[RankState] | AgreedSave | RanksGone | None,
-        *,
-        epoch: int | None = None,
-        step: int | None = None,
-        tags: tuple[str, ...] = (),
-        hold: str = "",
-    ) -> Save | None:
-        """Save as `save_snapshot` does, on rank 0 alone.
-
-        Args:
-            parts: What `hand_over` returned on rank 0; None: nothing of the other ranks.
-            epoch: Epoch to record.
-            step: Optimizer steps of the run.
-            tags: Tags of the snapshot.
-            hold: Reason to keep the snapshot until `release`; empty: it is not held.
-        """
-        if epoch is not None:
-            self._run.epoch = epoch
-        if step is not None:
-            self._run.step = step
-        return self._taker.take(SnapshotSpec("asked for", epoch, tags=tags, hold=hold, may_wait=True), parts)
-
-    def join_ranks(self, *, prepare: bool = True) -> None:
-        """Meet the other ranks, if torch.distributed was initialized after the manager was made. Collective.
-
-        Args:
-            prepare: False where asking the registered objects for their states is itself collective, so that
-                the first arena must not be prepared at a boundary.
-        """
-        self._coordinator.join_ranks(prepare=prepare)
-
-    def load_to_resume(self, find: Callable[[], State | None] | None = None) -> State | None:
-        """Load the state to resume from, the same snapshot on every rank. Collective.
-
-        Each rank gets what was its own, and of a sharded tensor its part.
-
-        Args:
-            find: Called on rank 0 to find the state; None: the newest good one.
-        """
-        self._await_saves()
-        return self._coordinator.load_to_resume(find)
-
-    def goes_on_from(self, state: State) -> None:
-        """Continue step count, rules and run id from a state that the framework has restored itself."""
-        self._coordinator.resume_from(state)
+        state = self.framework.load_state()
+        return None if state is None else self.framework.restore(state)
 
     def _earlier(self) -> list[SnapshotManager]:
         """Return the other managers of this process that have the same training."""

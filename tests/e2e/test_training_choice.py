@@ -48,7 +48,7 @@ def test_loading_waits_for_the_saves_of_the_process(tmp_path: Path) -> None:
             lambda: manager.load_snapshot("latest"),
             lambda: manager.load_snapshot(epoch=manager.epoch),
             lambda: manager.load_best("score", "max"),
-            lambda: manager.load_to_resume(),
+            lambda: manager.framework.load_state(),
         ):
             for _ in range(4):
                 epoch += 1

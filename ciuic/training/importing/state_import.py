@@ -215,7 +215,7 @@ def _import(path: Path, size_bytes: int, order: ImportOrder) -> Imported:
 
 def _save(found: ForeignState, save_dir: str, name: str, tags: Sequence[str]) -> Imported:
     with SnapshotManager(save_dir, name=name, distributed=False) as manager:
-        manager.take({key: _Given(state) for key, state in found.objects.items()})
+        manager.framework.set_objects({key: _Given(state) for key, state in found.objects.items()})
         save = manager.save_snapshot(
             epoch=found.epoch,
             step=found.step,
