@@ -14,9 +14,11 @@ from ciuic.training.format.reading import Facts, NothingGood, PassedOver, SavedS
 from ciuic.training.format.results import Resumed, Save, SaveResult, State, Stats
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.format.value_types import UnknownType, register_type
+from ciuic.training.framework_adapter import FrameworkAdapter
 from ciuic.training.importing.state_import import Imported, import_state
 from ciuic.training.listing.snapshot_table import SnapshotTable
 from ciuic.training.manager import SnapshotManager
+from ciuic.training.manager_options import ManagerOptions
 from ciuic.training.policy.policies import AfterIf, Automatic, Interval, OnImprovement, Rule, Steps
 from ciuic.training.policy.retention_rules import Best, EverySeconds, EverySteps, Held, Latest
 from ciuic.training.preemption.last_moment import BeforePreemption, Preempted
@@ -35,10 +37,12 @@ __all__ = [
     "Exported",
     "Facts",
     "Figures",
+    "FrameworkAdapter",
     "Held",
     "Imported",
     "Interval",
     "Latest",
+    "ManagerOptions",
     "Metadata",
     "NothingGood",
     "OnImprovement",

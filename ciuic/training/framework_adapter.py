@@ -62,7 +62,7 @@ class FrameworkAdapter:
     def join_ranks(self, *, prepare: bool = True) -> None:
         """Meet the other ranks, if torch.distributed was initialized after the manager was made. Collective.
 
-        Without effect where that has happened, where there is one process, and with ``distributed=False``.
+        Without effect where that has happened, where there is one process, and with ``ManagerOptions(distributed=False)``.
 
         Args:
             prepare: False where asking the objects for their states is itself collective, so that the first

@@ -13,13 +13,14 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ciuic.training.coordinator import Options, SaveCoordinator
+from ciuic.training.coordinator import SaveCoordinator, Settings
 from ciuic.training.format.results import EXIT_SECONDS, Resumed, Save, State, Stats
 from ciuic.training.framework_adapter import FrameworkAdapter
+from ciuic.training.manager_options import ManagerOptions, OldKeywords, options_of
 from ciuic.training.policy import policies
 from ciuic.training.policy.forecast import Forecast
 from ciuic.training.policy.policies import Rule
@@ -33,6 +34,9 @@ from ciuic.training.state import validation
 from ciuic.training.util.deprecation import warn_deprecated
 from ciuic.training.util.logs import log, warn_once
 from ciuic.training.writer.filesystem import Roots
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _PENDING_GRADIENTS: Final = (
     "a resume would not be exact: save_snapshot was called between backward() and optimizer.step(), and a snapshot has no "
@@ -78,30 +82,20 @@ class SnapshotManager(TrainingSnapshots):
         save_when: Further rules that make a snapshot due: ciuic.training.Steps, AfterIf, OnImprovement,
             Automatic, BeforePreemption, and subclasses of Rule.
         keep: Further rules that keep snapshots: EverySteps, EverySeconds, Best, Held.
-        agree: Called by every rank at each boundary with whether this rank was told of preemption;
-            returns whether any rank was. None: the manager asks the other ranks itself.
         name: Name of the run, for several runs in one repository.
-        nice: Niceness of the writer process.
         compression: ``auto`` chooses a codec for each tensor and runs it while processors are idle; ``small``
             runs it in any case; ``none`` compresses nothing.
-        distributed: Whether this process is one of several ranks that train one model; then all ranks
-            create a manager and call the same methods. None: yes, if torch.distributed is initialized for
-            several ranks.
-        heartbeat_seconds: Time without a step, a report or a save after which a daemon on the same
-            machine takes the training for hung (docs/daemon.md, Trainers). The daemon notices the death
-            of the training in any case.
-        overlap: Whether an automatic snapshot copies trained weights from an accelerator beside the next
-            forward and backward pass. False for programs that change them other than by optimizer steps,
-            without torch noticing (device/async_copy.py).
         filesystem: Directories of which a daemon takes a snapshot at the same instant, with every
             snapshot; True: all protected directories of this user.
         remote: Remotes to which each snapshot is uploaded: a URL, a mapping with the keys of ``[remote]``
             (``url``, ``endpoint``, ``key_file``, …), several, or True for those of this machine's configuration.
             None: none, also where that configuration has some.
+        options: What few programs have to say: niceness, ranks, heartbeats, copies beside steps.
+        **old: Fields of `ManagerOptions`, which were arguments before, with a DeprecationWarning.
 
     Raises:
         ValueError: An option is out of its range.
-        TypeError: An option has the wrong type.
+        TypeError: An option has the wrong type, or there is none of that name.
         CiuicError: There can be no repository in ``save_dir``.
         OSError: The same, as the file system says it.
     """
@@ -115,37 +109,31 @@ class SnapshotManager(TrainingSnapshots):
         every_steps: int | None = None,
         save_when: Iterable[Rule] | Rule = (),
         keep: Iterable[Keep] | Keep = (),
-        agree: Callable[[bool], bool] | None = None,
         name: str = "training",
-        nice: int = 10,
         compression: str = "auto",
-        distributed: bool | None = None,
-        heartbeat_seconds: float | None = None,
-        overlap: bool = True,
         filesystem: Roots = False,
         remote: Remotes = None,
+        options: ManagerOptions | None = None,
+        **old: Unpack[OldKeywords],
     ) -> None:
         """Open the repository at ``save_dir``, or create one there, parents included."""
+        others = options_of(options, dict(old))
         place = place_of(save_dir, remote)
         super().__init__(place.directory, name)
         rules = policies.rules_of(interval, every_steps, validation.several(save_when, "save_when"))
         latest = [] if max_snapshots is None else [Latest(validation.count(max_snapshots, "max_snapshots"))]
-        options = Options(
+        settings = Settings(
             save_dir=self.save_dir,
             name=name,
             rules=policies.SaveRules(rules),
             keeps=(*latest, *validation.several(keep, "keep")),
-            agree=agree,
-            nice=nice,
             compression=compression,
-            distributed=distributed,
-            heartbeat_seconds=heartbeat_seconds,
-            overlap=overlap,
+            options=others,
             filesystem=filesystem,
             remotes=place.remotes,
         )
-        self._best_rules = tuple(rule for rule in options.keeps if isinstance(rule, Best))
-        self._coordinator = SaveCoordinator(options)
+        self._best_rules = tuple(rule for rule in settings.keeps if isinstance(rule, Best))
+        self._coordinator = SaveCoordinator(settings)
         self._run = self._coordinator.run
         self._heartbeat = self._coordinator.heartbeat
         self._saver = self._coordinator.saver

@@ -81,7 +81,7 @@ NUMPY_HEAD = """
     import logging, os, signal, sys, time
     from support.tiny_training import Model, Optimizer
     from ciuic import SnapshotManager
-    from ciuic.training import BeforePreemption, Metadata
+    from ciuic.training import BeforePreemption, ManagerOptions, Metadata
     model = Model(); optimizer = Optimizer(model)
     def manage(rule):
         manager = SnapshotManager(sys.argv[1], save_when=[rule])
@@ -210,7 +210,7 @@ def test_ranks_save_at_the_same_boundary(tmp_path: Path) -> None:
         """
         asked = []
         manager = SnapshotManager(sys.argv[1], save_when=[BeforePreemption(then="exit", exit_code=9)],
-                                  agree=lambda told: asked.append(told) or len(asked) == 3)
+                                  options=ManagerOptions(agree=lambda told: asked.append(told) or len(asked) == 3))
         manager.register(model=model, optimizer=optimizer)
         try:
             while True: optimizer.step()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ciuic import SnapshotManager
+from ciuic.training import ManagerOptions
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
@@ -34,6 +36,43 @@ def test_old_methods_are_the_new_ones_and_warn(tmp_path: Path, old: str, new: st
             found = getattr(manager, old)
         assert found == expected
         assert [one.filename for one in warned] == [__file__]
+
+
+def test_old_keywords_are_fields_of_the_options_and_warn(tmp_path: Path) -> None:
+    """A keyword that is a field of `ManagerOptions` still has its effect, and is refused beside the object."""
+    with (
+        pytest.warns(
+            DeprecationWarning,
+            match=r"^nice=…, distributed= of .*use options=.*ManagerOptions\(nice=…, distributed=…\)$",
+        ) as warned,
+        SnapshotManager(tmp_path / "snapshots", nice=7, distributed=False) as manager,
+    ):
+        assert manager._coordinator._settings.options == ManagerOptions(nice=7, distributed=False)
+    assert [one.filename for one in warned] == [__file__]
+    old = {name: getattr(ManagerOptions(), name) for name in ManagerOptions.__dataclass_fields__}
+    with (
+        pytest.warns(
+            DeprecationWarning, match="nice=…, distributed=…, agree=…, heartbeat_seconds=…, overlap="
+        ),
+        SnapshotManager(tmp_path / "snapshots", **old) as manager,
+    ):
+        assert manager._coordinator._settings.options == ManagerOptions()
+    with pytest.raises(TypeError, match="nice= must be given in options= alone"):
+        SnapshotManager(tmp_path / "snapshots", options=ManagerOptions(), nice=3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"nise": 3}, r"SnapshotManager\(\) got an unexpected keyword argument 'nise'"),
+        ({"options": {"nice": 3}}, r"options must be ciuic\.training\.ManagerOptions, got \{'nice': 3\}"),
+    ],
+)
+def test_options_that_are_not_there_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    """A keyword that never was, and options that are no `ManagerOptions`, are a TypeError; nothing is created."""
+    with pytest.raises(TypeError, match=message):
+        SnapshotManager(tmp_path / "snapshots", **wrong)
+    assert not (tmp_path / "snapshots").exists()
 
 
 def test_a_closed_manager_gathers_and_saves_nothing(tmp_path: Path) -> None:
