@@ -329,9 +329,14 @@ class SnapshotManager(TrainingSnapshots):
     # -- loading and resuming
 
     def load_latest_snapshot(self) -> State | None:
-        """Return the newest state that is whole; None if there is no snapshot. Raises as `resume`.
+        """Return the newest state that is whole, here or on a remote; None if there is no snapshot.
 
-        Waits for the saves of this manager, so that the newest is the last one that it took.
+        What `load_snapshot` returns when no snapshot is named. Waits until the saves of this process are durable, so
+        that the newest is the last one that it took.
+
+        Raises:
+            NothingGood: There are snapshots, and none is whole (a `Damaged`).
+            CiuicError: The local directory has none, and a remote cannot be read.
         """
         if self._is_reader:
             return super().load_latest_snapshot()

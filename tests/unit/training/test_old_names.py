@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ciuic.training
 from ciuic import SnapshotManager
 from ciuic.training import ManagerOptions
 
@@ -36,6 +37,29 @@ def test_old_methods_are_the_new_ones_and_warn(tmp_path: Path, old: str, new: st
             found = getattr(manager, old)
         assert found == expected
         assert [one.filename for one in warned] == [__file__]
+
+
+def test_the_table_has_an_old_name_that_warns(tmp_path: Path) -> None:
+    """`snapshots()`, which readers have too, is `list_snapshots()`."""
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.save_snapshot({"weight": torch.ones(2)}, wait=True)
+        with pytest.warns(DeprecationWarning, match=r"use SnapshotManager\.list_snapshots$"):
+            found = manager.snapshots()
+        assert found == manager.list_snapshots()
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("again", "requeue_submitit"), ("Figures", "ChangeFigures"), ("Metadata", "MetadataService")],
+)
+def test_old_names_of_the_package_are_the_new_ones_and_warn(old: str, new: str) -> None:
+    """A function or class under its old name is the new one; the warning names that, at the line of the program."""
+    with pytest.warns(DeprecationWarning, match=rf"training\.{old} .* use ciuic\.training\.{new}$") as warned:
+        assert getattr(ciuic.training, old) is getattr(ciuic.training, new)
+    assert [one.filename for one in warned] == [__file__]
+    assert old not in ciuic.training.__all__
+    assert not hasattr(ciuic.training, old + "_")
 
 
 def test_old_keywords_are_fields_of_the_options_and_warn(tmp_path: Path) -> None:
