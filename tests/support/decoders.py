@@ -71,6 +71,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/ranks/rank_messages.py": ("message of a rank",),
     "ciuic/training/format/reading.py": ("state of a training", "facts of a training"),
     "ciuic/training/format/unpacking.py": ("state of a training",),
+    "ciuic/training/format/resolution.py": ("tensors that a state needs", "safetensors header"),
     "ciuic/training/writer_process.py": ("manifest of a save",),
     "ciuic/protocol/heartbeat_page.py": ("heartbeat page",),
     "ciuic/protocol/stored_remotely.py": ("record of a remote",),
