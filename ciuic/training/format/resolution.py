@@ -17,7 +17,7 @@ from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
 from ciuic.training.format.pieces import covers, is_inside
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION, read_facts
 from ciuic.training.format.shards import parse_piece
-from ciuic.training.format.tensors import safetensors_name
+from ciuic.training.format.tensors import safetensors_name, stored_shape
 from ciuic.training.util.documents import MALFORMED, decode_json
 from ciuic.types import SnapshotId
 
@@ -103,14 +103,14 @@ def _check(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -
         raise ValueError(f"the tensor {called} is in no file")
     elif "dtype" in own:
         # Stored as bytes, because safetensors has no name for its dtype.
-        where, elements = held[own["name"]], prod(own["shape"])
+        where, elements = held[own["name"]], prod(stored_shape(own["shape"]))
         size_bytes = where.stop - where.start
         if where.dtype != "U8" or (size_bytes % elements if elements else size_bytes):
             raise ValueError(f"the tensor {called} of shape {own['shape']} cannot have {size_bytes} bytes")
 
 
 def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -> None:
-    shape, dtype = tuple(own["shape"]), safetensors_name(own["dtype"])
+    shape, dtype = stored_shape(own["shape"]), safetensors_name(own["dtype"])
     regions = set()
     for name, where in held.items():
         piece = parse_piece(name)
