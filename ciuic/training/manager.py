@@ -197,8 +197,8 @@ class SnapshotManager(TrainingSnapshots):
     def register(self, **objects: Any) -> None:
         """Register objects by name: each is saved with every snapshot and put back by `resume`.
 
-        Besides models and optimizers: schedulers, scalers, averages of weights, samplers, loaders,
-        generators, dicts, anything that has a state. ``loader`` is any data loader; the batches of one
+        Nothing is saved yet. Besides models and optimizers: schedulers, scalers, averages of weights, samplers,
+        loaders, generators, dicts, anything that has a state. ``loader`` is any data loader; the batches of one
         without a state_dict are counted from now on.
 
         Raises:
@@ -224,19 +224,20 @@ class SnapshotManager(TrainingSnapshots):
     ) -> Save | None:
         """Save now; return when the state is copied, or with ``wait`` when the snapshot is durable.
 
-        Registered objects are saved too. While the writer still has both arenas this waits until one is free.
-        With several ranks all should call it, and none waits for another except with ``wait``; called on rank
+        Without ``wait`` the snapshot is durable when ``wait()`` of the returned save has returned its id: it exists
+        whole by then, or not at all. Registered objects are saved too. While the writer still has both arenas
+        this waits until one is free. With several ranks all should call it, and none waits for another except with ``wait``; called on rank
         0 alone it saves the state of rank 0.
 
         Args:
             model: Object, or what its state_dict() returned.
             optimizer: Object, or what its state_dict() returned.
-            epoch: Epoch to record.
-            step: Optimizer steps of the run, where the manager does not count them.
-            metrics: Metrics of this state.
-            tags: Tags of the snapshot.
+            epoch: Epoch to record, a whole number.
+            step: Optimizer steps of the run, restarts included, where the manager does not count them.
+            metrics: Metrics of this state: numbers by name.
+            tags: Tags of the snapshot, or a single one.
             hold: Reason to keep the snapshot until `release`, whatever the rules say; True: without a reason.
-            wait: Whether to wait until the snapshot is durable.
+            wait: Whether to wait until the snapshot is durable, at most two minutes.
             filesystem: Directories to snapshot at the same instant, held if this snapshot is; None: as the
                 manager was told.
             **others: Further objects, or plain values, which come back under their own names.
@@ -284,7 +285,7 @@ class SnapshotManager(TrainingSnapshots):
     def boundary(self) -> None:
         """Tell the manager that a step is over and the state is whole; takes a snapshot if one is due.
 
-        For loops in which no registered object can tell.
+        For loops in which no registered object can tell. Returns when the state is copied; nothing is durable yet.
         """
         self._coordinator.boundaries.explicit()
 
@@ -302,6 +303,13 @@ class SnapshotManager(TrainingSnapshots):
 
         A snapshot that is due because of them is taken at once where the state is whole, otherwise at the
         next boundary.
+
+        Args:
+            metrics: Numbers by name; tensors of one element and NumPy's numbers are numbers too.
+            **more: The same.
+
+        Raises:
+            TypeError: A metric is no number.
         """
         self._coordinator.report(validation.numbers({**(metrics or {}), **more}))
 
@@ -405,14 +413,24 @@ class SnapshotManager(TrainingSnapshots):
     # -- end
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
-        """Wait until every staged save is durable; return whether that came in time."""
+        """Wait until every staged save is durable, or has failed.
+
+        Args:
+            timeout_seconds: How long to wait at most; 0 only looks.
+
+        Returns:
+            Whether that came in time. `Save.error` and `stats` tell of failures.
+        """
         return self._is_reader or self._saver.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
 
         The writer finishes what is not done by then all the same, and the upload goes on without this process.
-        After that wait at most ``remote_seconds`` for every remote to have the newest snapshot.
+
+        Args:
+            timeout_seconds: How long to wait for staged saves to be durable, at most.
+            remote_seconds: After that, how long to wait for every remote to have the newest snapshot, at most.
         """
         if self._is_reader or self._coordinator.lifetime.closed:
             return
