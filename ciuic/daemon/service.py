@@ -23,7 +23,7 @@ import trio
 
 from ciuic.config import Config, check_overlaps
 from ciuic.daemon.active_settings import ActiveSettings
-from ciuic.daemon.api.api import make_app
+from ciuic.daemon.api.api import Api
 from ciuic.daemon.api.reloading import apply_configuration, await_mounted
 from ciuic.daemon.api.server import serve_api
 from ciuic.daemon.base.accounts import AccountNames, Accounts
@@ -250,7 +250,7 @@ class Daemon:
             nursery.start_soon(run_metrics, self)
             nursery.start_soon(self.accounts.run)
             nursery.start_soon(self.watch.tell)
-            await nursery.start(serve_api, make_app(self), listener, self._served.wait, self.accounts.revoked)
+            await nursery.start(serve_api, Api(self), listener, self._served.wait, self.accounts.revoked)
             await nursery.start(self._pairing.serve, self._served.wait)
             working = trio.CancelScope()
             nursery.start_soon(self._work, nursery, working)

@@ -28,6 +28,7 @@ _IMPORT_PATH: Final = "CIUIC_IMPORT_PATH"
 """Variable that carries the import path. PYTHONPATH would not do: isolated mode ignores it."""
 _BOOTSTRAP: Final = (
     "import sys;"
+    "sys.modules['rich']=None;"
     "from os import environ;"
     "own=sys.path[:];"
     f"sys.path[:]=environ.pop({_IMPORT_PATH!r}).split(':');"
@@ -39,7 +40,8 @@ _BOOTSTRAP: Final = (
 """Program that sets the import path before the first import that is not loaded already.
 
 What the isolated interpreter has found by itself (its own site-packages, .pth files) goes behind the given entries, so that it can
-hide nothing.
+hide nothing. rich is hidden: structlog imports it wherever it is installed, and no child prints for a person (5 MB of the memory of
+each, and half of the time until it works).
 """
 _OWN_VARIABLES: Final = frozenset(
     {"CIUIC_CONFIG", "CIUIC_REPO", "CIUIC_UPLOAD_STATE", "CIUIC_WITHOUT_PASSTHROUGH"}

@@ -137,6 +137,7 @@ class Search:
         parties: Functions of (objects, say): ``say`` records what the party claims at this point.
         problem: Function of the bucket and all claims; it says what is wrong, or returns an empty text.
         lacks_in: Prefix of which any one listing may lack something; empty for none.
+        stolen: Names that a party deletes against the rules.
     """
 
     def __init__(
@@ -144,8 +145,10 @@ class Search:
         parties: Sequence[Callable[[Objects, Callable[[Any], None]], None]],
         problem: Callable[[Contents, frozenset[Any]], str],
         lacks_in: str = "",
+        stolen: Sequence[str] = (),
     ) -> None:
         self._parties = parties
+        self._stolen = stolen
         self._lacks_in = lacks_in
         self._problem = problem
         self._next: dict[tuple[int, tuple[Any, ...]], Outcome] = {}
@@ -192,6 +195,8 @@ class Search:
     def _is_fixed(self, contents: Contents, request: Request) -> bool:
         method, arguments = request
         if method not in ("get_ranges", "info") or not arguments[0].startswith(("w/", "gc/")):
+            return False
+        if arguments[0] in self._stolen:
             return False
         return any(name == arguments[0] for name, _ in contents)
 

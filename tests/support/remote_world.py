@@ -219,6 +219,8 @@ class BucketJudge:
         """Manifests whose commit has returned, and whose removal has not begun."""
         self.gone: set[str] = set()
         """Manifests whose removal has returned."""
+        self.kept: set[str] = set()
+        """Manifests that nobody removes, whatever becomes of their logs."""
 
     def live(self) -> set[str]:
         """Return the manifests of the snapshots that exist."""
@@ -252,7 +254,7 @@ class BucketJudge:
         if back := self.gone & live:
             return f"removed, but in the logs: {sorted(back)}"
         readable = self._readable()
-        for manifest in sorted(live):
+        for manifest in sorted(live | self.kept):
             if manifest not in self._bucket.objects:
                 return f"the manifest {manifest} of a snapshot is gone"
             content = self._decode(manifest, partial(decode_manifest, self._sealer, manifest))

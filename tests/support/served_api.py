@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from ciuic.daemon.api.api import make_app
+from ciuic.daemon.api.api import Api
 from ciuic.daemon.api.server import MAX_CONNECTIONS, serve_api
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.base.runtime import bind_control_socket
@@ -95,7 +95,7 @@ def served(
         tokens.append(trio.lowlevel.current_trio_token())
         async with trio.open_nursery() as nursery:
             serve = partial(serve_api, revocations=revocations, max_connections=max_connections)
-            await nursery.start(serve, make_app(operations), bind_control_socket(path, None), stopped.wait)
+            await nursery.start(serve, Api(operations), bind_control_socket(path, None), stopped.wait)
             ready.set()
 
     thread = threading.Thread(target=trio.run, args=(main,))

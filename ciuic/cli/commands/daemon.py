@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import click
@@ -21,6 +22,9 @@ def command(workers: bool) -> int:
     until SIGTERM, ^C or `ciuic stop`; then it unmounts. Nothing sees what is changed while a root is not
     mounted, so the first snapshot after that compares size, times and inode of every file, and reads those that differ.
     """
+    # structlog imports rich wherever it is installed; the daemon draws nothing, and runs for months.
+    sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # None: an import raises ImportError
+
     from ciuic.config import Config, load_config
     from ciuic.daemon import run, run_workers
 

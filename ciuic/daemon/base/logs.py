@@ -67,5 +67,4 @@ def configure(*, verbose: bool = False, stream: TextIO | None = None, as_json: b
     root.handlers[:] = [handler]
     # Libraries log warnings and errors only, so that the default run is quiet.
     root.setLevel(logging.DEBUG if verbose else logging.WARNING)
-    for chatty in ("hypercorn.access", "apscheduler"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("apscheduler").setLevel(logging.WARNING)

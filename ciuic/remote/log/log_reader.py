@@ -254,8 +254,9 @@ class LogReader:
                     for info in self._objects.list(log_prefix(writer))
                     if (position := parse_log_entry(info.name))
                 ]
-                end = max(numbers, default=-1)
-                self._check_end(writer, first, end)
+                listed, end = end, max(numbers, default=-1)
+                # An end that was listed may be summed up by a later one, and never vanishes.
+                self._check_end(writer, listed + 1, end)
         raise DamagedRemote(missing, "this entry of a log is missing between others")
 
     def _read_back(

@@ -15,7 +15,7 @@ FRAMEWORKS = {
     "lightning",
     "pytorch_lightning",
 }
-OF_THE_DAEMON = {"pyfuse3", "trio", "starlette", "hypercorn", "apscheduler", "prometheus_client"}
+OF_THE_DAEMON = {"pyfuse3", "trio", "h11", "apscheduler", "prometheus_client"}
 OF_THE_COMMANDS = {"click", "rich", "structlog", "asyncio"}
 
 

@@ -72,6 +72,53 @@ def _ask(caller: socket.socket) -> int:
         return answer.status
 
 
+def test_requests_on_one_connection_are_answered_in_order(short_tmp: Path) -> None:
+    """Requests that arrive together are answered one after the other; HEAD gets a head, and nonsense a refusal."""
+    path = short_tmp / "c.sock"
+    asked = (b"HEAD /v1/status", b"GET /metrics", b"HEAD /nothing", b"GET /%2e%2e/v1/status")
+    requests = b"".join(b"%b HTTP/1.1\r\nHost: x\r\n\r\n" % one for one in asked) + b"nonsense\r\n\r\n"
+    with served(path, FakeOperations()), _call(path, requests) as caller:
+        statuses = []
+        with caller.makefile("rb") as answers:
+            for method in ("HEAD", "GET", "HEAD", "GET", "GET"):
+                statuses.append(int(answers.readline().split()[1]))
+                length = 0
+                while (line := answers.readline().strip().lower()) != b"":
+                    if line.startswith(b"content-length:"):
+                        length = int(line.split()[1])
+                body = b"" if method == "HEAD" else answers.read(length)
+                assert length > 0
+            assert b"not HTTP" in body
+            assert answers.read() == b""
+    assert statuses == [200, 200, 404, 404, 400]
+
+
+def test_a_listener_that_hangs_up_is_forgotten(short_tmp: Path) -> None:
+    """The subscription of a caller that has gone ends although no event comes, and a wait of one too."""
+    operations, path = FakeOperations(), short_tmp / "c.sock"
+    ended: list[str] = []
+
+    async def snapshot_state(snapshot_id: str, *, wait: bool) -> Any:
+        operations.calls.append(("waits",))
+        try:
+            await trio.sleep_forever()
+        finally:
+            ended.append(snapshot_id)
+
+    operations.snapshot_state = snapshot_state  # type: ignore[method-assign]
+    with served(path, operations):
+        callers = [
+            _call(path, b"GET /v1/%b HTTP/1.1\r\nHost: x\r\n\r\n" % target)
+            for target in (b"events", b"snapshots/cs-111111?wait=1")
+        ]
+        assert callers[0].recv(1) == b"H"
+        wait_for("the wait", lambda: operations.calls, 30)
+        for caller in callers:
+            caller.close()
+        wait_for("their ends", lambda: ended and not operations.events._subscriptions, 30)
+    assert ended == ["cs-111111"]
+
+
 @pytest.mark.parametrize("is_root", [True, False])
 def test_a_connection_from_before_a_revocation_takes_no_request(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch, is_root: bool
