@@ -88,15 +88,19 @@ def saver_of(contender: str, training: Training, place: Path, every: int) -> Sav
 
     if contender.startswith("ciuic"):
         from ciuic import SnapshotManager
+        from ciuic.training import ManagerOptions
 
         by_itself = contender == "ciuic by itself"
         manager = SnapshotManager(
-            place / "snapshots", max_snapshots=2, every_steps=every if by_itself else None, distributed=False
+            place / "snapshots",
+            max_snapshots=2,
+            every_steps=every if by_itself else None,
+            options=ManagerOptions(distributed=False),
         )
         if by_itself:
             manager.register(model=training.model, optimizer=training.optimizer)
             return Saver(nothing, lambda: manager.wait(), lambda: _close(manager))
-        manager.take({"model": training.model, "optimizer": training.optimizer})
+        manager.framework.set_objects({"model": training.model, "optimizer": training.optimizer})
 
         def request(number: int) -> None:
             if number % every == 0:
@@ -195,8 +199,9 @@ def restore(contender: str, training: Training, place: Path, device: str) -> flo
     began = time.perf_counter()
     if contender == "ciuic":
         from ciuic import SnapshotManager
+        from ciuic.training import ManagerOptions
 
-        with SnapshotManager(place / "snapshots", distributed=False) as manager:
+        with SnapshotManager(place / "snapshots", options=ManagerOptions(distributed=False)) as manager:
             manager.register(model=training.model, optimizer=training.optimizer)
             began = time.perf_counter()
             assert manager.resume() is not None

@@ -45,7 +45,7 @@ def register(manager: SnapshotManager, accelerator: Accelerator) -> None:
         NotImplementedError: the state is sharded.
     """
     objects = _prepared(accelerator)
-    manager.join_ranks()
+    manager.framework.join_ranks()
     # The first loader is taken for the training's; others are for evaluations, which a resumed run repeats
     # from their beginning.
     for loader in accelerator._dataloaders[:1]:

@@ -67,10 +67,10 @@ class StateDirectories:
     def _take(self) -> None:
         # At the first call: a program may prepare objects after it has called `store_states`.
         if not self._joined:
-            self._manager.join_ranks()
+            self._manager.framework.join_ranks()
             self._joined = True
         # At each call, as Accelerate looks: it may prepare and register more between two of them.
-        self._manager.take(self._objects())
+        self._manager.framework.set_objects(self._objects())
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
@@ -120,9 +120,11 @@ class StateDirectories:
             )
         # It may still be on its way to the disk.
         self._manager.wait()
-        state = self._manager.load_to_resume(lambda: load_pointed(file, pointer, self._manager.save_dir))
+        state = self._manager.framework.load_state(
+            lambda: load_pointed(file, pointer, self._manager.save_dir)
+        )
         assert state is not None, "load_pointed raises where there is no snapshot"
-        self._manager.put_back(state)
+        self._manager.framework.restore(state)
         return {}
 
     def _load_custom(self, obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:

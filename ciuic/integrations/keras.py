@@ -99,8 +99,8 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             objects["optimizer"] = optimizer
         self._epoch, self._batches, self._since_save, self._to_skip = 0, 0, 0, 0
         self._others, self._resumed_optimizer, self._stops = other_callbacks(self), (), False
-        # take and not register: Keras optimizers have no hooks that could be watched.
-        self.manager.take(objects, with_position=True)
+        # Not `register`: Keras optimizers have no hooks that could be watched.
+        self.manager.framework.set_objects(objects, with_position=True)
         state = self.manager.load_latest_snapshot()
         if state is not None:
             self._resume(state)
@@ -173,7 +173,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         _assign(_seeds(model), progress["seeds"], "the seed generators")
         for problem in randomness.restore(state["random_state"]):
             log.warning("ciuic: not resumed exactly: %s", problem)
-        self.manager.goes_on_from(state)
+        self.manager.framework.continue_from(state)
         self.manager.step = progress["step"]
         self._since_save = progress["since_save"]
         self._others.load_later(progress.get("callbacks", {}))

@@ -56,8 +56,10 @@ class SnapshotIOBase:
         self.manager: SnapshotManager = open_manager(where, options)
         self.checkpoint = TrainerCheckpoint()
         self.of_rank = RankLocalState(self.checkpoint)
-        # take and not register: Lightning's hooks say when a step is over.
-        self.manager.take({"checkpoint": self.checkpoint, "of_rank": self.of_rank}, with_position=True)
+        # Not `register`: Lightning's hooks say when a step is over.
+        self.manager.framework.set_objects(
+            {"checkpoint": self.checkpoint, "of_rank": self.of_rank}, with_position=True
+        )
         self.random: dict[str, Any] | None = None
         """Random generators of the loaded snapshot, until they are restored."""
         self.results: dict[str, Any] = {}
@@ -109,7 +111,7 @@ class SnapshotIOBase:
         parts, self._parts = self._parts, None
         self.checkpoint.given = checkpoint
         try:
-            save = self.manager.save_handed(
+            save = self.manager.framework.save_gathered(
                 parts,
                 epoch=checkpoint.get("epoch"),
                 step=checkpoint.get("global_step"),
@@ -153,7 +155,7 @@ class SnapshotIOBase:
             own: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)  # type: ignore[misc]
             return own
         try:
-            state = self.manager.load_to_resume(find) if self.loads_together else find()
+            state = self.manager.framework.load_state(find) if self.loads_together else find()
         except (NotFound, Damaged) as error:
             pointer = read_pointer(path)
             # The same on all processes: they see the same file, and what fails on one is raised on all.
@@ -163,7 +165,7 @@ class SnapshotIOBase:
             whole: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)  # type: ignore[misc]
             return whole
         assert state is not None
-        self.manager.goes_on_from(state)
+        self.manager.framework.continue_from(state)
         self.random = state["random_state"]
         of_rank = state["of_rank_state_dict"]
         self.results = of_rank.get(RESULTS, {})
@@ -178,7 +180,7 @@ class SnapshotIOBase:
         """Collect the states of all processes, on each of them, before the first one saves."""
         self.checkpoint.given = checkpoint
         try:
-            self._parts = self.manager.hand_over()
+            self._parts = self.manager.framework.gather_states()
         finally:
             self.checkpoint.forget()
 
@@ -270,7 +272,7 @@ class SnapshotCallbackBase:
         if stage == "fit" and trainer.world_size > 1:
             self._check_latest(trainer)
             # prepare=False: dumping a checkpoint calls hooks that may be collective.
-            self.io.manager.join_ranks(prepare=False)
+            self.io.manager.framework.join_ranks(prepare=False)
             self.io.of_rank.model, self.io.loads_together = pl_module, True
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

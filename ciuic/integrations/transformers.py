@@ -81,12 +81,12 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 raise refusal(kind)
         self._progress.attach(trainer)
         self._unlogged.attach(trainer)
-        self.manager.join_ranks()
-        state = self.manager.load_to_resume()
+        self.manager.framework.join_ranks()
+        state = self.manager.framework.load_state()
         if state is None:
             return None
         self._resumed = _StoredCheckpoint(trainer, state)
-        self.manager.goes_on_from(state)
+        self.manager.framework.continue_from(state)
         self._checked_step = self._first_step = int(state["progress_state_dict"]["state"]["global_step"])
         log.info("ciuic: the Trainer resumes from %s, step %d", state.id, self._first_step)
         return self._resumed.directory
@@ -99,7 +99,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Register what is to be saved: everything is known now."""
         refuse_kind(AcceleratorState().distributed_type)
         refuse_sharded(kwargs["model"])
-        self.manager.join_ranks()
+        self.manager.framework.join_ranks()
         optimizer = kwargs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         self._progress.state = state
@@ -115,8 +115,8 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         }
         if scaler is not None:
             objects["scaler"] = scaler
-        # take and not register: the Trainer's hooks say when a step is over, optimizers are not watched.
-        self.manager.take(objects, with_position=True)
+        # Not `register`: the Trainer's hooks say when a step is over, optimizers are not watched.
+        self.manager.framework.set_objects(objects, with_position=True)
         if self._resumed is not None:
             self._resumed.finish()
             self._unlogged.load_state_dict(self._resumed.state["unlogged_state_dict"])

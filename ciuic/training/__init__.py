@@ -5,8 +5,10 @@ Imports no framework; each is used when the program has imported it.
 
 from __future__ import annotations
 
+from typing import Final
+
 from ciuic.training.check_resume import Difference, check_resume
-from ciuic.training.compare.figures import Figures
+from ciuic.training.compare.figures import ChangeFigures
 from ciuic.training.compare.state_diff import StateDiff
 from ciuic.training.compare.tensor_changes import TensorChange
 from ciuic.training.export.exporting import Exported
@@ -14,32 +16,44 @@ from ciuic.training.format.reading import Facts, NothingGood, PassedOver, SavedS
 from ciuic.training.format.results import Resumed, Save, SaveResult, State, Stats
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.format.value_types import UnknownType, register_type
+from ciuic.training.framework_adapter import FrameworkAdapter
 from ciuic.training.importing.state_import import Imported, import_state
 from ciuic.training.listing.snapshot_table import SnapshotTable
 from ciuic.training.manager import SnapshotManager
+from ciuic.training.manager_options import ManagerOptions
 from ciuic.training.policy.policies import AfterIf, Automatic, Interval, OnImprovement, Rule, Steps
 from ciuic.training.policy.retention_rules import Best, EverySeconds, EverySteps, Held, Latest
 from ciuic.training.preemption.last_moment import BeforePreemption, Preempted
-from ciuic.training.preemption.requeue import again, requeue_slurm
-from ciuic.training.protocol.cloud_notices import Metadata
+from ciuic.training.preemption.requeue import requeue_slurm, requeue_submitit
+from ciuic.training.protocol.cloud_notices import MetadataService
 from ciuic.training.remote.copies import RemoteProgress
+from ciuic.training.util.deprecation import warn_deprecated
+
+_RENAMED: Final = {
+    "Figures": "ChangeFigures",
+    "Metadata": "MetadataService",
+    "again": "requeue_submitit",
+}
+"""Old names, for one version."""
 
 __all__ = [
     "AfterIf",
     "Automatic",
     "BeforePreemption",
     "Best",
+    "ChangeFigures",
     "Difference",
     "EverySeconds",
     "EverySteps",
     "Exported",
     "Facts",
-    "Figures",
+    "FrameworkAdapter",
     "Held",
     "Imported",
     "Interval",
     "Latest",
-    "Metadata",
+    "ManagerOptions",
+    "MetadataService",
     "NothingGood",
     "OnImprovement",
     "PassedOver",
@@ -59,9 +73,16 @@ __all__ = [
     "TensorChange",
     "UnknownType",
     "Unsaveable",
-    "again",
     "check_resume",
     "import_state",
     "register_type",
     "requeue_slurm",
+    "requeue_submitit",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if (new := _RENAMED.get(name)) is not None:
+        warn_deprecated(f"ciuic.training.{name}", f"ciuic.training.{new}")
+        return globals()[new]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

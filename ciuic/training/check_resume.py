@@ -66,8 +66,8 @@ def check_resume(
         tempfile.TemporaryDirectory(prefix="ciuic-check-", dir=temporary_directory()) as directory,
         SnapshotManager(f"{directory}/snapshots") as manager,
     ):
-        # `take`, not `register`: hooks and counted loaders must not stay on the program's objects.
-        manager.take(objects)
+        # `set_objects`, not `register`: hooks and counted loaders must not stay on the program's objects.
+        manager.framework.set_objects(objects)
         if manager.save_snapshot(wait=True) is None:
             raise OSError(f"the state cannot be saved: {manager.stats.last_error}")
         at_start = _flat(objects, None)

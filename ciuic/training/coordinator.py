@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ciuic.training.device.device_streams import capturing
-from ciuic.training.format.results import SaveResult, State
+from ciuic.training.format.results import Resumed, SaveResult, State
 from ciuic.training.last_save import LastSave, Lifetime
-from ciuic.training.loading import list_snapshots
+from ciuic.training.loading import check_fits, list_snapshots, put_back
+from ciuic.training.manager_options import ManagerOptions
 from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.policy.due import SaveSchedule
 from ciuic.training.policy.forecast import Forecast, forecast_for
@@ -44,19 +45,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
-    """Validated options of a manager; `SnapshotManager` documents each."""
+class Settings:
+    """Validated arguments of a manager; `SnapshotManager` documents each."""
 
     save_dir: Path
     name: str
     rules: SaveRules
     keeps: tuple[Keep, ...]
-    agree: Callable[[bool], bool] | None
-    nice: int
     compression: str
-    distributed: bool | None
-    heartbeat_seconds: float | None
-    overlap: bool
+    options: ManagerOptions
     filesystem: Roots
     remotes: tuple[RemoteConfig, ...] = ()
 
@@ -69,7 +66,7 @@ class Options:
 class SaveCoordinator:
     """Parts of one manager, wired to each other; implements `SaveEvents`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Create the repository if there is none, meet the other ranks, and install signal handlers.
 
         Raises:
@@ -77,11 +74,11 @@ class SaveCoordinator:
             CiuicError: There can be no repository in ``save_dir``.
             OSError: The same, as the file system says it.
         """
-        self._options = options
+        self._settings = settings
         # First: it may refuse the rules, and nothing has been created by then.
-        preempted = rule_of(options.rules)
-        uploads = uploads_of(options.save_dir, options.remotes)
-        self.root = os.fsencode(f"/{options.name}")
+        preempted = rule_of(settings.rules)
+        uploads = uploads_of(settings.save_dir, settings.remotes)
+        self.root = os.fsencode(f"/{settings.name}")
         self.run = RunProgress()
         self.lifetime = Lifetime()
         self.forecast: Forecast | None = None
@@ -91,31 +88,33 @@ class SaveCoordinator:
         """Saves that were asked for within a step, for its boundary."""
         # Nothing calls these methods before the first object is registered, when all parts are there.
         self.boundaries = Boundaries(self._stepped, self._at_boundary, capturing)
-        self.heartbeat = TrainerHeartbeat(options.name, str(options.save_dir), options.heartbeat_seconds)
+        self.heartbeat = TrainerHeartbeat(
+            settings.name, str(settings.save_dir), settings.options.heartbeat_seconds
+        )
         begin = Begin(
-            repository=str(options.save_dir),
+            repository=str(settings.save_dir),
             root=self.root,
-            rules=RetentionRules(keep=options.keeps),
-            nice=options.nice,
+            rules=RetentionRules(keep=settings.keeps),
+            nice=settings.options.nice,
             services=() if preempted is None else preempted.services,
-            compression=options.compression,
+            compression=settings.compression,
             watched=self.heartbeat.hello,
             uploads=uploads,
         )
-        self.saver = Saver(begin, self.heartbeat.fds, self, overlap=options.overlap)
+        self.saver = Saver(begin, self.heartbeat.fds, self, overlap=settings.options.overlap)
         self.registered = Registered(self.boundaries, self.saver.overlap.watch)
         # Before anything that is collective: the ranks that make a manager are counted first, with a time
         # limit.
-        ranks = Ranks.meet(options.name) if self._may_join else None
-        self.schedule = SaveSchedule(options.rules, None if ranks is None else ranks.vote())
-        self._filesystem = FilesystemPairing(options.filesystem, options.save_dir, self.saver.stats)
-        name_lock = NameLock(str(options.save_dir), options.name)
+        ranks = Ranks.meet(settings.name) if self._may_join else None
+        self.schedule = SaveSchedule(settings.rules, None if ranks is None else ranks.vote())
+        self._filesystem = FilesystemPairing(settings.filesystem, settings.save_dir, self.saver.stats)
+        name_lock = NameLock(str(settings.save_dir), settings.name)
         self.taker = SnapshotTaker(
             self.run, self.registered, self.schedule, self.saver, ranks, self._filesystem, name_lock
         )
         if preempted is not None:
             # Not the vote of the schedule: each has a message of its own under way from boundary to boundary.
-            agree = options.agree or (None if ranks is None else ranks.vote())
+            agree = settings.options.agree or (None if ranks is None else ranks.vote())
             self.last_save = LastSave(
                 preempted,
                 agree,
@@ -132,7 +131,7 @@ class SaveCoordinator:
     @property
     def _may_join(self) -> bool:
         """True if the program left it open that this process is one of several ranks."""
-        return self._options.distributed is not False
+        return self._settings.options.distributed is not False
 
     # -- SaveEvents
 
@@ -188,26 +187,58 @@ class SaveCoordinator:
         # Rules that look at metrics count from the best of the whole run, not of this process.
         self._observe_earlier()
 
+    def restore(self, state: State) -> Resumed:
+        """Put a loaded state into the registered objects and the random generators, and continue from it.
+
+        Raises:
+            KeyError: A registered object is not in the snapshot; nothing has been changed.
+            ValueError: A state does not fit its object; nothing has been changed.
+        """
+        check_fits(state, self.registered.objects, self.taker.ranks)
+        # A copy from a device may still read the weights that are about to be overwritten.
+        self.saver.settle()
+        # A signal handler must not save a state that is half restored.
+        with self.saver.guard:
+            put_back(state, self.registered.objects, self.taker.ranks)
+        self.resume_from(state)
+        epoch, batch = self._continues_at(state)
+        log.info("ciuic: resumed from %s, step %d", state.id, self.run.step)
+        return Resumed(state.id, self.run.step, epoch, batch, tuple(state.passed_over))
+
+    def _continues_at(self, state: State) -> tuple[int | None, int]:
+        """Return the epoch to continue with, and the batches that were taken of it."""
+        position, passes = self.registered.position, self.registered.passes
+        if position is not None:
+            return position.epoch, position.taken
+        # None: saved without a loader, or by a version that did not count its passes.
+        if passes is None or state.passes is None:
+            return self.run.epoch, 0
+        passes.load_state_dict(state.passes)
+        # Not what the program gave: from here on it is counted again.
+        given = state.passes["given"]
+        self.run.epoch = None if given is None else validation.whole_number(given, "epoch")
+        return passes.epoch if self.run.epoch is None else self.run.epoch, passes.taken
+
     def load_to_resume(self, find: Callable[[], State | None] | None) -> State | None:
         """Load the state to resume from; collective where there are several ranks."""
         return load_newest(
-            self._options.save_dir,
+            self._settings.save_dir,
             self.root,
             self.registered.templates(),
             ranks=self.taker.ranks,
-            remotes=self._options.remotes,
+            remotes=self._settings.remotes,
             find=find,
         )
 
     def load_latest(self) -> State | None:
         """Load the newest whole state on this rank alone."""
-        return load_newest(self._options.save_dir, self.root, remotes=self._options.remotes)
+        return load_newest(self._settings.save_dir, self.root, remotes=self._settings.remotes)
 
     def join_ranks(self, *, prepare: bool) -> None:
         """Meet the other ranks if that has not happened yet and torch.distributed is initialized by now."""
         if not self._may_join:
             return
-        if self.taker.ranks is None and (ranks := Ranks.meet(self._options.name)) is not None:
+        if self.taker.ranks is None and (ranks := Ranks.meet(self._settings.name)) is not None:
             self.taker.ranks = ranks
             self.taker.prepared = self.taker.prepared or not ranks.saves
             self.schedule.vote = ranks.vote()
@@ -300,12 +331,12 @@ class SaveCoordinator:
         self.taker.prepare()
         size_bytes = self.saver.size_bytes
         self.forecast = forecast_for(
-            self._options.save_dir,
+            self._settings.save_dir,
             self.root,
             size_bytes,
             write_seconds=self.saver.costs.write_estimate_seconds(size_bytes),
             rules=self.schedule.rules,
-            keeps=self._options.keeps,
+            keeps=self._settings.keeps,
             grace_seconds=None if self.last_save is None else self.last_save.grace_seconds,
         )
         for warning in self.forecast.warnings:
@@ -315,7 +346,7 @@ class SaveCoordinator:
         log.error(
             "ciuic: rank 0 saves alone from now on, without random generators and positions of the other ranks, "
             "because not every rank has registered objects with its SnapshotManager; register them on every rank, "
-            "or pass distributed=False on rank 0 if this is meant"
+            "or pass options=ManagerOptions(distributed=False) on rank 0 if this is meant"
         )
         self.taker.leave_ranks()
         self.schedule.vote = None
@@ -347,7 +378,7 @@ class SaveCoordinator:
         """Show the rules the metrics of earlier snapshots of the run, whose best still has to be beaten."""
         # Only where it matters: a file of each earlier snapshot is read.
         if self.schedule.rules.look_at_metrics:
-            for saved in list_snapshots(self._options.save_dir, self.root):
+            for saved in list_snapshots(self._settings.save_dir, self.root):
                 if saved.facts.run == self.run.id:
                     self.schedule.rules.observe(saved.facts.metrics)
             self.schedule.rules.saved()

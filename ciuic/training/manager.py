@@ -13,32 +13,45 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ciuic.training import loading
-from ciuic.training.coordinator import Options, SaveCoordinator
+from ciuic.training.coordinator import SaveCoordinator, Settings
 from ciuic.training.format.results import EXIT_SECONDS, Resumed, Save, State, Stats
+from ciuic.training.framework_adapter import FrameworkAdapter
+from ciuic.training.manager_options import ManagerOptions, OldKeywords, options_of
 from ciuic.training.policy import policies
 from ciuic.training.policy.forecast import Forecast
 from ciuic.training.policy.policies import Rule
 from ciuic.training.policy.retention_rules import Best, Keep, Latest
 from ciuic.training.ranks.group import call_site_of
-from ciuic.training.ranks.rank_state import RankState
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.saving.save_callbacks import SaveCallback
-from ciuic.training.saving.sharded_save import AgreedSave
-from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec, explicit_request
+from ciuic.training.saving.snapshot_spec import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.state import validation
+from ciuic.training.util.deprecation import warn_deprecated
 from ciuic.training.util.logs import log, warn_once
 from ciuic.training.writer.filesystem import Roots
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _PENDING_GRADIENTS: Final = (
     "a resume would not be exact: save_snapshot was called between backward() and optimizer.step(), and a snapshot has no "
     "gradients: those that were accumulated since the last step are lost; save after a step"
 )
+_MOVED_TO_FRAMEWORK: Final = {
+    "take": "set_objects",
+    "load_to_resume": "load_state",
+    "put_back": "restore",
+    "goes_on_from": "continue_from",
+    "hand_over": "gather_states",
+    "save_handed": "save_gathered",
+    "join_ranks": "join_ranks",
+}
+"""Old names of what is the `FrameworkAdapter`'s now."""
 _managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
 """Managers of this process that are not closed."""
 
@@ -57,8 +70,8 @@ class SnapshotManager(TrainingSnapshots):
         manager.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         resumed = manager.resume()                          # None: the run begins
 
-    `take`, `hand_over`, `save_handed`, `join_ranks`, `load_to_resume` and `goes_on_from` are for integrations
-    of frameworks (ciuic.integrations). The guarantees are in docs/snapshot-manager.md.
+    The guarantees are in docs/snapshot-manager.md. The attribute `framework` is for authors of integrations
+    (docs/integrations.md, Other frameworks).
 
     Args:
         save_dir: Directory of the repository; or the URL of a remote, with a local directory below
@@ -69,30 +82,20 @@ class SnapshotManager(TrainingSnapshots):
         save_when: Further rules that make a snapshot due: ciuic.training.Steps, AfterIf, OnImprovement,
             Automatic, BeforePreemption, and subclasses of Rule.
         keep: Further rules that keep snapshots: EverySteps, EverySeconds, Best, Held.
-        agree: Called by every rank at each boundary with whether this rank was told of preemption;
-            returns whether any rank was. None: the manager asks the other ranks itself.
         name: Name of the run, for several runs in one repository.
-        nice: Niceness of the writer process.
         compression: ``auto`` chooses a codec for each tensor and runs it while processors are idle; ``small``
             runs it in any case; ``none`` compresses nothing.
-        distributed: Whether this process is one of several ranks that train one model; then all ranks
-            create a manager and call the same methods. None: yes, if torch.distributed is initialized for
-            several ranks.
-        heartbeat_seconds: Time without a step, a report or a save after which a daemon on the same
-            machine takes the training for hung (docs/daemon.md, Trainers). The daemon notices the death
-            of the training in any case.
-        overlap: Whether an automatic snapshot copies trained weights from an accelerator beside the next
-            forward and backward pass. False for programs that change them other than by optimizer steps,
-            without torch noticing (device/async_copy.py).
         filesystem: Directories of which a daemon takes a snapshot at the same instant, with every
             snapshot; True: all protected directories of this user.
         remote: Remotes to which each snapshot is uploaded: a URL, a mapping with the keys of ``[remote]``
             (``url``, ``endpoint``, ``key_file``, …), several, or True for those of this machine's configuration.
             None: none, also where that configuration has some.
+        options: What few programs have to say: niceness, ranks, heartbeats, copies beside steps.
+        **old: Fields of `ManagerOptions`, which were arguments before, with a DeprecationWarning.
 
     Raises:
         ValueError: An option is out of its range.
-        TypeError: An option has the wrong type.
+        TypeError: An option has the wrong type, or there is none of that name.
         CiuicError: There can be no repository in ``save_dir``.
         OSError: The same, as the file system says it.
     """
@@ -106,37 +109,31 @@ class SnapshotManager(TrainingSnapshots):
         every_steps: int | None = None,
         save_when: Iterable[Rule] | Rule = (),
         keep: Iterable[Keep] | Keep = (),
-        agree: Callable[[bool], bool] | None = None,
         name: str = "training",
-        nice: int = 10,
         compression: str = "auto",
-        distributed: bool | None = None,
-        heartbeat_seconds: float | None = None,
-        overlap: bool = True,
         filesystem: Roots = False,
         remote: Remotes = None,
+        options: ManagerOptions | None = None,
+        **old: Unpack[OldKeywords],
     ) -> None:
         """Open the repository at ``save_dir``, or create one there, parents included."""
+        others = options_of(options, dict(old))
         place = place_of(save_dir, remote)
         super().__init__(place.directory, name)
         rules = policies.rules_of(interval, every_steps, validation.several(save_when, "save_when"))
         latest = [] if max_snapshots is None else [Latest(validation.count(max_snapshots, "max_snapshots"))]
-        options = Options(
+        settings = Settings(
             save_dir=self.save_dir,
             name=name,
             rules=policies.SaveRules(rules),
             keeps=(*latest, *validation.several(keep, "keep")),
-            agree=agree,
-            nice=nice,
             compression=compression,
-            distributed=distributed,
-            heartbeat_seconds=heartbeat_seconds,
-            overlap=overlap,
+            options=others,
             filesystem=filesystem,
             remotes=place.remotes,
         )
-        self._best_rules = tuple(rule for rule in options.keeps if isinstance(rule, Best))
-        self._coordinator = SaveCoordinator(options)
+        self._best_rules = tuple(rule for rule in settings.keeps if isinstance(rule, Best))
+        self._coordinator = SaveCoordinator(settings)
         self._run = self._coordinator.run
         self._heartbeat = self._coordinator.heartbeat
         self._saver = self._coordinator.saver
@@ -144,6 +141,7 @@ class SnapshotManager(TrainingSnapshots):
         self._registered = self._coordinator.registered
         self._taker = self._coordinator.taker
         self.stats: Stats = self._saver.stats
+        self.framework = FrameworkAdapter(self._coordinator, self._take_over, self._await_saves)
         self._place = (os.path.realpath(self.save_dir), name)
         self._saves = False
         """This is the manager of this process that saves the training."""
@@ -153,7 +151,10 @@ class SnapshotManager(TrainingSnapshots):
         atexit.register(self.close)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError, of a manager out of a pickle with what to do."""
+        """Return an attribute by its old name, or raise AttributeError, of a manager out of a pickle with what to do."""
+        if (new := _MOVED_TO_FRAMEWORK.get(name)) is not None and not self._is_reader:
+            warn_deprecated(f"SnapshotManager.{name}", f"SnapshotManager.framework.{new}")
+            return getattr(self.framework, new)
         reason = f"{type(self).__name__!r} object has no attribute {name!r}"
         # The attributes of the constructor, and so each property and method that uses them.
         if self._is_reader:
@@ -196,8 +197,8 @@ class SnapshotManager(TrainingSnapshots):
     def register(self, **objects: Any) -> None:
         """Register objects by name: each is saved with every snapshot and put back by `resume`.
 
-        Besides models and optimizers: schedulers, scalers, averages of weights, samplers, loaders,
-        generators, dicts, anything that has a state. ``loader`` is any data loader; the batches of one
+        Nothing is saved yet. Besides models and optimizers: schedulers, scalers, averages of weights, samplers,
+        loaders, generators, dicts, anything that has a state. ``loader`` is any data loader; the batches of one
         without a state_dict are counted from now on.
 
         Raises:
@@ -223,19 +224,20 @@ class SnapshotManager(TrainingSnapshots):
     ) -> Save | None:
         """Save now; return when the state is copied, or with ``wait`` when the snapshot is durable.
 
-        Registered objects are saved too. While the writer still has both arenas this waits until one is free.
-        With several ranks all should call it, and none waits for another except with ``wait``; called on rank
+        Without ``wait`` the snapshot is durable when ``wait()`` of the returned save has returned its id: it exists
+        whole by then, or not at all. Registered objects are saved too. While the writer still has both arenas
+        this waits until one is free. With several ranks all should call it, and none waits for another except with ``wait``; called on rank
         0 alone it saves the state of rank 0.
 
         Args:
             model: Object, or what its state_dict() returned.
             optimizer: Object, or what its state_dict() returned.
-            epoch: Epoch to record.
-            step: Optimizer steps of the run, where the manager does not count them.
-            metrics: Metrics of this state.
-            tags: Tags of the snapshot.
+            epoch: Epoch to record, a whole number.
+            step: Optimizer steps of the run, restarts included, where the manager does not count them.
+            metrics: Metrics of this state: numbers by name.
+            tags: Tags of the snapshot, or a single one.
             hold: Reason to keep the snapshot until `release`, whatever the rules say; True: without a reason.
-            wait: Whether to wait until the snapshot is durable.
+            wait: Whether to wait until the snapshot is durable, at most two minutes.
             filesystem: Directories to snapshot at the same instant, held if this snapshot is; None: as the
                 manager was told.
             **others: Further objects, or plain values, which come back under their own names.
@@ -283,7 +285,7 @@ class SnapshotManager(TrainingSnapshots):
     def boundary(self) -> None:
         """Tell the manager that a step is over and the state is whole; takes a snapshot if one is due.
 
-        For loops in which no registered object can tell.
+        For loops in which no registered object can tell. Returns when the state is copied; nothing is durable yet.
         """
         self._coordinator.boundaries.explicit()
 
@@ -301,6 +303,13 @@ class SnapshotManager(TrainingSnapshots):
 
         A snapshot that is due because of them is taken at once where the state is whole, otherwise at the
         next boundary.
+
+        Args:
+            metrics: Numbers by name; tensors of one element and NumPy's numbers are numbers too.
+            **more: The same.
+
+        Raises:
+            TypeError: A metric is no number.
         """
         self._coordinator.report(validation.numbers({**(metrics or {}), **more}))
 
@@ -328,9 +337,14 @@ class SnapshotManager(TrainingSnapshots):
     # -- loading and resuming
 
     def load_latest_snapshot(self) -> State | None:
-        """Return the newest state that is whole; None if there is no snapshot. Raises as `resume`.
+        """Return the newest state that is whole, here or on a remote; None if there is no snapshot.
 
-        Waits for the saves of this manager, so that the newest is the last one that it took.
+        What `load_snapshot` returns when no snapshot is named. Waits until the saves of this process are durable, so
+        that the newest is the last one that it took.
+
+        Raises:
+            NothingGood: There are snapshots, and none is whole (a `Damaged`).
+            CiuicError: The local directory has none, and a remote cannot be read.
         """
         if self._is_reader:
             return super().load_latest_snapshot()
@@ -354,103 +368,8 @@ class SnapshotManager(TrainingSnapshots):
                 groups, or a model on the meta device; nothing has been changed. Or the manager is closed.
         """
         self._take_over()
-        state = self.load_to_resume()
-        return None if state is None else self.put_back(state)
-
-    # -- for integrations of frameworks
-
-    def put_back(self, state: State) -> Resumed:
-        """Put a state of `load_to_resume` into every registered object; as `resume`, which it is the end of."""
-        loading.check_fits(state, self._registered.objects, self._taker.ranks)
-        # A copy from a device may still read the weights that are about to be overwritten.
-        self._saver.settle()
-        # A signal handler must not save a state that is half restored.
-        with self._saver.guard:
-            loading.put_back(state, self._registered.objects, self._taker.ranks)
-        self.goes_on_from(state)
-        epoch, batch = self._continues_at(state)
-        log.info("ciuic: resumed from %s, step %d", state.id, self.step)
-        return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
-
-    def _continues_at(self, state: State) -> tuple[int | None, int]:
-        """Return the epoch to continue with, and the batches that were taken of it."""
-        position, passes = self._registered.position, self._registered.passes
-        if position is not None:
-            return position.epoch, position.taken
-        # None: saved without a loader, or by a version that did not count its passes.
-        if passes is None or state.passes is None:
-            return self.epoch, 0
-        passes.load_state_dict(state.passes)
-        # Not what the program gave: from here on it is counted again.
-        self.epoch = state.passes["given"]
-        return passes.epoch if self.epoch is None else self.epoch, passes.taken
-
-    def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
-        """Register objects for explicit saves only, in place of those of an earlier call: none of them is watched.
-
-        Args:
-            objects: Objects by name.
-            with_position: Whether one of them knows where the run is in its data.
-
-        Raises:
-            TypeError: An object has no state.
-        """
-        self._registered.take(objects, with_position=with_position)
-
-    def hand_over(self) -> list[RankState] | AgreedSave | RanksGone | None:
-        """Return on rank 0 what `save_handed` takes: each rank's own state. Collective."""
-        parts = self._taker.gather_parts(may_wait=True)
-        if not self._taker.writes:
-            self._taker.take(SnapshotSpec("asked for"), parts)
-        return parts
-
-    def save_handed(
-        self,
-        parts: list[RankState] | AgreedSave | RanksGone | None,
-        *,
-        epoch: int | None = None,
-        step: int | None = None,
-        tags: tuple[str, ...] = (),
-        hold: str = "",
-    ) -> Save | None:
-        """Save as `save_snapshot` does, on rank 0 alone.
-
-        Args:
-            parts: What `hand_over` returned on rank 0; None: nothing of the other ranks.
-            epoch: Epoch to record.
-            step: Optimizer steps of the run.
-            tags: Tags of the snapshot.
-            hold: Reason to keep the snapshot until `release`; empty: it is not held.
-        """
-        if epoch is not None:
-            self._run.epoch = epoch
-        if step is not None:
-            self._run.step = step
-        return self._taker.take(SnapshotSpec("asked for", epoch, tags=tags, hold=hold, may_wait=True), parts)
-
-    def join_ranks(self, *, prepare: bool = True) -> None:
-        """Meet the other ranks, if torch.distributed was initialized after the manager was made. Collective.
-
-        Args:
-            prepare: False where asking the registered objects for their states is itself collective, so that
-                the first arena must not be prepared at a boundary.
-        """
-        self._coordinator.join_ranks(prepare=prepare)
-
-    def load_to_resume(self, find: Callable[[], State | None] | None = None) -> State | None:
-        """Load the state to resume from, the same snapshot on every rank. Collective.
-
-        Each rank gets what was its own, and of a sharded tensor its part.
-
-        Args:
-            find: Called on rank 0 to find the state; None: the newest good one.
-        """
-        self._await_saves()
-        return self._coordinator.load_to_resume(find)
-
-    def goes_on_from(self, state: State) -> None:
-        """Continue step count, rules and run id from a state that the framework has restored itself."""
-        self._coordinator.resume_from(state)
+        state = self.framework.load_state()
+        return None if state is None else self.framework.restore(state)
 
     def _earlier(self) -> list[SnapshotManager]:
         """Return the other managers of this process that have the same training."""
@@ -494,14 +413,24 @@ class SnapshotManager(TrainingSnapshots):
     # -- end
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
-        """Wait until every staged save is durable; return whether that came in time."""
+        """Wait until every staged save is durable, or has failed.
+
+        Args:
+            timeout_seconds: How long to wait at most; 0 only looks.
+
+        Returns:
+            Whether that came in time. `Save.error` and `stats` tell of failures.
+        """
         return self._is_reader or self._saver.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
 
         The writer finishes what is not done by then all the same, and the upload goes on without this process.
-        After that wait at most ``remote_seconds`` for every remote to have the newest snapshot.
+
+        Args:
+            timeout_seconds: How long to wait for staged saves to be durable, at most.
+            remote_seconds: After that, how long to wait for every remote to have the newest snapshot, at most.
         """
         if self._is_reader or self._coordinator.lifetime.closed:
             return

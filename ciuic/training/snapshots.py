@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ciuic.errors import NotFound
 from ciuic.repository import Repository
 from ciuic.training import loading
 from ciuic.training.compare.state_diff import StateDiff, diff_states
 from ciuic.training.export import exporting
-from ciuic.training.format.reading import SavedSnapshot
 from ciuic.training.format.results import EXIT_SECONDS, State
 from ciuic.training.listing import choice
 from ciuic.training.listing.snapshot_table import SnapshotTable
@@ -24,6 +24,7 @@ from ciuic.training.policy.policies import Mode
 from ciuic.training.policy.retention_rules import Best
 from ciuic.training.remote.copies import RemoteCopies, RemoteProgress
 from ciuic.training.state import validation
+from ciuic.training.util.deprecation import warn_deprecated
 from ciuic.training.util.logs import log
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
@@ -59,7 +60,7 @@ class TrainingSnapshots:
         return os.fsencode(f"/{self.name}")
 
     def load_latest_snapshot(self) -> State | None:
-        """Return the newest state that is whole; None if there is no snapshot.
+        """Return the newest state that is whole, as `load_snapshot()` does; None if there is no snapshot.
 
         Raises:
             NothingGood: There are snapshots, and none is whole (a `Damaged`).
@@ -70,7 +71,12 @@ class TrainingSnapshots:
     def load_snapshot(
         self, snapshot: str | None = None, *, step: int | None = None, epoch: int | None = None
     ) -> State:
-        """Return the state of one snapshot, named in one way: by ``snapshot``, or by step, epoch or both.
+        """Return the state of one snapshot: the newest that is whole or, if one is named, exactly that one.
+
+        Waits until the saves of this process are durable. The state is a dict: ``NAME_state_dict`` of each object
+        as ``state_dict()`` returned it, tensors on the CPU with the shapes and dtypes that were saved (whole ones, of
+        sharded states too), ``epoch``, ``step``, ``metrics`` (a dict), ``random_state`` and the values that were
+        saved by name; every byte of it was checked.
 
         Args:
             snapshot: An id, an unambiguous prefix of one, or, of this training alone, ``latest``,
@@ -80,11 +86,17 @@ class TrainingSnapshots:
 
         Raises:
             NotFound: There is no such snapshot, or there are several; the message names what is there.
-            Damaged: The snapshot is not as it was saved. No other is loaded in its place.
+            Damaged: The snapshot that is named is not as it was saved; no other is loaded in its place. Or none
+                is named, and none is whole (`NothingGood`).
             ValueError: This version of ciuic or of the framework does not know what was saved, or it is named
-                in no way or in two.
+                in two ways.
         """
-        if (snapshot is None) == (step is None and epoch is None):
+        if step is None and epoch is None and snapshot is None:
+            newest = self.load_latest_snapshot()
+            if newest is None:
+                raise NotFound(f"no snapshot of {self.name!r} in {self.save_dir}")
+            return newest
+        if snapshot is not None and (step is not None or epoch is not None):
             raise ValueError("load_snapshot must get an id or name, or step= and epoch=")
         step = None if step is None else validation.whole_number(step, "step")
         epoch = None if epoch is None else validation.whole_number(epoch, "epoch")
@@ -119,12 +131,20 @@ class TrainingSnapshots:
         self._await_saves()
         return loading.load_one(self.save_dir, lambda repository: choice.best(repository, self._root, rule))
 
-    def snapshots(self) -> SnapshotTable:
-        """Return the snapshots of this training, newest first, as a sequence that prints as a table.
+    def list_snapshots(self) -> SnapshotTable:
+        """Return the snapshots of this training, newest first, as a list that prints as a table, also in notebooks.
 
-        Those that cannot be read are left out, as in `list_snapshots`.
+        Local ones alone, durable ones alone; those that cannot be read are left out. Their content is not read.
+
+        Raises:
+            CiuicError: The repository cannot be opened.
         """
-        return SnapshotTable(self.list_snapshots())
+        return SnapshotTable(loading.list_snapshots(self.save_dir, self._root))
+
+    def snapshots(self) -> SnapshotTable:
+        """Do what `list_snapshots` does, under its old name."""
+        warn_deprecated("SnapshotManager.snapshots", "SnapshotManager.list_snapshots")
+        return self.list_snapshots()
 
     def diff(self, old: str, new: str, *, whole: bool = True) -> StateDiff:
         """Return how the tensors of two snapshots differ: norm of the change, largest change, cosine, NaN, Inf.
@@ -157,10 +177,6 @@ class TrainingSnapshots:
     def _id_of(self, name: str) -> str:
         with Repository.open(self.save_dir) as repository:
             return str(self._named(repository, name))
-
-    def list_snapshots(self) -> list[SavedSnapshot]:
-        """Return the snapshots of this training, newest first; those that cannot be read are left out."""
-        return loading.list_snapshots(self.save_dir, self._root)
 
     def export(
         self,

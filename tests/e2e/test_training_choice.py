@@ -48,7 +48,7 @@ def test_loading_waits_for_the_saves_of_the_process(tmp_path: Path) -> None:
             lambda: manager.load_snapshot("latest"),
             lambda: manager.load_snapshot(epoch=manager.epoch),
             lambda: manager.load_best("score", "max"),
-            lambda: manager.load_to_resume(),
+            lambda: manager.framework.load_state(),
         ):
             for _ in range(4):
                 epoch += 1
@@ -73,7 +73,9 @@ def test_the_best_is_that_of_the_rule_that_keeps_it(tmp_path: Path) -> None:
         assert manager.load_best("loss", "max")["step"] == 1
     with SnapshotManager(tmp_path / "snapshots", keep=[Best(1, "loss")]) as manager:
         manager.save_snapshot(Model(), metrics={"loss": 5.0}, wait=True)
-    assert [one.facts.metrics["loss"] for one in manager.snapshots()] == [5.0, 1.0], "what the rule keeps"
+    assert [one.facts.metrics["loss"] for one in manager.list_snapshots()] == [5.0, 1.0], (
+        "what the rule keeps"
+    )
     assert manager.load_best().id == ids[3]
 
 
@@ -118,9 +120,22 @@ def test_a_step_or_an_epoch_names_one_snapshot_or_none(tmp_path: Path) -> None:
             manager.load_snapshot(step=4, epoch=1)
         with pytest.raises(NotFound, match="could be cs-"):
             manager.load_snapshot(_common_prefix(manager, ids))
-        for wrong in ({}, {"snapshot": ids[1], "step": 1}):
-            with pytest.raises(ValueError, match="must get an id or name"):
-                manager.load_snapshot(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="must get an id or name"):
+            manager.load_snapshot(ids[1], step=1)
+
+
+def test_without_a_name_the_newest_whole_state_is_loaded(tmp_path: Path) -> None:
+    """`load_snapshot()` is `load_latest_snapshot()`, where there is a snapshot, and raises where there is none."""
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        with pytest.raises(NotFound, match="no snapshot of 'training' in "):
+            manager.load_snapshot()
+        assert manager.load_latest_snapshot() is None
+        manager.save_snapshot(Model(), step=1)
+        save = manager.save_snapshot(Model(), step=2)
+        state, same = manager.load_snapshot(), manager.load_latest_snapshot()
+        assert save is not None
+        assert same is not None
+        assert state.id == same.id == save.id
 
 
 def _common_prefix(manager: SnapshotManager, ids: dict[int, str]) -> str:
@@ -141,7 +156,10 @@ def _common_prefix(manager: SnapshotManager, ids: dict[int, str]) -> str:
 def test_a_best_that_is_damaged_is_not_replaced_in_silence(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Damaged weights of the best snapshot are an error; one whose metrics cannot be read is logged."""
+    """Damaged weights of a snapshot that is named are an error; one whose metrics cannot be read is logged.
+
+    Without a name the one before is loaded.
+    """
     model = Model()
     with SnapshotManager(tmp_path / "snapshots") as manager:
         manager.save_snapshot(model, metrics={"loss": 1.0}, step=3, wait=True)
@@ -160,8 +178,10 @@ def test_a_best_that_is_damaged_is_not_replaced_in_silence(
         pack.write(bytes(where.stored_bytes))
     plain = TrainingSnapshots(tmp_path / "snapshots")
     if what == "weights":
-        with pytest.raises(Damaged):
-            plain.load_best("loss")
+        for load in (lambda: plain.load_best("loss"), lambda: plain.load_snapshot("latest")):
+            with pytest.raises(Damaged):
+                load()
+        assert plain.load_snapshot()["step"] == 3
         return
     assert plain.load_best("loss")["step"] == 3
     assert [one.message for one in caplog.records] == ["ciuic: 1 snapshot cannot be read, and is passed over"]
@@ -182,12 +202,12 @@ class _Texts(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def test_the_table_is_a_sequence_that_prints(tmp_path: Path) -> None:
+def test_the_table_is_a_list_that_prints(tmp_path: Path) -> None:
     """The table has the snapshots newest first, aligned as text, and slices into tables."""
     ids = _saved(tmp_path / "snapshots")
     plain = TrainingSnapshots(tmp_path / "snapshots")
     plain.hold(ids[1])
-    table = plain.snapshots()
+    table = plain.list_snapshots()
     assert [one.id for one in table] == list(ids.values())[::-1]
     assert (table[0].id, table[-1].id, len(table)) == (ids[7], ids[1], 7)
     assert isinstance(table[:2], SnapshotTable)
@@ -206,7 +226,7 @@ def test_the_table_of_a_notebook_is_escaped(tmp_path: Path) -> None:
     hostile = "<script>alert('&\"')</script>"
     with SnapshotManager(tmp_path / "snapshots") as manager:
         manager.save_snapshot(Model(), metrics={hostile: 1.0, "\x1b[2J\n": 2.0}, tags=(hostile,), wait=True)
-        table = manager.snapshots()
+        table = manager.list_snapshots()
     page = _Texts()
     page.feed(table._repr_html_())
     assert page.tags == {"table", "thead", "tbody", "tr", "th", "td"}
@@ -220,7 +240,7 @@ def test_the_table_of_a_notebook_is_escaped(tmp_path: Path) -> None:
 def test_a_long_table_shows_the_newest(tmp_path: Path) -> None:
     """A table of many snapshots shows sixty and says how many there are besides."""
     _saved(tmp_path / "snapshots")
-    (one, *_) = TrainingSnapshots(tmp_path / "snapshots").snapshots()
+    (one, *_) = TrainingSnapshots(tmp_path / "snapshots").list_snapshots()
     table = SnapshotTable([one] * 100)
     assert len(repr(table).splitlines()) == 62
     assert repr(table).endswith("\n… and 40 earlier")

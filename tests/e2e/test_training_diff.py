@@ -19,6 +19,7 @@ from support.tiny_training import Model, Optimizer
 from ciuic import SnapshotManager
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
+from ciuic.training import ManagerOptions
 from ciuic.training.snapshots import TrainingSnapshots
 
 
@@ -174,7 +175,7 @@ def test_states_of_several_ranks_are_compared_with_whole_ones(tmp_path: Path) ->
 
     save_dir, result = tmp_path / "snapshots", tmp_path / "result"
     Ranks(tmp_path / "save", 2, sharded_training.save_managed, str(save_dir), str(result)).check()
-    with SnapshotManager(save_dir, distributed=False) as manager:
+    with SnapshotManager(save_dir, options=ManagerOptions(distributed=False)) as manager:
         state = manager.load_latest_snapshot()
         assert state is not None
         objects = {name: _Holder(state[f"{name}_state_dict"]) for name in ("model", "optimizer")}

@@ -59,7 +59,7 @@ def test_closing_saves_the_state_that_was_due_last(more_steps: int, tmp_path: Pa
         assert state is not None
         assert all(torch.equal(value, state["model_state_dict"][name]) for name, value in expected.items())
         fresh = torch.nn.Linear(8, 8)
-        manager.take({"model": fresh})
+        manager.framework.set_objects({"model": fresh})
         assert manager.resume() is not None
         assert torch.equal(torch.random.get_rng_state(), drawn_next)
 

@@ -157,7 +157,7 @@ def test_a_resume_that_fails_has_changed_nothing(
 ) -> None:
     """Objects that do not fit leave every registered object and every random generator as they were."""
     with SnapshotManager(tmp_path / "s") as manager:
-        manager.take(site(model()))
+        manager.framework.set_objects(site(model()))
         assert manager.save_snapshot(wait=True)
     objects = misfit()
     if order == "reversed":
@@ -165,7 +165,7 @@ def test_a_resume_that_fails_has_changed_nothing(
     inner = objects["history"]["best"]
     before = contents(objects)
     with SnapshotManager(tmp_path / "s") as manager:
-        manager.take(objects)
+        manager.framework.set_objects(objects)
         with pytest.raises(ValueError, match=message):
             manager.resume()
         assert manager.step == 0
@@ -177,12 +177,12 @@ def test_a_resume_that_fails_has_changed_nothing(
 def test_a_model_without_memory_is_not_resumed(tmp_path: Path) -> None:
     """Parameters on the meta device are refused by name, since torch would leave them there with a warning."""
     with SnapshotManager(tmp_path / "s") as manager:
-        manager.take({"model": model()})
+        manager.framework.set_objects({"model": model()})
         assert manager.save_snapshot(wait=True)
     with torch.device("meta"):
         empty = model()
     with SnapshotManager(tmp_path / "s") as manager:
-        manager.take({"model": empty})
+        manager.framework.set_objects({"model": empty})
         with pytest.raises(ValueError, match=r"0\.weight.*meta device.*to_empty"):
             manager.resume()
         empty.to_empty(device="cpu")
@@ -223,10 +223,10 @@ def test_a_compiled_model_resumes_a_plain_one(tmp_path: Path) -> None:
     """A snapshot of a compiled model resumes the same model before it is compiled, to the same bits."""
     first, second = model(), model()
     with SnapshotManager(tmp_path / "s") as manager:
-        manager.take({"model": WRAPPERS["compiled"](first)})
+        manager.framework.set_objects({"model": WRAPPERS["compiled"](first)})
         assert manager.save_snapshot(wait=True)
     with SnapshotManager(tmp_path / "s") as manager:
-        manager.take({"model": second})
+        manager.framework.set_objects({"model": second})
         assert manager.resume() is not None
     assert equal(first.state_dict(), second.state_dict())
 

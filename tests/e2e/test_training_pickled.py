@@ -25,7 +25,7 @@ def test_it_keeps_its_class_loads_and_says_that_it_cannot_save(tmp_path: Path) -
         read = pickle.loads(pickle.dumps(manager))
         assert type(read) is Mine
         assert copy.deepcopy(manager) is manager
-        assert [one.id for one in read.snapshots()] == [one.id for one in manager.snapshots()]
+        assert [one.id for one in read.list_snapshots()] == [one.id for one in manager.list_snapshots()]
         assert read.load_snapshot("best")["metrics"] == {"loss": 1.0}
         latest = read.load_latest_snapshot()
         assert latest is not None

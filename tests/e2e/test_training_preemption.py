@@ -81,7 +81,7 @@ NUMPY_HEAD = """
     import logging, os, signal, sys, time
     from support.tiny_training import Model, Optimizer
     from ciuic import SnapshotManager
-    from ciuic.training import BeforePreemption, Metadata
+    from ciuic.training import BeforePreemption, ManagerOptions, MetadataService
     model = Model(); optimizer = Optimizer(model)
     def manage(rule):
         manager = SnapshotManager(sys.argv[1], save_when=[rule])
@@ -190,7 +190,7 @@ def test_a_notice_of_the_cloud_leads_to_a_snapshot_and_the_run_goes_on(tmp_path:
             def log_message(self, *args): pass
         server = HTTPServer(("127.0.0.1", 0), Service)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        manager = manage(BeforePreemption(clouds=[Metadata("azure", f"http://127.0.0.1:{server.server_address[1]}", 0.05)]))
+        manager = manage(BeforePreemption(clouds=[MetadataService("azure", f"http://127.0.0.1:{server.server_address[1]}", 0.05)]))
         end = time.monotonic() + 60
         while not manager.stats.saved and time.monotonic() < end:
             optimizer.step()
@@ -210,7 +210,7 @@ def test_ranks_save_at_the_same_boundary(tmp_path: Path) -> None:
         """
         asked = []
         manager = SnapshotManager(sys.argv[1], save_when=[BeforePreemption(then="exit", exit_code=9)],
-                                  agree=lambda told: asked.append(told) or len(asked) == 3)
+                                  options=ManagerOptions(agree=lambda told: asked.append(told) or len(asked) == 3))
         manager.register(model=model, optimizer=optimizer)
         try:
             while True: optimizer.step()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
@@ -69,40 +68,42 @@ class _Batches:
         return self.yielded - 1
 
 
-def train(save_dir: Path, stop_after: int) -> list[tuple[int, int]]:
-    """Train as README does, until a batch after so many steps; return the epoch and the batch of each step."""
-    model, seen = Model(), []
-    optimizer, loader = Optimizer(model), StatefulDataLoader()
-    with SnapshotManager(save_dir, every_steps=1, max_snapshots=2) as manager:
-        manager.register(model=model, optimizer=optimizer, loader=loader)
-        resumed = manager.resume()
-        if resumed is not None:
-            assert resumed.epoch == resumed.step // BATCHES or resumed.batch == BATCHES
-        for epoch in range(resumed.epoch if resumed else 0, EPOCHS):  # type: ignore[arg-type]
-            for batch in loader:
-                if optimizer.steps == stop_after:
-                    return seen
-                assert manager.wait()
-                optimizer.step()
-                seen.append((epoch, batch))
+def test_a_resumed_loop_takes_each_batch_of_each_epoch_once(tmp_path: Path) -> None:
+    """README's loop, resumed from the snapshot of each of its steps, goes on in the epoch where it was."""
+    expected = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
+    with SnapshotManager(tmp_path / "snapshots", every_steps=1) as manager:
+        assert train(manager, None) == expected
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        saved = manager.list_snapshots()
+        assert sorted({one.facts.step for one in saved}) == [1, 2, 3, 4]
+        for one in saved:
+            assert one.facts.epoch is not None
+            assert train(manager, one.id) == expected[one.facts.step :]
+
+
+def train(manager: SnapshotManager, id_: str | None) -> list[tuple[int, int]]:
+    """Train as README does, with new objects, from a snapshot; return the epoch and the batch of each step."""
+    model, loader, seen = Model(elements=3), StatefulDataLoader(), []
+    optimizer = Optimizer(model)
+    manager.register(model=model, optimizer=optimizer, loader=loader)
+    # As `resume`, which takes the newest.
+    state = manager.framework.load_state(lambda: None if id_ is None else manager.load_snapshot(id_))
+    resumed = None if state is None else manager.framework.restore(state)
+    if resumed is not None:
+        assert resumed.epoch == resumed.step // BATCHES or resumed.batch == BATCHES
+    for epoch in range(resumed.epoch if resumed else 0, EPOCHS):  # type: ignore[arg-type]
+        for batch in loader:
+            assert manager.wait()
+            optimizer.step()
+            seen.append((epoch, batch))
     return seen
-
-
-@pytest.mark.parametrize("stop_after", range(1, BATCHES * EPOCHS))
-def test_a_resumed_loop_takes_each_batch_of_each_epoch_once(tmp_path: Path, stop_after: int) -> None:
-    """README's loop, stopped after each of its steps, goes on in the epoch where it was."""
-    before = train(tmp_path / "snapshots", stop_after)
-    after = train(tmp_path / "snapshots", -1)
-    assert before + after == [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
-    (newest, *_) = SnapshotManager(tmp_path / "snapshots").list_snapshots()
-    assert newest.facts.epoch is not None
 
 
 def test_an_epoch_that_the_program_gives_is_the_one_that_is_resumed(tmp_path: Path) -> None:
     """A program that numbers its epochs itself gets its own number back."""
-    for resumed_epoch in (None, 7):
-        loader = StatefulDataLoader()
-        with SnapshotManager(tmp_path / "snapshots") as manager:
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        for resumed_epoch in (None, 7):
+            loader, manager.epoch = StatefulDataLoader(), None
             manager.register(weights={"w": np.zeros(3)}, loader=loader)
             resumed = manager.resume()
             assert (None if resumed is None else resumed.epoch) == resumed_epoch

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ciuic import SnapshotManager
+from ciuic.training import ManagerOptions
 from ciuic.training.policy.policies import Interval, Moment, Rule
 from ciuic.training.ranks import group
 
@@ -150,7 +151,7 @@ def dies_in_a_save(rank: int, world: int, save_dir: str, result: str) -> None:
 def manager_on_rank_0(rank: int, world: int, save_dir: str, result: str) -> None:
     """Make a manager on rank 0 only, as many programs do."""
     if rank == 0:
-        run = SnapshotManager(save_dir, distributed=False)
+        run = SnapshotManager(save_dir, options=ManagerOptions(distributed=False))
         save = run.save_snapshot(model=torch.nn.Linear(2, 2), epoch=1, wait=True)
         run.close()
         Path(result).write_text(str(save is not None and save.id))

@@ -72,6 +72,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/format/resolution.py": ("state of a training", "safetensors header"),
     "ciuic/training/format/reading.py": ("state of a training", "facts of a training"),
     "ciuic/training/format/unpacking.py": ("state of a training",),
+    "ciuic/training/format/resolution.py": ("tensors that a state needs", "safetensors header"),
     "ciuic/training/writer_process.py": ("manifest of a save",),
     "ciuic/protocol/heartbeat_page.py": ("heartbeat page",),
     "ciuic/protocol/stored_remotely.py": ("record of a remote",),

@@ -44,11 +44,12 @@ from ciuic.system import mountinfo
 from ciuic.training.compare.stored_tensors import described_tensors
 from ciuic.training.dcp.pointer import decode_checkpoint_pointer
 from ciuic.training.format import unpacking
-from ciuic.training.format.layout import decode_header
-from ciuic.training.format.reading import _decode_facts
+from ciuic.training.format.layout import TensorInFile, decode_header
+from ciuic.training.format.reading import STATE_VERSION, _decode_facts
+from ciuic.training.format.resolution import check_document
 from ciuic.training.importing.inert_pickle import read_pickle
 from ciuic.training.protocol import messages
-from ciuic.training.util.documents import decode_json
+from ciuic.training.util.documents import MALFORMED, decode_json
 
 _BLOCK = 4096
 _OPCODES = sorted(
@@ -272,6 +273,23 @@ _STATE = {
         }
     }
 }  # fmt: skip
+_HELD = {
+    "c": TensorInFile("F32", (4,), 0, 16),
+    "d@0,0": TensorInFile("F32", (1, 4), 16, 32),
+    "d@1,0": TensorInFile("F32", (1, 4), 32, 48),
+    "e": TensorInFile("U8", (8,), 48, 56),
+}
+_NEEDING = {
+    "version": STATE_VERSION,
+    "objects": {
+        "model": [
+            {"$": "tensor", "name": "c"},
+            {"$": "sharded", "name": "d", "dtype": "float32", "shape": [2, 4]},
+            {"$": "tensor", "name": "e", "dtype": "float8_e8m0fnu", "shape": [2, 4]},
+        ]
+    },
+    "values": {},
+}
 _TENSOR = {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "__metadata__": {"format": "pt"}}
 _MOUNTS = rb"""36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
 37 36 0:44 / /mnt\0402/x rw shared:7 - fuse.ciuic ciuic rw,user_id=0
@@ -286,6 +304,12 @@ def _json(kind: Any) -> Callable[[bytes], object]:
 def _tensors(data: bytes) -> object:
     """Read the names of tensors as `SavedState` does."""
     return described_tensors(data, lambda name: {"c": f"{name}/c", "d@0,1": f"{name}/d"})
+
+
+def _needed(data: bytes) -> object:
+    """Look for the tensors of `state.json` in two files, as before a snapshot is called verified."""
+    check_document(data, {"model": _HELD})
+    return None
 
 
 def _owner(data: bytes) -> object:
@@ -342,6 +366,7 @@ def more_readers() -> list[Reader]:
         Reader("safetensors header", _refusing(_header, ValueError), struct.pack("<Q", len(text)) + text + bytes(16)),
         Reader("state of a training", _refusing(_state, ValueError), json.dumps(_STATE).encode()),
         Reader("tensors of a training", _refusing(_tensors, ValueError), json.dumps({"version": 1, **_STATE}).encode()),
+        Reader("tensors that a state needs", _refusing(_needed, ValueError, *MALFORMED), json.dumps(_NEEDING).encode()),
         Reader("pickle that is read as data", _refusing(read_pickle, ValueError), b"\x80\x02}(X\x01\x00\x00\x00actorch\nSize\nK\x01K\x02\x86\x85R}bX\x01\x00\x00\x00b](K\x03N\x85eu."),
         Reader("facts of a training", _refusing(_decode_facts, ValueError), b'{"version":1,"step":5,"metrics":{"loss":0.5},"objects":["model"]}'),
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),

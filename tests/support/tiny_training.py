@@ -26,12 +26,12 @@ BIG = 200_000
 
 
 class Model:
-    def __init__(self) -> None:
+    def __init__(self, elements: int = BIG) -> None:
         made = np.random.default_rng(1)
         self.weights = {
-            "layer.weight": made.standard_normal(BIG),
+            "layer.weight": made.standard_normal(elements),
             "bias": np.zeros(7),
-            "frozen": made.random(BIG),
+            "frozen": made.random(elements),
         }
 
     def state_dict(self) -> dict[str, Any]:

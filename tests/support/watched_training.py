@@ -14,12 +14,15 @@ import time
 from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
+from ciuic.training import ManagerOptions
 
 
 def main(save_dir: str, heartbeat_seconds: float, steps: int, how: str) -> None:
     model = Model()
     optimizer = Optimizer(model)
-    manager = SnapshotManager(save_dir, every_steps=1000, heartbeat_seconds=heartbeat_seconds)
+    manager = SnapshotManager(
+        save_dir, every_steps=1000, options=ManagerOptions(heartbeat_seconds=heartbeat_seconds)
+    )
     manager.register(model=model, optimizer=optimizer)
     for _ in range(steps):
         optimizer.step()

@@ -18,7 +18,7 @@ _SAFE_EXPONENT: Final = 400
 _ELEMENTS_AT_ONCE: Final = 1 << 18
 
 
-class Figures(NamedTuple):
+class ChangeFigures(NamedTuple):
     """Figures of the change of one tensor."""
 
     elements: int
@@ -137,16 +137,16 @@ class FigureSums:
         self._inf[side] += int((~finite).sum()) - nan
         return finite
 
-    def result(self, elements: int) -> Figures:
+    def result(self, elements: int) -> ChangeFigures:
         """Return the figures of a tensor of so many elements."""
         counts = (self._nan[0], self._nan[1], self._inf[0], self._inf[1])
         if self._kinds[0].read is None or self._kinds[1].read is None:
             changed = self.changed if self._same_kind and self._kinds[0].read is not None else None
-            return Figures(elements, changed, None, None, None, None, None, *counts)
+            return ChangeFigures(elements, changed, None, None, None, None, None, *counts)
         change = self._change.root()
         if self._left_out:
-            return Figures(elements, self.changed, change, None, None, self._largest, None, *counts)
-        return Figures(
+            return ChangeFigures(elements, self.changed, change, None, None, self._largest, None, *counts)
+        return ChangeFigures(
             elements,
             self.changed,
             change,

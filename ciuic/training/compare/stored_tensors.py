@@ -22,6 +22,7 @@ from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
 from ciuic.training.format.pieces import covers, is_inside
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION
 from ciuic.training.format.shards import parse_piece
+from ciuic.training.format.tensors import stored_shape
 from ciuic.training.util.documents import MALFORMED, decode_json
 from ciuic.types import HOLE, ChunkId, Entry, SnapshotId
 
@@ -210,7 +211,7 @@ class SavedState:
         entry, where = self._located(part, path)
         own = described.own
         kind = number_kind(where.dtype, str(own.get("dtype", "")), of_torch=own.get("of") != "numpy")
-        shape = _shape(own["shape"]) if "dtype" in own else where.shape
+        shape = stored_shape(own["shape"]) if "dtype" in own else where.shape
         size_bytes = where.stop - where.start
         # Of a dtype that is unknown here the bytes are compared, and their number is all that is known.
         if kind.read is not None and prod(shape) * kind.element_bytes != size_bytes:
@@ -219,7 +220,7 @@ class SavedState:
         return StoredTensor(kind, shape, (FileRange(offsets, shape, entry, where.start, size_bytes),))
 
     def _sharded(self, name: str, described: DescribedTensor) -> StoredTensor:
-        shape = _shape(described.own["shape"])
+        shape = stored_shape(described.own["shape"])
         own, ranges = str(described.own["dtype"]), {}
         kind = number_kind("U8", own)
         for part, path in described.parts:
@@ -348,13 +349,6 @@ def _members(value: dict[str, Any] | list[Any]) -> list[tuple[str, Any]]:
 
 def _key_text(key: Any) -> str:
     return str(key) if isinstance(key, (str, int)) or key is None else json.dumps(key)
-
-
-def _shape(stored: Any) -> tuple[int, ...]:
-    """Return a shape; ValueError unless it is a list of numbers of elements."""
-    if not isinstance(stored, list) or not all(type(one) is int and one >= 0 for one in stored):
-        raise ValueError(f"a shape must be a list of numbers from 0, got {stored!r}")
-    return tuple(stored)
 
 
 def _header(reader: BlockReader, entry: Entry) -> dict[str, TensorInFile]:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Final, Literal, NamedTuple
 
 from ciuic.training.compare.block_spans import Span, spans
-from ciuic.training.compare.figures import Figures, FigureSums
+from ciuic.training.compare.figures import ChangeFigures, FigureSums
 from ciuic.training.compare.number_kinds import Array, numpy
 from ciuic.training.compare.stored_tensors import BlockReader, FileRange, StoredTensor, TensorSource
 
@@ -33,7 +33,7 @@ class TensorChange(NamedTuple):
     """Names in safetensors, or the framework's own; None where there is no such tensor."""
     old_shape: tuple[int, ...] | None
     new_shape: tuple[int, ...] | None
-    figures: Figures | None = None
+    figures: ChangeFigures | None = None
     """Figures of the change; None unless the tensor is changed or retyped."""
 
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from ciuic.training.format.structure import Leaf
-from ciuic.training.format.tensors import Array, count, dtype_bytes, is_dtype
+from ciuic.training.format.tensors import Array, count, dtype_bytes, is_dtype, stored_shape
 from ciuic.training.util.documents import decode_json
 
 OWN_FILE_BYTES: Final = 128 << 10
@@ -182,12 +182,12 @@ def _name_of(stored: str) -> str:
 
 def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
     try:
-        dtype, shape, (start, stop) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]  # type: ignore[index]
+        dtype, shape, (start, stop) = facts["dtype"], stored_shape(facts["shape"]), facts["data_offsets"]  # type: ignore[index]
         size = count(shape) * dtype_bytes(dtype)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the safetensors header is malformed: {error!r}") from None
-    # Integers only: 2.0 and True compare equal to integers, and [-1, -8] has as many elements as [8].
-    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (*shape, start, stop)):
+    # Integers only: 2.0 and True compare equal to integers.
+    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (start, stop)):
         raise ValueError("the safetensors header has an impossible number")
     if not (is_dtype(dtype) and start <= stop <= size_bytes - begin and stop - start == size):
         raise ValueError("the safetensors header does not fit the file")

@@ -18,7 +18,7 @@ from ciuic.repository import Repository
 from ciuic.training.format.files import Files, SnapshotRef, read_file
 from ciuic.training.format.layout import TensorInFile
 from ciuic.training.format.places import open_repository
-from ciuic.training.format.tensors import empty_buffer
+from ciuic.training.format.tensors import empty_buffer, stored_shape
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a block."""
@@ -141,11 +141,11 @@ class PiecewiseTensor:
 
         Raises:
             Damaged: Elements are missing or there twice.
-            ValueError: This torch does not know the dtype.
+            ValueError: This torch does not know the dtype, or the shape is none.
         """
         import torch
 
-        self.shape = tuple(int(one) for one in said["shape"])
+        self.shape = stored_shape(said["shape"])
         # Ranks that share no mesh (FSDP2 within tensor parallel groups) may each have stored the same piece.
         self._pieces = list({(piece.offsets, piece.where.shape): piece for piece in pieces}.values())
         self._source = source

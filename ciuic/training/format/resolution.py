@@ -6,7 +6,7 @@ the content is the one that was stored is for the ids of the chunks to tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
 from ciuic.training.format.pieces import covers, is_inside
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION, read_facts
 from ciuic.training.format.shards import parse_piece
-from ciuic.training.format.tensors import safetensors_name
+from ciuic.training.format.tensors import safetensors_name, stored_shape
 from ciuic.training.util.documents import MALFORMED, decode_json
 from ciuic.types import SnapshotId
 
@@ -40,18 +40,33 @@ def check_resolves(repository: Repository, id_: SnapshotId) -> None:
         return
     try:
         read_facts(repository, id_)
-        state = decode_json(files.read(STATE_FILE), STATE_FILE)
-        if state["version"] != STATE_VERSION:
-            return  # a later version's own affair
+        document = files.read(STATE_FILE)
         held: dict[str, dict[str, TensorInFile]] = {}
         for name in names:
             if name.endswith(SUFFIX):
                 held.setdefault(name.partition("/")[0], {}).update(_header(repository, files, name))
-        for of, skeleton in {**state["objects"], "values": state["values"]}.items():
-            for own in _tensors(skeleton):
-                _check(own, held.get(of, {}), f"{of}.{own['name']}")
+        check_document(document, held)
     except (*MALFORMED, ValueError) as error:
         raise Damaged(f"the state of {id_} cannot be loaded: {error}") from None
+
+
+def check_document(data: bytes | bytearray, held: Mapping[str, Mapping[str, TensorInFile]]) -> None:
+    """Check that the tensors of a state's document are held by its files.
+
+    Args:
+        data: Content of `state.json`.
+        held: Tensors in the files by object and name.
+
+    Raises:
+        ValueError: A tensor is in no file or another than it is described, or the document is no JSON.
+        Exception: One of `MALFORMED`: the document is not as it should be.
+    """
+    state = decode_json(data, STATE_FILE)
+    if state["version"] != STATE_VERSION:
+        return  # a later version's own affair
+    for of, skeleton in {**state["objects"], "values": state["values"]}.items():
+        for own in _tensors(skeleton):
+            _check(own, held.get(of, {}), f"{of}.{own['name']}")
 
 
 def _header(repository: Repository, files: Files, name: str) -> dict[str, TensorInFile]:
@@ -80,7 +95,7 @@ def _tensors(skeleton: Any) -> Iterator[dict[str, Any]]:
             stack.extend(value)
 
 
-def _check(own: dict[str, Any], held: dict[str, TensorInFile], called: str) -> None:
+def _check(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -> None:
     """Raise ValueError unless a described tensor is held."""
     if own["$"] == "sharded":
         _check_pieces(own, held, called)
@@ -88,14 +103,14 @@ def _check(own: dict[str, Any], held: dict[str, TensorInFile], called: str) -> N
         raise ValueError(f"the tensor {called} is in no file")
     elif "dtype" in own:
         # Stored as bytes, because safetensors has no name for its dtype.
-        where, elements = held[own["name"]], prod(own["shape"])
+        where, elements = held[own["name"]], prod(stored_shape(own["shape"]))
         size_bytes = where.stop - where.start
         if where.dtype != "U8" or (size_bytes % elements if elements else size_bytes):
             raise ValueError(f"the tensor {called} of shape {own['shape']} cannot have {size_bytes} bytes")
 
 
-def _check_pieces(own: dict[str, Any], held: dict[str, TensorInFile], called: str) -> None:
-    shape, dtype = tuple(own["shape"]), safetensors_name(own["dtype"])
+def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -> None:
+    shape, dtype = stored_shape(own["shape"]), safetensors_name(own["dtype"])
     regions = set()
     for name, where in held.items():
         piece = parse_piece(name)

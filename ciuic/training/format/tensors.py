@@ -17,6 +17,9 @@ from math import prod
 from typing import Any, Final, Literal, NamedTuple, cast
 
 Framework = Literal["torch", "numpy"]
+# NumPy has 64.
+_MAX_DIMENSIONS: Final = 1024
+_MAX_NUMBER: Final = 1 << 63
 
 _TORCH_DTYPES: Final = {
     "float64": "F64",
@@ -371,3 +374,21 @@ def dtype_bytes(name: str) -> int:
 def count(shape: Sequence[int]) -> int:
     """Return the number of elements of an array of this shape."""
     return prod(shape)
+
+
+def stored_shape(stored: Any) -> tuple[int, ...]:
+    """Return a shape of a document, before anything is computed with it.
+
+    Text times a large number would be a text of that size, and a product of a million numbers takes minutes.
+
+    Raises:
+        ValueError: It is no list of a few numbers from 0, of 63 bits.
+    """
+    # Integers only: 2.0 and True compare equal to integers, and [-1, -8] has as many elements as [8].
+    if (
+        not isinstance(stored, list)
+        or len(stored) > _MAX_DIMENSIONS
+        or not all(type(one) is int and 0 <= one < _MAX_NUMBER for one in stored)
+    ):
+        raise ValueError(f"a shape must be a list of numbers from 0, got {str(stored)[:100]}")
+    return tuple(stored)

@@ -23,6 +23,7 @@ from ciuic.system.sandbox.resources import limit_resources
 from ciuic.training.export.state_source import LOOPS, RANDOM, missing_package
 from ciuic.training.format.results import EXIT_SECONDS
 from ciuic.training.manager import SnapshotManager
+from ciuic.training.manager_options import ManagerOptions
 from ciuic.training.state.validation import is_value_name
 from ciuic.training.util import randomness
 from ciuic.training.util.documents import MALFORMED
@@ -214,8 +215,8 @@ def _import(path: Path, size_bytes: int, order: ImportOrder) -> Imported:
 
 
 def _save(found: ForeignState, save_dir: str, name: str, tags: Sequence[str]) -> Imported:
-    with SnapshotManager(save_dir, name=name, distributed=False) as manager:
-        manager.take({key: _Given(state) for key, state in found.objects.items()})
+    with SnapshotManager(save_dir, name=name, options=ManagerOptions(distributed=False)) as manager:
+        manager.framework.set_objects({key: _Given(state) for key, state in found.objects.items()})
         save = manager.save_snapshot(
             epoch=found.epoch,
             step=found.step,

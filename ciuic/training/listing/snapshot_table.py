@@ -1,10 +1,9 @@
-"""`SnapshotTable`: the snapshots of a training as a sequence that prints as a table, also in notebooks."""
+"""`SnapshotTable`: the snapshots of a training as a list that prints as a table, also in notebooks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Final, overload
+from typing import Final, SupportsIndex, overload
 
 from ciuic.training.format.reading import SavedSnapshot
 from ciuic.training.util.text_table import aligned_text, html_table
@@ -17,39 +16,33 @@ _EMPTY: Final = "no snapshots"
 _EVERYWHERE: Final = "training"
 
 
-class SnapshotTable(Sequence[SavedSnapshot]):
-    """Snapshots, newest first. Does not change when snapshots come and go.
+class SnapshotTable(list[SavedSnapshot]):
+    """Snapshots, newest first. Does not change when snapshots come and go; slices are tables.
 
     Text and HTML show the newest 60. Times are local. ``size`` is that of the state, ``new`` the growth of the
     repository.
     """
 
-    def __init__(self, saved: Iterable[SavedSnapshot]) -> None:
-        """Keep the snapshots in this order."""
-        self._saved = tuple(saved)
-
-    def __len__(self) -> int:
-        return len(self._saved)
-
     @overload
-    def __getitem__(self, at: int) -> SavedSnapshot: ...
+    def __getitem__(self, at: SupportsIndex) -> SavedSnapshot: ...
 
     @overload
     def __getitem__(self, at: slice) -> SnapshotTable: ...
 
-    def __getitem__(self, at: int | slice) -> SavedSnapshot | SnapshotTable:
-        return SnapshotTable(self._saved[at]) if isinstance(at, slice) else self._saved[at]
+    def __getitem__(self, at: SupportsIndex | slice) -> SavedSnapshot | SnapshotTable:
+        found = super().__getitem__(at)
+        return SnapshotTable(found) if isinstance(found, list) else found
 
     def __repr__(self) -> str:
-        if not self._saved:
+        if not self:
             return _EMPTY
-        return aligned_text(_HEADERS, [_row(one) for one in self._saved], _NUMERIC, "earlier")
+        return aligned_text(_HEADERS, [_row(one) for one in self], _NUMERIC, "earlier")
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook; everything from the repository is escaped."""
-        if not self._saved:
+        if not self:
             return f"<p>{_EMPTY}</p>"
-        return html_table(_HEADERS, [_row(one) for one in self._saved], _NUMERIC, "earlier")
+        return html_table(_HEADERS, [_row(one) for one in self], _NUMERIC, "earlier")
 
 
 def _row(saved: SavedSnapshot) -> list[str]:

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, Final, Literal, Protocol
 
 from ciuic.training.policy.policies import Moment, Rule
-from ciuic.training.protocol.cloud_notices import Metadata
+from ciuic.training.protocol.cloud_notices import MetadataService
 
 log = logging.getLogger("ciuic")
 
@@ -65,7 +65,7 @@ class BeforePreemption(Rule):
 
     ``grace_seconds``: time left after a signal (Kubernetes: terminationGracePeriodSeconds; Slurm: the time of
     ``--signal``; a notice of a cloud says it itself). ``clouds``: clouds whose metadata services are asked,
-    by name or as `Metadata`. ``then``: what follows the snapshot. ``as before``: previous handlers are
+    by name or as `MetadataService`. ``then``: what follows the snapshot. ``as before``: previous handlers are
     called, and without one a signal ends the program, while a notice does not. ``exit``: SystemExit in any
     case, with ``exit_code`` (by default 128 + signal). ``continue``: the program goes on. A callable is
     called with a `Preempted`.
@@ -73,7 +73,7 @@ class BeforePreemption(Rule):
 
     grace_seconds: float = 30.0
     signals: Sequence[signal.Signals] = _SIGNALS
-    clouds: Sequence[str | Metadata] = ()
+    clouds: Sequence[str | MetadataService] = ()
     then: Then | Callable[[Preempted], object] = "as before"
     exit_code: int | None = None
 
@@ -90,13 +90,13 @@ class BeforePreemption(Rule):
         return False
 
     @property
-    def services(self) -> tuple[Metadata, ...]:
+    def services(self) -> tuple[MetadataService, ...]:
         """Metadata services that the writer is to ask.
 
         Raises:
             ValueError: a cloud is unknown.
         """
-        return tuple(one if isinstance(one, Metadata) else Metadata(one) for one in self.clouds)  # type: ignore[arg-type]
+        return tuple(one if isinstance(one, MetadataService) else MetadataService(one) for one in self.clouds)  # type: ignore[arg-type]
 
 
 class PreemptionHost(Protocol):

@@ -2,12 +2,12 @@
 
     BeforePreemption(grace_seconds=120, then=requeue_slurm)        # sbatch --requeue --signal=USR1@120
 
-For submitit the job's callable needs a method ``checkpoint`` that returns what is to be run again; `again` is
-that:
+For submitit the job's callable needs a method ``checkpoint`` that returns what is to be run again;
+`requeue_submitit` is that:
 
     class Train:
         def __call__(self, save_dir): ...
-        checkpoint = again
+        checkpoint = requeue_submitit
 
 submitit's own handler is called once the last snapshot is staged, and requeues by itself.
 """
@@ -61,7 +61,7 @@ def requeue_slurm(preempted: Preempted) -> None:
     raise SystemExit(0)
 
 
-def again(self: Any, *args: Any, **kwargs: Any) -> Any:
+def requeue_submitit(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return a submitit request to run the same callable with the same arguments; it resumes by itself.
 
     It is meant as the method ``checkpoint`` of a submitit callable.

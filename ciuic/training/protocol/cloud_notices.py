@@ -43,7 +43,7 @@ _AZURE_ENDS: Final = ("Preempt", "Terminate", "Redeploy", "Reboot")
 _MAX_ANSWER_BYTES: Final = 1 << 20
 
 
-class Metadata(msgspec.Struct, frozen=True):
+class MetadataService(msgspec.Struct, frozen=True):
     """Metadata service to poll.
 
     Args:
@@ -74,7 +74,7 @@ class CloudNotice(NamedTuple):
 
 
 def watch(
-    services: Sequence[Metadata], report: Callable[[CloudNotice], None], warn: Callable[[str], None]
+    services: Sequence[MetadataService], report: Callable[[CloudNotice], None], warn: Callable[[str], None]
 ) -> None:
     """Start a polling thread for each resource of each service.
 
@@ -92,7 +92,7 @@ def watch(
 
 
 def _poll_forever(
-    service: Metadata,
+    service: MetadataService,
     poll: Callable[[_MetadataClient], Iterator[CloudNotice]],
     report: Callable[[CloudNotice], None],
     warn: Callable[[str], None],

@@ -14,7 +14,7 @@ import msgspec
 
 from ciuic.protocol.watch_client import Hello
 from ciuic.training.policy.retention_rules import Keep
-from ciuic.training.protocol.cloud_notices import Metadata
+from ciuic.training.protocol.cloud_notices import MetadataService
 from ciuic.training.remote.uploads import UploadOrder
 from ciuic.types import Pair
 
@@ -42,7 +42,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Path under which snapshots keep the state."""
     rules: RetentionRules
     nice: int = 10
-    services: tuple[Metadata, ...] = ()
+    services: tuple[MetadataService, ...] = ()
     """Metadata services of clouds to poll for notices."""
     compression: str = "auto"
     """One of `COMPRESSIONS`."""

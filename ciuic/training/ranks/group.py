@@ -97,7 +97,7 @@ class Ranks:
         if not _all_arrived(dist, prefix, rank, world_size, _MEET_SECONDS, "make a SnapshotManager"):
             log.warning(
                 "ciuic: not every rank has created a SnapshotManager, so rank %d saves for itself alone, and a resume would "
-                "not be exact on the others: create it on every rank, or with distributed=False where that is meant",
+                "not be exact on the others: create it on every rank, or with options=ManagerOptions(distributed=False) where that is meant",
                 rank,
             )
             return None
@@ -180,7 +180,7 @@ class Ranks:
                     log.warning(
                         "ciuic: save_snapshot is called on rank 0 alone at %s: the snapshot lacks generators and positions "
                         "of the other ranks, which are not waited for there again; call it on every rank, or create the "
-                        "manager on rank 0 alone with distributed=False if this is meant",
+                        "manager on rank 0 alone with options=ManagerOptions(distributed=False) if this is meant",
                         call_site,
                     )
                 self._solo_call_sites.add(call_site)
@@ -363,7 +363,7 @@ def _all_arrived(dist: Any, prefix: str, rank: int, world_size: int, seconds: fl
             said = True
             log.warning(
                 "ciuic: rank %d waits up to %.0f s for the other ranks to %s; if rank 0 alone is to save, create its "
-                "manager with distributed=False",
+                "manager with options=ManagerOptions(distributed=False)",
                 rank,
                 seconds,
                 what,

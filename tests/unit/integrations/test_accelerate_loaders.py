@@ -86,6 +86,7 @@ class Manager:
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self._snapshot = snapshot
         self._objects: dict[str, Any] = {}
+        self.framework = self
 
     def join_ranks(self) -> None:
         pass

@@ -79,7 +79,7 @@ def test_submitit_runs_the_same_again() -> None:
     helpers = pytest.importorskip("submitit.helpers", reason="submitit is not installed")
 
     class Train:
-        checkpoint = ciuic.training.again
+        checkpoint = ciuic.training.requeue_submitit
 
         def __call__(self, save_dir: str) -> str:
             return save_dir

@@ -100,6 +100,8 @@ def test_a_header_of_anything_is_read_or_refused(start: bytes, size_bytes: int) 
         '{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}',
         '{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}',
         '{"a":{"dtype":"F32","shape":[2],"data_offsets":[-8,0]}}',
+        '{"a":{"dtype":"F32","shape":["x",4611686018427387904],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[[2],4611686018427387904],"data_offsets":[0,8]}}',
         '{"a":7}',
         "[1]",
     ],

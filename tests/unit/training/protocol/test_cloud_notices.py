@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from ciuic.training.protocol.cloud_notices import CloudNotice, Metadata, watch
+from ciuic.training.protocol.cloud_notices import CloudNotice, MetadataService, watch
 
 PATIENCE_SECONDS = 20.0
 Answer = Callable[[str, str, dict[str, str]], "tuple[int, str, dict[str, str]]"]
@@ -60,7 +60,7 @@ def service(answer: Answer) -> Iterator[str]:
 def _notices_of(cloud: str, answer: Answer, number: int = 1) -> list[CloudNotice]:
     notices: queue.Queue[CloudNotice] = queue.Queue()
     with service(answer) as address:
-        watch([Metadata(cloud, address, poll_seconds=0.01)], notices.put, lambda _: None)  # type: ignore[arg-type]
+        watch([MetadataService(cloud, address, poll_seconds=0.01)], notices.put, lambda _: None)  # type: ignore[arg-type]
         return [notices.get(timeout=PATIENCE_SECONDS) for _ in range(number)]
 
 
@@ -146,11 +146,11 @@ def test_an_unusable_answer_is_reported_and_the_thread_goes_on(cloud: str) -> No
         raise AssertionError(event)
 
     with service(answer) as address:
-        watch([Metadata(cloud, address, 0.01)], reject, messages.put)  # type: ignore[arg-type]
+        watch([MetadataService(cloud, address, 0.01)], reject, messages.put)  # type: ignore[arg-type]
         assert cloud in messages.get(timeout=PATIENCE_SECONDS)
 
 
 def test_a_cloud_that_is_not_known_is_refused() -> None:
     """An unknown cloud is refused by its name."""
     with pytest.raises(ValueError, match="'ibm'"):
-        Metadata("ibm")  # type: ignore[arg-type]
+        MetadataService("ibm")  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import pytest
 
 from ciuic import SnapshotManager
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_page
+from ciuic.training import ManagerOptions
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
 
 
@@ -21,7 +22,7 @@ def reading_of(heartbeat: TrainerHeartbeat) -> HeartbeatReading:
 
 def test_steps_reports_and_saves_are_beats(tmp_path: Path) -> None:
     """Steps, reports and saves beat on the page; closing the manager says goodbye."""
-    manager = SnapshotManager(tmp_path / "s", heartbeat_seconds=5)
+    manager = SnapshotManager(tmp_path / "s", options=ManagerOptions(heartbeat_seconds=5))
     heartbeat = manager._heartbeat
     assert heartbeat.hello is not None
     assert (heartbeat.hello.heartbeat_seconds, heartbeat.hello.where) == (5.0, str(tmp_path / "s"))
@@ -69,7 +70,7 @@ def test_preemption_is_a_goodbye_that_stays_unless_the_training_goes_on() -> Non
 def test_a_heartbeat_that_cannot_be_meant_is_refused(tmp_path: Path, seconds: float) -> None:
     """An invalid heartbeat_seconds is refused at once, by name."""
     with pytest.raises(ValueError, match="heartbeat_seconds"):
-        SnapshotManager(tmp_path / "s", heartbeat_seconds=seconds)
+        SnapshotManager(tmp_path / "s", options=ManagerOptions(heartbeat_seconds=seconds))
 
 
 _PROGRAM = """

@@ -341,6 +341,6 @@ class _Broken(Rule):
 def test_a_rule_that_raises_does_not_end_the_training(tmp_path: Path) -> None:
     """An exception in a rule of the program is logged and does not end the training."""
     with SnapshotManager(tmp_path / "s", save_when=[_Broken()]) as manager:
-        manager.take({"value": {"weights": 1}})
+        manager.framework.set_objects({"value": {"weights": 1}})
         manager.boundary()
         assert manager.save_snapshot(wait=True) is not None
