@@ -23,6 +23,9 @@ from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.errors import UnsupportedFormat
 
 _BATCH = 16
+# A log has no gaps, and an entry for each snapshot: no writer gets here, least of all over so many missing entries.
+_FAR = 1 << 32
+_WIDE = 1 << 20
 _MISSING = "it is missing"
 
 Found = LogEntry | str
@@ -40,6 +43,10 @@ class DamagedLog(NamedTuple):
     """Reasons by the names of entries; of several missing ones the first."""
     later: str = ""
     """Reason of an entry that has a later version; empty for none. A process that cannot read it must not sum up this log."""
+
+    stray: tuple[str, ...] = ()
+    """Unreadable objects whose numbers no writer reaches. After the last number nothing can be appended any more, so that a
+    repair deletes them."""
 
     @property
     def error(self) -> DamagedRemote:
@@ -91,18 +98,22 @@ def read_provable(
             break
     summary = known.copy()
     problems: dict[str, str] = {}
+    stray: list[str] = []
     expected = begin
     for number in sorted(number for number in found if number >= begin):
         if number > expected:
+            if number - expected > _WIDE and number > _FAR:
+                stray = stray or [log_entry_name(writer, far) for far in sorted(found) if far >= number]
             problems[log_entry_name(writer, expected)] = _missing(number - expected)
         expected = number + 1
         entry = found[number]
         if isinstance(entry, str):
             problems[log_entry_name(writer, number)] = entry
         else:
+            stray = []
             summary.apply(number, entry)
     summary.next = expected
-    return DamagedLog(summary, problems, "".join(later[:1]))
+    return DamagedLog(summary, problems, "".join(later[:1]), tuple(stray))
 
 
 def _missing(count: int) -> str:

@@ -13,7 +13,7 @@ from ciuic.remote.format.log_entry import LogState
 from ciuic.remote.format.names import log_entry_name, new_hex_id
 from ciuic.remote.log.bounded import create_entry, read_entry, read_object
 from ciuic.remote.log.log_summary import LogSummary
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
 
 
@@ -45,7 +45,7 @@ def sum_up_log(
         removed=tuple(sorted(summary.removed)),
         given_up=summary.kept_given_up(),
     )
-    before = _bytes(objects, writer, summary.next - 1)
+    before = _last(objects, writer, summary.next - 1)
     if before is None:
         return False
     if not create_entry(objects, sealer, writer, summary.next, entry):
@@ -56,11 +56,16 @@ def sum_up_log(
             return False
     # Not by its nonce, as elsewhere: the last entry may be the damaged one. While it is there as it was, the new name
     # had not been deleted before.
-    return _bytes(objects, writer, summary.next - 1) == before
+    return _last(objects, writer, summary.next - 1) == before
 
 
-def _bytes(objects: Objects, writer: str, number: int) -> bytes | None:
+def _last(objects: Objects, writer: str, number: int) -> bytes | ObjectInfo | None:
+    """Return what tells whether the object is still there as it was; None if it is not there."""
+    name = log_entry_name(writer, number)
     try:
-        return read_object(objects, log_entry_name(writer, number))
+        return read_object(objects, name)
     except NoSuchObject:
         return None
+    except DamagedRemote:
+        # Too large to be read, or a web page that somebody stored.
+        return objects.info(name)

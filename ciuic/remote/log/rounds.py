@@ -28,6 +28,7 @@ from ciuic.remote.sealing.sealer import Sealer
 
 # A round may begin between a listing and the question for the next one.
 _ATTEMPTS: Final = 3
+_MISSING: Final = "other objects say that it must be there, but it is missing"
 
 
 class Rounds:
@@ -86,7 +87,10 @@ class Rounds:
             self.finished = last if "done" in parts[last] else last - 1
             if self.finished >= 0:
                 # Names are not sealed: one that anybody made up must not hide the rounds before it.
-                read_round(self._objects, self._sealer, self.finished, "done")
+                try:
+                    read_round(self._objects, self._sealer, self.finished, "done")
+                except NoSuchObject as error:
+                    raise DamagedRemote(error.name, _MISSING) from None
         self._skip_ended = False
         for round_ in range(self.finished + 1, last + 1):
             # A round begins only after the one before has ended. A listing may lack what was created while it was
@@ -138,9 +142,7 @@ class Rounds:
             try:
                 self._read[round_] = (part, read_round(self._objects, self._sealer, round_, part))
             except NoSuchObject as error:
-                raise DamagedRemote(
-                    error.name, "other objects say that it must be there, but it is missing"
-                ) from None
+                raise DamagedRemote(error.name, _MISSING) from None
 
     def _count(self, before: tuple[frozenset[PackRef], frozenset[str]]) -> None:
         self._unite()

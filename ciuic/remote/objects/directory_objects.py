@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from ciuic.errors import CiuicError
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     NoSuchObject,
@@ -39,6 +40,8 @@ _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_TRIES: Final = 20
 _STALE_SECONDS: Final = 86400
 _REFUSED: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# open(2) of a symbolic link with O_NOFOLLOW, and of a socket.
+_NO_FILE: Final = (errno.ELOOP, errno.ENXIO)
 # link(2) of file systems without hard links.
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -302,10 +305,17 @@ class DirectoryObjects:
                     fd = os.open(base, _READ, dir_fd=directory)
             except (FileNotFoundError, NotADirectoryError):
                 raise NoSuchObject(name) from None
+            except OSError as exc:
+                # A symbolic link, a socket: no permission and no other try makes an object of it.
+                if exc.errno not in _NO_FILE:
+                    raise
+                raise DamagedRemote(
+                    name, f"it is no regular file in {self._directory} ({exc.strerror})"
+                ) from None
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
-                raise RemoteRefused(f"cannot read {name} in {self._directory}: not a file")
+                raise DamagedRemote(name, f"it is no regular file in {self._directory}")
             yield fd, info
         finally:
             os.close(fd)

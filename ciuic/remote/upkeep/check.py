@@ -96,7 +96,7 @@ def check_space(
 ) -> SpaceDamage:
     """Check one space, add what is found to the report, and return what a repair has to mend."""
     space = reader.space
-    _check_rounds(reader, report)
+    check_rounds(reader, report)
     packs = reader.patience.of(lambda: list_packs(space.objects))
     damaged: set[PackRef] = set()
     for pack in check_packs(space.objects, space.sealer, packs):
@@ -146,12 +146,14 @@ def _finding(damage: Damage) -> CheckFinding:
     return CheckFinding("error", kind, text, _REPAIR_HINT, snapshot=snapshot, chunk=damage.chunk)
 
 
-def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
+def check_rounds(reader: SpaceReader, report: CheckReport) -> None:
+    """Add a round that cannot be read, or that is under way, to the report."""
     rounds = Rounds(reader.space.objects, reader.space.sealer)
     try:
         reader.patience.of(rounds.refresh)
     except (Damaged, UnsupportedFormat) as error:
-        report.findings.append(CheckFinding("error", "round", error.message))
+        hint = "" if isinstance(error, UnsupportedFormat) else "ciuic check --remote --repair"
+        report.findings.append(CheckFinding("error", "round", error.message, hint))
         return
     if rounds.unfinished is not None:
         text = f"the collection {rounds.unfinished} is under way or was interrupted"

@@ -5,7 +5,7 @@ A damaged log is summed up anew from everything that can be proved: its readable
 read of it, and manifests, which are sealed as entries are and name the log that they were written for. A manifest whose
 commit is lost is committed again, in the operator's log, by the rules for every commit.
 
-Guarantees: nothing is deleted, and no log is summed up before what was lost of it is committed again. A snapshot that
+Guarantees: nothing is deleted but objects that cannot be read and whose numbers no writer reaches, and no log is summed up before what was lost of it is committed again. A snapshot that
 only a lost entry gave up exists again.
 """
 
@@ -143,6 +143,9 @@ def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches
     paths = [*(str(reader.cache.path / name) for name in _CACHES), *caches]
     for _ in range(_ATTEMPTS):
         logs = read_logs(reader)
+        if stray := [name for damaged in logs.damaged.values() for name in damaged.stray]:
+            reader.patience.of(partial(reader.space.objects.delete, stray))
+            continue
         if not logs.damaged:
             if _unlogged(reader, logs):
                 _commit_again(reader, local, host, logs)

@@ -29,10 +29,11 @@ from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import RemoteRepository
 from ciuic.remote.reading.remote_snapshots import CommittedEntry
 from ciuic.remote.reading.space_reader import SpaceReader
-from ciuic.remote.upkeep.check import SpaceDamage, check_remote, check_slots, check_space
+from ciuic.remote.upkeep.check import SpaceDamage, check_remote, check_rounds, check_slots, check_space
 from ciuic.remote.upkeep.collect import open_collector
 from ciuic.remote.upkeep.log_repair import check_logs, repair_logs
 from ciuic.remote.upkeep.mending import contents, store_again
+from ciuic.remote.upkeep.round_repair import repair_rounds
 from ciuic.remote.upload.uncommitted import UncommittedPacks
 from ciuic.remote.upload.uploader import Labels, Uploader
 from ciuic.repository import Repository
@@ -79,6 +80,8 @@ def repair_remote(
     # Before anything else: they say which snapshots there are.
     with reopen() as opened:
         for reader in opened.readers:
+            check_rounds(reader, before)
+            repair_rounds(reader)
             check_logs(reader, before)
             repair_logs(reader, _sharing(local, reader), host, caches)
     for number in range(_MAX_PASSES):
