@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.failing_disk import FailingDisk, Killed
 from support.power_disk import PowerCut, PowerDisk
 from support.stored import read_back, store
 
@@ -22,7 +23,6 @@ from ciuic.maintenance.prune import CollectionRefused, forget, prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Disk, Repository, Writer
-from ciuic.repository.ids import Bytes
 from ciuic.repository.index.database import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
 from ciuic.types import SnapshotId
@@ -30,64 +30,6 @@ from ciuic.types import SnapshotId
 BLOCK = 4096
 EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
 LAST_TWO = RetentionPolicy(keep_within_seconds=0, keep_last=2)
-
-
-class Killed(BaseException):
-    """Raised in place of the death of the process."""
-
-
-class FailingDisk(Disk):
-    """Count the operations that change something; the nth fails half done, later ones fail at once."""
-
-    def __init__(self, fail_at: int, failure: BaseException) -> None:
-        self.operations = 0
-        self.fail_at = fail_at
-        self.failure = failure
-
-    def _step(self) -> bool:
-        """Return whether this operation is the first to fail; raise for the later ones."""
-        self.operations += 1
-        if self.operations > self.fail_at:
-            raise self.failure
-        return self.operations == self.fail_at
-
-    def create(self, path: str, mode: int = 0o600) -> int:
-        if self._step():
-            raise self.failure
-        return super().create(path, mode)
-
-    def write_at(self, fd: int, parts: Any, offset: int) -> int:
-        pieces: list[Bytes] = list(parts)
-        if self._step():
-            data = b"".join(bytes(piece) for piece in pieces)
-            super().write_at(fd, [data[: len(data) // 2]], offset)
-            raise self.failure
-        return super().write_at(fd, pieces, offset)
-
-    def truncate(self, fd: int, size_bytes: int) -> None:
-        if self._step():
-            raise self.failure
-        super().truncate(fd, size_bytes)
-
-    def sync(self, fd: int) -> None:
-        if self._step():
-            raise self.failure
-        super().sync(fd)
-
-    def rename(self, source: str, target: str) -> None:
-        if self._step():
-            raise self.failure
-        super().rename(source, target)
-
-    def unlink(self, path: str) -> None:
-        if self._step():
-            raise self.failure
-        super().unlink(path)
-
-    def sync_dir(self, path: str) -> None:
-        if self._step():
-            raise self.failure
-        super().sync_dir(path)
 
 
 def noise(seed: int, size: int) -> bytes:

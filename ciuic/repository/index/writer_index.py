@@ -105,19 +105,29 @@ class WriterIndex:
 
     def dependents_of(self, chunks: Sequence[ChunkId]) -> set[ChunkId]:
         """Return chunks of which a copy depends on one of these, directly or through other differences."""
-        found: set[bytes] = set()
-        layer: set[bytes] = set(chunks)
+        found: set[ChunkId] = set()
+        layer = set(chunks)
         while layer:
-            above: set[bytes] = set()
-            for index in (self._disk, self._memory):
-                if index is not None:
-                    try:
-                        above |= index.dependents_of(list(layer))
-                    except sqlite3.Error as error:
-                        self._failed("index_unreadable", error)
+            above = self.direct_dependents_of(layer)
             # Layer by layer, because differences may rest on differences.
             layer = above - found
             found |= above
+        return found
+
+    @property
+    def tells_all(self) -> bool:
+        """True if every read and write of the index has succeeded: what it does not name is not there."""
+        return self._disk is not None and not self._lacking
+
+    def direct_dependents_of(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
+        """Return chunks of which a copy is stored as the difference from one of these."""
+        found: set[bytes] = set()
+        for index in (self._disk, self._memory):
+            if index is not None:
+                try:
+                    found |= index.dependents_of(list(chunks))
+                except sqlite3.Error as error:
+                    self._failed("index_unreadable", error)
         return {ChunkId(chunk) for chunk in found}
 
     def add(

@@ -194,6 +194,17 @@ class Appender:
         self._sync_file()
         self._report_durable(sealed=False)
 
+    def seal(self, min_bytes: int) -> None:
+        """Seal the current pack if it has at least this size and this writer has appended to it.
+
+        Call `flush` before.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        if self._fd >= 0 and self._end >= min_bytes:
+            self._seal()
+
     def close_pack(self) -> None:
         """Release the pack, so that the next record begins another. Call `sync` before."""
         if self._fd >= 0:

@@ -56,18 +56,23 @@ class Bases:
         self._local = threading.local()
         self._all_packs: list[Packs] = []
 
-    def found(self, chunk: ChunkId, size_bytes: int, codec: Codec) -> Codec:
-        """Return a codec for this chunk that reads its base and twin, without those that cannot be used."""
+    def found(
+        self, chunk: ChunkId, size_bytes: int, codec: Codec, *, max_length: int = MAX_WRITTEN_BASE_DEPTH
+    ) -> Codec:
+        """Return a codec for this chunk that reads its base and twin, without those that cannot be used.
+
+        ``max_length`` is less where differences from the chunk are stored already.
+        """
         base, twin = codec.base, codec.twin
         if base is not None:
-            chain = self._chain_of(chunk, base)
+            chain = self._chain_of(chunk, base, max_length)
             # The format has differences between chunks of one length alone.
             if chain and chain[0].raw_bytes == size_bytes:
                 codec = codec._replace(read_base=partial(self._content, base, chain))
             else:
                 codec = codec._replace(base=None)
         if twin is not None:
-            chain = self._chain_of(chunk, twin.base) if codec.width == WIDE else []
+            chain = self._chain_of(chunk, twin.base, max_length) if codec.width == WIDE else []
             read = partial(self._content, twin.base, chain)
             codec = codec._replace(twin=twin._replace(read=read) if chain else None)
         return codec
@@ -77,13 +82,15 @@ class Bases:
         while self._all_packs:
             self._all_packs.pop().close()
 
-    def _chain_of(self, chunk: ChunkId, base: ChunkId) -> list[BufferedChunk | ChunkLocation]:
+    def _chain_of(
+        self, chunk: ChunkId, base: ChunkId, max_length: int
+    ) -> list[BufferedChunk | ChunkLocation]:
         """Return the base and its own bases as stored; [] if they are too many, or their copies disagree."""
         found: list[BufferedChunk | ChunkLocation] = []
         at: ChunkId | Literal[b""] = base
         while at:
             # A chain that contains the chunk would be a cycle.
-            if at == chunk or len(found) == MAX_WRITTEN_BASE_DEPTH:
+            if at == chunk or len(found) == max_length:
                 return []
             buffered = self._buffered(at)
             copies = self._find(at)

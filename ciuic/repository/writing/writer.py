@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ciuic.errors import NotFound
-from ciuic.repository.codecs.codec import Pace
+from ciuic.errors import Busy, NotFound
+from ciuic.repository.codecs.codec import Codec, Pace
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.config import CODECS_VERSION, raise_format, repair_config
 from ciuic.repository.disk.extent_sharing import Stage
@@ -34,7 +34,9 @@ from ciuic.repository.trees.tree_reader import Trees
 from ciuic.repository.trees.tree_updater import update_tree
 from ciuic.repository.writing import maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore
+from ciuic.repository.writing.recoding import Recoded, recode
 from ciuic.repository.writing.recovery import Tail, reconcile
+from ciuic.repository.writing.shared_write_claim import is_claimed
 from ciuic.repository.writing.snapshot_records import changed_marks, committed_snapshot, read_marks
 from ciuic.repository.writing.writer_catalogue import WriterCatalogue
 from ciuic.types import (
@@ -364,6 +366,38 @@ class Writer:
         shortened = maintenance.shorten_pack(self._disk, self._store, number, live, room_bytes)
         self.repository.forget_pack(number)
         return shortened
+
+    def recode(self, wanted: Mapping[ChunkId, Codec], pace: Callable[[], Pace] = lambda: "soon") -> Recoded:
+        """Store chunks again, each as its codec says, and free the space of their old copies.
+
+        Only chunks that are stored as they are get another form, and only those whose pack is mostly theirs
+        (`seal_packs`). Durable on return, pack by pack.
+
+        Args:
+            wanted: Codec of each chunk, in the order of the trials. A base need not outlive the call: it stays
+                as long as the chunk does.
+            pace: Called often; "patient" uses idle processor time alone, and "now" ends the work. The pack
+                that is being coded then stays as it is.
+
+        Raises:
+            Busy: another process is copying the repository, or stores part of a snapshot.
+            OSError: the disk failed; nothing that was committed is lost.
+        """
+        # A process that copies packs must find them to the end.
+        if is_claimed(self._path):
+            raise Busy("another process is copying the repository, or stores part of a snapshot")
+        done = recode(self._disk, self._store, wanted, pace)
+        # Its descriptors would keep the space of packs that are gone.
+        self.repository.close()
+        return done
+
+    def seal_packs(self, min_bytes: int) -> None:
+        """Begin another pack of data after what was put so far, if the current one has this size.
+
+        So what is put later, and goes at another time, lies elsewhere.
+        """
+        self._store.sync()
+        self._store.appenders["data"].seal(min_bytes)
 
     def give_back(self) -> int:
         """Remove what was stored since the writer opened or last committed; return the bytes freed.
