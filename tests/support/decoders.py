@@ -69,7 +69,6 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/protocol/messages.py": ("message of a trainer to its writer",),
     "ciuic/training/importing/inert_pickle.py": ("pickle that is read as data",),
     "ciuic/training/ranks/rank_messages.py": ("message of a rank",),
-    "ciuic/training/format/resolution.py": ("state of a training", "safetensors header"),
     "ciuic/training/format/reading.py": ("state of a training", "facts of a training"),
     "ciuic/training/format/unpacking.py": ("state of a training",),
     "ciuic/training/format/resolution.py": ("tensors that a state needs", "safetensors header"),
