@@ -15,8 +15,9 @@ import msgspec
 
 from ciuic.compare.live_tree import LiveNode, UnreadableFile
 from ciuic.errors import NotFound
+from ciuic.printable import one_line
 from ciuic.repository import Repository
-from ciuic.repository.lookup import Located, find, is_within, join, normalise, readable, resolve, root_of
+from ciuic.repository.lookup import Located, find, is_within, join, normalise, resolve, root_of
 from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.restore.files.content import BlockWorker, batches
 from ciuic.system.linked_path import LinkedPath
@@ -76,7 +77,7 @@ def diff_snapshots(
                 # Raises NotFound, which says that the snapshot was made without that root.
                 find(repository, snapshot, path)
         if before is None and after is None:
-            raise NotFound(f"{readable(normalise(path))} is neither in {old.id} nor in {new.id}")
+            raise NotFound(f"{one_line(normalise(path))} is neither in {old.id} nor in {new.id}")
         yield from _between(repository, before, after)
         return
     # A root that was left out of a snapshot would seem to have been removed or added as a whole.
@@ -238,7 +239,7 @@ def diff_live(repository: Repository, old: Snapshot, path: bytes | None = None) 
     before = _find(repository, old, path)
     with LiveNode.at(path) as live:
         if before is None and live.entry is None:
-            raise NotFound(f"{readable(path)} is not in {old.id}, nor on the disk now")
+            raise NotFound(f"{one_line(path)} is not in {old.id}, nor on the disk now")
     yield from _LiveWalk(repository, in_root).pair(path, before and before.entry)
 
 

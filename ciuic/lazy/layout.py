@@ -27,8 +27,8 @@ import msgspec
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import Busy, CiuicError, DestinationExists
 from ciuic.lazy.progress import LostFile
+from ciuic.printable import one_line
 from ciuic.protocol.state_directory import own_directory
-from ciuic.repository.lookup import readable
 from ciuic.restore.files.destination import Remover, rename_new
 from ciuic.system.mountinfo import LAZY_RESTORE
 
@@ -117,7 +117,7 @@ class LazyLayout:
         begun = _has_directory(self.destination)
         if names and not begun:
             raise DestinationExists(
-                f"{readable(self.path)} is not empty, and --lazy restores into a new or empty directory",
+                f"{one_line(self.path)} is not empty, and --lazy restores into a new or empty directory",
                 hint="restore without --lazy, or into another directory with -d",
             )
         state = self._own(self.destination, STATE_DIR_NAME)
@@ -126,8 +126,8 @@ class LazyLayout:
         self.record = self._read()
         if names and (self.record is None or self.record.phase is not LazyPhase.MOVING):
             raise DestinationExists(
-                f"{readable(self.path)} is an incomplete restore, and something else was put there since: "
-                f"{', '.join(readable(name) for name in sorted(names)[:5])}",
+                f"{one_line(self.path)} is an incomplete restore, and something else was put there since: "
+                f"{', '.join(one_line(name) for name in sorted(names)[:5])}",
                 hint="move it away, and run the command again",
             )
         self.pending = self._own(self.directory, _PENDING)
@@ -145,7 +145,7 @@ class LazyLayout:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy(
-                f"another process restores {readable(self.path)}", hint="ciuic restore --status shows it"
+                f"another process restores {one_line(self.path)}", hint="ciuic restore --status shows it"
             ) from None
 
     def _read(self) -> LazyRecord | None:
@@ -162,7 +162,7 @@ class LazyLayout:
                 return LazyRecord.decode(data)
             except ValueError as error:
                 raise CiuicError(
-                    f"{readable(self.path)} holds an interrupted lazy restore that cannot be read: {error}",
+                    f"{one_line(self.path)} holds an interrupted lazy restore that cannot be read: {error}",
                     hint="remove the directory, and restore anew",
                 ) from None
 
@@ -214,7 +214,7 @@ class LazyLayout:
                 remover.remove(fd, entry, name + b"/" + entry, b"")
         if remover.failures:
             path, reason = remover.failures[0]
-            raise CiuicError(f"{readable(path)} of an interrupted restore is in the way: {reason}")
+            raise CiuicError(f"{one_line(path)} of an interrupted restore is in the way: {reason}")
 
     def open_tree(self, name: bytes) -> int:
         """Open the restored directory in the tree; the caller closes the descriptor."""

@@ -29,8 +29,9 @@ from ciuic.lazy.pending import PendingFiles
 from ciuic.lazy.progress import LazyOutcome, LazyStatus, LostFile, StatusFile
 from ciuic.lazy.settler import Settler
 from ciuic.lazy.turnstile import Turnstile
+from ciuic.printable import one_line
 from ciuic.repository import Repository
-from ciuic.repository.lookup import join, readable
+from ciuic.repository.lookup import join
 from ciuic.system.mount_users import describe, mount_users
 from ciuic.system.mountinfo import LAZY_FS_TYPE
 
@@ -147,7 +148,7 @@ class MountedRestore:
             if driver.session.is_over:
                 self._mounted = False
                 raise CiuicError(
-                    f"the mount at {readable(self._layout.path)} was taken away before everything was restored",
+                    f"the mount at {one_line(self._layout.path)} was taken away before everything was restored",
                     hint="the same command again goes on",
                 )
 
@@ -190,7 +191,7 @@ class MountedRestore:
         entry = mounts.mount_at(self._layout.path)
         if entry is None or entry.fs_type != _FS_TYPE:
             return ""
-        inside = [f"{readable(one.mount_point)} (a mount)" for one in mounts.mounts_inside(entry)]
+        inside = [f"{one_line(one.mount_point)} (a mount)" for one in mounts.mounts_inside(entry)]
         users = describe(mount_users(self._layout.path, files=False))
         return ", ".join([*inside, *([users] if users else [])])
 
@@ -213,7 +214,7 @@ class MountedRestore:
                             os.unlink(name, dir_fd=fd)
                             file = damaged[entry.inode()]
                             reason = next(iter(file.damaged.values()))
-                            outcome.lost.append(LostFile(readable(join(path, name)), reason, damaged=True))
+                            outcome.lost.append(LostFile(one_line(join(path, name)), reason, damaged=True))
             finally:
                 os.close(fd)
         self._record.lost = outcome.lost
@@ -238,7 +239,7 @@ def detach_dead(destination: bytes) -> None:
     while (entry := mounts.mount_at(destination)) is not None and entry.fs_type == _FS_TYPE:
         if mounts.probe(destination, _PROBE_SECONDS) == "alive":
             raise Busy(
-                f"{readable(destination)} is being restored by another process",
+                f"{one_line(destination)} is being restored by another process",
                 hint="ciuic restore --status shows it",
             )
         mounts.detach(destination, _FS_TYPE)

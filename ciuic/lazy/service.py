@@ -24,8 +24,9 @@ from ciuic.lazy.pending import PendingFiles
 from ciuic.lazy.pending_file import PendingName
 from ciuic.lazy.progress import DEFAULT_DIRECTORY, LazyOutcome, LazyStatus, LostFile, StatusFile
 from ciuic.lazy.skeleton import SkeletonFiles
+from ciuic.printable import one_line
 from ciuic.repository import Repository
-from ciuic.repository.lookup import find, join, normalise, readable
+from ciuic.repository.lookup import find, join, normalise
 from ciuic.restore import execute, plan_restore
 from ciuic.restore.files.safe_open import open_way
 from ciuic.restore.limits import many_descriptors
@@ -67,9 +68,9 @@ class LazyRestore:
         self.status: Final = StatusFile(
             status_directory,
             LazyStatus(
-                readable(self.destination),
+                one_line(self.destination),
                 str(snapshot.id),
-                readable(self._source),
+                one_line(self._source),
                 os.getpid(),
                 began=time.time(),
             ),
@@ -112,7 +113,7 @@ class LazyRestore:
             raise UsageError("the root directory of the machine has no name to restore it under")
         if not find(self._repository, self._snapshot, self._source).entry.is_dir:
             raise UsageError(
-                f"{readable(self._source)} is no directory, and --lazy restores directories",
+                f"{one_line(self._source)} is no directory, and --lazy restores directories",
                 hint="restore it without --lazy",
             )
 
@@ -174,7 +175,7 @@ class LazyRestore:
         entry = mounts.mount_of(backing)
         if entry is not None and entry.fs_type == mounts.FS_TYPE:
             raise UsageError(
-                f"{readable(self.destination)} lies in a protected root, over which --lazy does not mount",
+                f"{one_line(self.destination)} lies in a protected root, over which --lazy does not mount",
                 hint="restore without --lazy, or into another directory with -d",
             )
 
@@ -186,8 +187,8 @@ class LazyRestore:
     def _require_same(self, record: LazyRecord) -> None:
         if (record.snapshot, record.source) != (str(self._snapshot.id), self._source.hex()):
             raise DestinationExists(
-                f"{readable(self.destination)} is an incomplete restore of "
-                f"{readable(bytes.fromhex(record.source))} from {readable(os.fsencode(record.snapshot))}",
+                f"{one_line(self.destination)} is an incomplete restore of "
+                f"{one_line(bytes.fromhex(record.source))} from {one_line(os.fsencode(record.snapshot))}",
                 hint="finish that one, or remove the directory",
             )
 
@@ -213,7 +214,7 @@ class LazyRestore:
     def _note_failures(self, record: LazyRecord, result: Result, tree: bytes) -> None:
         shift = len(join(tree, self._name))
         for failure in result.failed:
-            path = readable(self.destination + failure.path[shift:])
+            path = one_line(self.destination + failure.path[shift:])
             record.lost.append(LostFile(path, failure.reason, failure.damaged, failure.attribute))
         record.left_out, record.left_out_because = len(result.left_out), result.left_out_because
 

@@ -30,11 +30,6 @@ def trainer_key(name: str, where: str) -> str:
     return f"trainer:{escaped(name)}:{escaped(where)}"
 
 
-def one_line(text: str) -> str:
-    """Escape control and other unprintable characters in a message that may quote a user's program."""
-    return "".join(char if char.isprintable() else _escape(char) for char in text)
-
-
 def _escape(char: str) -> str:
     code = ord(char)
     if code < 0x100:

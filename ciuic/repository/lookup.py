@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ciuic.errors import Damaged, NotFound, UsageError
+from ciuic.printable import one_line
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 
 if TYPE_CHECKING:
@@ -36,18 +37,11 @@ def normalise(path: bytes) -> bytes:
     UsageError if relative or impossible.
     """
     if not path.startswith(b"/"):
-        raise UsageError(f"{readable(path)} must be an absolute path")
+        raise UsageError(f"{one_line(path)} must be an absolute path")
     if b"\0" in path:
         raise UsageError("a path cannot contain a NUL byte")
     # normpath keeps exactly two leading slashes, to which POSIX gives no fixed meaning.
     return b"/" + posixpath.normpath(path).lstrip(b"/")
-
-
-def readable(path: bytes) -> str:
-    """Return a path for a message: one line, whatever its bytes are."""
-    text = path.decode("utf-8", "backslashreplace")
-    # A newline or an escape sequence in a name must not reach the terminal.
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def find(repository: Repository, snapshot: Snapshot, path: bytes) -> Located:
@@ -99,11 +93,11 @@ def resolve(repository: Repository, root: RootRecord, entry: Entry) -> Entry:
     inode = repository.trees.link(root.links, entry.link) if root.links else None
     if inode is None:
         raise Damaged(
-            f"inode {entry.link} of {readable(entry.name)} is not in the link table of its snapshot"
+            f"inode {entry.link} of {one_line(entry.name)} is not in the link table of its snapshot"
         )
     # The directory recorded the type with the name: both must agree.
     if inode.mode >> 12 != entry.mode >> 12:
-        raise Damaged(f"inode {entry.link} of {readable(entry.name)} is of another type in the link table")
+        raise Damaged(f"inode {entry.link} of {one_line(entry.name)} is of another type in the link table")
     return msgspec.structs.replace(inode, name=entry.name, link=entry.link)
 
 
@@ -120,19 +114,19 @@ def children(repository: Repository, root: RootRecord, entry: Entry) -> Iterator
 def _child(
     repository: Repository, snapshot: Snapshot, root: RootRecord, at: Located, name: bytes, wanted: bytes
 ) -> Entry:
-    entry, place = at.entry, readable(at.path)
+    entry, place = at.entry, one_line(at.path)
     # Never followed: the link leads to what is there today, not to what was there at the cut.
     if entry.is_symlink:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(at.path), entry.target))
         rest = wanted[len(at.path) :]
         raise NotFound(
-            f"{readable(wanted)} is not in {snapshot.id}: {place} was a symbolic link to "
-            f"{readable(entry.target)}",
-            hint=f"ask for {readable(target + rest)}",
+            f"{one_line(wanted)} is not in {snapshot.id}: {place} was a symbolic link to "
+            f"{one_line(entry.target)}",
+            hint=f"ask for {one_line(target + rest)}",
         )
     if not entry.is_dir:
         raise NotFound(
-            f"{readable(wanted)} is not in {snapshot.id}: {place} was not a directory",
+            f"{one_line(wanted)} is not in {snapshot.id}: {place} was not a directory",
             hint=f"`ciuic show {snapshot.id} {place}` shows what it was",
         )
     found = repository.trees.entry(entry.content, name)
@@ -140,11 +134,11 @@ def _child(
         return resolve(repository, root, found)
     if entry.flags & FLAG_MOUNTPOINT:
         raise NotFound(
-            f"{readable(wanted)} is not in {snapshot.id}: another file system was mounted at {place}",
+            f"{one_line(wanted)} is not in {snapshot.id}: another file system was mounted at {place}",
             hint="protect that directory as a root of its own",
         )
     raise NotFound(
-        f"{readable(wanted)} is not in {snapshot.id}: {place} had no {readable(name)}",
+        f"{one_line(wanted)} is not in {snapshot.id}: {place} had no {one_line(name)}",
         hint=f"`ciuic show {snapshot.id} {place}` lists what it had",
     )
 
@@ -153,13 +147,13 @@ def _no_root(snapshot: Snapshot, path: bytes) -> NotFound:
     for lacking in snapshot.left_out:
         if is_within(path, lacking.path):
             return NotFound(
-                f"{readable(path)} is not in {snapshot.id}, which was made without {readable(lacking.path)}: "
+                f"{one_line(path)} is not in {snapshot.id}, which was made without {one_line(lacking.path)}: "
                 f"{lacking.reason}",
-                hint=f"`ciuic list --root {readable(lacking.path)}` names the snapshots that have it",
+                hint=f"`ciuic list --root {one_line(lacking.path)}` names the snapshots that have it",
             )
-    known = ", ".join(readable(root.path) for root in snapshot.roots)
-    below = [readable(root.path) for root in snapshot.roots if is_within(root.path, path)]
+    known = ", ".join(one_line(root.path) for root in snapshot.roots)
+    below = [one_line(root.path) for root in snapshot.roots if is_within(root.path, path)]
     hint = (
         f"it is above these roots, ask for them: {', '.join(below)}" if below else f"its roots are: {known}"
     )
-    return NotFound(f"{readable(path)} is not in {snapshot.id}", hint=hint)
+    return NotFound(f"{one_line(path)} is not in {snapshot.id}", hint=hint)

@@ -29,8 +29,9 @@ from ciuic.daemon.base.alert_command import Prepared, prepare, remove_left_over
 from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
 from ciuic.daemon.base.events import EventBus
 from ciuic.errors import NotPermitted
+from ciuic.printable import one_line
 from ciuic.protocol.control_types import Event
-from ciuic.protocol.plain_names import escaped, one_line, trainer_key
+from ciuic.protocol.plain_names import escaped, trainer_key
 
 # An event that repeats is told three times at once, and then every ten minutes.
 BURST: Final = 3

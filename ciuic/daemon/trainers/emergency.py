@@ -21,8 +21,9 @@ from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.trainers.trainer import WatchedTrainer
 from ciuic.errors import CiuicError
+from ciuic.printable import one_line
 from ciuic.protocol.control_types import Incident, IncidentKind, SnapshotRequest, SnapshotState, rfc3339
-from ciuic.protocol.plain_names import one_line, shown_name, trainer_key
+from ciuic.protocol.plain_names import shown_name, trainer_key
 from ciuic.retention import TAG_EMERGENCY
 
 # Time in which further incidents are collected: when a host fails, several trainers die within moments of one

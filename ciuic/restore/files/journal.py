@@ -16,7 +16,7 @@ import stat
 from dataclasses import dataclass
 
 from ciuic.errors import Busy
-from ciuic.repository.lookup import readable
+from ciuic.printable import one_line
 from ciuic.restore.files.destination import unlink_if_there
 
 JOURNAL_NAME = b".ciuic-restore"
@@ -149,7 +149,7 @@ def _open_locked(folder: int, path: bytes) -> int:
         if _is_named(folder, fd):
             return fd
         os.close(fd)
-    raise Busy(f"another restore into {readable(path)} is running", hint="wait for it to end")
+    raise Busy(f"another restore into {one_line(path)} is running", hint="wait for it to end")
 
 
 def _is_named(folder: int, fd: int) -> bool:

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 
 from ciuic.errors import CiuicError, Damaged
-from ciuic.repository.lookup import readable
+from ciuic.printable import one_line
 from ciuic.restore.files.attributes import OWNER, TIMES
 from ciuic.restore.files.destination import refusal
 from ciuic.restore.model import (
@@ -175,4 +175,4 @@ def reason_of(error: BaseException | str) -> str:
         return "another process created it during the restore"
     if isinstance(error, OSError):
         return refusal(error)
-    return readable(str(error).encode("utf-8", "surrogateescape"))
+    return one_line(str(error).encode("utf-8", "surrogateescape"))

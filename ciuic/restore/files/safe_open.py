@@ -14,7 +14,7 @@ import stat
 from contextlib import suppress
 
 from ciuic.errors import CiuicError
-from ciuic.repository.lookup import readable
+from ciuic.printable import one_line
 
 _STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # The kernel follows as many in one path (path_resolution(7)).
@@ -93,7 +93,7 @@ class _PathWalk:
             return there
         os.close(there)
         raise CiuicError(
-            f"{readable(self._path)} leads through a symbolic link of user {st.st_uid} to {readable(target)},"
+            f"{one_line(self._path)} leads through a symbolic link of user {st.st_uid} to {one_line(target)},"
             f" which belongs to user {owner}",
             hint="name the directory itself, not a link to it",
         )

@@ -12,8 +12,9 @@ import os
 import posixpath
 
 from ciuic.errors import CiuicError, NotPermitted, UsageError
+from ciuic.printable import one_line
 from ciuic.repository import Repository
-from ciuic.repository.lookup import Located, find, is_within, join, normalise, readable
+from ciuic.repository.lookup import Located, find, is_within, join, normalise
 from ciuic.restore.files.destination import may_lift
 from ciuic.restore.files.directory_handles import NOT_THERE, Folder
 from ciuic.restore.files.journal import new_run
@@ -45,7 +46,7 @@ def make_targets(
         other = targets.get(target.path)
         if other is not None:
             raise UsageError(
-                f"{readable(other.source.path)} and {readable(path)} would both become {readable(target.path)}",
+                f"{one_line(other.source.path)} and {one_line(path)} would both become {one_line(target.path)}",
                 hint="restore them one by one, into different directories",
             )
         # Sorted, parents come first: a path below another one is restored with it.
@@ -63,7 +64,7 @@ def _require_outside_repository(repository: Repository, target: RestoreTarget) -
     inside = os.path.realpath(os.fsencode(repository.path))
     if is_within(os.path.realpath(target.path), inside):
         raise UsageError(
-            f"{readable(target.path)} lies in the repository itself", hint="choose another directory"
+            f"{one_line(target.path)} lies in the repository itself", hint="choose another directory"
         )
 
 
@@ -86,7 +87,7 @@ def check_usable(target: RestoreTarget) -> None:
         fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
         raise NotPermitted(
-            f"{readable(place)} cannot be read", hint="run as a user who may write there"
+            f"{one_line(place)} cannot be read", hint="run as a user who may write there"
         ) from None
     try:
         # With effective ids, which access(2) ignores: what counts is what this process may do.
@@ -94,13 +95,13 @@ def check_usable(target: RestoreTarget) -> None:
             return
         if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
             raise NotPermitted(
-                f"{readable(place)} is on a read-only file system", hint="choose another destination"
+                f"{one_line(place)} is on a read-only file system", hint="choose another destination"
             )
         if may_lift(os.fstat(fd)):
             return
     finally:
         os.close(fd)
-    raise NotPermitted(f"{readable(place)} cannot be written to", hint="run as a user who may, or use -d")
+    raise NotPermitted(f"{one_line(place)} cannot be written to", hint="run as a user who may, or use -d")
 
 
 def _require_directory(dest: bytes) -> None:
@@ -109,7 +110,7 @@ def _require_directory(dest: bytes) -> None:
         dest = posixpath.dirname(dest)
     if os.path.exists(dest) and not os.path.isdir(dest):
         raise UsageError(
-            f"the destination must be a directory, and {readable(dest)} is a file",
+            f"the destination must be a directory, and {one_line(dest)} is a file",
             hint="name a directory with -d; it is made if it is missing",
         )
 
@@ -158,7 +159,7 @@ def _step(repository: Repository, snapshot: Snapshot, above: Folder, name: bytes
         return Folder.make(above, name, path, run=run, dry_run=dry_run)
     if above.leads_away(name):
         raise CiuicError(
-            f"another file system is mounted at {readable(path)}: nothing was restored into it",
+            f"another file system is mounted at {one_line(path)}: nothing was restored into it",
             hint="unmount it, or restore elsewhere with -d",
         )
     try:
@@ -170,7 +171,7 @@ def _step(repository: Repository, snapshot: Snapshot, above: Folder, name: bytes
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             raise CiuicError(
-                f"{readable(path)} was a directory at {snapshot.id} and is something else now",
+                f"{one_line(path)} was a directory at {snapshot.id} and is something else now",
                 hint="move it out of the way, or restore elsewhere with -d",
             ) from None
         raise
@@ -187,7 +188,7 @@ def _open_or_none(path: bytes, dry_run: bool) -> int:
     except FileNotFoundError:
         if not dry_run:  # mkdir(2) in /proc and its like, or a directory that was removed meanwhile
             raise CiuicError(
-                f"the directory {readable(path)} cannot be made: no directory can be made above it",
+                f"the directory {one_line(path)} cannot be made: no directory can be made above it",
                 hint="name another with -d",
             ) from None
         return NOT_THERE

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ciuic.errors import NotFound, UsageError
+from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.training.format.reading import SavedSnapshot, saved_snapshots
 from ciuic.training.policy.policies import Mode
 from ciuic.training.policy.retention_rules import Best, RetentionCandidate, best_of
 from ciuic.training.util.logs import log
-from ciuic.training.util.text_table import printable
 from ciuic.types import SnapshotId
 from ciuic.units import plural
 
@@ -102,7 +102,7 @@ def best(repository: Repository, root: bytes, rule: Best | None) -> SnapshotId:
     """
     saved = _readable(repository, root)
     names = sorted({name for one in saved for name in one.facts.metrics})
-    metrics = f"there are {', '.join(map(printable, names))}" if names else "there are none"
+    metrics = f"there are {', '.join(map(one_line, names))}" if names else "there are none"
     if rule is None:
         raise NotFound(
             f"which metric is best is not known; of metrics {metrics}",
@@ -114,7 +114,7 @@ def best(repository: Repository, root: bytes, rule: Best | None) -> SnapshotId:
     found = best_of(rule, candidates)
     if not found:
         raise NotFound(
-            f"no snapshot has a finite {printable(rule.metric)}; of metrics {metrics}, "
+            f"no snapshot has a finite {one_line(rule.metric)}; of metrics {metrics}, "
             f"of snapshots {_listed(saved) or 'none'}"
         )
     return SnapshotId.parse(found[0].id)

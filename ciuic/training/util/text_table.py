@@ -1,6 +1,6 @@
 """Tables as aligned text and as HTML.
 
-Guarantees: a cell is one line of printable characters, whatever a repository contains, so that no name can
+Guarantees: a cell is one line of one_line characters, whatever a repository contains, so that no name can
 drive a terminal; in HTML every cell is escaped.
 """
 
@@ -10,18 +10,13 @@ import html
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from ciuic.printable import one_line
+
 MAX_ROWS: Final = 60
 """Rows that are shown; a table of all snapshots of a long run would fill a notebook."""
 _MAX_CELL: Final = 60
 
 Row = Sequence[str]
-
-
-def printable(text: str) -> str:
-    """Return a text with escape sequences in place of characters that do not print."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
-    )
 
 
 def aligned_text(headers: Row, rows: Sequence[Row], numeric: Collection[str], rest: str) -> str:
@@ -65,7 +60,7 @@ _LEFT: Final = ' style="text-align:left"'
 
 
 def _cells(row: Row) -> list[str]:
-    cells = [printable(cell) for cell in row]
+    cells = [one_line(cell) for cell in row]
     return [cell if len(cell) <= _MAX_CELL else f"{cell[: _MAX_CELL - 1]}…" for cell in cells]
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 from typing import Final
 
+from ciuic.printable import one_line
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage
 from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, Hello
 from ciuic.system.processes import start_ticks
@@ -130,5 +131,4 @@ def _failure(error: BaseException | None) -> str:
 
 
 def _printable(text: str) -> str:
-    shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
-    return shown[-MAX_TEXT_CHARACTERS:] or "?"
+    return one_line(text)[-MAX_TEXT_CHARACTERS:] or "?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from ciuic.printable import one_line
 from ciuic.verdicts.bounded_reader import BoundedReader
 from ciuic.verdicts.model import NotJudged, TornContent
 from ciuic.verdicts.sources import DirectorySource, FileSource
@@ -50,5 +51,4 @@ def document_of(directory: DirectorySource, name: bytes, what: str) -> bytes | N
 
 def shown_name(name: bytes) -> str:
     """Return a name for a reason: one line, for any bytes."""
-    text = name[:200].decode("utf-8", "backslashreplace")
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+    return one_line(name[:200])

@@ -11,7 +11,7 @@ from support.restoring import take, write
 
 from ciuic.errors import NotFound, UsageError
 from ciuic.repository import Repository
-from ciuic.repository.lookup import find, normalise, readable
+from ciuic.repository.lookup import find, normalise
 
 
 @pytest.fixture
@@ -65,9 +65,3 @@ def test_paths_are_normalised_or_refused() -> None:
     for path in (b"a", b"", b"/a\0b"):
         with pytest.raises(UsageError):
             normalise(path)
-
-
-def test_any_name_fits_in_a_message() -> None:
-    """Bytes that are not text, and control characters, are escaped on one line of a message."""
-    assert readable(b"/plain \xc3\xa9") == "/plain é"
-    assert readable(b"/\xff\n\x1b") == r"/\\xff\n\x1b"
