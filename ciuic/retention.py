@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
 from itertools import islice
 from types import MappingProxyType
 from typing import Protocol
+
+import msgspec
 
 from ciuic.types import SnapshotId, is_safety
 
@@ -82,8 +83,7 @@ class SnapshotFacts(Protocol):
         """True for a held snapshot, which always stays."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetentionPolicy:
+class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Rules of ``[retention]``; 0 or empty turns a rule off."""
 
     keep_within_seconds: int = 7 * 86400
@@ -101,8 +101,7 @@ class RetentionPolicy:
     """How long safety snapshots stay."""
 
 
-@dataclass(frozen=True)
-class MinFree:
+class MinFree(msgspec.Struct, frozen=True):
     """Free space that retention keeps on the repository's file system: a size, or a share of the whole."""
 
     size_bytes: int = 0
@@ -113,8 +112,7 @@ class MinFree:
         return max(self.size_bytes, int(self.share * total_bytes))
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Decision about one snapshot: kept for ``reasons``, or removed when there are none."""
 
     id: SnapshotId
@@ -134,11 +132,10 @@ class Decision:
         return self.reasons[: len(self.reasons) - len(self.remotes)]
 
 
-@dataclass(frozen=True)
-class RetentionPlan:
+class RetentionPlan(msgspec.Struct, frozen=True):
     """Decisions about all snapshots, newest first."""
 
-    decisions: tuple[Decision, ...] = field(default=())
+    decisions: tuple[Decision, ...] = msgspec.field(default=())
 
     @property
     def kept(self) -> tuple[Decision, ...]:

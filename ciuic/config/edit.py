@@ -12,8 +12,9 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ciuic.config.flat import is_flat, set_flat
 from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME

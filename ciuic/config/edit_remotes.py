@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ciuic.config.edit import edit_file, with_line_end
 from ciuic.config.flat import is_flat

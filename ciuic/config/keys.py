@@ -7,8 +7,9 @@ docs/configuration.md explains each key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ciuic.config.model import DRIVERS, TIER_KINDS
 from ciuic.config.remote_values import (
@@ -51,8 +52,7 @@ from ciuic.config.values import (
 from ciuic.units import format_duration, format_size
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(msgspec.Struct, frozen=True):
     """Configuration key: ``table.name`` in TOML, perhaps another name in the flat format."""
 
     name: str

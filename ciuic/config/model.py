@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from ciuic.errors import CiuicError, ConfigError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
@@ -20,8 +21,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "text"]
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Source of a value."""
 
     kind: Literal["default", "file", "environment", "option"] = "default"
@@ -39,8 +39,7 @@ class Origin:
 DEFAULT = Origin()
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """Problem in a configuration or its places: errors stop the daemon, warnings are reported."""
 
     severity: Literal["error", "warning"]
@@ -55,8 +54,7 @@ class Problem:
         return where + self.message
 
 
-@dataclass(frozen=True)
-class RootConfig:
+class RootConfig(msgspec.Struct, frozen=True):
     """Protected directory."""
 
     path: Path
@@ -67,8 +65,7 @@ class RootConfig:
     origin: Origin = DEFAULT
 
 
-@dataclass(frozen=True)
-class RepositoryConfig:
+class RepositoryConfig(msgspec.Struct, frozen=True):
     """Section ``[repository]``."""
 
     path: Path | None = None
@@ -82,15 +79,13 @@ class RepositoryConfig:
     """Free space on the file system that captures leave to others; None: see `disk_space.reserve_of`."""
 
 
-@dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(msgspec.Struct, frozen=True):
     """Section ``[schedule]``."""
 
     interval_seconds: int = 3600
 
 
-@dataclass(frozen=True)
-class IoPrioritySetting:
+class IoPrioritySetting(msgspec.Struct, frozen=True):
     """I/O class and level (0 highest … 7) of the capture process; ``none`` leaves it as inherited."""
 
     # Linux has eight levels in the best-effort class; idle has none (ioprio_set(2)).
@@ -101,8 +96,7 @@ class IoPrioritySetting:
         return f"{self.io_class}:{self.level}" if self.io_class == "best-effort" else self.io_class
 
 
-@dataclass(frozen=True)
-class CaptureConfig:
+class CaptureConfig(msgspec.Struct, frozen=True):
     """Section ``[capture]``."""
 
     io_priority: IoPrioritySetting = IoPrioritySetting()
@@ -115,8 +109,7 @@ class CaptureConfig:
     """Limit of a root's undo log; beyond it the snapshot in progress is given up, never the job."""
 
 
-@dataclass(frozen=True)
-class OverlayConfig:
+class OverlayConfig(msgspec.Struct, frozen=True):
     """Section ``[overlay]``.
 
     Name patterns of files whose data must not pass the overlay worker by, so that a cut holds them.
@@ -128,8 +121,7 @@ class OverlayConfig:
     """Databases that are written through mappings; their data goes through the kernel's page cache."""
 
 
-@dataclass(frozen=True)
-class ControlConfig:
+class ControlConfig(msgspec.Struct, frozen=True):
     """Section ``[control]``."""
 
     socket: Path = Path("/run/ciuic/control.sock")
@@ -137,8 +129,7 @@ class ControlConfig:
     """Name of the group that may use the socket besides root."""
 
 
-@dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(msgspec.Struct, frozen=True):
     """``[[trainer]]``: a training to watch that does not register itself."""
 
     name: str
@@ -150,8 +141,7 @@ class TrainerConfig:
     origin: Origin = DEFAULT
 
 
-@dataclass(frozen=True)
-class WatchConfig:
+class WatchConfig(msgspec.Struct, frozen=True):
     """Section ``[watch]``."""
 
     users: tuple[str, ...] = ()
@@ -160,8 +150,7 @@ class WatchConfig:
     emergency_per_hour: int = 3
 
 
-@dataclass(frozen=True)
-class HoldsConfig:
+class HoldsConfig(msgspec.Struct, frozen=True):
     """Section ``[holds]``.
 
     Limits for each user that asks for held snapshots of its roots without being an administrator.
@@ -171,8 +160,7 @@ class HoldsConfig:
     max_of_a_user_per_hour: int = 8
 
 
-@dataclass(frozen=True)
-class AlertConfig:
+class AlertConfig(msgspec.Struct, frozen=True):
     """Section ``[alert]``."""
 
     command: tuple[str, ...] = ()
@@ -181,16 +169,14 @@ class AlertConfig:
     timeout_seconds: int = 30
 
 
-@dataclass(frozen=True)
-class ExporterConfig:
+class ExporterConfig(msgspec.Struct, frozen=True):
     """Section ``[exporter]``."""
 
     listen: str | None = None
     """Address and port, such as ``127.0.0.1:9847`` or ``[::1]:9847``, at which Prometheus finds the metrics; None: nowhere."""
 
 
-@dataclass(frozen=True)
-class DailyWindow:
+class DailyWindow(msgspec.Struct, frozen=True):
     """Part of the day, in local time, in which a remote may be written to."""
 
     start_minute: int
@@ -209,8 +195,7 @@ class DailyWindow:
         return "-".join(f"{minute // 60:02d}:{minute % 60:02d}" for minute in minutes)
 
 
-@dataclass(frozen=True)
-class RemoteSchedule:
+class RemoteSchedule(msgspec.Struct, frozen=True):
     """Section ``[remote.schedule]``."""
 
     interval_seconds: int = 0
@@ -219,8 +204,7 @@ class RemoteSchedule:
     """When the remote may be written to; None: always."""
 
 
-@dataclass(frozen=True)
-class RemotePrice:
+class RemotePrice(msgspec.Struct, frozen=True):
     """Section ``[remote.price]``, for reports of costs; None: not known."""
 
     put_per_1000: float | None = None
@@ -233,8 +217,7 @@ TierKind = Literal["all", "files", "training"]
 TIER_KINDS: tuple[TierKind, ...] = ("all", "files", "training")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierRule:
+class TierRule(msgspec.Struct, frozen=True, kw_only=True):
     """``[[remote.tier]]``: which data become cold, and where they go."""
 
     after_seconds: int
@@ -247,8 +230,7 @@ class TierRule:
     """Newest snapshots of each job of each host that count as young at any age."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteConfig:
+class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """``[remote]`` or ``[[remote]]``: an object store or directory to which snapshots are replicated."""
 
     name: str
@@ -265,29 +247,36 @@ class RemoteConfig:
     key_command: tuple[str, ...] = ()
     """Program and arguments whose output is the key; empty: none. Not both this and ``key_file``."""
     storage_class: str | None = None
-    keep: RetentionPolicy = field(default_factory=RetentionPolicy)
+    keep: RetentionPolicy = msgspec.field(default_factory=RetentionPolicy)
     """Rules of the remote's own retention: at least those of ``[retention]``, unless they were set."""
     schedule: RemoteSchedule = RemoteSchedule()
     price: RemotePrice = RemotePrice()
     tiers: tuple[TierRule, ...] = ()
     """Rules by which packs become cold; none: all stay as they were stored."""
-    origin: Origin = field(default=DEFAULT, compare=False)
+    origin: Origin = DEFAULT
     """Where the table begins."""
-    # Not compared, so that two remotes are equal where they mean the same.
-    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    origins: Mapping[str, Origin] = msgspec.field(default_factory=dict)
     """Origin of each key that was set, by its name in ``REMOTE_KEYS``, such as ``keep.keep_last``."""
 
+    def __eq__(self, other: object) -> bool:
+        # Two remotes are equal where they mean the same, wherever that is written.
+        return isinstance(other, RemoteConfig) and self._meaning() == other._meaning()
 
-@dataclass(frozen=True)
-class LogConfig:
+    def __hash__(self) -> int:
+        return hash(self._meaning())
+
+    def _meaning(self) -> tuple[object, ...]:
+        return tuple(getattr(self, name) for name in self.__struct_fields__ if not name.startswith("origin"))
+
+
+class LogConfig(msgspec.Struct, frozen=True):
     """Section ``[log]``."""
 
     level: LogLevel = "info"
     format: LogFormat = "auto"
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(msgspec.Struct, frozen=True):
     """Effective configuration, complete: every value that a file leaves out is the default."""
 
     roots: tuple[RootConfig, ...] = ()
@@ -295,7 +284,7 @@ class Config:
     """Patterns for all roots, as written."""
     repository: RepositoryConfig = RepositoryConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    retention: RetentionPolicy = msgspec.field(default_factory=RetentionPolicy)
     min_free: MinFree | None = None
     capture: CaptureConfig = CaptureConfig()
     overlay: OverlayConfig = OverlayConfig()
@@ -310,7 +299,7 @@ class Config:
     log: LogConfig = LogConfig()
     file: Path | None = None
     """File that was read; None when there is none."""
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = msgspec.field(default_factory=dict)
     """Origin of every key of `ciuic.config.KEYS`, by its dotted name, such as ``schedule.interval``."""
 
     def origin(self, key: str) -> Origin:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from zoneinfo import ZoneInfo
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from msgspec.structs import replace
 
 from ciuic.repository.writing.snapshot_records import place_in_order
 from ciuic.retention import TAG_EMERGENCY, RetentionPlan, RetentionPolicy, plan_retention

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ciuic.retention import MIN_SAFETY, NEWEST, UNDOES, RetentionPolicy, plan_retention
 from ciuic.types import SAFETY_MESSAGE, TAG_SAFETY, Snapshot, SnapshotId

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import click
+from msgspec.structs import replace
 
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.session import current

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from ciuic.cli.shared.messages import complain, warn
 from ciuic.cli.shared.names import plural, shown, shown_text

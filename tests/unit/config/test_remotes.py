@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ciuic.config import (
     REMOTE_KEYS,
@@ -280,7 +280,7 @@ def _tables() -> set[str]:
 
 def test_the_keys_of_a_remotes_retention_are_those_of_a_policy() -> None:
     """[remote.keep] has every rule of a RetentionPolicy, under its name in [retention]."""
-    rules = {field.name.removesuffix("_seconds") for field in fields(RetentionPolicy)}
+    rules = {name.removesuffix("_seconds") for name in RetentionPolicy.__struct_fields__}
     assert {name.removeprefix("keep.") for name in REMOTE_KEYS if name.startswith("keep.")} == rules
 
 

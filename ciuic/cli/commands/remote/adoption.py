@@ -7,9 +7,10 @@ snapshots is never touched.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace
 
 from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import shown_text
