@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -119,6 +120,24 @@ def test_a_deleted_log_is_damage_and_is_committed_again(bucket: Bucket) -> None:
     assert bucket.other.json("check", "--remote", expect=4)["damaged"]
     bucket.other.run("check", "--remote", "--repair")
     assert len(bucket.other.json("list", "--all-hosts")["snapshots"]) == 2
+
+
+def test_a_log_that_was_cut_locks_its_host_out_only_until_it_is_told_to_go_on(bucket: Bucket) -> None:
+    """A host that remembers more of a log than is there names what to remove; then everything is there again."""
+    bucket.other.run("list", "--all-hosts")
+    bucket.last.unlink()
+    assert b"older than it was" in bucket.other.run("remote", "upload", "--once").stdout
+    for host, command in (
+        (bucket.victim, ("remote", "upload", "--once")),
+        (bucket.other, ("list", "--all-hosts")),
+    ):
+        said = host.fails(*command, code=4)
+        assert "the remote is older than it was" in said
+        (memory,) = re.findall("remove ([^,]*),", said)
+        assert Path(memory).is_relative_to(host.top)
+        shutil.rmtree(memory)
+    bucket.other.run("check", "--remote", "--repair")
+    bucket.assert_whole()
 
 
 def test_logs_that_are_all_gone_delete_nothing(bucket: Bucket) -> None:

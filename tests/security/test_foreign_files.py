@@ -177,3 +177,12 @@ def test_the_end_of_a_reader_is_told_by_the_name_of_its_file(
         )
         with pytest.raises(UsageError, match=rf"forever\.pt .*{message}"):
             import_state(tmp_path / "forever.pt", tmp_path / "snapshots")
+
+
+@pytest.mark.parametrize("name", ["../weights", "\ud800"])
+def test_an_index_with_an_impossible_name_is_refused_by_directory_and_name(tmp_path: Path, name: str) -> None:
+    """A name that leads elsewhere, or that no file can have, is told with the directory that has it."""
+    with ForeignDirectory(tmp_path) as folder, pytest.raises(ValueError, match="names a file") as refusal:
+        folder.open(name)
+    assert str(tmp_path) in str(refusal.value)
+    assert repr(name) in str(refusal.value)

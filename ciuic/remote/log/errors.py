@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ciuic.errors import Damaged
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
@@ -11,12 +15,25 @@ from ciuic.units import plural
 class RolledBack(DamagedRemote):
     """The remote lacks something that this host has seen in it: somebody brought back an older state."""
 
-    def __init__(self, name: str, reason: str) -> None:
+    def __init__(self, name: str, reason: str, directory: str = "") -> None:
+        """Take the object that is missing, what was expected, and where this host remembers what it saw; empty for unknown."""
+        memory = shlex.quote(directory) if directory else "this host's cache of the remote"
         super().__init__(
             name,
             f"the remote is older than it was: {reason}",
-            hint="if it was restored from a copy on purpose, remove this host's cache of the remote and try again",
+            hint=f"somebody deleted in it, or restored it from a copy; to go on with what is there now, remove {memory}, "
+            "and commit again what was lost: ciuic check --remote --repair",
         )
+        self.expected = reason
+
+
+@contextmanager
+def naming_memory(directory: str) -> Iterator[None]:
+    """Name the directory with what this host remembers of a remote in the hint of a RolledBack."""
+    try:
+        yield
+    except RolledBack as error:
+        raise RolledBack(error.name, error.expected, directory) from None
 
 
 class NothingCommitted(Damaged):

@@ -87,6 +87,8 @@ class LogReader:
         disk: For tests.
         threads: Entries that are read at the same time.
         skip_damaged: Take in all that can be proved of a damaged log; for those who delete nothing.
+        passes_cuts: Take a log that is shorter than it was for a damaged one of which only what is there counts; for those who
+            only add. Whoever can delete the log of one host would else stop all others.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class LogReader:
         disk: Disk | None = None,
         threads: int = 8,
         skip_damaged: bool = False,
+        passes_cuts: bool = False,
     ) -> None:
         self._objects = objects
         self._sealer = sealer
@@ -105,6 +108,7 @@ class LogReader:
         self._disk = disk or Disk()
         self._threads = threads
         self._skip_damaged = skip_damaged
+        self._passes_cuts = passes_cuts
         self.logs: dict[str, LogSummary] = read_log_cache(cache_path) if cache_path else {}
         """Summary of each log as far as it is whole, by writer."""
         self.damaged: dict[str, DamagedLog] = {}
@@ -165,18 +169,24 @@ class LogReader:
         """Read what is new in all logs. One LIST, and a GET for each new entry.
 
         Raises:
-            RolledBack: a log is shorter than it was, or gone.
+            RolledBack: a log is shorter than it was, or gone; not with ``passes_cuts``.
             IncompleteListing: the listing lacks an entry that is there.
             DamagedRemote: an entry cannot be read, or is missing; not with ``skip_damaged``.
             UnsupportedFormat: a later version of ciuic wrote an entry; not with ``skip_damaged``.
         """
         ends = self._list()
-        for writer, summary in self.logs.items():
-            self._check_end(writer, summary.next, ends.get(writer, -1))
-        packs: list[PackRef] = []
-        complete = True
-        changed = False
         damaged: dict[str, DamagedLog] = {}
+        for writer, summary in self.logs.items():
+            try:
+                self._check_end(writer, summary.next, ends.get(writer, -1))
+            except RolledBack as error:
+                if not self._passes_cuts:
+                    raise
+                there = read_provable(self._objects, self._sealer, writer, LogSummary())
+                damaged[writer] = there._replace(problems={error.name: error.reason, **there.problems})
+        packs: list[PackRef] = []
+        complete = not damaged
+        changed = False
         with ThreadPoolExecutor(self._threads) if self._threads > 1 else InlinePool() as pool:
             for writer, end in ends.items():
                 known = self.logs.get(writer) or LogSummary()

@@ -17,6 +17,7 @@ from ciuic.remote.access import configured as access
 from ciuic.remote.access.remote import Remote, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.names import MANIFESTS_PREFIX
+from ciuic.remote.log.errors import naming_memory
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.unlogged import UPLOADING_NS, UnloggedManifest, unlogged_manifests
 from ciuic.remote.objects.model import ObjectInfo, Objects
@@ -290,7 +291,8 @@ def read_remote(
             )
             # What collections deleted is there as well where every version is read.
             stored = () if skips_unreadable else patience.of(partial(_listed, space))
-            patience.of(logs.refresh)
+            with naming_memory(str(cache.path)):
+                patience.of(logs.refresh)
             reader.damaged_logs = logs.damaged
             reader.unlogged = patience.of(partial(_unlogged, space, stored, logs))
             for one in reader.unlogged:

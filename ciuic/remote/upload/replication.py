@@ -20,6 +20,7 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
 from ciuic.remote.access.remote import Remote, repository_space
 from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.errors import naming_memory
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
@@ -154,6 +155,10 @@ class Replication:
         space = persist(lambda: repository_space(remote, self._repository), self._stop, self._problem)
         directory = self._state_dir / self._config.name / space.id
         os.makedirs(directory, mode=0o700, exist_ok=True)
+        with naming_memory(str(directory)):
+            return self._begin(space, directory)
+
+    def _begin(self, space: Remote, directory: Path) -> _Opened:
         index = RemoteIndex.open(f"{directory}/index.sqlite")
         try:
             rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
@@ -180,7 +185,13 @@ class Replication:
                 problem=self._problem,
             )
             uploader.begin()
-            reader = LogReader(space.objects, space.sealer, cache_path=f"{directory}/logs", skip_damaged=True)
+            reader = LogReader(
+                space.objects,
+                space.sealer,
+                cache_path=f"{directory}/logs",
+                skip_damaged=True,
+                passes_cuts=True,
+            )
             persist(reader.refresh, self._stop, self._problem)
         except BaseException:
             index.close()

@@ -77,6 +77,10 @@ class ForeignDirectory:
         # A path could lead to any file.
         if not name or "/" in name or "\0" in name or name in (".", ".."):
             raise ValueError(f"{self.path} names a file outside of its directory: {name!r}")
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError:
+            raise ValueError(f"{self.path} names a file by what is no text: {name!r}") from None
         return _open(self.path / name, name, self._fd, max_bytes)
 
 
