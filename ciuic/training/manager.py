@@ -73,8 +73,8 @@ class SnapshotManager(TrainingSnapshots):
             returns whether any rank was. None: the manager asks the other ranks itself.
         name: Name of the run, for several runs in one repository.
         nice: Niceness of the writer process.
-        compression: ``auto`` chooses a codec for each tensor and runs it while processors are idle; ``small``
-            runs it in any case; ``none`` compresses nothing.
+        compression: ``auto`` leaves the newest state as it is and encodes the one before it while processors
+            are idle; ``small`` encodes each state when it is saved; ``none`` compresses nothing.
         distributed: Whether this process is one of several ranks that train one model; then all ranks
             create a manager and call the same methods. None: yes, if torch.distributed is initialized for
             several ranks.
