@@ -83,8 +83,8 @@ class SnapshotManager(TrainingSnapshots):
             Automatic, BeforePreemption, and subclasses of Rule.
         keep: Further rules that keep snapshots: EverySteps, EverySeconds, Best, Held.
         name: Name of the run, for several runs in one repository.
-        compression: ``auto`` chooses a codec for each tensor and runs it while processors are idle; ``small``
-            runs it in any case; ``none`` compresses nothing.
+        compression: ``auto`` leaves the newest state as it is and encodes the one before it while processors
+            are idle; ``small`` encodes each state when it is saved; ``none`` compresses nothing.
         filesystem: Directories of which a daemon takes a snapshot at the same instant, with every
             snapshot; True: all protected directories of this user.
         remote: Remotes to which each snapshot is uploaded: a URL, a mapping with the keys of ``[remote]``

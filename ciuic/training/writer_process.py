@@ -26,6 +26,7 @@ import msgspec
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository, Writer
+from ciuic.repository.codecs.codec import Pace
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.system.poll import readable
 from ciuic.training.device.arena import ReadArena
@@ -53,11 +54,12 @@ from ciuic.training.protocol.messages import (
 )
 from ciuic.training.remote.uploads import Uploads
 from ciuic.training.writer import rank_parts
-from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
+from ciuic.training.writer.codecs import CodecChooser, CommitCodecs, max_coding_seconds
 from ciuic.training.writer.committing import LastCommit, commit, put_files
 from ciuic.training.writer.daemon_registration import DaemonRegistration
 from ciuic.training.writer.filesystem import PairAnswer
 from ciuic.training.writer.housekeeping import DAMAGE_NOTE, WriterHousekeeping
+from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES, ReverseDeltas
 from ciuic.types import Snapshot
 
 # A save that waits longer for another writer has failed, and the next boundary tries again.
@@ -196,8 +198,9 @@ class _Writer:
         self._trainer = trainer
         self._begin = begin
         self._arenas: dict[int, ReadArena] = {}
-        self._known = LastCommit()
-        self._chooser = CodecChooser(begin.compression, begin.rules)
+        # Of the last save.
+        self._size_bytes = 0
+        self._drop_caches()
         # Another process decides whether a part belongs to a snapshot, so a part must not become the base of
         # a difference.
         self._part_chooser = CodecChooser(begin.compression, None)
@@ -222,7 +225,13 @@ class _Writer:
             elif isinstance(message, SaveRequest):
                 self._save(message)
         if message is not None:
+            end = time.monotonic() + _LAST_SECONDS
             self._run_housekeeping(lambda: self._housekeeping.finish(_LAST_SECONDS))
+            # Nobody waits for space while a trainer ends by an error, or has to be gone.
+            if not message.failed and not self._trainer.at_once:
+                self._run_housekeeping(
+                    lambda: self._deltas.run(lambda: "soon" if time.monotonic() < end else "now")
+                )
         self._uploads.finish(_UPLOAD_START_SECONDS)
 
     def _attach(self, number: int, fd: int) -> None:
@@ -248,6 +257,7 @@ class _Writer:
         if saved:
             self._uploads.saved()
             self._run_housekeeping(self._housekeeping.after)
+            self._run_housekeeping(self._code_earlier)
 
     def _answer(self, save: SaveRequest, files: PairAnswer) -> bool:
         """Carry out a save and answer it; return whether there is a new snapshot.
@@ -302,7 +312,10 @@ class _Writer:
     def _drop_caches(self) -> None:
         """Drop what is remembered of the repository, because it may not be true any more."""
         self._known = LastCommit()
-        self._chooser = CodecChooser(self._begin.compression, self._begin.rules)
+        # "auto" leaves the newest state as it is; it is coded when the next one has come.
+        later = self._begin.compression == "auto"
+        self._chooser = CodecChooser(self._begin.compression, self._begin.rules, later=later)
+        self._deltas = ReverseDeltas(self._begin.repository, self._begin.rules)
 
     def _commit(
         self, number: int, memory: memoryview, manifest: Manifest, files: PairAnswer
@@ -317,15 +330,35 @@ class _Writer:
                 repository, writer, memory, manifest, self._begin.root, self._known, chosen, files.pair
             )
             self._chooser.done(chosen)
+            if self._chooser.later:
+                self._deltas.saved(snapshot.id, chosen)
+                # In packs of its own, so that its copies can go when it is coded. If this fails, the
+                # snapshot is there all the same.
+                with suppress(OSError):
+                    writer.seal_packs(SEAL_FROM_BYTES)
             return snapshot, writer.waited_seconds
+
+    def _code_earlier(self) -> None:
+        """Code states before the newest in idle time, until the next message comes."""
+        # There codecs slow the training in spite of SCHED_IDLE.
+        if self._chooser.is_busy or not self._deltas.is_waiting:
+            return
+        end = time.monotonic() + max_coding_seconds(self._size_bytes)
+
+        def pace() -> Pace:
+            return "now" if self._trainer.waiting() or time.monotonic() > end else "patient"
+
+        self._deltas.run(pace)
+        self._chooser.measure_anew()
 
     def _begin_coding(
         self, chooser: CodecChooser, writer: Writer, number: int, manifest: Manifest
     ) -> CommitCodecs:
         trainer = self._trainer
+        self._size_bytes = sum(file.size_bytes for file in manifest.files)
         return chooser.begin(
             writer,
-            size_bytes=sum(file.size_bytes for file in manifest.files),
+            size_bytes=self._size_bytes,
             in_a_hurry=lambda: (trainer.waiting() and not trainer.closing) or trainer.at_once >= number,
             awaited=lambda: trainer.closing or trainer.awaited >= number,
         )

@@ -21,9 +21,9 @@ from ciuic.types import Pair
 # Long content goes through the arena, so that a message always fits into the buffer of the socket.
 MAX_MESSAGE_BYTES: Final = 64 << 10
 COMPRESSIONS: Final = ("auto", "none", "small")
-"""Values of the option ``compression``; ``auto`` runs codecs in idle processor time.
+"""Values of the option ``compression``; ``auto`` runs codecs in idle processor time, on states before the newest.
 
-``none`` uses no codecs, ``small`` runs them for as long as they take.
+``none`` uses no codecs, ``small`` runs them at each save for as long as they take.
 """
 
 

@@ -4,7 +4,8 @@ Guarantees: the content comes back the same whatever is chosen. With "auto", cod
 wants the processors, and not at all where the training keeps them all busy, unless the training waits for the
 snapshot. Blocks that were not coded when the next save waits, or when the snapshot has waited for codecs long
 enough, are stored as they are. Files whose elements have no known width are left to the repository's own
-choice.
+choice. Where earlier states are coded when they are not the newest any more (reverse_deltas.py), numbers are
+stored as they are.
 
 Bases of differences: every 16th snapshot of a writer is a *key* without a base. The next one is based on the
 key, two more each on their predecessor, the fourth on the key again, and so on. So at most three bases lie in
@@ -67,6 +68,11 @@ def _base_of(number: int) -> int | None:
     return number - (after_key if after_key % _CHAIN_LENGTH == 1 else 1)
 
 
+def max_coding_seconds(size_bytes: int) -> float:
+    """Return how long codecs of a state may wait for idle time, and hold the repository's lock."""
+    return _MAX_WAIT_SECONDS + size_bytes / _MAX_WAIT_BYTES_PER_SECOND
+
+
 def _worth_differences(rules: RetentionRules | None, there: int) -> bool:
     """Return whether differences take less space in all, with `there` snapshots in the repository."""
     return rules is not None and all(
@@ -92,7 +98,12 @@ class CodecChooser:
     """Choice of codecs for all commits of one writer."""
 
     def __init__(
-        self, compression: str, rules: RetentionRules | None, idleness: CpuIdle | None = None
+        self,
+        compression: str,
+        rules: RetentionRules | None,
+        idleness: CpuIdle | None = None,
+        *,
+        later: bool = False,
     ) -> None:
         """Start without knowledge of any file.
 
@@ -100,8 +111,10 @@ class CodecChooser:
             compression: one of `messages.COMPRESSIONS`.
             rules: retention rules of the snapshots; None if they are not known, which rules out differences.
             idleness: idle time of the processors.
+            later: whether numbers are coded later, and stored as they are now.
         """
         self.compression = compression
+        self.later = later
         self._rules = rules
         self._outcomes: dict[str, _FileOutcome] = {}
         self._number = 0
@@ -129,7 +142,7 @@ class CodecChooser:
         """
         idle = self._idleness.share()
         self.is_busy = idle is not None and idle < _IDLE_SHARE
-        max_wait_seconds = _MAX_WAIT_SECONDS + size_bytes / _MAX_WAIT_BYTES_PER_SECOND
+        max_wait_seconds = max_coding_seconds(size_bytes)
         # Where the training uses all processors, codecs slow it in spite of SCHED_IDLE: two cores, two torch
         # threads, a save of 50 MB every 2.7 s: 5 % of the steps with codecs, 1 to 3 % without.
         wait_seconds = _AWAITED_GRACE_SECONDS if self.is_busy else max_wait_seconds
@@ -150,7 +163,10 @@ class CodecChooser:
 
         writer.set_pace(pace)
         base = None
-        if self.compression != "none" and _worth_differences(self._rules, _snapshots(writer)):
+        if self.later:
+            # The state is read again when it is coded, and the next one with it.
+            writer.keep_cached()
+        elif self.compression != "none" and _worth_differences(self._rules, _snapshots(writer)):
             # Stored chunks stay in memory: the next snapshot takes them as bases without reading them from
             # disk.
             writer.keep_cached()
@@ -167,6 +183,10 @@ class CodecChooser:
         self._idleness.begin()
         for path, outcome in chosen.outcomes():
             self._outcomes[path] = outcome
+
+    def measure_anew(self) -> None:
+        """Measure idle time from now on: what codecs have used since the last commit was idle time."""
+        self._idleness.begin()
 
     def recent_outcome(self, path: str, has_base: bool, has_copy: bool) -> _FileOutcome | None:
         """Return the last outcome for a file if it still holds.
@@ -194,24 +214,30 @@ class CommitCodecs:
         self._bases = bases
         self._pace = pace
         self._block_size = block_size
-        self._copies: dict[str, HalfPrecisionCopy] = {}
+        self.copies: dict[str, HalfPrecisionCopy] = {}
+        """Half-precision copies by the paths of their masters; set by `in_order`."""
+        self.widths: dict[str, int] = {}
+        """Bytes of a number by path; set by `codec`."""
         self._block_kinds: dict[str, _BlockKinds] = {}
 
     def in_order(self, files: Sequence[ManifestFile], memory: memoryview) -> list[ManifestFile]:
         """Return the files in the order in which they are to be stored. Call it before `codec`."""
         if self._chooser.compression != "none":
-            self._copies = find_copies(files, memory)
-        return order_masters_last(files, self._copies)
+            self.copies = find_copies(files, memory)
+        return order_masters_last(files, self.copies)
 
     def codec(self, file: ManifestFile) -> Callable[[int], Codec | None]:
         """Return the codec of each block of a file, as a function of the block's number."""
+        self.widths[file.path] = file.width
         if self._chooser.compression == "none":
             return lambda _: Codec("raw")
         # No numbers of a known width: the repository chooses.
         if file.width not in WIDTHS:
             return lambda _: None
+        if self._chooser.later:
+            return lambda _: Codec("raw")
         base = self._bases.get(file.path, {})
-        copy = self._copies.get(file.path)
+        copy = self.copies.get(file.path)
         known = self._chooser.recent_outcome(file.path, bool(base), copy is not None)
         kind: _Kind = known.kind if known is not None else "best"
         if known is not None and not known.has_difference:
