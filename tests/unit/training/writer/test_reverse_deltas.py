@@ -13,9 +13,9 @@ from ciuic.repository import Repository
 from ciuic.repository.codecs.codec import Pace
 from ciuic.repository.format import pack_format as pf
 from ciuic.training.policy.retention_rules import EverySteps, Keep, Latest
-from ciuic.training.protocol.messages import ManifestFile, RetentionRules
+from ciuic.training.protocol.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.training.writer.codecs import CodecChooser
-from ciuic.training.writer.committing import LastCommit, commit, manifest_of
+from ciuic.training.writer.committing import LastCommit, commit
 from ciuic.training.writer.reverse_deltas import ReverseDeltas
 from ciuic.types import SnapshotId
 
@@ -40,7 +40,12 @@ class Saves:
         self.known = LastCommit()
 
     def save(self, content: bytes) -> SnapshotId:
-        manifest = manifest_of([ManifestFile("model/weight.safetensors", 0, len(content), 4)])
+        manifest = Manifest(
+            time_ns=1,
+            message="",
+            tags=(),
+            files=[ManifestFile("model/weight.safetensors", 0, len(content), 4)],
+        )
         with self.repository.writer() as writer:
             chosen = self.chooser.begin(writer)
             view = memoryview(content)
