@@ -25,25 +25,42 @@ class PassedOver(NamedTuple):
     reason: str
     checkpoint: StoredCheckpoint | None
     """Its newest checkpoint, if it has any."""
+    good: StoredCheckpoint | None = None
+    """Its newest GOOD checkpoint, an older one."""
 
 
 class LastGood(NamedTuple):
-    """The newest snapshot whose newest checkpoint is GOOD."""
+    """The newest snapshot whose newest checkpoint is GOOD; where there is none, the one with the newest GOOD checkpoint."""
 
     repository: Repository
     snapshot: Snapshot
     checkpoint: StoredCheckpoint
     passed_over: tuple[PassedOver, ...]
     """Newest first."""
+    not_good: tuple[StoredCheckpoint, ...] = ()
+    """Newer checkpoints beside the chosen one that are not GOOD: a program that looks for its newest one would take them."""
 
     @property
     def lost_steps(self) -> int | None:
         """Steps between the newest checkpoint that was passed over and the chosen one, by their names; None if these do not tell."""
-        newest = next((one.checkpoint for one in self.passed_over if one.checkpoint), None)
+        newest = next((one.checkpoint for one in self.passed_over if one.checkpoint), None) or next(
+            iter(self.not_good), None
+        )
         if newest is None:
             return None
         there, here = step_of(newest.checkpoint.path), step_of(self.checkpoint.checkpoint.path)
         return None if there is None or here is None else max(0, there - here)
+
+    @property
+    def newer_good(self) -> StoredCheckpoint | None:
+        """The newest GOOD checkpoint of the snapshots that were passed over, if it is newer than the chosen one.
+
+        A program that looks for its newest checkpoint would take the one beside it, so it is to be restored alone.
+        """
+        found = [
+            one.good for one in self.passed_over if one.good and one.good.mtime_ns > self.checkpoint.mtime_ns
+        ]
+        return max(found, key=lambda one: one.mtime_ns, default=None)
 
 
 def step_of(path: bytes) -> int | None:
@@ -58,7 +75,8 @@ def step_of(path: bytes) -> int | None:
 def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> LastGood:
     """Return the newest snapshot whose newest checkpoint at or below a path is GOOD.
 
-    The newest checkpoint is the one with the latest change of a file. A snapshot of which something there cannot be read is
+    Where the newest one of every snapshot is torn, as of a program that was killed at each save, the choice is the snapshot with
+    the newest GOOD one. The newest checkpoint is the one with the latest change of a file. A snapshot of which something there cannot be read is
     passed over, and so are safety snapshots, silently.
 
     Args:
@@ -66,9 +84,10 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
         path: Absolute path, as the snapshots have it.
 
     Raises:
-        NotFound: no snapshot has a GOOD one; the message has the reasons.
+        NotFound: no snapshot has any GOOD one; the message has the reasons.
     """
     passed_over: list[PassedOver] = []
+    second: LastGood | None = None
     for repository, timeline, snapshot in _newest_first(places):
         if snapshot.is_safety:
             continue
@@ -88,9 +107,20 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
         else:
             verdict = newest.checkpoint.verdict
             reason = f"{one_line(newest.checkpoint.path)} is {verdict.state}: {one_line(verdict.reason)}"
-            passed_over.append(PassedOver(snapshot, reason, newest))
+            good = max(
+                (one for one in found if one.checkpoint.verdict.is_good),
+                key=lambda one: one.mtime_ns,
+                default=None,
+            )
+            if good is not None and (second is None or good.mtime_ns > second.checkpoint.mtime_ns):
+                newer = [one for one in found if one.mtime_ns > good.mtime_ns]
+                newer.sort(key=lambda one: -one.mtime_ns)
+                second = LastGood(repository, snapshot, good, tuple(passed_over), tuple(newer))
+            passed_over.append(PassedOver(snapshot, reason, newest, good))
+    if second is not None:
+        return second
     raise NotFound(
-        f"no snapshot has a GOOD newest checkpoint at {one_line(path)}"
+        f"no snapshot has a GOOD checkpoint at {one_line(path)}"
         + "".join(f"\n  {one.snapshot.id}: {one.reason}" for one in passed_over[:5])
         + (f"\n  and {len(passed_over) - 5} more" if len(passed_over) > 5 else ""),
         hint="ciuic checkpoints ID shows all checkpoints of a snapshot; -s ID restores from any",

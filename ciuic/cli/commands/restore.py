@@ -215,14 +215,30 @@ def _show_choice(session: Session, path: bytes, one: LastGood) -> None:
         note(f"  and {len(one.passed_over) - _SHOWN_NAMES} more")
     if one.lost_steps:
         note(f"  this costs {plural(one.lost_steps, 'step')}")
+    if one.not_good:
+        warn(
+            f"{plural(len(one.not_good), 'newer checkpoint')} beside it {'is' if len(one.not_good) == 1 else 'are'} not whole, and restored as well:",
+            hint="remove what the training must not load",
+        )
+        _names([bad.checkpoint.path for bad in one.not_good])
+    elif newer := one.newer_good:
+        note(
+            f"  a newer one is GOOD beside a newest one that is not; alone: "
+            f"ciuic restore -s {newer.snapshot.id} -p {shown(newer.checkpoint.path)}"
+        )
 
 
 def _choice_document(path: bytes, one: LastGood) -> dict[str, Any]:
+    newer = one.newer_good
     return {
         **json_name("path", path),
         "snapshot": str(one.snapshot.id),
         **json_name("checkpoint", one.checkpoint.checkpoint.path),
         "lost_steps": one.lost_steps,
+        "not_good": [json_name("path", bad.checkpoint.path) for bad in one.not_good],
+        "newer_good": None
+        if newer is None
+        else {**json_name("checkpoint", newer.checkpoint.path), "snapshot": str(newer.snapshot.id)},
         "passed_over": [
             {"snapshot": str(skipped.snapshot.id), "reason": skipped.reason} for skipped in one.passed_over
         ],

@@ -33,9 +33,11 @@ def test_choice_is_the_newest_with_a_good_newest_checkpoint(
     with tempfile.TemporaryDirectory() as top:
         made = CliRepository(Path(top) / "repo", Path(top) / "root")
         wanted: str | None = None
+        goods: list[tuple[int, str]] = []
         for checkpoints in history:
             tree: dict[bytes, Any] = {b"a": {b"log": b"x"}, b"b": {}}
             newest: tuple[int, str, bool] | None = None
+            whole: list[int] = []
             for directory, step, is_whole in checkpoints:
                 content = WHOLE if is_whole else WHOLE[:-1]
                 name = f"step-{step}.safetensors"
@@ -45,18 +47,28 @@ def test_choice_is_the_newest_with_a_good_newest_checkpoint(
                     if isinstance(what, tuple) and directory.decode().startswith(below):
                         own = step_of(name) or 0, directory.decode(), what[0] == WHOLE
                         newest = max(newest or own, own)
+                        whole += [own[0]] if own[2] else []
             id_ = made.snapshot(tree, mode="tracked")
             if newest is not None and newest[2]:
                 wanted = str(id_)
+            goods += [(step, str(id_)) for step in whole]
         with Repository.open(made.path) as repository:
             snapshots, _ = repository.snapshots.load_all()
             path = os.path.join(os.fsencode(made.root), below.encode()).rstrip(b"/")
             places = [(repository, timeline) for timeline in timelines(snapshots)]
-            if wanted is None:
-                with pytest.raises(NotFound, match="no snapshot has a GOOD newest checkpoint"):
+            if wanted is None and not goods:
+                with pytest.raises(NotFound, match="no snapshot has a GOOD checkpoint"):
                     last_good(places, path)
                 return
             found = last_good(places, path)
+            if wanted is None:
+                # The newest GOOD one of all, in the newest snapshot that has it.
+                assert step_of(found.checkpoint.checkpoint.path) == max(step for step, _ in goods)
+                assert str(found.snapshot.id) == max(goods)[1]
+                assert all(one.mtime_ns > found.checkpoint.mtime_ns for one in found.not_good)
+                assert found.not_good
+                return
+            assert not found.not_good
             assert str(found.snapshot.id) == wanted
             newer = [one.id for one in snapshots[: [one.id for one in snapshots].index(found.snapshot.id)]]
             assert [one.snapshot.id for one in found.passed_over] == newer

@@ -362,8 +362,12 @@ def _with_checkpoints(tmp_path: Path) -> CliRepository:
     whole = FORMATS["safetensors"].make(random.Random(1))
     good = {b"step-100.safetensors": whole}
     made.snapshot({b"run": good, b"log": b"1"}, mode="tracked")
-    torn = whole[: len(whole) // 2], {"mtime_ns": FIRST_NS + 10**9}
-    made.snapshot({b"run": {**good, b"step-200.safetensors": torn}, b"log": b"2"}, mode="tracked")
+    torn = whole[: len(whole) // 2], {"mtime_ns": FIRST_NS + 2 * 10**9}
+    newer = whole, {"mtime_ns": FIRST_NS + 10**9}
+    made.snapshot(
+        {b"run": {**good, b"step-150.safetensors": newer, b"step-200.safetensors": torn}, b"log": b"2"},
+        mode="tracked",
+    )
     return made
 
 
@@ -392,6 +396,10 @@ def test_restore_of_the_last_good_one_of_each_root(tmp_path: Path) -> None:
     (choice,) = document["last_good"]
     assert choice["path"] == str(made.root)
     assert choice["lost_steps"] == 100
+    assert choice["newer_good"] == {
+        "checkpoint": str(made.root / "run" / "step-150.safetensors"),
+        "snapshot": choice["passed_over"][0]["snapshot"],
+    }
     assert [one["snapshot"] for one in document["restores"]] == [choice["snapshot"]]
     assert [one["snapshot"] for one in choice["passed_over"]] != [choice["snapshot"]]
     assert (made.root / "log").read_bytes() == b"1"
