@@ -47,9 +47,9 @@ from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
 from ciuic.daemon.snapshots.predecessor_captures import end_orphaned_captures
+from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.daemon.snapshots.schedule import Schedule
 from ciuic.daemon.snapshots.snapshot_states import find_state
-from ciuic.daemon.snapshots.snapshots import Snapshots
 from ciuic.daemon.snapshots.space import SpaceWatch
 from ciuic.daemon.status import status_document
 from ciuic.daemon.trainers.pairing import Pairing

@@ -3,7 +3,7 @@
 Guarantees: each sealed epoch is in the end either committed or given back to its worker; a failed attempt is
 repeated as pending.retry_after says; a defect in this program costs one snapshot, not the service. A snapshot
 whose epochs are gone is cut anew under its id (retaking.py). Leaves to others: the queue and its journal
-(snapshot_queue.py), the cut (snapshots.py), the work itself (capture_process.py).
+(snapshot_queue.py), the cut (requests.py), the work itself (capture_process.py).
 
 Belongs to the trio thread. Sessions end and captures are killed during any await below, so the phase of a
 pending snapshot (pending.py) is read anew after each.

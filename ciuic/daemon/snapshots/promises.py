@@ -2,7 +2,7 @@
 
 Guarantees: an id that a caller was given is on file in the repository until its snapshot is committed, and
 with a reason when it never will be; a repository that cannot be written fails no snapshot. Belongs to the
-trio thread. Leaves delivering the snapshots to snapshots.py.
+trio thread. Leaves delivering the snapshots to capturing.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 
 from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import CiuicError, NotFound, Unreachable
 from ciuic.protocol.control_types import SnapshotState, rfc3339
 from ciuic.repository.promised import Promise
