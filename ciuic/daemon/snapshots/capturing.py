@@ -34,8 +34,6 @@ from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
 from ciuic.daemon.snapshots.cut import (
-    MAX_RETAKES,
-    RETAKE_PAUSES_SECONDS,
     Flush,
     Retaking,
     TrackingTrust,
@@ -43,7 +41,7 @@ from ciuic.daemon.snapshots.cut import (
     flush,
     tell_workers,
 )
-from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase
+from ciuic.daemon.snapshots.pending import MAX_RETAKES, PendingSnapshot, Phase
 from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
 from ciuic.daemon.snapshots.space import Shortage, SpaceWatch
 from ciuic.errors import CiuicError
@@ -121,7 +119,7 @@ class Capturing:
         """Wall clock of the cut of the newest snapshot that was committed in this daemon's life; 0 before
         the first."""
         self.trust = TrackingTrust(context.roots, context.runtime)
-        self.durations = Durations()
+        self._durations = Durations()
         self.leaving = False
         """True if the daemon ends while its workers serve on, so that its successor captures what waits."""
         self._shortage = Shortage()
@@ -145,6 +143,21 @@ class Capturing:
             elapsed_seconds=max(0.0, trio.current_time() - pending.cut_at),
             requested=self._caller_waits(),
         )
+
+    def estimate(self) -> None:
+        """Set the remaining time of every unfinished snapshot."""
+        total_seconds: float | None = 0.0
+        typical_seconds = self._durations.typical_seconds
+        for pending in self._queue.unfinished():
+            progress = pending.state.progress
+            left: float | None = typical_seconds
+            if progress is not None and pending.capture_began_at is not None:
+                elapsed_seconds = trio.current_time() - pending.capture_began_at
+                left = seconds_left(progress, elapsed_seconds, self.urgency(pending))
+            # Captures run one after the other, so each waits for those before it; after an unknown one all
+            # are unknown.
+            total_seconds = None if total_seconds is None or left is None else total_seconds + left
+            pending.expect(total_seconds)
 
     async def run(self) -> None:
         """Capture what is queued, until cancelled.
@@ -195,7 +208,7 @@ class Capturing:
         if pending.record.scheduled:
             # A snapshot that somebody asked for is tried in any case; scheduled ones would write and remove
             # as much in vain with every interval.
-            pending.needed_bytes = self._shortage.needed_bytes()
+            pending.require_space(self._shortage.needed_bytes())
         await await_capture(pending)
         while True:
             if pending.finished.is_set() or await self._committed_already(pending):
@@ -238,7 +251,7 @@ class Capturing:
             self._shortage.met(outcome.needed_bytes)
             await self._give_up(pending, outcome)
             return False
-        pending.await_retry(outcome)
+        pending.show_retry(outcome)
         self._context.alerts.report(
             "capture",
             f"snapshot {pending.id} waits: {outcome.error}",
@@ -247,17 +260,15 @@ class Capturing:
         )
         # Upkeep may free the space that a full store lacks.
         self.on_committed()
-        with trio.move_on_after(follows.after_seconds):
-            await pending.wake.wait()
+        await pending.retry_wait(follows.after_seconds)
         return True
 
     async def _retaken(self, pending: PendingSnapshot) -> bool:
         """Cut an interrupted snapshot anew. Return False when it was given up, because it cannot be cut."""
         reason = next(iter(pending.interrupted.values()))
         error = ""
-        while pending.interrupted and pending.retakes < MAX_RETAKES:
-            await trio.sleep(RETAKE_PAUSES_SECONDS[pending.retakes])
-            pending.retakes += 1
+        while pending.interrupted and (pause_seconds := pending.begin_retake()) is not None:
+            await trio.sleep(pause_seconds)
             try:
                 await self._retaking.retake(pending)
             except CiuicError as failure:
@@ -294,26 +305,23 @@ class Capturing:
             needed_bytes=pending.needed_bytes,
         )
         process = self._context.new_capture()
-        pending.process = process
         try:
-            return await process.run(
-                job,
-                fds,
-                on_start=lambda pid: self._capture_started(pending, pid),
-                on_progress=pending.attempt_progressed,
-                on_done=partial(self._commit, pending),
-            )
+            with pending.attempt_by(process):
+                return await process.run(
+                    job,
+                    fds,
+                    on_start=lambda pid: self._capture_started(pending, pid),
+                    on_progress=pending.attempt_progressed,
+                    on_done=partial(self._commit, pending),
+                )
         except OSError as error:
             return Failed(error=f"the capture process cannot be started: {error}")
         finally:
-            pending.process = None
-            pending.record.capture_pid = 0
             for fd in fds:
                 os.close(fd)
 
     def _capture_started(self, pending: PendingSnapshot, pid: int) -> None:
-        pending.record.capture_pid = pid
-        pending.record.capture_started_ticks = start_ticks(pid)
+        pending.capture_started(pid, start_ticks(pid))
         # The journal has pid and start time, so that the successor of a killed daemon finds the capture and
         # waits for it.
         self._queue.write_journal()
@@ -328,7 +336,7 @@ class Capturing:
         self.trust.settle(pending)
         unread = [f"{printable(error.root)}/{printable(error.path)}: {error.error}" for error in done.errors]
         pending.commit(new_bytes=done.new_bytes, errors=unread)
-        self.durations.add(done.seconds)
+        self._durations.add(done.seconds)
         log.info(
             "snapshot_committed",
             id=pending.id,
@@ -423,14 +431,13 @@ async def await_capture(pending: PendingSnapshot) -> None:
     async with trio.open_nursery() as nursery:
 
         async def end_with_session() -> None:
-            while not pending.has_lost_session:
-                await pending.wake.wait()
+            await pending.session_lost()
             await wait_for_stranger(pid, ticks, kill=True)
 
         nursery.start_soon(end_with_session)
         await wait_for_stranger(pid, ticks)
         nursery.cancel_scope.cancel()
-    pending.record.capture_pid = 0
+    pending.predecessor_capture_ended()
 
 
 def make_job(

@@ -71,11 +71,6 @@ TAG_UNFLUSHED = "unflushed"
 # Longest wait for a root to be served again: twice the longest pause between two attempts to mount it
 # (BACKOFF_SECONDS).
 PATIENCE_SECONDS = 60.0
-# Attempts to cut one snapshot anew: a root whose worker dies at every cut must not occupy the daemon for
-# ever.
-MAX_RETAKES = 5
-# Pauses before these attempts; the first follows at once, because the promised instant is past.
-RETAKE_PAUSES_SECONDS = (0.0, 1.0, 5.0, 15.0, 30.0)
 # A worker is replaced within 0.1 s as a rule, and its supervisor announces no event that covers every way of
 # replacing one.
 _POLL_SECONDS = 0.05

@@ -34,7 +34,7 @@ from ciuic.daemon.base.runtime import PendingRecord
 from ciuic.daemon.roots.backing_descriptors import backing_descriptors
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker
-from ciuic.daemon.snapshots.capturing import Capturing, Context, seconds_left
+from ciuic.daemon.snapshots.capturing import Capturing, Context
 from ciuic.daemon.snapshots.cut import CutTurns, Retaking, make_cut, mounted_roots, settle_epoch
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.snapshots.snapshot_queue import ROOM_SECONDS, Promises, SnapshotQueue
@@ -169,7 +169,7 @@ class Snapshots:
 
     def state(self, snapshot_id: str) -> PendingSnapshot | None:
         """Return a snapshot of this daemon's life, or None when it is not (or no longer) remembered."""
-        self._estimate()
+        self.capturing.estimate()
         return self._queue.find(snapshot_id)
 
     def unfinished(self) -> list[SnapshotState]:
@@ -177,7 +177,7 @@ class Snapshots:
 
         The last failure comes before them, if nothing was committed since.
         """
-        self._estimate()
+        self.capturing.estimate()
         failure = [failed] if (failed := self.capturing.last_failure) else []
         return [*failure, *(pending.state for pending in self._queue.unfinished())]
 
@@ -227,21 +227,6 @@ class Snapshots:
         return self._requests.caller_waits or any(
             pending.record.requested for pending in self._queue.unfinished()
         )
-
-    def _estimate(self) -> None:
-        """Set the remaining time of every unfinished snapshot."""
-        total_seconds: float | None = 0.0
-        typical_seconds = self.capturing.durations.typical_seconds
-        for pending in self._queue.unfinished():
-            progress = pending.state.progress
-            left: float | None = typical_seconds
-            if progress is not None and pending.capture_began_at is not None:
-                elapsed_seconds = trio.current_time() - pending.capture_began_at
-                left = seconds_left(progress, elapsed_seconds, self.capturing.urgency(pending))
-            # Captures run one after the other, so each waits for those before it; after an unknown one all
-            # are unknown.
-            total_seconds = None if total_seconds is None or left is None else total_seconds + left
-            pending.state.seconds_left = total_seconds
 
     def _announce(self, kind: str, state: SnapshotState) -> None:
         self._context.events.emit(kind, snapshot=state)

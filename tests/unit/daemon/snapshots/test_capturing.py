@@ -20,7 +20,8 @@ from ciuic.daemon.base.runtime import CutRecord, PendingRecord
 from ciuic.daemon.capture import job
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, CaptureProgress, Done, Failed
 from ciuic.daemon.snapshots.capturing import MAX_REMEMBERED, Durations, seconds_left
-from ciuic.daemon.snapshots.cut import MAX_RETAKES, TAG_UNFLUSHED
+from ciuic.daemon.snapshots.cut import TAG_UNFLUSHED
+from ciuic.daemon.snapshots.pending import MAX_RETAKES
 from ciuic.daemon.snapshots.snapshot_queue import MACHINE_ENDED, MAX_PENDING, ROOM_SECONDS
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import Progress, SnapshotRequest
