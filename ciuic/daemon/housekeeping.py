@@ -19,12 +19,10 @@ from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.base.clock import ClockWatch
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.roots.worker_process import OverlayWorker
-from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
 from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.schedule import Schedule
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
+from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots
 from ciuic.daemon.snapshots.space import SpaceWatch
 from ciuic.daemon.upkeep.upkeep import Upkeep
 from ciuic.errors import CiuicError

@@ -22,7 +22,7 @@ from ciuic.daemon.roots.recovery import is_mounted
 from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import CiuicError, NotFound
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system.mounts import remove_state

@@ -34,7 +34,6 @@ from ciuic.daemon.base.notify import Notifier
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.metrics_writer import run_metrics
 from ciuic.daemon.restart import is_restarting
@@ -42,14 +41,11 @@ from ciuic.daemon.roots.priority_control import PriorityControl
 from ciuic.daemon.roots.session_keeper import SessionKeeper
 from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.systemd_slice import SLICE, SliceWeight
-from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots, last_cut_ns
 from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.capture_process import Captures
+from ciuic.daemon.snapshots.capture_process import Captures, end_orphaned_captures
 from ciuic.daemon.snapshots.capturing import Context
-from ciuic.daemon.snapshots.predecessor_captures import end_orphaned_captures
-from ciuic.daemon.snapshots.schedule import Schedule
-from ciuic.daemon.snapshots.snapshot_states import find_state
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots, find_state
+from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots, last_cut_ns
 from ciuic.daemon.snapshots.space import SpaceWatch
 from ciuic.daemon.status import status_document
 from ciuic.daemon.trainers.pairing import Pairing

@@ -13,10 +13,9 @@ import ciuic
 from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.schedule import Schedule
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
+from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule
 from ciuic.daemon.snapshots.space import SpaceWatch
 from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.errors import CiuicError

@@ -20,7 +20,7 @@ from ciuic.daemon.capture.job import CaptureJob, CaptureProgress, Done, Failed
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.capturing import Context
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.worker_frames import CutReply, WorkerStatus

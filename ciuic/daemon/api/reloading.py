@@ -14,11 +14,10 @@ import trio
 
 from ciuic.daemon.base.accounts import Accounts
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.roots.priority_control import PriorityControl
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.schedule import Schedule
+from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule
 from ciuic.protocol.control_types import MountState, ReloadReport, RootChange
 
 # Settings that change at a restart only, because workers and commands find the daemon by them, and their
