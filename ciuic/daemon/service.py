@@ -34,12 +34,14 @@ from ciuic.daemon.base.notify import Notifier
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.metrics_writer import run_metrics
 from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots.priority_control import PriorityControl
 from ciuic.daemon.roots.session_keeper import SessionKeeper
 from ciuic.daemon.roots.sessions import SessionStore
+from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.systemd_slice import SLICE, SliceWeight
 from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures, end_orphaned_captures
@@ -116,16 +118,25 @@ class Daemon:
         self.stopping = False
         self._stop = trio.Event()
         self._served = trio.Event()
-        self._wire_snapshots(worker_service)
-        self._wire_upkeep(command_prefix)
+        # Made before the parts that set and await them, and that look at the roots.
+        urgency_changed, space_wanted = Wakeup(), Wakeup()
+        supervisors: dict[str, RootSupervisor] = {}
+        self._wire_snapshots(worker_service, supervisors, urgency_changed, space_wanted)
+        self._wire_upkeep(command_prefix, urgency_changed, space_wanted)
         self._wire_trainers()
 
-    def _wire_snapshots(self, worker_service: str) -> None:
+    def _wire_snapshots(
+        self,
+        worker_service: str,
+        supervisors: dict[str, RootSupervisor],
+        urgency_changed: Wakeup,
+        space_wanted: Wakeup,
+    ) -> None:
         """Make the parts from a due snapshot to its capture, and the roots that they cut."""
         self.snapshots = Snapshots(
             Context(
                 settings=lambda: self.settings,
-                roots=lambda: self.roots.supervisors,
+                roots=lambda: supervisors,
                 store=lambda: self.store,
                 runtime=self.runtime,
                 alerts=self.alerts,
@@ -134,7 +145,15 @@ class Daemon:
                 host=os.uname().nodename,
                 new_capture=self._captures.new,
                 space=self.space,
+                on_urgency=urgency_changed.set,
+                on_space_wanted=space_wanted.set,
+                on_scheduled_lost=self.schedule.post,
             )
+        )
+        take = partial(self.snapshots.take, scheduled=True)
+        self.first_snapshots = FirstSnapshots(take, lambda: supervisors, self.alerts)
+        self.scheduled = ScheduledSnapshots(
+            self.schedule.ticks, take, lambda: supervisors, self.snapshots.scheduled_roots, self.alerts
         )
         spare = SpareProcess(
             self.runtime.path, environment(), service=worker_service, keeps=not worker_service
@@ -148,21 +167,15 @@ class Daemon:
             alerts=self.alerts,
             events=self.events,
             snapshots=self.snapshots,
+            on_mounted=self.first_snapshots.retry,
+            supervisors=supervisors,
             sessions=self.sessions,
             spare=spare,
         )
-        take = partial(self.snapshots.take, scheduled=True)
-        self.first_snapshots = FirstSnapshots(take, lambda: self.roots.supervisors, self.alerts)
-        self.scheduled = ScheduledSnapshots(
-            self.schedule.ticks,
-            take,
-            lambda: self.roots.supervisors,
-            self.snapshots.scheduled_roots,
-            self.alerts,
-        )
-        self.roots.on_mounted = self.first_snapshots.retry
 
-    def _wire_upkeep(self, command_prefix: Sequence[str]) -> None:
+    def _wire_upkeep(
+        self, command_prefix: Sequence[str], urgency_changed: Wakeup, space_wanted: Wakeup
+    ) -> None:
         """Make the parts that act on committed snapshots, and the priorities beside the job."""
         self.upkeep = Upkeep(
             lambda: self.settings,
@@ -173,16 +186,15 @@ class Daemon:
             now_ns=self.now_ns,
             command=[*command_prefix, *module_command(UPKEEP_MODULE)],
             reserve_bytes=lambda: self.space.measure().reserve_bytes,
+            caller_waits=lambda: self.snapshots.caller_waits,
+            wakeup=space_wanted,
         )
-        self.upkeep.caller_waits = lambda: self.snapshots.caller_waits
         self.priorities = PriorityControl(
             (self.snapshots.capturing.running, self.upkeep.running),
             lambda: self.settings.io_priority,
             SliceWeight() if command_prefix else None,
+            wakeup=urgency_changed,
         )
-        self.snapshots.capturing.on_urgency = self.priorities.wake
-        self.snapshots.capturing.on_committed = self.upkeep.suggest
-        self.snapshots.capturing.on_scheduled_lost = self.schedule.post
 
     def _wire_trainers(self) -> None:
         """Make the parts that other users' processes talk to."""

@@ -375,6 +375,8 @@ class Bench:
         self.workers: list[FakeWorker] = []
         self.mounts: dict[str, NoMounts] = {}
         self.flushed: list[str] = []
+        self.on_urgency: Callable[[], None] = lambda: None
+        self.on_scheduled_lost: Callable[[], None] = lambda: None
         self.snapshots = Snapshots(
             Context(
                 settings=lambda: Settings(
@@ -389,6 +391,8 @@ class Bench:
                 host="host",
                 new_capture=self._new_capture,  # type: ignore[arg-type]
                 flush=self._flush,
+                on_urgency=lambda: self.on_urgency(),
+                on_scheduled_lost=lambda: self.on_scheduled_lost(),
             )
         )
 

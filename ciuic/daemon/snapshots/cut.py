@@ -40,6 +40,7 @@ import trio
 
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.base.runtime import CutRecord, RuntimeDirectory
+from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.flush_helper import VANISHED
@@ -475,18 +476,16 @@ class Retaking:
         self._roots = roots
         self._flush = flush
         self._turns = turns
-        self._wake = trio.Event()
+        self._wakeup = Wakeup()
 
     def wanted(self) -> None:
         """Wake the task: a queued snapshot was interrupted."""
-        self._wake.set()
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Cut interrupted snapshots anew, until cancelled."""
         while True:
-            await self._wake.wait()
-            # Renewed before the look, so that a snapshot that is interrupted during it wakes the task again.
-            self._wake = trio.Event()
+            await self._wakeup.wait()
             for pending in list(self._queue):
                 # A snapshot with an attempt may be committed already: the capture task looks, and cuts it
                 # anew itself.

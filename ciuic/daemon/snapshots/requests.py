@@ -103,7 +103,7 @@ class Snapshots:
         ) as cut:
             # The request may wait for a place in the queue that a slow capture takes, so that capture is
             # hurried.
-            self.capturing.on_urgency()
+            self._context.on_urgency()
             async with self._turns.of(user):
                 # A request that had the turn before may have cut for this one too.
                 if (pending := cut.outcome) is None:
@@ -155,7 +155,7 @@ class Snapshots:
                 )
                 self._queue.add(pending)
                 self._announce("snapshot_cut", pending.state)
-                self.capturing.on_urgency()
+                self._context.on_urgency()
                 log.info(
                     "snapshot_cut",
                     id=record.id,
