@@ -85,6 +85,10 @@ class Context(NamedTuple):
     on_scheduled_lost: Callable[[], None] = lambda: None
     """Called when a session ended before a scheduled snapshot had its root: another snapshot is due now."""
 
+    def announce(self, kind: str, state: SnapshotState) -> None:
+        """Announce a change of a snapshot's state on the bus."""
+        self.events.emit(kind, snapshot=state)
+
 
 class Capturing:
     """The task that captures what is queued."""

@@ -461,7 +461,7 @@ class Retaking:
         self,
         queue: SnapshotQueue,
         roots: Callable[[], Mapping[str, RootSupervisor]],
-        flush: Callable[[], Flush],
+        flush: Flush,
         turns: CutTurns,
     ) -> None:
         """Prepare to cut anew.
@@ -564,7 +564,7 @@ class Retaking:
             # epoch as long as it exists.
             pending.interrupt_remaining()
             await tell_workers(pending, self._roots(), committed=False)
-            async with make_cut(supervisors, self._flush()) as made:
+            async with make_cut(supervisors, self._flush) as made:
                 pending.recut(made, trio.current_time())
                 self._queue.to_the_end(pending)
         log.warning("snapshot_retaken", id=pending.id, reason=pending.record.retaken)

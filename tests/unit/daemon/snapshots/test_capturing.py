@@ -500,7 +500,7 @@ def test_unfinished_flush_gives_a_tag(bench: Bench) -> None:
         await trio.lowlevel.checkpoint()
         return False
 
-    bench.snapshots._context = bench.snapshots._context._replace(flush=fail_to_check)
+    bench.flush = fail_to_check
 
     async def script() -> None:
         assert (await bench.snapshots.take(SnapshotRequest(tags=["x"]))).state.tags == ["x", TAG_UNFLUSHED]
