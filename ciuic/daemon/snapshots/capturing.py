@@ -78,6 +78,16 @@ class Context(NamedTuple):
     flush: Flush = flush
     space: SpaceWatch | None = None
     """None: captures keep no reserve."""
+    on_urgency: Callable[[], None] = lambda: None
+    """Called when the urgency of the running capture may have changed."""
+    on_space_wanted: Callable[[], None] = lambda: None
+    """Called when a snapshot was committed, or could not be for want of space."""
+    on_scheduled_lost: Callable[[], None] = lambda: None
+    """Called when a session ended before a scheduled snapshot had its root: another snapshot is due now."""
+
+    def announce(self, kind: str, state: SnapshotState) -> None:
+        """Announce a change of a snapshot's state on the bus."""
+        self.events.emit(kind, snapshot=state)
 
 
 class Capturing:
@@ -107,12 +117,6 @@ class Capturing:
         self._caller_waits = caller_waits
         self.repository_lock = trio.Lock()
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
-        self.on_committed: Callable[[], None] = lambda: None
-        self.on_urgency: Callable[[], None] = lambda: None
-        """Called when the urgency of the running capture may have changed."""
-        self.on_scheduled_lost: Callable[[], None] = lambda: None
-        """Called when a session ended before a scheduled snapshot had its root: another snapshot is due
-        now."""
         self.last_failure: SnapshotState | None = None
         """The newest failure, if nothing was committed since."""
         self.last_cut_ns = 0
@@ -259,7 +263,7 @@ class Capturing:
             severity="warning",
         )
         # Upkeep may free the space that a full store lacks.
-        self.on_committed()
+        self._context.on_space_wanted()
         await pending.retry_wait(follows.after_seconds)
         return True
 
@@ -325,7 +329,7 @@ class Capturing:
         # The journal has pid and start time, so that the successor of a killed daemon finds the capture and
         # waits for it.
         self._queue.write_journal()
-        self.on_urgency()
+        self._context.on_urgency()
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
         # Called at `Done`, before the process ends: callers need not wait until it has closed the index (four
@@ -373,8 +377,8 @@ class Capturing:
             self._context.alerts.clear(f"unmounted:{cut.path}")
         self._left_out.tell(pending)
         if pending.record.scheduled and pending.drop_reason:
-            self.on_scheduled_lost()
-        self.on_committed()
+            self._context.on_scheduled_lost()
+        self._context.on_space_wanted()
 
     async def _committed_already(self, pending: PendingSnapshot) -> bool:
         """Return whether an earlier attempt, or a predecessor's capture, has committed the snapshot."""
@@ -407,7 +411,7 @@ class Capturing:
         await self._promises.record_loss(pending, failure.error)
         pending.fail(failure)
         if pending.record.scheduled and not pending.remaining:
-            self.on_scheduled_lost()
+            self._context.on_scheduled_lost()
         self.last_failure = pending.state
         log.error("snapshot_failed", id=pending.id, error=failure.error)
         self._context.alerts.report(

@@ -40,6 +40,7 @@ import trio
 
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.base.runtime import CutRecord, RuntimeDirectory
+from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.flush_helper import VANISHED
@@ -460,7 +461,7 @@ class Retaking:
         self,
         queue: SnapshotQueue,
         roots: Callable[[], Mapping[str, RootSupervisor]],
-        flush: Callable[[], Flush],
+        flush: Flush,
         turns: CutTurns,
     ) -> None:
         """Prepare to cut anew.
@@ -475,18 +476,16 @@ class Retaking:
         self._roots = roots
         self._flush = flush
         self._turns = turns
-        self._wake = trio.Event()
+        self._wakeup = Wakeup()
 
     def wanted(self) -> None:
         """Wake the task: a queued snapshot was interrupted."""
-        self._wake.set()
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Cut interrupted snapshots anew, until cancelled."""
         while True:
-            await self._wake.wait()
-            # Renewed before the look, so that a snapshot that is interrupted during it wakes the task again.
-            self._wake = trio.Event()
+            await self._wakeup.wait()
             for pending in list(self._queue):
                 # A snapshot with an attempt may be committed already: the capture task looks, and cuts it
                 # anew itself.
@@ -565,7 +564,7 @@ class Retaking:
             # epoch as long as it exists.
             pending.interrupt_remaining()
             await tell_workers(pending, self._roots(), committed=False)
-            async with make_cut(supervisors, self._flush()) as made:
+            async with make_cut(supervisors, self._flush) as made:
                 pending.recut(made, trio.current_time())
                 self._queue.to_the_end(pending)
         log.warning("snapshot_retaken", id=pending.id, reason=pending.record.retaken)

@@ -221,6 +221,10 @@ class PendingSnapshot:
             return Phase.INTERRUPTED
         return Phase.CAPTURING if self._attempt_runs else Phase.QUEUED
 
+    def announce_cut(self) -> None:
+        """Announce that the queue and the journal have the snapshot."""
+        self._announce("snapshot_cut", self.state)
+
     # -- attempts
 
     def begin_attempt(self) -> None:

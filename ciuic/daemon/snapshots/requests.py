@@ -63,7 +63,7 @@ class Snapshots:
         # Ids of snapshots that are being cut.
         self._new_ids: set[str] = set()
         self._promises = Promises(context.store, context.now_ns)
-        self._retaking = Retaking(self._queue, context.roots, lambda: self._context.flush, self._turns)
+        self._retaking = Retaking(self._queue, context.roots, context.flush, self._turns)
         self.capturing = Capturing(
             context, self._queue, self._promises, self._retaking, lambda: self.caller_waits
         )
@@ -103,7 +103,7 @@ class Snapshots:
         ) as cut:
             # The request may wait for a place in the queue that a slow capture takes, so that capture is
             # hurried.
-            self.capturing.on_urgency()
+            self._context.on_urgency()
             async with self._turns.of(user):
                 # A request that had the turn before may have cut for this one too.
                 if (pending := cut.outcome) is None:
@@ -148,14 +148,14 @@ class Snapshots:
                 )
                 cut.pending = pending = PendingSnapshot(
                     record,
-                    announce=self._announce,
+                    announce=self._context.announce,
                     trust_tracking=made.trust_tracking,
                     unbypassed=made.unbypassed,
                     cut_at=trio.current_time(),
                 )
                 self._queue.add(pending)
-                self._announce("snapshot_cut", pending.state)
-                self.capturing.on_urgency()
+                pending.announce_cut()
+                self._context.on_urgency()
                 log.info(
                     "snapshot_cut",
                     id=record.id,
@@ -228,9 +228,6 @@ class Snapshots:
             pending.record.requested for pending in self._queue.unfinished()
         )
 
-    def _announce(self, kind: str, state: SnapshotState) -> None:
-        self._context.events.emit(kind, snapshot=state)
-
     # -- sessions that end, daemons that follow one another
 
     def session_lost(self, path: str, session: str) -> None:
@@ -248,9 +245,9 @@ class Snapshots:
         """
         roots = self._context.roots()
         for record in records:
-            pending = PendingSnapshot(record, announce=self._announce, cut_at=trio.current_time())
+            pending = PendingSnapshot(record, announce=self._context.announce, cut_at=trio.current_time())
             self._queue.add(pending)
-            self._announce("snapshot_cut", pending.state)
+            pending.announce_cut()
             for cut in record.cuts:
                 supervisor = roots.get(cut.path)
                 worker = supervisor.worker if supervisor else None

@@ -28,6 +28,7 @@ from apscheduler.triggers.interval import IntervalTrigger
 
 from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.errors import CiuicError
@@ -251,7 +252,7 @@ class FirstSnapshots:
         self._take = take
         self._roots = roots
         self._alerts = alerts
-        self._wake = trio.Event()
+        self._wakeup = Wakeup()
 
     def wanted(self, path: str) -> None:
         """Ask for the first snapshot of a root that was protected just now."""
@@ -261,13 +262,12 @@ class FirstSnapshots:
     def retry(self) -> None:
         """Try again: a root was mounted, or time has passed since the last attempt."""
         if self.waiting:
-            self._wake.set()
+            self._wakeup.set()
 
     async def run(self) -> None:
         """Take first snapshots, until cancelled."""
         while True:
-            await self._wake.wait()
-            self._wake = trio.Event()
+            await self._wakeup.wait()
             self.waiting &= self._roots().keys()  # some may not be protected any more
             ready = [path for path in sorted(self.waiting) if self._roots()[path].worker is not None]
             if ready:

@@ -405,7 +405,7 @@ def test_a_scheduled_snapshot_that_was_lost_is_taken_again(bench: Bench, schedul
     bench.add_root("/a", FakeOverlay())
     bench.gates = [trio.Event()]
     retries: list[str] = []
-    bench.snapshots.capturing.on_scheduled_lost = lambda: retries.append("again")
+    bench.on_scheduled_lost = lambda: retries.append("again")
 
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest(), scheduled=scheduled)
@@ -500,7 +500,7 @@ def test_unfinished_flush_gives_a_tag(bench: Bench) -> None:
         await trio.lowlevel.checkpoint()
         return False
 
-    bench.snapshots._context = bench.snapshots._context._replace(flush=fail_to_check)
+    bench.flush = fail_to_check
 
     async def script() -> None:
         assert (await bench.snapshots.take(SnapshotRequest(tags=["x"]))).state.tags == ["x", TAG_UNFLUSHED]

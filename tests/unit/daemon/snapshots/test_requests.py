@@ -92,7 +92,7 @@ def hold_first_flush(bench: Bench) -> tuple[trio.Event, trio.Event]:
         await go_on.wait()
         return True
 
-    bench.snapshots._context = bench.snapshots._context._replace(flush=flush)
+    bench.flush = flush
     return begun, go_on
 
 
@@ -256,7 +256,7 @@ def test_one_user_keeps_no_other_from_cuts(bench: Bench) -> None:
             await go_on.wait()
         return True
 
-    bench.snapshots._context = bench.snapshots._context._replace(flush=flush)
+    bench.flush = flush
 
     async def script(requests: Requests) -> None:
         pairs = _pairs()
