@@ -26,7 +26,6 @@ import msgspec
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository, Writer
-from ciuic.repository.codecs.codec import Pace
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.system.poll import readable
 from ciuic.training.device.arena import ReadArena
@@ -53,8 +52,9 @@ from ciuic.training.protocol.messages import (
     send,
 )
 from ciuic.training.remote.uploads import Uploads
-from ciuic.training.writer import rank_parts
-from ciuic.training.writer.codecs import CodecChooser, CommitCodecs, max_coding_seconds
+from ciuic.training.writer import coding_turns, rank_parts
+from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
+from ciuic.training.writer.coding_turns import CodingTurns
 from ciuic.training.writer.committing import LastCommit, commit, put_files
 from ciuic.training.writer.daemon_registration import DaemonRegistration
 from ciuic.training.writer.filesystem import PairAnswer
@@ -164,6 +164,17 @@ class _Trainer:
             self._receive()
         return self.is_gone() or any(isinstance(one, Finish) and one.failed for one, _ in self._received)
 
+    def stands_still(self, number: int) -> bool:
+        """Return whether the trainer waits for a save after this one, or ends."""
+        ends = self.waiting() and any(isinstance(one, Finish) for one, _ in self._received)
+        return ends or self._ended or self.is_gone() or self.awaited > number
+
+    def pause(self, seconds: float) -> None:
+        """Wait for so many seconds, or until a message is there or the trainer is gone."""
+        end = time.monotonic() + seconds
+        while not (self.waiting() or self.is_gone()) and (left := end - time.monotonic()) > 0:
+            self._poll.poll(1000 * left)
+
     @property
     def closing(self) -> bool:
         """True if the next message is the last one: the trainer waits for what it has staged."""
@@ -199,8 +210,15 @@ class _Writer:
         self._begin = begin
         self._arenas: dict[int, ReadArena] = {}
         # Of the last save.
-        self._size_bytes = 0
+        self._size_bytes = self._number = 0
         self._drop_caches()
+        self._turns = CodingTurns(
+            coding_turns.Trainer(
+                has_message=lambda: trainer.waiting() or trainer.is_gone(),
+                stands_still=lambda: trainer.stands_still(self._number),
+                pause=trainer.pause,
+            )
+        )
         # Another process decides whether a part belongs to a snapshot, so a part must not become the base of
         # a difference.
         self._part_chooser = CodecChooser(begin.compression, None)
@@ -315,7 +333,7 @@ class _Writer:
         # "auto" leaves the newest state as it is; it is coded when the next one has come.
         later = self._begin.compression == "auto"
         self._chooser = CodecChooser(self._begin.compression, self._begin.rules, later=later)
-        self._deltas = ReverseDeltas(self._begin.repository, self._begin.rules)
+        self._deltas = ReverseDeltas(self._begin.repository, self._begin.root, self._begin.rules)
 
     def _commit(
         self, number: int, memory: memoryview, manifest: Manifest, files: PairAnswer
@@ -339,22 +357,16 @@ class _Writer:
             return snapshot, writer.waited_seconds
 
     def _code_earlier(self) -> None:
-        """Code states before the newest in idle time, until the next message comes."""
-        # There codecs slow the training in spite of SCHED_IDLE.
-        if self._chooser.is_busy or not self._deltas.is_waiting:
-            return
-        end = time.monotonic() + max_coding_seconds(self._size_bytes)
-
-        def pace() -> Pace:
-            return "now" if self._trainer.waiting() or time.monotonic() > end else "patient"
-
-        self._deltas.run(pace)
-        self._chooser.measure_anew()
+        """Code states before the newest, as far as the training spares the time."""
+        self._turns.run(self._deltas, is_busy=self._chooser.is_busy, size_bytes=self._size_bytes)
+        if not self._chooser.is_busy:
+            self._chooser.measure_anew()
 
     def _begin_coding(
         self, chooser: CodecChooser, writer: Writer, number: int, manifest: Manifest
     ) -> CommitCodecs:
         trainer = self._trainer
+        self._number = number
         self._size_bytes = sum(file.size_bytes for file in manifest.files)
         return chooser.begin(
             writer,

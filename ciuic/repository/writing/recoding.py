@@ -8,13 +8,14 @@ rests already becomes no difference any more: every fifth state of a sequence st
 
 A pack is recoded as a whole or not at all. What else it has is copied, so only packs that mostly have chunks
 to be recoded are touched; a caller that seals a pack after what is to be recoded together
-(`Writer.seal_packs`) makes such packs. Memory: the new copies of one pack.
+(`Writer.seal_packs`) makes such packs. Memory: the new copies of one pack; a caller that stops the work may
+keep them for its next call (`begun`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TimedOut
 from contextlib import ExitStack, suppress
@@ -54,8 +55,18 @@ class Recoded(NamedTuple):
     """True if the pace ended the work: the same call does the rest."""
 
 
+Begun = MutableMapping[ChunkId, Coded | None]
+"""Coded content by chunk, where the pace ended the work on its pack; None if it does not become smaller."""
+_Waiting = deque[tuple[ChunkId, int, Future[Coded | None]]]
+"""Chunks that are being coded, with their sizes."""
+
+
 def recode(
-    disk: Disk, store: ChunkStore, wanted: Mapping[ChunkId, Codec], pace: Callable[[], Pace]
+    disk: Disk,
+    store: ChunkStore,
+    wanted: Mapping[ChunkId, Codec],
+    pace: Callable[[], Pace],
+    begun: Begun,
 ) -> Recoded:
     """Recode chunks; see `Writer.recode`."""
     by_pack: dict[int, list[ChunkId]] = defaultdict(list)
@@ -68,7 +79,7 @@ def recode(
     for number, plain in sorted(by_pack.items()):
         if not _mostly(store, number, plain):
             continue
-        coded = _code_all(store, {chunk: wanted[chunk] for chunk in plain}, pace)
+        coded = _code_all(store, {chunk: wanted[chunk] for chunk in plain}, pace, begun)
         if coded is None:
             return Recoded(chunks, freed_bytes, stopped=True)
         # A chain whose dependents the index has lost could become longer than readers follow.
@@ -77,6 +88,8 @@ def recode(
         if coded and _mostly(store, number, list(coded)):
             freed_bytes += _replace(disk, store, number, coded)
             chunks += len(coded)
+        for chunk in plain:
+            begun.pop(chunk, None)
     return Recoded(chunks, freed_bytes)
 
 
@@ -119,57 +132,78 @@ def _replace(disk: Disk, store: ChunkStore, number: int, copies: Mapping[ChunkId
 
 
 def _code_all(
-    store: ChunkStore, wanted: Mapping[ChunkId, Codec], pace: Callable[[], Pace]
+    store: ChunkStore, wanted: Mapping[ChunkId, Codec], pace: Callable[[], Pace], begun: Begun
 ) -> dict[ChunkId, _NewCopy] | None:
     """Return the new copies of the chunks that become smaller; None if the pace ended the work."""
     found: dict[ChunkId, _NewCopy] = {}
     # What may get a base here, which the index does not know yet: its chain is not known.
     undecided = _Undecided()
     bases = Bases(store.packs, undecided.buffered, store.find, store.identity)
-    waiting: deque[tuple[ChunkId, int, Future[Coded | None]]] = deque()
+    waiting: _Waiting = deque()
     with ExitStack() as last:
         last.callback(bases.close)
+        # After the pools: what they were at when the work ended counts too.
+        last.callback(_keep_finished, waiting, begun)
         pools = _Pools()
         last.callback(pools.close)
         for chunk, codec in wanted.items():
             while len(waiting) >= 2 * _THREADS:
-                if not _take(waiting, found, pace):
+                if not _take(waiting, found, begun, pace):
                     return None
             if (now := pace()) == "now":
                 return None
+            copies = store.find(chunk)
+            # The index has lost it since.
+            if not copies:
+                continue
+            if _has_coded_copy(store, chunk):
+                found[chunk] = _NewCopy(copies[0].raw_bytes, None)
+                continue
+            longest = MAX_WRITTEN_BASE_DEPTH - _height(store, chunk, undecided)
+            usable = bases.found(chunk, copies[0].raw_bytes, codec, max_length=longest)
+            undecided.add(chunk, usable)
+            if chunk in begun and _rests_on_usable(begun[chunk], usable):
+                _note(found, chunk, copies[0].raw_bytes, begun[chunk])
+                continue
             try:
                 content = store.get(chunk)
             # Nothing is stored instead of what cannot be read.
             except Damaged:
                 continue
-            if _has_coded_copy(store, chunk):
-                found[chunk] = _NewCopy(len(content), None)
-                continue
-            longest = MAX_WRITTEN_BASE_DEPTH - _height(store, chunk, undecided)
-            usable = bases.found(chunk, len(content), codec, max_length=longest)
-            undecided.add(chunk, usable)
             waiting.append((chunk, len(content), pools.submit(content, usable, patient=now == "patient")))
         while waiting:
-            if not _take(waiting, found, pace):
+            if not _take(waiting, found, begun, pace):
                 return None
     return found
 
 
-def _take(
-    waiting: deque[tuple[ChunkId, int, Future[Coded | None]]],
-    found: dict[ChunkId, _NewCopy],
-    pace: Callable[[], Pace],
-) -> bool:
+def _take(waiting: _Waiting, found: dict[ChunkId, _NewCopy], begun: Begun, pace: Callable[[], Pace]) -> bool:
     """Wait for the oldest chunk; return False if the pace ended the work before."""
     chunk, raw_bytes, future = waiting[0]
     while pace() != "now":
         with suppress(TimedOut):
-            coded = future.result(_POLL_SECONDS)
+            begun[chunk] = future.result(_POLL_SECONDS)
             waiting.popleft()
-            if coded is not None:
-                found[chunk] = _NewCopy(raw_bytes, coded)
+            _note(found, chunk, raw_bytes, begun[chunk])
             return True
     return False
+
+
+def _note(found: dict[ChunkId, _NewCopy], chunk: ChunkId, raw_bytes: int, coded: Coded | None) -> None:
+    if coded is not None:
+        found[chunk] = _NewCopy(raw_bytes, coded)
+
+
+def _keep_finished(waiting: _Waiting, begun: Begun) -> None:
+    """Keep what was coded and not taken."""
+    for chunk, _, future in waiting:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            begun[chunk] = future.result()
+
+
+def _rests_on_usable(coded: Coded | None, usable: Codec) -> bool:
+    """Return whether coded content may still be stored: its base may have gone since, or its chain grown."""
+    return coded is None or coded.base in (b"", usable.base, usable.twin and usable.twin.base)
 
 
 def _has_coded_copy(store: ChunkStore, chunk: ChunkId) -> bool:

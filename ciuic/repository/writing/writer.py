@@ -34,7 +34,7 @@ from ciuic.repository.trees.tree_reader import Trees
 from ciuic.repository.trees.tree_updater import update_tree
 from ciuic.repository.writing import maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore
-from ciuic.repository.writing.recoding import Recoded, recode
+from ciuic.repository.writing.recoding import Begun, Recoded, recode
 from ciuic.repository.writing.recovery import Tail, reconcile
 from ciuic.repository.writing.shared_write_claim import is_claimed
 from ciuic.repository.writing.snapshot_records import changed_marks, committed_snapshot, read_marks
@@ -367,7 +367,12 @@ class Writer:
         self.repository.forget_pack(number)
         return shortened
 
-    def recode(self, wanted: Mapping[ChunkId, Codec], pace: Callable[[], Pace] = lambda: "soon") -> Recoded:
+    def recode(
+        self,
+        wanted: Mapping[ChunkId, Codec],
+        pace: Callable[[], Pace] = lambda: "soon",
+        begun: Begun | None = None,
+    ) -> Recoded:
         """Store chunks again, each as its codec says, and free the space of their old copies.
 
         Only chunks that are stored as they are get another form, and only those whose pack is mostly theirs
@@ -378,6 +383,8 @@ class Writer:
                 as long as the chunk does.
             pace: Called often; "patient" uses idle processor time alone, and "now" ends the work. The pack
                 that is being coded then stays as it is.
+            begun: Results for that pack, filled here; with them a further call begins where this one ended.
+                Empty when nothing was stopped.
 
         Raises:
             Busy: another process is copying the repository, or stores part of a snapshot.
@@ -386,7 +393,7 @@ class Writer:
         # A process that copies packs must find them to the end.
         if is_claimed(self._path):
             raise Busy("another process is copying the repository, or stores part of a snapshot")
-        done = recode(self._disk, self._store, wanted, pace)
+        done = recode(self._disk, self._store, wanted, pace, {} if begun is None else begun)
         # Its descriptors would keep the space of packs that are gone.
         self.repository.close()
         return done

@@ -141,7 +141,9 @@ class CodecChooser:
             awaited: whether the training waits for this snapshot.
         """
         idle = self._idleness.share()
-        self.is_busy = idle is not None and idle < _IDLE_SHARE
+        # Too short a time since the last commit says nothing new.
+        if idle is not None:
+            self.is_busy = idle < _IDLE_SHARE
         max_wait_seconds = max_coding_seconds(size_bytes)
         # Where the training uses all processors, codecs slow it in spite of SCHED_IDLE: two cores, two torch
         # threads, a save of 50 MB every 2.7 s: 5 % of the steps with codecs, 1 to 3 % without.

@@ -3,8 +3,9 @@
 So the newest state, which nearly every load reads, lies as it is, and older ones pay for reading. Guarantees:
 what the newest state has is never coded here, also where an older one has it too. Where rules of retention
 keep single states, whose bases would outlive theirs, older states become planes without a base; where they
-keep the newest of all, the base of a state goes after it, so differences cost nothing in the long run. A
-state that finds no idle time stays as it is. A save that arrives is waited for by one chunk at most.
+keep the newest of all, the base of a state goes after it, so differences cost nothing in the long run. When
+this runs, and what stops it, is decided in coding_turns.py; what was coded until then is not coded again.
+States that an earlier process left as they are when it ended are coded too.
 
 References:
     docs/decisions/reverse-deltas.md: the measurements.
@@ -12,25 +13,30 @@ References:
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from ciuic.errors import Busy
 from ciuic.repository import Repository
 from ciuic.repository.codecs.byte_planes_math import WIDTHS
-from ciuic.repository.codecs.codec import Codec, Pace
+from ciuic.repository.codecs.codec import Codec, Coded, Pace
+from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.system.disk_space import available_bytes
 from ciuic.training.policy.retention_rules import Latest
 from ciuic.training.protocol.messages import RetentionRules
 from ciuic.training.writer.codecs import Blocks, CommitCodecs
 from ciuic.training.writer.half_precision_pairs import HalfPrecisionCopy
-from ciuic.types import ChunkId, SnapshotId
+from ciuic.types import ChunkId, Entry, SnapshotId
 
 SEAL_FROM_BYTES: Final = 1 << 20
 """Size from which a state gets packs of its own, which go when it is coded."""
-# States that wait for idle time at most: the others stay as they are.
-_MAX_WAITING: Final = 4
+# States that wait at most: older ones stay as they are. Their ids take memory; coding_turns.py keeps fewer.
+_MAX_WAITING: Final = 16
+# States of an earlier process that are looked at: so many wait on a busy machine.
+_MAX_ADOPTED: Final = 6
 # Free space below which nothing is stored again: the new copies of a pack precede the end of the old ones.
 _MIN_FREE_BYTES: Final = 256 << 20
 
@@ -45,39 +51,85 @@ class _State(NamedTuple):
 class ReverseDeltas:
     """States of one writer that are to be coded."""
 
-    def __init__(self, repository: str, rules: RetentionRules) -> None:
+    def __init__(self, repository: str, root: bytes, rules: RetentionRules) -> None:
         """Begin without knowledge of any state.
 
         Args:
             repository: path of the repository.
+            root: path under which the snapshots keep their states.
             rules: retention rules of the snapshots.
         """
         self._repository = repository
+        self._root = root
         self._has_bases = all(isinstance(rule, Latest) for rule in rules.keep)
         self._newest: _State | None = None
-        self._waiting: deque[tuple[_State, _State]] = deque(maxlen=_MAX_WAITING)
+        self._waiting: deque[tuple[_State, _State]] = deque()
         """States with the one after each."""
+        self._begun: dict[ChunkId, Coded | None] = {}
+        """What was coded of the first that waits."""
+        self._has_adopted = False
 
     def saved(self, id_: SnapshotId, chosen: CommitCodecs) -> None:
         """Record a snapshot that was made, and that the one before it may be coded."""
         state = _State(id_, chosen.blocks, chosen.widths, chosen.copies)
         if self._newest is not None:
+            if len(self._waiting) == _MAX_WAITING:
+                self._forget_first()
             self._waiting.append((self._newest, state))
         self._newest = state
 
     @property
-    def is_waiting(self) -> bool:
-        """True if a state waits to be coded."""
-        return bool(self._waiting)
+    def waiting(self) -> int:
+        """Number of states that wait to be coded."""
+        return len(self._waiting)
 
-    def run(self, pace: Callable[[], Pace]) -> None:
-        """Code what waits until the pace is "now".
+    def adopt(self) -> None:
+        """Let states wait that an earlier process has left as they are; call it when a snapshot was made.
+
+        Raises:
+            CiuicError: the repository is damaged.
+            OSError: the repository cannot be read.
+        """
+        if self._has_adopted or self._newest is None:
+            return
+        self._has_adopted = True
+        after = self._waiting[0][0] if self._waiting else self._newest
+        with Repository.open(self._repository) as repository:
+            ids = [info.id for info in repository.snapshots.list(root=self._root)]
+            earlier = ids[ids.index(after.id) + 1 :] if after.id in ids else []
+            for id_ in earlier[:_MAX_ADOPTED]:
+                state = self._stored_state(repository, id_, after)
+                if not _lies_as_it_is(repository, state, after):
+                    return
+                self._waiting.appendleft((state, after))
+                after = state
+
+    def _stored_state(self, repository: Repository, id_: SnapshotId, after: _State) -> _State:
+        """Return what is known of a snapshot of another process: its blocks, the rest as in the next state."""
+        blocks: dict[str, Blocks] = {}
+        for root in repository.snapshots.load(id_).roots:
+            if root.path == self._root:
+                for path, entry in _files(repository, root.entry):
+                    if after.widths.get(path, 0) in WIDTHS:
+                        count = blocks_of(entry.size_bytes, repository.block_size)
+                        ref = entry.content, entry.map_height
+                        blocks[path] = dict(repository.block_maps.ids(*ref, count))
+        # A copy that was none in this state makes nothing smaller, and what is coded is decoded once.
+        copies = {path: copy for path, copy in after.copies.items() if path in blocks}
+        return _State(id_, blocks, after.widths, copies)
+
+    def run(self, pace: Callable[[], Pace], *, leave: int = 0) -> None:
+        """Code what waits, the oldest first, until the pace is "now" or no more than ``leave`` wait.
 
         Raises:
             CiuicError: the repository is damaged.
             OSError: the repository cannot be read or written.
         """
-        while self._waiting and pace() != "now" and available_bytes(self._repository) >= _MIN_FREE_BYTES:
+        while (
+            len(self._waiting) > leave
+            and pace() != "now"
+            and available_bytes(self._repository) >= _MIN_FREE_BYTES
+        ):
             state, after = self._waiting[0]
             try:
                 stopped = self._code(state, after, pace)
@@ -85,11 +137,15 @@ class ReverseDeltas:
             except Busy:
                 return
             except BaseException:
-                self._waiting.popleft()
+                self._forget_first()
                 raise
             if stopped:
                 return
-            self._waiting.popleft()
+            self._forget_first()
+
+    def _forget_first(self) -> None:
+        self._waiting.popleft()
+        self._begun.clear()
 
     def _code(self, state: _State, after: _State, pace: Callable[[], Pace]) -> bool:
         """Code one state; return whether the pace has ended that."""
@@ -103,7 +159,7 @@ class ReverseDeltas:
             wanted = self._wanted(state, after if after.id in names else None, repository.block_size)
             # Read again when the next state is coded.
             writer.keep_cached()
-            done = writer.recode(wanted, pace)
+            done = writer.recode(wanted, pace, self._begun)
             writer.seal_packs(SEAL_FROM_BYTES)
             return done.stopped
 
@@ -125,3 +181,20 @@ class ReverseDeltas:
                 twin = copy and copy.of_block(number, block_size, state.blocks.get(copy.path, {}))
                 wanted.setdefault(chunk, Codec("best", width, bases.get(number), twin=twin))
         return wanted
+
+
+def _files(repository: Repository, top: Entry) -> Iterator[tuple[str, Entry]]:
+    """Yield the files of a state with their paths, which have one level of directories at most."""
+    for entry in repository.trees.entries(top.content):
+        if not stat.S_ISDIR(entry.mode):
+            yield os.fsdecode(entry.name), entry
+            continue
+        for below in repository.trees.entries(entry.content):
+            yield f"{os.fsdecode(entry.name)}/{os.fsdecode(below.name)}", below
+
+
+def _lies_as_it_is(repository: Repository, state: _State, after: _State) -> bool:
+    """Return whether most of what the next state does not have is stored as it is."""
+    kept = {id_ for blocks in after.blocks.values() for id_ in blocks.values()}
+    own = {id_ for blocks in state.blocks.values() for id_ in blocks.values()} - kept
+    return bool(own) and sum(not repository.chunks.locate(chunk).flags for chunk in own) > len(own) / 2

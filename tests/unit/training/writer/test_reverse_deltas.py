@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.coded_later import STATE_BLOCK, Saves
 from support.raw_states import chunks_of, content_of, drifting
 
 from ciuic.maintenance.check import check
+from ciuic.maintenance.prune import prune
+from ciuic.maintenance.sweep import Thresholds
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import Pace
+from ciuic.repository.codecs.codec import Codec, Coded, Pace
 from ciuic.repository.format import pack_format as pf
-from ciuic.training.policy.retention_rules import EverySteps, Keep, Latest
-from ciuic.training.protocol.messages import Manifest, ManifestFile, RetentionRules
-from ciuic.training.writer.codecs import CodecChooser
-from ciuic.training.writer.committing import LastCommit, commit
-from ciuic.training.writer.reverse_deltas import ReverseDeltas
+from ciuic.repository.writing import recoding
+from ciuic.training.policy.retention_rules import EverySteps, Latest
+from ciuic.training.writer import reverse_deltas
 from ciuic.types import SnapshotId
 
-_BLOCK = 65536
+_BLOCK = STATE_BLOCK
 DIFFERENCE = pf.FLAG_PLANES | pf.FLAG_DIFFERENCE
 
 
@@ -27,37 +28,6 @@ DIFFERENCE = pf.FLAG_PLANES | pf.FLAG_DIFFERENCE
 def repository(tmp_path: Path) -> Iterator[Repository]:
     with Repository.create(tmp_path / "r", block_size=_BLOCK) as made:
         yield made
-
-
-class Saves:
-    """Successive commits of one state and what follows them, as the writer process makes them."""
-
-    def __init__(self, repository: Repository, keep: tuple[Keep, ...] = ()) -> None:
-        self.repository = repository
-        rules = RetentionRules(keep=keep)
-        self.chooser = CodecChooser("auto", rules, later=True)
-        self.deltas = ReverseDeltas(str(repository.path), rules)
-        self.known = LastCommit()
-
-    def save(self, content: bytes) -> SnapshotId:
-        manifest = Manifest(
-            time_ns=1,
-            message="",
-            tags=(),
-            files=[ManifestFile("model/weight.safetensors", 0, len(content), 4)],
-        )
-        with self.repository.writer() as writer:
-            chosen = self.chooser.begin(writer)
-            view = memoryview(content)
-            snapshot = commit(self.repository, writer, view, manifest, b"/training", self.known, chosen)
-            self.chooser.done(chosen)
-            self.deltas.saved(snapshot.id, chosen)
-            writer.seal_packs(1)
-        self.repository.close()
-        return snapshot.id
-
-    def flags(self, id_: SnapshotId) -> set[int]:
-        return {self.repository.chunks.locate(chunk).flags for chunk in chunks_of(self.repository, id_)}
 
 
 def patient() -> Pace:
@@ -75,7 +45,7 @@ def test_the_newest_is_never_decoded(repository: Repository) -> None:
         assert saves.flags(made[-1]) == {0}
     assert [saves.flags(id_) for id_ in made[:-1]] == [{DIFFERENCE}] * 3
     assert [content_of(repository, id_) for id_ in made] == states
-    assert not saves.deltas.is_waiting
+    assert not saves.deltas.waiting
     assert not check(repository, read_data=True).damaged
 
 
@@ -98,7 +68,7 @@ def test_a_save_ends_the_work_and_the_rest_is_done_later(repository: Repository)
     made = [saves.save(state) for state in states[:2]]
     paces: list[Pace] = ["patient", "patient"]
     saves.deltas.run(lambda: paces.pop() if paces else "now")
-    assert saves.deltas.is_waiting
+    assert saves.deltas.waiting
     assert saves.flags(made[0]) == {0}
     made.append(saves.save(states[2]))
     saves.deltas.run(patient)
@@ -123,6 +93,100 @@ def test_a_removed_state_is_passed_over(repository: Repository) -> None:
     with repository.writer() as writer:
         writer.remove_snapshots([made[1]])
     saves.deltas.run(patient)
-    assert not saves.deltas.is_waiting
+    assert not saves.deltas.waiting
     assert saves.flags(made[0]) == {pf.FLAG_PLANES}
     assert content_of(repository, made[0]) == states[0]
+
+
+def depths(repository: Repository, id_: SnapshotId) -> set[int]:
+    return {len(repository.chunks.locate_all(chunk)) - 1 for chunk in chunks_of(repository, id_)}
+
+
+def count_codings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets an item for each chunk that is coded."""
+    counted: list[int] = []
+    code = recoding._coded
+
+    def counting(content: bytes, codec: Codec) -> Coded | None:
+        counted.append(len(content))
+        return code(content, codec)
+
+    monkeypatch.setattr(recoding, "_coded", counting)
+    return counted
+
+
+def ends_after(looks: int) -> Callable[[], Pace]:
+    """Return a pace that ends the work at a look."""
+    left = iter(range(looks))
+    return lambda: "now" if next(left, None) is None else "patient"
+
+
+def test_stopped_again_and_again_nothing_is_coded_twice(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work that is stopped after each chunk gets to its end, with one coding for each chunk."""
+    counted = count_codings(monkeypatch)
+    saves = Saves(repository)
+    states = list(drifting(2, 12 * _BLOCK))
+    made = [saves.save(state) for state in states]
+    looks = 4
+    while saves.deltas.waiting:
+        looks += 1
+        saves.deltas.run(ends_after(looks))
+    assert counted == [_BLOCK] * 12
+    assert [saves.flags(id_) for id_ in made] == [{DIFFERENCE}, {0}]
+    assert [content_of(repository, id_) for id_ in made] == states
+    assert not check(repository, read_data=True).damaged
+
+
+def test_what_was_coded_before_its_base_went_is_not_stored(repository: Repository) -> None:
+    """Between two turns the state that differences rest on may be removed and swept: they are made anew."""
+    saves = Saves(repository)
+    states = list(drifting(3, 12 * _BLOCK))
+    made = [saves.save(state) for state in states[:2]]
+    saves.deltas.run(ends_after(10))
+    assert saves.deltas.waiting
+    with repository.writer() as writer:
+        writer.remove_snapshots([made[1]])
+    prune(repository, None, thresholds=Thresholds(unused_share=0.0, pack_dead_share=0.0))
+    saves.deltas.run(patient)
+    assert saves.flags(made[0]) == {pf.FLAG_PLANES}
+    assert content_of(repository, made[0]) == states[0]
+    assert not check(repository, read_data=True).damaged
+
+
+def test_a_new_process_codes_what_the_one_before_it_left(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of one save each leave the newest as it is, and the chains of the others stay short."""
+    monkeypatch.setattr(reverse_deltas, "SEAL_FROM_BYTES", 1)
+    states = list(drifting(12, 3 * _BLOCK + 1000))
+    made: list[SnapshotId] = []
+    for state in states:
+        saves = Saves(repository)
+        made.append(saves.save(state))
+        saves.deltas.adopt()
+        saves.deltas.run(patient)
+    assert [max(depths(repository, id_)) for id_ in made] == [4, 3, 2, 1, 0] * 2 + [1, 0]
+    assert saves.flags(made[-1]) == {0}
+    assert [content_of(repository, id_) for id_ in made] == states
+    assert not check(repository, read_data=True).damaged
+
+
+def test_a_killed_process_leaves_several(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All states that an earlier process left as they are are coded; the fifth gets no base, as always."""
+    monkeypatch.setattr(reverse_deltas, "SEAL_FROM_BYTES", 1)
+    states = list(drifting(6, 3 * _BLOCK))
+    earlier = Saves(repository)
+    made = [earlier.save(state) for state in states[:2]]
+    earlier.deltas.run(patient)
+    made += [earlier.save(state) for state in states[2:5]]
+    saves = Saves(repository)
+    made.append(saves.save(states[5]))
+    saves.deltas.adopt()
+    assert saves.deltas.waiting == 4
+    saves.deltas.run(patient)
+    assert [saves.flags(id_) for id_ in made] == [{DIFFERENCE}] * 4 + [{pf.FLAG_PLANES}, {0}]
+    assert [content_of(repository, id_) for id_ in made] == states
+    saves.deltas.adopt()
+    assert not saves.deltas.waiting
