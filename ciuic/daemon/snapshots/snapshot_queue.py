@@ -187,6 +187,9 @@ class Promises:
     def __init__(self, store: Callable[[], Store], now_ns: Callable[[], int]) -> None:
         self._store = store
         self._now_ns = now_ns
+        # Records are written in the order in which they are asked for: a loss must not be replaced by the
+        # promise that it ends, whose thread began later.
+        self._lock = trio.Lock()
 
     async def record(self, pending: PendingSnapshot) -> None:
         """Record that the id of `pending` was given out.
@@ -236,9 +239,10 @@ class Promises:
 
     async def _do(self, event: str, snapshot_id: str, work: Callable[[], None], seconds: float) -> None:
         try:
-            with trio.move_on_after(seconds) as scope:
-                # Abandoned at the time limit: a disk that hangs holds the thread, not the snapshot.
-                await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+            async with self._lock:
+                with trio.move_on_after(seconds) as scope:
+                    # Abandoned at the time limit: a disk that hangs holds the thread, not the snapshot.
+                    await trio.to_thread.run_sync(work, abandon_on_cancel=True)
             if scope.cancelled_caught:  # the thread goes on, and may still write the record
                 log.warning(event, id=snapshot_id, error=f"not done within {seconds:g} s")
         except (CiuicError, OSError) as error:
