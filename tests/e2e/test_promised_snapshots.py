@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from support.live import Live, installed, wait_for
+
+from ciuic.repository.disk.lock import LOCK_NAME
 
 pytestmark = pytest.mark.mount
 
@@ -107,19 +110,19 @@ def test_a_promised_snapshot_is_delivered(
 def test_a_snapshot_lost_by_a_stop_is_listed(protected: Live, root: Path) -> None:
     """A snapshot lost by stopping the daemon is reported to its caller and listed by the next daemon."""
     _fill(root, 0)
-    # Larger than what the capture can have read by then.
-    with open(root / "large", "wb") as file:
-        for _ in range(200):
-            file.write(os.urandom(1 << 20))
-    snapshot = protected.run("snapshot", "--tag", "t").stdout.decode().strip()
-    waiting = subprocess.Popen(
-        [str(installed()), "snapshot", "--wait"],
-        env=protected.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    wait_for("the second cut", lambda: len(protected.json("status")["captures"]) > 1, 60)
-    protected.stop()
+    wait_for("the first snapshot", protected.list, 60)
+    # The capture waits for this lock until the daemon stops.
+    with open(protected.repository / LOCK_NAME) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        snapshot = protected.run("snapshot", "--tag", "t").stdout.decode().strip()
+        waiting = subprocess.Popen(
+            [str(installed()), "snapshot", "--wait"],
+            env=protected.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        wait_for("the second cut", lambda: len(protected.json("status")["captures"]) > 1, 60)
+        protected.stop()
     complaint = waiting.communicate(timeout=60)[1]
     assert waiting.returncode == 1
     assert b"failed: the daemon stopped before it was captured" in complaint
