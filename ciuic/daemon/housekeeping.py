@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Protocol
 
 import structlog
 import trio
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
+from ciuic.daemon.base.alerts import KEY_MISSING
 from ciuic.daemon.base.clock import ClockWatch
-from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
+from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.worker_process import OverlayWorker
-from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
-from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.schedule import Schedule
-from ciuic.daemon.snapshots.snapshots import Snapshots
-from ciuic.daemon.snapshots.space import SpaceWatch
-from ciuic.daemon.upkeep.upkeep import Upkeep
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import rfc3339
 from ciuic.units import human_duration, human_size, plural
@@ -42,39 +33,12 @@ KEY_REMOTE = "remote:"
 log = structlog.get_logger(__name__)
 
 
-class HousekeepingParts(Protocol):
-    """The parts of the daemon that housekeeping looks at."""
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def store(self) -> Store: ...
-    @property
-    def space(self) -> SpaceWatch: ...
-    @property
-    def roots(self) -> ServedRoots: ...
-    @property
-    def snapshots(self) -> Snapshots: ...
-    @property
-    def first_snapshots(self) -> FirstSnapshots: ...
-    @property
-    def scheduled(self) -> ScheduledSnapshots: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def upkeep(self) -> Upkeep: ...
-    @property
-    def alerts(self) -> Alerts: ...
-    def now_ns(self) -> int: ...
-    def tell_service_manager(self, line: str) -> None: ...
-
-
 class DaemonHousekeeping:
     """Task of the periodic checks."""
 
-    def __init__(self, daemon: HousekeepingParts) -> None:
-        self._daemon = daemon
-        self._clock = ClockWatch(daemon.now_ns)
+    def __init__(self, parts: DaemonParts) -> None:
+        self._parts = parts
+        self._clock = ClockWatch(parts.now_ns)
 
     async def run(self) -> None:
         """Check every `PERIOD_SECONDS`, until cancelled."""
@@ -88,23 +52,23 @@ class DaemonHousekeeping:
     async def once(self) -> None:
         """Do one round of checks."""
         # A copy: a reload may add and remove roots during every await below.
-        for path, supervisor in list(self._daemon.roots.supervisors.items()):
+        for path, supervisor in list(self._parts.roots.supervisors.items()):
             worker = supervisor.worker
             if worker is not None:
                 await self._look_at_worker(path, worker)
-                await self._daemon.snapshots.reconcile(path, worker)
+                await self._parts.snapshots.reconcile(path, worker)
                 await supervisor.refresh_bypassing()
         # Notes gaps that a search has found meanwhile, and what could not be written before.
-        self._daemon.snapshots.capturing.trust.note()
+        self._parts.snapshots.capturing.trust.note()
         self._look_at_clock()
         # A failed scheduled snapshot is tried again at the next round, not a whole interval later.
-        if self._daemon.scheduled.retry:
-            self._daemon.scheduled.retry = False
-            self._daemon.schedule.post()
-        self._daemon.first_snapshots.retry()
+        if self._parts.scheduled.retry:
+            self._parts.scheduled.retry = False
+            self._parts.schedule.post()
+        self._parts.first_snapshots.retry()
         await self._look_at_space()
         await self._look_at_remotes()
-        self._daemon.tell_service_manager(self.status_line())
+        self._parts.notifier.status(self.status_line())
 
     async def _look_at_worker(self, path: str, worker: OverlayWorker) -> None:
         key = f"abandoned:{path}"
@@ -112,16 +76,16 @@ class DaemonHousekeeping:
             status = await worker.ask(lambda client: client.status())
         except CiuicError as error:
             log.warning("worker_not_asked", root=path, error=str(error))
-            self._daemon.alerts.report(
+            self._parts.alerts.report(
                 f"silent:{path}",
                 f"the overlay worker of {path} (pid {worker.pid}) does not answer",
                 hint="a disk below the root may hang; a worker that hangs itself is replaced where its session outlives it",
                 root=path,
             )
             return
-        self._daemon.alerts.clear(f"silent:{path}")
+        self._parts.alerts.clear(f"silent:{path}")
         if status.renewed:
-            self._daemon.alerts.report(
+            self._parts.alerts.report(
                 f"state:{path}",
                 f"another program deleted what ciuic keeps beside {path} ({os.fsdecode(STATE_DIR_NAME)}); it was made anew, and snapshots go on",
                 hint="find out what deletes it, such as git clean -fdx in a directory above; the next snapshot may compare the whole tree",
@@ -131,11 +95,11 @@ class DaemonHousekeeping:
         # An abandoned epoch before the last commit is no problem any more: its changes are in that snapshot.
         standing = [one for one in status.abandoned if one.epoch > status.since]
         if not standing:
-            self._daemon.alerts.clear(key)
+            self._parts.alerts.clear(key)
             return
         newest = standing[-1]
         when = f" at {rfc3339(newest.time_ns)}" if newest.time_ns else ""
-        self._daemon.alerts.report(
+        self._parts.alerts.report(
             key,
             f"{path}: the snapshot of epoch {newest.epoch} was given up{when}: {newest.reason}",
             hint="its changes will be in the next snapshot; raise [capture] undo_limit if this repeats",
@@ -148,19 +112,19 @@ class DaemonHousekeeping:
         if moved_seconds:
             way = "forward" if moved_seconds > 0 else "back"
             log.warning("clock_set", moved_seconds=round(moved_seconds))
-            self._daemon.alerts.report(
+            self._parts.alerts.report(
                 "clock",
                 f"the clock was put {way} by {human_duration(abs(moved_seconds))}",
                 hint="times of snapshots may be wrong; none is removed for it (docs/configuration.md, keep_within)",
                 severity="warning",
             )
-        self._daemon.schedule.heed_clock()
+        self._parts.schedule.heed_clock()
 
     async def _look_at_space(self) -> None:
-        settings, alerts = self._daemon.settings, self._daemon.alerts
+        settings, alerts = self._parts.settings, self._parts.alerts
         if settings.repository is None:
             return
-        facts = await trio.to_thread.run_sync(self._daemon.space.measure)
+        facts = await trio.to_thread.run_sync(self._parts.space.measure)
         if facts.missing:
             alerts.report(KEY_MISSING, f"no snapshot can be taken: {facts.missing}", hint=facts.missing_hint)
         # A repository that was never created is neither missing nor there.
@@ -176,19 +140,19 @@ class DaemonHousekeeping:
                 f"the store's file system has {human_size(facts.free_bytes)} free, less than {human_size(floor)}",
                 hint="shorten [retention], move the repository, or free space: ciuic prune",
             )
-            self._daemon.upkeep.suggest()
+            self._parts.upkeep.suggest()
         else:
             alerts.clear("space")
 
     async def _look_at_remotes(self) -> None:
-        alerts, max_lags = self._daemon.alerts, dict(self._daemon.settings.max_lags)
+        alerts, max_lags = self._parts.alerts, dict(self._parts.settings.max_lags)
         # A remote that is no longer configured, or without a limit since a reload.
         for alert in alerts.standing():
             if alert.key.startswith(KEY_REMOTE) and alert.key.removeprefix(KEY_REMOTE) not in max_lags:
                 alerts.clear(alert.key)
         if not max_lags:
             return
-        store, now_ns = self._daemon.store, self._daemon.now_ns()
+        store, now_ns = self._parts.store, self._parts.now_ns()
         for remote in await trio.to_thread.run_sync(partial(store.remotes, list(max_lags), now_ns=now_ns)):
             key = f"{KEY_REMOTE}{remote.name}"
             if remote.seconds <= max_lags[remote.name]:
@@ -204,14 +168,14 @@ class DaemonHousekeeping:
 
     def status_line(self) -> str:
         """Return the line for `systemctl status`."""
-        supervisors = self._daemon.roots.supervisors.values()
+        supervisors = self._parts.roots.supervisors.values()
         mounted = sum(supervisor.state == "mounted" for supervisor in supervisors)
         parts = [f"{mounted} of {plural(len(supervisors), 'root')} protected"]
-        last = self._daemon.snapshots.capturing.last_cut_ns
+        last = self._parts.snapshots.capturing.last_cut_ns
         if last:
-            age_seconds = max(0.0, (self._daemon.now_ns() - last) / 1e9)
+            age_seconds = max(0.0, (self._parts.now_ns() - last) / 1e9)
             parts.append(f"last snapshot {human_duration(age_seconds)} ago")
-        alerts = len(self._daemon.alerts.standing())
+        alerts = len(self._parts.alerts.standing())
         if alerts:
             parts.append(f"{plural(alerts, 'alert')}: ciuic status")
         return ", ".join(parts)

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
 
 import structlog
 import trio
 
-from ciuic.daemon.base.events import EventBus
-from ciuic.daemon.base.metrics import Metrics
-from ciuic.daemon.base.runtime import RuntimeDirectory
-from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.parts import DaemonParts
 from ciuic.protocol.metrics_file import METRICS_NAME, WRITE_SECONDS, write_metrics
 
 log = structlog.get_logger(__name__)
 
 
-class MetricsSource(Protocol):
-    """The parts of the daemon that these tasks need."""
+async def run_metrics(parts: DaemonParts, text: Callable[[], Awaitable[bytes]]) -> None:
+    """Count events, and keep the file of the metrics, until cancelled.
 
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def runtime(self) -> RuntimeDirectory: ...
-    @property
-    def metrics_registry(self) -> Metrics: ...
-    @property
-    def events(self) -> EventBus: ...
-    async def metrics(self) -> bytes: ...
-
-
-async def run_metrics(daemon: MetricsSource) -> None:
-    """Count events, and keep the file of the metrics, until cancelled."""
+    Args:
+        parts: parts of the daemon.
+        text: returns the metrics in Prometheus text format.
+    """
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(daemon.metrics_registry.follow, daemon.events)
-        nursery.start_soon(_keep_file, daemon)
+        nursery.start_soon(parts.metrics_registry.follow, parts.events)
+        nursery.start_soon(_keep_file, parts, text)
 
 
-async def _keep_file(daemon: MetricsSource) -> None:
+async def _keep_file(parts: DaemonParts, text: Callable[[], Awaitable[bytes]]) -> None:
     """Replace the file every `WRITE_SECONDS` while an exporter is configured, and remove it while none is."""
-    path = daemon.runtime.path / METRICS_NAME
+    path = parts.runtime.path / METRICS_NAME
     is_failing = False
     try:
         while True:
             try:
-                if daemon.settings.exports_metrics:
+                if parts.settings.exports_metrics:
                     # In this thread: a file of some kilobytes, on tmpfs.
-                    write_metrics(path, await daemon.metrics())
+                    write_metrics(path, await text())
                 else:
                     path.unlink(missing_ok=True)
                 is_failing = False

@@ -22,7 +22,7 @@ from ciuic.daemon.roots.recovery import is_mounted
 from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import CiuicError, NotFound
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system.mounts import remove_state
@@ -46,16 +46,31 @@ class ServedRoots:
         alerts: Alerts,
         events: EventBus,
         snapshots: Snapshots,
+        on_mounted: Callable[[], None],
+        supervisors: dict[str, RootSupervisor],
         hooks: MountHooks | None = None,
         sessions: SessionStore | None = None,
         spare: SpareProcess | None = None,
     ) -> None:
-        self.supervisors: dict[str, RootSupervisor] = {}
+        """Prepare to serve roots.
+
+        Args:
+            settings: settings in force.
+            runtime: directory with the sockets of the workers.
+            store: the repository.
+            alerts: where failures are reported.
+            events: bus that changes of state are announced on.
+            snapshots: settles the epochs of new workers, and is told of sessions that end.
+            on_mounted: called when a root is served by a new worker.
+            supervisors: the dictionary to keep, which other parts read.
+            hooks: operations on mounts; None: the real ones.
+            sessions: sessions that outlive their workers.
+            spare: process that forks workers.
+        """
+        self.supervisors = supervisors
         self.departing: dict[str, RootSupervisor] = {}
         """Roots that are no longer protected, as long as a process is in their overlay."""
         self.nursery: trio.Nursery | None = None
-        self.on_mounted: Callable[[], None] = lambda: None
-        """Called when a root is served by a new worker."""
         self.reconcile_new_sessions = False
         """Settle the pending epochs of new workers; off during the start, when `Snapshots.resume` must
         come first."""
@@ -65,6 +80,7 @@ class ServedRoots:
         self._alerts = alerts
         self._events = events
         self._snapshots = snapshots
+        self._on_mounted = on_mounted
         self._sessions = sessions
         self._spare = spare or SpareProcess(runtime.path, environment())
         self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
@@ -267,7 +283,7 @@ class ServedRoots:
     async def _session_started(self, path: str, worker: OverlayWorker) -> None:
         if self.reconcile_new_sessions:
             await self._snapshots.reconcile(path, worker)
-        self.on_mounted()
+        self._on_mounted()
 
     def _own_pids(self, root: str) -> set[int]:
         """Return the processes that hold the backing directory by design.

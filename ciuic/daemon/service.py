@@ -1,6 +1,4 @@
-"""Composition root of the daemon.
-
-Wires its parts, starts and stops them in order, and offers the control API's operations.
+"""The daemon: starts and stops its parts in order, and offers the control API's operations.
 
 Order of start: the one-daemon lock, the control socket, orphans of a predecessor, the roots (first attempt of
 each), the repository, the snapshots that a predecessor had promised, the schedule; then READY. Order of a
@@ -14,49 +12,27 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
 import trio
 
-from ciuic.config import Config, check_overlaps
-from ciuic.daemon.active_settings import ActiveSettings
+from ciuic.config import Config
 from ciuic.daemon.api.api import Api
 from ciuic.daemon.api.reloading import apply_configuration, await_mounted
 from ciuic.daemon.api.server import serve_api
-from ciuic.daemon.base.accounts import AccountNames, Accounts
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
-from ciuic.daemon.base.metrics import Metrics
 from ciuic.daemon.base.notify import Notifier
-from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.base.runtime import RuntimeDirectory, bind_control_socket
-from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
+from ciuic.daemon.base.runtime import bind_control_socket
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.metrics_writer import run_metrics
+from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.restart import is_restarting
-from ciuic.daemon.roots.priority_control import PriorityControl
-from ciuic.daemon.roots.session_keeper import SessionKeeper
-from ciuic.daemon.roots.sessions import SessionStore
-from ciuic.daemon.roots.systemd_slice import SLICE, SliceWeight
-from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots, last_cut_ns
-from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.capture_process import Captures
-from ciuic.daemon.snapshots.capturing import Context
-from ciuic.daemon.snapshots.predecessor_captures import end_orphaned_captures
-from ciuic.daemon.snapshots.schedule import Schedule
-from ciuic.daemon.snapshots.snapshot_states import find_state
-from ciuic.daemon.snapshots.snapshots import Snapshots
-from ciuic.daemon.snapshots.space import SpaceWatch
+from ciuic.daemon.snapshots.capture_process import end_orphaned_captures
+from ciuic.daemon.snapshots.requests import find_state
+from ciuic.daemon.snapshots.schedule import last_cut_ns
 from ciuic.daemon.status import status_document
-from ciuic.daemon.trainers.pairing import Pairing
-from ciuic.daemon.trainers.watch import TrainerWatch
-from ciuic.daemon.upkeep.upkeep import UPKEEP_MODULE, Upkeep
-from ciuic.errors import CiuicError, NotFound, Unreachable
-from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import (
     PruneReport,
     ReloadReport,
@@ -65,9 +41,6 @@ from ciuic.protocol.control_types import (
     SnapshotState,
     StatusDocument,
 )
-from ciuic.protocol.pairing import SOCKET_NAME
-from ciuic.system import mountinfo
-from ciuic.system.child_process import environment, module_command
 
 CONTROL_FD_NAME = "control"
 log = structlog.get_logger(__name__)
@@ -87,7 +60,7 @@ class Daemon:
         command_prefix: Sequence[str] = (),
         worker_service: str = "",
     ) -> None:
-        """Wire the parts; nothing is started yet.
+        """Make the parts; nothing is started yet.
 
         Args:
             config: configuration to start with.
@@ -101,131 +74,19 @@ class Daemon:
         Raises:
             ConfigError: the configuration is not valid.
         """
-        self._active = ActiveSettings(config, load)
-        self._notifier = notifier
-        self.now_ns = now_ns
         self._stored_fds = stored_fds or {}
-        self.started_ns = now_ns()
-        self.events = EventBus(now_ns)
-        self.alerts = Alerts(self.events, now_ns)
-        for problem in check_overlaps(config.roots, mountinfo.read()):
-            self.alerts.report("roots", str(problem), hint=problem.hint)
-        self.metrics_registry = Metrics()
-        self.runtime = RuntimeDirectory(self.settings.runtime_dir)
-        self.space = SpaceWatch(lambda: self.settings, lambda: self.store, time.monotonic)
-        self.schedule = Schedule(self.settings.interval_seconds)
-        self._captures = Captures(self.runtime.path, command_prefix)
-        self.slice = SLICE if command_prefix else ""
-        """systemd slice of captures and upkeep; empty where they run beside the daemon."""
-        self.stopping = False
+        self.parts = DaemonParts(
+            config,
+            load=load,
+            notifier=notifier,
+            now_ns=now_ns,
+            stored_fds=self._stored_fds,
+            command_prefix=command_prefix,
+            worker_service=worker_service,
+        )
+        self.events = self.parts.events
         self._stop = trio.Event()
         self._served = trio.Event()
-        self._wire_snapshots(worker_service)
-        self._wire_upkeep(command_prefix)
-        self._wire_trainers()
-
-    def _wire_snapshots(self, worker_service: str) -> None:
-        """Make the parts from a due snapshot to its capture, and the roots that they cut."""
-        self.snapshots = Snapshots(
-            Context(
-                settings=lambda: self.settings,
-                roots=lambda: self.roots.supervisors,
-                store=lambda: self.store,
-                runtime=self.runtime,
-                alerts=self.alerts,
-                events=self.events,
-                now_ns=self.now_ns,
-                host=os.uname().nodename,
-                new_capture=self._captures.new,
-                space=self.space,
-            )
-        )
-        spare = SpareProcess(
-            self.runtime.path, environment(), service=worker_service, keeps=not worker_service
-        )
-        keeper = None if worker_service else SessionKeeper(spare, self.runtime.path)
-        self.sessions = SessionStore(self._notifier, self._stored_fds, keeper)
-        self.roots = ServedRoots(
-            settings=lambda: self.settings,
-            runtime=self.runtime,
-            store=lambda: self.store,
-            alerts=self.alerts,
-            events=self.events,
-            snapshots=self.snapshots,
-            sessions=self.sessions,
-            spare=spare,
-        )
-        take = partial(self.snapshots.take, scheduled=True)
-        self.first_snapshots = FirstSnapshots(take, lambda: self.roots.supervisors, self.alerts)
-        self.scheduled = ScheduledSnapshots(
-            self.schedule.ticks,
-            take,
-            lambda: self.roots.supervisors,
-            self.snapshots.scheduled_roots,
-            self.alerts,
-        )
-        self.roots.on_mounted = self.first_snapshots.retry
-
-    def _wire_upkeep(self, command_prefix: Sequence[str]) -> None:
-        """Make the parts that act on committed snapshots, and the priorities beside the job."""
-        self.upkeep = Upkeep(
-            lambda: self.settings,
-            lambda: self.store,
-            self.snapshots.capturing.repository_lock,
-            self.alerts,
-            cwd=self.settings.runtime_dir,
-            now_ns=self.now_ns,
-            command=[*command_prefix, *module_command(UPKEEP_MODULE)],
-            reserve_bytes=lambda: self.space.measure().reserve_bytes,
-        )
-        self.upkeep.caller_waits = lambda: self.snapshots.caller_waits
-        self.priorities = PriorityControl(
-            (self.snapshots.capturing.running, self.upkeep.running),
-            lambda: self.settings.io_priority,
-            SliceWeight() if command_prefix else None,
-        )
-        self.snapshots.capturing.on_urgency = self.priorities.wake
-        self.snapshots.capturing.on_committed = self.upkeep.suggest
-        self.snapshots.capturing.on_scheduled_lost = self.schedule.post
-
-    def _wire_trainers(self) -> None:
-        """Make the parts that other users' processes talk to."""
-        self.accounts = Accounts(
-            lambda: AccountNames(self.settings.group, self.settings.watch.users),
-            self.alerts,
-            control_socket=self.settings.socket,
-        )
-        self.watch = TrainerWatch(
-            settings=lambda: self.settings,
-            take=self.snapshots.take,
-            roots=lambda: self.roots.supervisors,
-            accounts=self.accounts,
-            alerts=self.alerts,
-            events=self.events,
-            now_ns=self.now_ns,
-            as_service=bool(self.slice),
-        )
-        self._pairing = Pairing(
-            self.runtime.path / SOCKET_NAME,
-            holds=lambda: self.settings.holds,
-            store=lambda: self.store,
-            roots=lambda: self.roots.supervisors,
-            snapshots=self.snapshots,
-            alerts=self.alerts,
-            group_id=lambda: self.accounts.group_id,
-            watched_users=self.watch.uids,
-            is_stopping=lambda: self.stopping,
-        )
-
-    @property
-    def settings(self) -> Settings:
-        """Settings in force."""
-        return self._active.settings
-
-    @property
-    def store(self) -> Store:
-        """Repository of the settings in force."""
-        return self._active.store
 
     async def main(self) -> None:
         """Run from start to clean stop.
@@ -233,97 +94,102 @@ class Daemon:
         Raises:
             CiuicError: another daemon runs, or the control socket or the configured group cannot be had.
         """
+        parts = self.parts
         # First: only the owner of the lock may replace sockets, end captures and detach mounts.
-        self.runtime.acquire()
+        parts.runtime.acquire()
         try:
-            await self.accounts.start()
+            await parts.accounts.start()
             listener = bind_control_socket(
-                self.settings.socket, self.accounts.group_id, self._stored_fds.pop(CONTROL_FD_NAME, None)
+                parts.settings.socket,
+                parts.accounts.group_id,
+                self._stored_fds.pop(CONTROL_FD_NAME, None),
             )
         except BaseException:
-            self.runtime.release(keep_pending=True, keep_untrusted=True)  # a killed predecessor's
+            parts.runtime.release(keep_pending=True, keep_untrusted=True)  # a killed predecessor's
             raise
-        self._notifier.store(CONTROL_FD_NAME, listener.fileno())
+        parts.notifier.store(CONTROL_FD_NAME, listener.fileno())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._feed_watchdog)
-            nursery.start_soon(run_metrics, self)
-            nursery.start_soon(self.accounts.run)
-            nursery.start_soon(self.watch.tell)
-            await nursery.start(serve_api, Api(self), listener, self._served.wait, self.accounts.revoked)
-            await nursery.start(self._pairing.serve, self._served.wait)
+            nursery.start_soon(run_metrics, parts, self.metrics)
+            nursery.start_soon(parts.accounts.run)
+            nursery.start_soon(parts.watch.tell)
+            await nursery.start(serve_api, Api(self), listener, self._served.wait, parts.accounts.revoked)
+            await nursery.start(parts.pairing.serve, self._served.wait)
             working = trio.CancelScope()
             nursery.start_soon(self._work, nursery, working)
             await self._stop.wait()
             await self._shut_down(working)
             nursery.cancel_scope.cancel()
-        self.settings.socket.unlink(missing_ok=True)
-        self._notifier.unstore(CONTROL_FD_NAME)
-        goes_on = self.snapshots.capturing.leaving or not self.roots.begun
+        parts.settings.socket.unlink(missing_ok=True)
+        parts.notifier.unstore(CONTROL_FD_NAME)
+        goes_on = parts.snapshots.capturing.leaving or not parts.roots.begun
         # A root that is unmounted needs no mark: mounted anew, it is compared in full anyway.
-        self.runtime.release(keep_pending=goes_on, keep_untrusted=self.roots.any_left_mounted)
+        parts.runtime.release(keep_pending=goes_on, keep_untrusted=parts.roots.any_left_mounted)
         log.info("daemon_stopped")
 
     async def _work(self, nursery: trio.Nursery, working: trio.CancelScope) -> None:
         """Bring everything up and keep it running until `working` is cancelled."""
+        parts = self.parts
         with working:
-            await trio.to_thread.run_sync(self._captures.prepare)
-            records = await trio.to_thread.run_sync(self.runtime.read_pending)
+            await trio.to_thread.run_sync(parts.captures.prepare)
+            records = await trio.to_thread.run_sync(parts.runtime.read_pending)
             # Before captures and roots: a keeper may have started a worker for one of them just now.
             await self._inherit_sessions()
-            await end_orphaned_captures(records, self.runtime)
-            for root in self.settings.roots:
-                self.roots.start(root, nursery)
-            self.roots.nursery = nursery
-            await self.roots.settled()
-            await self.sessions.close_rest()
+            await end_orphaned_captures(records, parts.runtime)
+            for root in parts.settings.roots:
+                parts.roots.start(root, nursery)
+            parts.roots.nursery = nursery
+            await parts.roots.settled()
+            await parts.sessions.close_rest()
             # After the roots are mounted: their backing directories remember where the repository was.
-            await self.roots.prepare_store()
-            self.snapshots.capturing.trust.take_over(
-                await trio.to_thread.run_sync(self.runtime.read_untrusted)
+            await parts.roots.prepare_store()
+            parts.snapshots.capturing.trust.take_over(
+                await trio.to_thread.run_sync(parts.runtime.read_untrusted)
             )
-            await self.snapshots.resume(records)
-            self.roots.reconcile_new_sessions = True
-            for supervisor in list(self.roots.supervisors.values()):  # a reload may add roots meanwhile
+            await parts.snapshots.resume(records)
+            parts.roots.reconcile_new_sessions = True
+            for supervisor in list(parts.roots.supervisors.values()):  # a reload may add roots meanwhile
                 if supervisor.worker is not None:
-                    await self.snapshots.reconcile(supervisor.path, supervisor.worker)
-            paths = [root.path for root in self.settings.roots]
-            self.schedule.start(await trio.to_thread.run_sync(last_cut_ns, self.store, paths))
-            housekeeping = DaemonHousekeeping(self)
-            self._notifier.ready(housekeeping.status_line())
-            log.info("daemon_ready", roots=list(self.roots.supervisors), pid=os.getpid())
+                    await parts.snapshots.reconcile(supervisor.path, supervisor.worker)
+            paths = [root.path for root in parts.settings.roots]
+            parts.schedule.start(await trio.to_thread.run_sync(last_cut_ns, parts.store, paths))
+            housekeeping = DaemonHousekeeping(parts)
+            parts.notifier.ready(housekeeping.status_line())
+            log.info("daemon_ready", roots=list(parts.roots.supervisors), pid=os.getpid())
             async with trio.open_nursery() as workers:
-                workers.start_soon(self.sessions.run)
-                workers.start_soon(self.priorities.run)
-                workers.start_soon(self.snapshots.capturing.run)
-                workers.start_soon(self.upkeep.run)
-                workers.start_soon(self.scheduled.run)
-                workers.start_soon(self.first_snapshots.run)
+                workers.start_soon(parts.sessions.run)
+                workers.start_soon(parts.priorities.run)
+                workers.start_soon(parts.snapshots.capturing.run)
+                workers.start_soon(parts.upkeep.run)
+                workers.start_soon(parts.scheduled.run)
+                workers.start_soon(parts.first_snapshots.run)
                 workers.start_soon(housekeeping.run)
-                workers.start_soon(self.watch.run)
+                workers.start_soon(parts.watch.run)
 
     async def _inherit_sessions(self) -> None:
         """Take over sessions of predecessors."""
-        roots = self.settings.roots
+        roots = self.parts.settings.roots
         serves_itself = any(root.driver != "pyfuse3" for root in roots)
-        await self.sessions.inherit([root.path for root in roots], prepare=serves_itself)
+        await self.parts.sessions.inherit([root.path for root in roots], prepare=serves_itself)
 
     async def _shut_down(self, working: trio.CancelScope) -> None:
-        self.stopping = True
+        parts = self.parts
+        parts.stopping = True
         log.info("daemon_stopping")
         leaving = await is_restarting()
-        self._notifier.stopping(
+        parts.notifier.stopping(
             f"stopping: giving back what is not captured, {'leaving' if leaving else 'unmounting'}"
         )
-        self.schedule.stop()
-        self.snapshots.capturing.leaving = leaving
+        parts.schedule.stop()
+        parts.snapshots.capturing.leaving = leaving
         working.cancel()
-        await self.snapshots.capturing.stopped()
-        await (self.roots.leave_all() if leaving else self.roots.stop_all())
-        await trio.to_thread.run_sync(partial(self.roots.close, leaving=leaving))
-        self.watch.stopped(followed=leaving)
-        await trio.to_thread.run_sync(self._captures.close)
-        self.events.close()
+        await parts.snapshots.capturing.stopped()
+        await (parts.roots.leave_all() if leaving else parts.roots.stop_all())
+        await trio.to_thread.run_sync(partial(parts.roots.close, leaving=leaving))
+        parts.watch.stopped(followed=leaving)
+        await trio.to_thread.run_sync(parts.captures.close)
+        parts.events.close()
         self._served.set()
 
     async def _watch_signals(self) -> None:
@@ -337,16 +203,16 @@ class Daemon:
 
     async def _feed_watchdog(self) -> None:
         """Feed systemd's watchdog from the event loop itself, so that systemd learns when the loop hangs."""
-        if self._notifier.watchdog_seconds is None:
+        if self.parts.notifier.watchdog_seconds is None:
             return
         while True:
-            self._notifier.watchdog()
+            self.parts.notifier.watchdog()
             # A third of the limit, so that one late round does not end the service.
-            await trio.sleep(self._notifier.watchdog_seconds / 3)
+            await trio.sleep(self.parts.notifier.watchdog_seconds / 3)
 
     async def _reload_quietly(self) -> None:
         try:
-            await apply_configuration(self)
+            await apply_configuration(self.parts)
         except CiuicError as error:
             log.error("reload_refused", error=str(error))
 
@@ -354,67 +220,51 @@ class Daemon:
 
     async def status(self) -> StatusDocument:
         """Return the status document."""
-        return await status_document(self)
+        return await status_document(self.parts)
 
     async def metrics(self) -> bytes:
-        return self.metrics_registry.text(await self.status())
+        return self.parts.metrics_registry.text(await self.status())
 
     async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState:
-        self.refuse_when_stopping()
-        return (await self.snapshots.take(request)).state
+        self.parts.refuse_when_stopping()
+        return (await self.parts.snapshots.take(request)).state
 
     async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
-        return await find_state(self.snapshots, self.store, snapshot_id, wait=wait)
+        return await find_state(self.parts.snapshots, self.parts.store, snapshot_id, wait=wait)
 
     async def add_root(self, path: str) -> RootStatus:
-        self.refuse_when_stopping()
-        self.take_over(await trio.to_thread.run_sync(self.read_settings))
-        settings = self.settings.root(path)
+        parts = self.parts
+        parts.refuse_when_stopping()
+        parts.take_over(await trio.to_thread.run_sync(parts.active.read))
+        settings = parts.settings.root(path)
         if settings is None:
             raise NotFound(
-                f"{path} is not in the configuration {self.settings.config_path}",
+                f"{path} is not in the configuration {parts.settings.config_path}",
                 hint=f"ciuic protect {path}",
             )
-        new = path not in self.roots.supervisors
+        new = path not in parts.roots.supervisors
         try:
-            status = await self.roots.add(settings)
+            status = await parts.roots.add(settings)
         finally:
             if new:
-                self.first_snapshots.wanted(path)  # also when the root is mounted only later
-        await self.roots.prepare_store()
+                parts.first_snapshots.wanted(path)  # also when the root is mounted only later
+        await parts.roots.prepare_store()
         return status
 
     async def remove_root(self, path: str) -> None:
-        await self.roots.remove(path)
-        self._active.remove_root(path)
+        await self.parts.roots.remove(path)
+        self.parts.active.remove_root(path)
 
     async def prune(self, *, dry_run: bool) -> PruneReport:
-        self.refuse_when_stopping()
-        return await self.upkeep.prune(dry_run=dry_run)
+        self.parts.refuse_when_stopping()
+        return await self.parts.upkeep.prune(dry_run=dry_run)
 
     async def forget_trainer(self, trainer: str) -> None:
-        self.watch.forget(trainer)
+        self.parts.watch.forget(trainer)
 
     async def reload(self) -> ReloadReport:
         """Take up a changed configuration; raise ConfigError and change nothing when it is not valid."""
-        return await await_mounted(await apply_configuration(self))
+        return await await_mounted(await apply_configuration(self.parts))
 
     def request_stop(self) -> None:
         self._stop.set()
-
-    def tell_service_manager(self, line: str) -> None:
-        """Set the line that `systemctl status` shows."""
-        self._notifier.status(line)
-
-    def read_settings(self) -> Settings:
-        """Return the configuration as it is on disk now. Blocks; raises ConfigError when it is not valid."""
-        return self._active.read()
-
-    def take_over(self, settings: Settings) -> None:
-        """Put new settings in force, as far as they can change under running workers."""
-        self._active.replace(settings)
-        self.snapshots.capturing.settings_changed()
-
-    def refuse_when_stopping(self) -> None:
-        if self.stopping:
-            raise Unreachable("the daemon is stopping", hint="try again when it has started")

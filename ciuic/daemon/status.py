@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 import trio
 
 import ciuic
-from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
-from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
-from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.schedule import Schedule
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.snapshots.space import SpaceWatch
-from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import (
     BesideStatus,
@@ -34,51 +28,21 @@ SHOWN_INCIDENTS = 20
 log = structlog.get_logger(__name__)
 
 
-class StatusSource(Protocol):
-    """The parts of the daemon that its status document is made from."""
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def store(self) -> Store: ...
-    @property
-    def space(self) -> SpaceWatch: ...
-    @property
-    def roots(self) -> ServedRoots: ...
-    @property
-    def snapshots(self) -> Snapshots: ...
-    @property
-    def first_snapshots(self) -> FirstSnapshots: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def alerts(self) -> Alerts: ...
-    @property
-    def watch(self) -> TrainerWatch: ...
-    @property
-    def started_ns(self) -> int: ...
-    @property
-    def slice(self) -> str: ...
-    @property
-    def stopping(self) -> bool: ...
-    def now_ns(self) -> int: ...
-
-
-async def status_document(daemon: StatusSource) -> StatusDocument:
+async def status_document(parts: DaemonParts) -> StatusDocument:
     """Return the status document.
 
     All workers and the store are asked at once; one that does not answer is shown as such.
     """
-    supervisors = dict(daemon.roots.supervisors)
+    supervisors = dict(parts.roots.supervisors)
     # The control socket answers before the daemon has looked at its roots, and a root that is missing here
     # would look unprotected.
     roots = {
         root.path: RootStatus(path=root.path, driver=root.driver, state="starting")
-        for root in daemon.settings.roots
+        for root in parts.settings.roots
         if root.path not in supervisors
     }
     protected = [*supervisors, *roots]
-    supervisors = {**daemon.roots.departing, **supervisors}
+    supervisors = {**parts.roots.departing, **supervisors}
     paths = list(dict.fromkeys([*protected, *supervisors]))
 
     async def ask(path: str) -> None:
@@ -87,22 +51,22 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
     async with trio.open_nursery() as nursery:
         for path in supervisors:
             nursery.start_soon(ask, path)
-        now_ns = daemon.now_ns()
-        remotes = daemon.settings.remotes
-        facts = await trio.to_thread.run_sync(_ask_store, daemon.store, daemon.space, paths, remotes, now_ns)
-    now_ns = daemon.now_ns()
-    due = daemon.schedule.next_due()
+        now_ns = parts.now_ns()
+        remotes = parts.settings.remotes
+        facts = await trio.to_thread.run_sync(_ask_store, parts.store, parts.space, paths, remotes, now_ns)
+    now_ns = parts.now_ns()
+    due = parts.schedule.next_due()
     next_snapshot = due.astimezone().isoformat(timespec="seconds") if due is not None else None
     for path, root in roots.items():
         newest = facts.by_root[path]
         root.last_snapshot = summary(newest) if newest is not None else None
         root.seconds_since_last = _age_seconds(newest, now_ns)
         if path in protected:
-            root.next_snapshot = rfc3339(now_ns) if path in daemon.first_snapshots.waiting else next_snapshot
+            root.next_snapshot = rfc3339(now_ns) if path in parts.first_snapshots.waiting else next_snapshot
     return StatusDocument(
         version=ciuic.__version__,
         pid=os.getpid(),
-        since=rfc3339(daemon.started_ns),
+        since=rfc3339(parts.started_ns),
         now=rfc3339(now_ns),
         roots=[roots[path] for path in paths],
         repository=facts.repository,
@@ -112,23 +76,23 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
         seconds_since_last=_risk_seconds(
             [roots[path] for path in protected], _age_seconds(facts.newest, now_ns)
         ),
-        interval_seconds=daemon.settings.interval_seconds,
-        undo_limit_bytes=daemon.settings.undo_limit_bytes,
-        captures=daemon.snapshots.unfinished(),
-        beside=_beside(daemon),
-        alerts=daemon.alerts.standing(),
-        trainers=daemon.watch.statuses(),
-        incidents=daemon.watch.incidents()[:SHOWN_INCIDENTS],
-        stopping=daemon.stopping,
-        config_path=daemon.settings.config_path,
+        interval_seconds=parts.settings.interval_seconds,
+        undo_limit_bytes=parts.settings.undo_limit_bytes,
+        captures=parts.snapshots.unfinished(),
+        beside=_beside(parts),
+        alerts=parts.alerts.standing(),
+        trainers=parts.watch.statuses(),
+        incidents=parts.watch.incidents()[:SHOWN_INCIDENTS],
+        stopping=parts.stopping,
+        config_path=parts.settings.config_path,
     )
 
 
-def _beside(daemon: StatusSource) -> BesideStatus:
-    settings = daemon.settings
+def _beside(parts: DaemonParts) -> BesideStatus:
+    settings = parts.settings
     return BesideStatus(
         io_priority=settings.io_priority,
-        slice=daemon.slice,
+        slice=parts.slice,
         min_share=settings.min_share,
         finish_within_seconds=settings.finish_within_seconds,
         hears=audible(waits_files(str(settings.runtime_dir))),

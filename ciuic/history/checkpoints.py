@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, NotFound
 from ciuic.history.timeline import MAX_PATH_BYTES, OnDamage, PathTooLong, Timeline, raise_damage
+from ciuic.printable import one_line
 from ciuic.repository import Repository
-from ciuic.repository.lookup import Located, join
+from ciuic.repository.lookup import Located, find, is_within, join
 from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.types import Snapshot
 from ciuic.verdicts.checkpoint_verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
@@ -30,6 +32,7 @@ def checkpoints(
     timeline: Timeline,
     snapshot: Snapshot | None = None,
     *,
+    path: bytes | None = None,
     on_damage: OnDamage = raise_damage,
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
@@ -38,6 +41,7 @@ def checkpoints(
         repository: Repository of the snapshots.
         timeline: Root to search.
         snapshot: One of its snapshots; None for the newest.
+        path: Only what is at or below this absolute path in the root; None for all.
         on_damage: Called for directories that cannot be read. Content that cannot be read is UNKNOWN.
     """
     snapshot = snapshot or timeline.snapshots[0]
@@ -45,7 +49,7 @@ def checkpoints(
     lineage = Lineage()
     # For the frame of the root alone.
     lineage.enter(b"")
-    stack = [iter([Located(root, timeline.path, root.entry)])]
+    stack = [iter([_start(repository, timeline, snapshot, path)])]
     while stack:
         at = next(stack[-1], None)
         if at is None:
@@ -65,6 +69,8 @@ def checkpoints(
                 times = {child.name: child.mtime_ns for child in directory.entries()}
                 for found in checkpoints_in(directory):
                     covered.update(found.files)
+                    if path is not None and not is_within(found.path, path):
+                        continue
                     mtime_ns = max((times.get(name, 0) for name in found.files), default=0)
                     yield StoredCheckpoint(found, mtime_ns, snapshot, timeline.host)
             except Damaged as error:
@@ -72,9 +78,22 @@ def checkpoints(
         below = [child for child in children if child.is_dir and child.name not in covered and child.content]
         deeper = []
         for child in below:
-            path = join(at.path, child.name)
-            if len(path) > MAX_PATH_BYTES:
-                on_damage(snapshot, path, PathTooLong(path))
+            inside = join(at.path, child.name)
+            if path is not None and not is_within(inside, path):
+                continue
+            if len(inside) > MAX_PATH_BYTES:
+                on_damage(snapshot, inside, PathTooLong(inside))
             else:
-                deeper.append(Located(root, path, child))
+                deeper.append(Located(root, inside, child))
         stack.append(iter(deeper))
+
+
+def _start(repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes | None) -> Located:
+    """Return the directory to begin with. A directory may be a checkpoint itself, which the one above it tells."""
+    if path is None or path == timeline.path:
+        root = timeline.root_of(snapshot)
+        return Located(root, timeline.path, root.entry)
+    above = find(repository, snapshot, posixpath.dirname(path))
+    if not above.entry.is_dir:
+        raise NotFound(f"{one_line(above.path)} is no directory in snapshot {snapshot.id}")
+    return above

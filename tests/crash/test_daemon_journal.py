@@ -14,7 +14,7 @@ import pytest
 
 from ciuic.daemon.base import runtime as runtime_module
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
-from ciuic.daemon.snapshots.tracking_trust import TrackingTrust
+from ciuic.daemon.snapshots.cut import TrackingTrust
 
 
 class Killed(BaseException):

@@ -15,8 +15,8 @@ from ciuic.cli.app import cli
 from ciuic.repository import Repository, Writer, is_zero
 from ciuic.types import HOLE, Entry, RootMode, RootRecord, SnapshotDraft, SnapshotId, TreeRef
 
-Tree = Mapping[bytes, Union[bytes, "Tree", Entry]]
-"""Map from name to the content of a file, another directory, or a ready entry."""
+Tree = Mapping[bytes, Union[bytes, tuple[bytes, dict[str, Any]], "Tree", Entry]]
+"""Map from name to the content of a file (and fields of its entry), another directory, or a ready entry."""
 
 SECOND_NS = 1_000_000_000
 FIRST_NS = 1_686_834_000 * SECOND_NS
@@ -50,6 +50,8 @@ def store_tree(writer: Writer, block_size: int, tree: Tree) -> TreeRef:
             changes[name] = msgspec.structs.replace(what, name=name)
         elif isinstance(what, bytes):
             changes[name] = store_file(writer, block_size, name, what)
+        elif isinstance(what, tuple):
+            changes[name] = store_file(writer, block_size, name, what[0], **what[1])
         else:
             below = store_tree(writer, block_size, what)
             changes[name] = directory(name, below)

@@ -20,7 +20,7 @@ from ciuic.daemon.capture.job import CaptureJob, CaptureProgress, Done, Failed
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.capturing import Context
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.worker_frames import CutReply, WorkerStatus
@@ -375,6 +375,10 @@ class Bench:
         self.workers: list[FakeWorker] = []
         self.mounts: dict[str, NoMounts] = {}
         self.flushed: list[str] = []
+        self.flush = self._flush
+        """Flush of one root; a test may replace it."""
+        self.on_urgency: Callable[[], None] = lambda: None
+        self.on_scheduled_lost: Callable[[], None] = lambda: None
         self.snapshots = Snapshots(
             Context(
                 settings=lambda: Settings(
@@ -388,7 +392,9 @@ class Bench:
                 now_ns=lambda: self.time_ns,
                 host="host",
                 new_capture=self._new_capture,  # type: ignore[arg-type]
-                flush=self._flush,
+                flush=lambda root, worker: self.flush(root, worker),
+                on_urgency=lambda: self.on_urgency(),
+                on_scheduled_lost=lambda: self.on_scheduled_lost(),
             )
         )
 

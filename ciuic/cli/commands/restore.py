@@ -21,10 +21,13 @@ from ciuic.cli.shared.names import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, DestinationExists, Partial, UsageError
+from ciuic.errors import CiuicError, DestinationExists, NotFound, Partial, UsageError
 from ciuic.types import SAFETY_MESSAGE, TAG_INCOMPLETE
 
 if TYPE_CHECKING:
+    from ciuic.history.last_good import LastGood
+    from ciuic.history.timeline import Timeline
+    from ciuic.repository import Repository
     from ciuic.restore import RestoreItem, RestorePlan, RestoreProgress, Result
     from ciuic.system.open_files import OpenFile
 
@@ -35,7 +38,18 @@ _SHOWN_OPEN_FILES = 5
 
 @click.command("restore", cls=FrameCommand)
 @click.option(
-    "-s", "--snapshot", "snapshot", metavar="ID", type=ID, help="Which snapshot; needed, but for --status."
+    "-s",
+    "--snapshot",
+    "snapshot",
+    metavar="ID",
+    type=ID,
+    help="Which snapshot; needed, but for --last-good and --status.",
+)
+@click.option(
+    "--last-good",
+    is_flag=True,
+    help="In place of -s: for each PATH, or each root that has checkpoints, the newest snapshot whose newest checkpoint"
+    " there is whole. Says what was chosen, what was passed over and why.",
 )
 @click.option(
     "-p",
@@ -44,7 +58,7 @@ _SHOWN_OPEN_FILES = 5
     multiple=True,
     metavar="PATH",
     type=SNAPSHOT_PATH,
-    help="What: the absolute path as it was at the snapshot; may be given several times. Needed, but for --status.",
+    help="What: the absolute path as it was at the snapshot; may be given several times. Needed, but for --last-good and --status.",
 )
 @click.option(
     "-d",
@@ -88,6 +102,7 @@ _SHOWN_OPEN_FILES = 5
 @json_option
 def command(
     snapshot: str | None,
+    last_good: bool,
     paths: tuple[bytes, ...],
     dest: bytes | None,
     overwrite: str | None,
@@ -103,22 +118,149 @@ def command(
 
     Directories are merged. Interrupted or killed, it can be run again; no file is ever half there.
     """
-    if snapshot is None or not paths:
+    if snapshot is not None and last_good:
+        raise UsageError("-s names a snapshot, and --last-good chooses one: give one of them")
+    if not last_good and (snapshot is None or not paths):
         raise UsageError(
-            "which snapshot, and what? -s names the snapshot, -p the path", hint="such as: -s latest -p DIR"
+            "which snapshot, and what? -s names the snapshot, -p the path",
+            hint="such as: -s latest -p DIR, or --last-good -p DIR",
         )
     session = current()
     if lazy or foreground:
         _require_only_lazy(lazy, paths, overwrite, delete, dry_run)
+    chosen = _last_good(session, paths) if last_good else {}
+    if lazy:
+        named = str(next(iter(chosen.values())).snapshot.id) if snapshot is None else snapshot
         return restore_lazily(
-            session, snapshot, paths[0], dest, special=special, foreground=foreground, as_json=as_json
+            session, named, paths[0], dest, special=special, foreground=foreground, as_json=as_json
         )
+    wanted: dict[str, list[bytes]] = {}
+    for path in paths or chosen:
+        named = str(chosen[path].snapshot.id) if snapshot is None else snapshot
+        wanted.setdefault(named, []).append(path)
+    # All before the first: a conflict or a mistake ends the command while nothing has been made or changed.
+    plans = [
+        _planned(session, named, some, dest, overwrite, delete=delete, dry_run=dry_run, special=special)
+        for named, some in wanted.items()
+    ]
+    if not last_good:
+        return carry_out(session, plans[0], dry_run=dry_run, no_safety=no_safety, as_json=as_json)
+    documents: list[dict[str, Any]] = []
+    codes = [
+        carry_out(session, plan, dry_run=dry_run, no_safety=no_safety, as_json=as_json, show=documents.append)
+        for plan in plans
+    ]
+    if as_json:
+        out_json(
+            {
+                "last_good": [_choice_document(path, one) for path, one in chosen.items()],
+                "restores": documents,
+                "code": max(codes),
+            }
+        )
+    return max(codes)
+
+
+def _last_good(session: Session, paths: Sequence[bytes]) -> dict[bytes, LastGood]:
+    """Return the choice for each path, or for each root that has checkpoints, and say what was chosen.
+
+    Raises:
+        NotFound: there is none for one of the paths, or for no root.
+    """
+    from ciuic.cli.commands.looking.read_model import PassedOver, all_timelines, timelines_with
+    from ciuic.history.last_good import last_good
+
+    damaged = PassedOver()
+    chosen: dict[bytes, LastGood] = {}
+    for path in dict.fromkeys(paths):
+        places = timelines_with(session, path, damaged)
+        chosen[path] = last_good(_of_one_host(places.timelines, path), places.path)
+    if not paths:
+        roots: dict[bytes, list[tuple[Repository, Timeline]]] = {}
+        for repository, timeline in all_timelines(session, None, damaged):
+            roots.setdefault(timeline.path, []).append((repository, timeline))
+        for path, timelines in roots.items():
+            try:
+                chosen[path] = last_good(_of_one_host(timelines, path), path)
+            except NotFound as error:
+                note(f"{shown(path)} is left as it is: {shown_text(error.message.splitlines()[0])}")
+        if not chosen:
+            raise NotFound("no root has a GOOD checkpoint in any snapshot", hint="-s ID -p PATH names both")
+    damaged.tell()
+    for path, one in chosen.items():
+        _show_choice(session, path, one)
+    return chosen
+
+
+def _of_one_host(
+    timelines: list[tuple[Repository, Timeline]], path: bytes
+) -> list[tuple[Repository, Timeline]]:
+    hosts = sorted({timeline.host for _, timeline in timelines})
+    if len(hosts) > 1:
+        raise UsageError(
+            f"{shown(path)} is in snapshots of several hosts: {', '.join(map(shown_text, hosts))}",
+            hint="--as-host names one",
+        )
+    return timelines
+
+
+def _show_choice(session: Session, path: bytes, one: LastGood) -> None:
+    from ciuic.units import human_duration
+
+    age = human_duration(max(0, session.now_ns - one.snapshot.time_ns) / 1e9)
+    note(f"{shown(path)}: {one.snapshot.id}, {age} old: {shown(one.checkpoint.checkpoint.path)} is GOOD")
+    for skipped in one.passed_over[:_SHOWN_NAMES]:
+        note(f"  passed over {skipped.snapshot.id}: {shown_text(skipped.reason)}")
+    if len(one.passed_over) > _SHOWN_NAMES:
+        note(f"  and {len(one.passed_over) - _SHOWN_NAMES} more")
+    if one.lost_steps:
+        note(f"  this costs {plural(one.lost_steps, 'step')}")
+    if one.not_good:
+        warn(
+            f"{plural(len(one.not_good), 'newer checkpoint')} beside it {'is' if len(one.not_good) == 1 else 'are'} not whole, and restored as well:",
+            hint="remove what the training must not load",
+        )
+        _names([bad.checkpoint.path for bad in one.not_good])
+    elif newer := one.newer_good:
+        note(
+            f"  a newer one is GOOD beside a newest one that is not; alone: "
+            f"ciuic restore -s {newer.snapshot.id} -p {shown(newer.checkpoint.path)}"
+        )
+
+
+def _choice_document(path: bytes, one: LastGood) -> dict[str, Any]:
+    newer = one.newer_good
+    return {
+        **json_name("path", path),
+        "snapshot": str(one.snapshot.id),
+        **json_name("checkpoint", one.checkpoint.checkpoint.path),
+        "lost_steps": one.lost_steps,
+        "not_good": [json_name("path", bad.checkpoint.path) for bad in one.not_good],
+        "newer_good": None
+        if newer is None
+        else {**json_name("checkpoint", newer.checkpoint.path), "snapshot": str(newer.snapshot.id)},
+        "passed_over": [
+            {"snapshot": str(skipped.snapshot.id), "reason": skipped.reason} for skipped in one.passed_over
+        ],
+    }
+
+
+def _planned(
+    session: Session,
+    snapshot: str,
+    paths: Sequence[bytes],
+    dest: bytes | None,
+    overwrite: str | None,
+    *,
+    delete: bool,
+    dry_run: bool,
+    special: bool | None,
+) -> RestorePlan:
+    """Return the plan of a restore from one snapshot; its options are those of the command."""
     from ciuic.restore import Overwrite, plan_restore
 
     store = session.snapshots
     source = store.load(store.resolve(snapshot))
-    # Before the safety snapshot: a conflict or a mistake ends the command while nothing has been made or
-    # changed.
     plan = plan_restore(
         session.repository_of(source.id),
         source,
@@ -143,7 +285,7 @@ def command(
         from ciuic.cli.shared.remotes.cold import refuse_archived
 
         refuse_archived(plan.repository, str(source.id), [target.source for target in plan.targets])
-    return carry_out(session, plan, dry_run=dry_run, no_safety=no_safety, as_json=as_json)
+    return plan
 
 
 def carry_out(
@@ -155,6 +297,7 @@ def carry_out(
     as_json: bool,
     also_changed: Sequence[bytes] = (),
     afterwards: Callable[[Result], None] = lambda result: None,
+    show: Callable[[dict[str, Any]], None] = out_json,
 ) -> int:
     """Take the safety snapshot, execute the plan and print what became of it; return the exit code.
 
@@ -166,6 +309,7 @@ def carry_out(
         as_json: print one document.
         also_changed: paths that ``afterwards`` changes.
         afterwards: called after the plan is executed, to add to its result.
+        show: takes the document.
     """
     from ciuic.system.open_files import find_open_files, replaced
 
@@ -188,7 +332,7 @@ def carry_out(
     if safety is not None:
         _safety_is_over(local, safety)
     if as_json:
-        out_json(
+        show(
             {
                 **_document(plan, result, items, safety, dry_run),
                 "open_files": [
@@ -227,7 +371,7 @@ def _require_only_lazy(
             "--lazy restores into a new or empty directory: --overwrite, --delete and --dry-run do not go with it",
             hint="restore without --lazy",
         )
-    if len(paths) > 1:
+    if len(paths) != 1:
         raise UsageError("--lazy restores one directory at a time", hint="run it once for each")
 
 

@@ -7,44 +7,20 @@ root that hangs; `await_mounted` does.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import structlog
 import trio
 
-from ciuic.daemon.base.accounts import Accounts
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.first_snapshots import FirstSnapshots
-from ciuic.daemon.roots.priority_control import PriorityControl
+from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.supervisor import RootSupervisor
-from ciuic.daemon.served_roots import ServedRoots
-from ciuic.daemon.snapshots.schedule import Schedule
 from ciuic.protocol.control_types import MountState, ReloadReport, RootChange
 
 # Settings that change at a restart only, because workers and commands find the daemon by them, and their
 # configuration keys.
 _AT_RESTART: Final = {"socket": "control.socket", "runtime_dir": "daemon.runtime_dir"}
 log = structlog.get_logger(__name__)
-
-
-class Reloadable(Protocol):
-    """The parts of the daemon that a changed configuration reaches."""
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def roots(self) -> ServedRoots: ...
-    @property
-    def first_snapshots(self) -> FirstSnapshots: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def priorities(self) -> PriorityControl: ...
-    @property
-    def accounts(self) -> Accounts: ...
-    def refuse_when_stopping(self) -> None: ...
-    def read_settings(self) -> Settings: ...
-    def take_over(self, settings: Settings) -> None: ...
 
 
 class AppliedConfiguration(NamedTuple):
@@ -54,36 +30,36 @@ class AppliedConfiguration(NamedTuple):
     started: list[RootSupervisor]
 
 
-async def apply_configuration(daemon: Reloadable) -> AppliedConfiguration:
+async def apply_configuration(parts: DaemonParts) -> AppliedConfiguration:
     """Read the configuration again and apply it.
 
     Raises:
         ConfigError: the configuration is not valid; nothing was changed.
         Unreachable: the daemon is stopping.
     """
-    daemon.refuse_when_stopping()
-    before = daemon.settings
-    wanted = await trio.to_thread.run_sync(daemon.read_settings)
-    daemon.take_over(wanted)
+    parts.refuse_when_stopping()
+    before = parts.settings
+    wanted = await trio.to_thread.run_sync(parts.active.read)
+    parts.take_over(wanted)
     report = ReloadReport(config_path=wanted.config_path, at_restart=_at_restart(before, wanted))
     # A list of its own: `remove` changes the dictionary.
-    for path in [path for path in daemon.roots.supervisors if daemon.settings.root(path) is None]:
-        await daemon.roots.remove(path)
-        state: MountState = "stopping" if path in daemon.roots.departing else "unmounted"
+    for path in [path for path in parts.roots.supervisors if parts.settings.root(path) is None]:
+        await parts.roots.remove(path)
+        state: MountState = "stopping" if path in parts.roots.departing else "unmounted"
         report.changes.append(RootChange(path=path, change="removed", state=state))
-    known = set(daemon.roots.supervisors)
-    supervisors = [daemon.roots.change_or_start(root) for root in daemon.settings.roots]
+    known = set(parts.roots.supervisors)
+    supervisors = [parts.roots.change_or_start(root) for root in parts.settings.roots]
     for supervisor in supervisors:
         if supervisor.path not in known:
-            daemon.first_snapshots.wanted(supervisor.path)
+            parts.first_snapshots.wanted(supervisor.path)
     # After the roots: the first one decides where the repository is, and mounted ones know where it was.
-    await daemon.roots.prepare_store()
-    if before.interval_seconds != daemon.settings.interval_seconds:
-        daemon.schedule.change_interval(daemon.settings.interval_seconds)
-    daemon.priorities.wake()  # the running capture goes on under the new deadline and share
+    await parts.roots.prepare_store()
+    if before.interval_seconds != parts.settings.interval_seconds:
+        parts.schedule.change_interval(parts.settings.interval_seconds)
+    parts.priorities.wake()  # the running capture goes on under the new deadline and share
     # At once, because the next regular look-up may be a minute away.
-    await daemon.accounts.refresh()
-    log.info("configuration_reloaded", file=daemon.settings.config_path)
+    await parts.accounts.refresh()
+    log.info("configuration_reloaded", file=parts.settings.config_path)
     return AppliedConfiguration(
         report, [supervisor for supervisor in supervisors if supervisor.path not in known]
     )

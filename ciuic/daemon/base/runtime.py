@@ -3,7 +3,7 @@
 Everything here is on tmpfs and gone after a reboot, which is right: overlay sessions end with the boot too.
 
 Guarantees: two daemons never share a runtime directory (flock, so a killed daemon leaves no stale lock); the
-journal of pending snapshots is replaced atomically. Leaves to snapshots.py what the journal means.
+journal of pending snapshots is replaced atomically. Leaves to snapshots/requests.py what the journal means.
 """
 
 from __future__ import annotations

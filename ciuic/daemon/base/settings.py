@@ -1,6 +1,6 @@
 """Settings of the daemon: the part of the configuration that it acts on, as one frozen value.
 
-Guarantees: no part of the daemon below service.py reads the configuration's own model, so that its shape may
+Guarantees: no part of the daemon below parts.py reads the configuration's own model, so that its shape may
 change without them. Leaves validation to ciuic.config: a configuration that arrives here has been checked.
 """
 

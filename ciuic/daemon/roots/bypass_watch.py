@@ -3,7 +3,7 @@
 The search runs after the mount: files that were opened before it have another mount id, so nothing is missed
 by that, and a slow /proc delays no mount. Until a search has completed, tracking counts as having a gap.
 
-Guarantees: an alert stands for as long as such a process or mount is known to exist. Leaves to tracking_trust.py
+Guarantees: an alert stands for as long as such a process or mount is known to exist. Leaves to snapshots/cut.py
 when a gap is over.
 """
 
@@ -180,7 +180,7 @@ class BypassWatch:
             named = [_named(process) for process in self.processes[:5]]
             located = all(process.known for process in self.processes)
             log.warning("tracking_has_gap", root=self._path, processes=named, located=located)
-        # Never cleared here: the gap outlasts the processes, until tracking_trust.py ends it.
+        # Never cleared here: the gap outlasts the processes, until `TrackingTrust` ends it.
         self.has_gap |= bool(self.processes)
         self._report(
             f"bypass:{self._path}",

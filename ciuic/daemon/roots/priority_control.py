@@ -20,6 +20,7 @@ from typing import NamedTuple
 import structlog
 import trio
 
+from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.systemd_slice import SliceWeight
 from ciuic.system.ioprio import IoPriority
 from ciuic.system.precedence import place
@@ -48,6 +49,7 @@ class PriorityControl:
         sources: Sequence[Callable[[], RunningProcess | None]],
         io_priority: Callable[[], str],
         weight: SliceWeight | None = None,
+        wakeup: Wakeup | None = None,
     ) -> None:
         """Prepare to adjust.
 
@@ -55,25 +57,25 @@ class PriorityControl:
             sources: each returns the process of one kind that runs now.
             io_priority: configured I/O priority.
             weight: weight of the systemd slice that the processes run in; None without systemd.
+            wakeup: set when an urgency may have changed.
         """
         self._sources = sources
         self._io_priority = io_priority
         self._weight = weight
         # Urgency that each process was sent last, without the elapsed time, by pid.
         self._sent: dict[int, Urgency] = {}
-        self._wake = trio.Event()
+        self._wakeup = wakeup or Wakeup()
 
     def wake(self) -> None:
         """Start a round now: an urgency may have changed."""
-        self._wake.set()
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Adjust priorities, until cancelled; then give the slice its least weight."""
         try:
             while True:
                 with trio.move_on_after(PERIOD_SECONDS):
-                    await self._wake.wait()
-                self._wake = trio.Event()
+                    await self._wakeup.wait()
                 try:
                     share = self.once()
                 except Exception:

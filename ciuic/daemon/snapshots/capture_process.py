@@ -4,8 +4,9 @@ Guarantees: a capture runs in a session of its own and has the backing descripto
 others; it is forked by a process that has imported everything already where there is one (standby.py: 0.2 s
 less), and started anew elsewhere; its progress is passed on as it comes; its end is one value, also when it
 was killed. Cancelling sends it SIGTERM, and SIGKILL when it does not end. A capture whose overlay session has
-ended is killed at once, because what it reads from then on would not be exact. Leaves to capturing.py: when
-to run one, and what follows its end.
+ended is killed at once, because what it reads from then on would not be exact; one that a killed daemon had
+started and whose overlay sessions all live may finish its snapshot. Leaves to capturing.py: when to run one, and
+what follows its end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import structlog
 import trio
 
 from ciuic.daemon.base.child_processes import EXPENDABLE_OOM_SCORE_ADJ, describe_exit, mark_expendable
+from ciuic.daemon.base.runtime import PendingRecord, RuntimeDirectory
 from ciuic.daemon.base.urgency_channel import send_urgency
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
@@ -34,6 +36,7 @@ from ciuic.daemon.capture.job import (
 )
 from ciuic.fuse_layer.prefork.client import ForkedProcess, SpareProcess
 from ciuic.fuse_layer.prefork.messages import FIRST_PASSED_FD
+from ciuic.protocol.worker_client import peer_pid
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.processes import start_ticks
 from ciuic.system.urgency import Urgency
@@ -43,10 +46,10 @@ TERMINATE_GRACE_SECONDS = 10.0
 # `Done` names up to a thousand unreadable entries, each with a path of up to 4 KiB.
 MAX_LINE_BYTES = 16 << 20
 CAPTURE_MODULE = "ciuic.daemon.capture.process"
-log = structlog.get_logger(__name__)
 
 # Failed.code of a capture that ended without a last message.
 CODE_KILLED = -1
+log = structlog.get_logger(__name__)
 
 
 class _Process(Protocol):
@@ -366,3 +369,21 @@ async def wait_for_stranger(pid: int, started_ticks: int, *, kill: bool = False)
         await trio.lowlevel.wait_readable(pidfd)
     finally:
         os.close(pidfd)
+
+
+async def end_orphaned_captures(records: list[PendingRecord], runtime: RuntimeDirectory) -> None:
+    """Kill captures of a predecessor that lost an overlay session.
+
+    Everything that they read from now on would not be exact.
+
+    Call it before anything is detached or mounted. A capture whose workers all live may finish its snapshot.
+    """
+    for record in records:
+        if not record.capture_pid:
+            continue
+        sockets = [runtime.worker_socket(cut.path) for cut in record.cuts]
+        # In a thread: a socket whose queue is full keeps the question waiting for up to two seconds.
+        alive = await trio.to_thread.run_sync(lambda sockets=sockets: all(map(peer_pid, sockets)))  # type: ignore[misc]
+        if not alive:
+            log.warning("orphaned_capture_killed", id=record.id, pid=record.capture_pid)
+            await wait_for_stranger(record.capture_pid, record.capture_started_ticks, kill=True)

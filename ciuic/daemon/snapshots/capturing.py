@@ -2,8 +2,10 @@
 
 Guarantees: each sealed epoch is in the end either committed or given back to its worker; a failed attempt is
 repeated as pending.retry_after says; a defect in this program costs one snapshot, not the service. A snapshot
-whose epochs are gone is cut anew under its id (retaking.py). Leaves to others: the queue and its journal
-(snapshot_queue.py), the cut (snapshots.py), the work itself (capture_process.py).
+whose epochs are gone is cut anew under its id (`cut.Retaking`). The task that goes on with a snapshot of a
+killed daemon waits for the capture that works for it. No estimate is given where nothing is known (a first
+capture does not know how much there is). Leaves to others: the queue and its journal (snapshot_queue.py), the
+cut (cut.py), the work itself (capture_process.py).
 
 Belongs to the trio thread. Sessions end and captures are killed during any await below, so the phase of a
 pending snapshot (pending.py) is read anew after each.
@@ -12,9 +14,11 @@ pending snapshot (pending.py) is read anew after each.
 from __future__ import annotations
 
 import os
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
@@ -23,30 +27,39 @@ import trio
 from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.base.runtime import RuntimeDirectory
+from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.capture.job import EXIT_UNDO_LOST, Done, Failed, printable
+from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob, printable
 from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.roots.supervisor import RootSupervisor
-from ciuic.daemon.snapshots.capture_job_builder import make_job
-from ciuic.daemon.snapshots.capture_process import CaptureProcess
-from ciuic.daemon.snapshots.cut import Flush, flush
-from ciuic.daemon.snapshots.epoch_outcomes import find_commit, tell_workers
-from ciuic.daemon.snapshots.estimate import Durations
-from ciuic.daemon.snapshots.left_out_alerts import LeftOutAlerts
-from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase
-from ciuic.daemon.snapshots.predecessor_captures import await_capture
-from ciuic.daemon.snapshots.promises import Promises
-from ciuic.daemon.snapshots.retaking import MAX_RETAKES, RETAKE_PAUSES_SECONDS, Retaking
-from ciuic.daemon.snapshots.snapshot_queue import SnapshotQueue
+from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
+from ciuic.daemon.snapshots.cut import (
+    Flush,
+    Retaking,
+    TrackingTrust,
+    find_commit,
+    flush,
+    tell_workers,
+)
+from ciuic.daemon.snapshots.pending import MAX_RETAKES, PendingSnapshot, Phase
+from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
 from ciuic.daemon.snapshots.space import Shortage, SpaceWatch
-from ciuic.daemon.snapshots.tracking_trust import TrackingTrust
 from ciuic.errors import CiuicError
-from ciuic.protocol.control_types import RepositoryStatus, SnapshotState, rfc3339
+from ciuic.protocol.control_types import Progress, RepositoryStatus, SnapshotState, rfc3339
 from ciuic.system.processes import start_ticks
 from ciuic.system.urgency import Urgency
+from ciuic.types import LeftOut
 from ciuic.units import plural
 
+# Wait of the capture process for another writer, before the attempt ends as Busy and another one follows.
+LOCK_WAIT_SECONDS = 30.0
+# Captures whose duration counts for one that has not begun: enough for a median, and few enough to follow a
+# change of load.
+MAX_REMEMBERED: Final = 9
+# Steps of the sum over the time to the deadline.
+_PARTS: Final = 1000
+# Shortest step of that sum: progress, which it starts from, comes twice a second.
+_MIN_STEP_SECONDS: Final = 0.5
 log = structlog.get_logger(__name__)
 
 
@@ -65,6 +78,16 @@ class Context(NamedTuple):
     flush: Flush = flush
     space: SpaceWatch | None = None
     """None: captures keep no reserve."""
+    on_urgency: Callable[[], None] = lambda: None
+    """Called when the urgency of the running capture may have changed."""
+    on_space_wanted: Callable[[], None] = lambda: None
+    """Called when a snapshot was committed, or could not be for want of space."""
+    on_scheduled_lost: Callable[[], None] = lambda: None
+    """Called when a session ended before a scheduled snapshot had its root: another snapshot is due now."""
+
+    def announce(self, kind: str, state: SnapshotState) -> None:
+        """Announce a change of a snapshot's state on the bus."""
+        self.events.emit(kind, snapshot=state)
 
 
 class Capturing:
@@ -94,19 +117,13 @@ class Capturing:
         self._caller_waits = caller_waits
         self.repository_lock = trio.Lock()
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
-        self.on_committed: Callable[[], None] = lambda: None
-        self.on_urgency: Callable[[], None] = lambda: None
-        """Called when the urgency of the running capture may have changed."""
-        self.on_scheduled_lost: Callable[[], None] = lambda: None
-        """Called when a session ended before a scheduled snapshot had its root: another snapshot is due
-        now."""
         self.last_failure: SnapshotState | None = None
         """The newest failure, if nothing was committed since."""
         self.last_cut_ns = 0
         """Wall clock of the cut of the newest snapshot that was committed in this daemon's life; 0 before
         the first."""
         self.trust = TrackingTrust(context.roots, context.runtime)
-        self.durations = Durations()
+        self._durations = Durations()
         self.leaving = False
         """True if the daemon ends while its workers serve on, so that its successor captures what waits."""
         self._shortage = Shortage()
@@ -130,6 +147,21 @@ class Capturing:
             elapsed_seconds=max(0.0, trio.current_time() - pending.cut_at),
             requested=self._caller_waits(),
         )
+
+    def estimate(self) -> None:
+        """Set the remaining time of every unfinished snapshot."""
+        total_seconds: float | None = 0.0
+        typical_seconds = self._durations.typical_seconds
+        for pending in self._queue.unfinished():
+            progress = pending.state.progress
+            left: float | None = typical_seconds
+            if progress is not None and pending.capture_began_at is not None:
+                elapsed_seconds = trio.current_time() - pending.capture_began_at
+                left = seconds_left(progress, elapsed_seconds, self.urgency(pending))
+            # Captures run one after the other, so each waits for those before it; after an unknown one all
+            # are unknown.
+            total_seconds = None if total_seconds is None or left is None else total_seconds + left
+            pending.expect(total_seconds)
 
     async def run(self) -> None:
         """Capture what is queued, until cancelled.
@@ -180,7 +212,7 @@ class Capturing:
         if pending.record.scheduled:
             # A snapshot that somebody asked for is tried in any case; scheduled ones would write and remove
             # as much in vain with every interval.
-            pending.needed_bytes = self._shortage.needed_bytes()
+            pending.require_space(self._shortage.needed_bytes())
         await await_capture(pending)
         while True:
             if pending.finished.is_set() or await self._committed_already(pending):
@@ -223,7 +255,7 @@ class Capturing:
             self._shortage.met(outcome.needed_bytes)
             await self._give_up(pending, outcome)
             return False
-        pending.await_retry(outcome)
+        pending.show_retry(outcome)
         self._context.alerts.report(
             "capture",
             f"snapshot {pending.id} waits: {outcome.error}",
@@ -231,18 +263,16 @@ class Capturing:
             severity="warning",
         )
         # Upkeep may free the space that a full store lacks.
-        self.on_committed()
-        with trio.move_on_after(follows.after_seconds):
-            await pending.wake.wait()
+        self._context.on_space_wanted()
+        await pending.retry_wait(follows.after_seconds)
         return True
 
     async def _retaken(self, pending: PendingSnapshot) -> bool:
         """Cut an interrupted snapshot anew. Return False when it was given up, because it cannot be cut."""
         reason = next(iter(pending.interrupted.values()))
         error = ""
-        while pending.interrupted and pending.retakes < MAX_RETAKES:
-            await trio.sleep(RETAKE_PAUSES_SECONDS[pending.retakes])
-            pending.retakes += 1
+        while pending.interrupted and (pause_seconds := pending.begin_retake()) is not None:
+            await trio.sleep(pause_seconds)
             try:
                 await self._retaking.retake(pending)
             except CiuicError as failure:
@@ -279,30 +309,27 @@ class Capturing:
             needed_bytes=pending.needed_bytes,
         )
         process = self._context.new_capture()
-        pending.process = process
         try:
-            return await process.run(
-                job,
-                fds,
-                on_start=lambda pid: self._capture_started(pending, pid),
-                on_progress=pending.attempt_progressed,
-                on_done=partial(self._commit, pending),
-            )
+            with pending.attempt_by(process):
+                return await process.run(
+                    job,
+                    fds,
+                    on_start=lambda pid: self._capture_started(pending, pid),
+                    on_progress=pending.attempt_progressed,
+                    on_done=partial(self._commit, pending),
+                )
         except OSError as error:
             return Failed(error=f"the capture process cannot be started: {error}")
         finally:
-            pending.process = None
-            pending.record.capture_pid = 0
             for fd in fds:
                 os.close(fd)
 
     def _capture_started(self, pending: PendingSnapshot, pid: int) -> None:
-        pending.record.capture_pid = pid
-        pending.record.capture_started_ticks = start_ticks(pid)
+        pending.capture_started(pid, start_ticks(pid))
         # The journal has pid and start time, so that the successor of a killed daemon finds the capture and
         # waits for it.
         self._queue.write_journal()
-        self.on_urgency()
+        self._context.on_urgency()
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
         # Called at `Done`, before the process ends: callers need not wait until it has closed the index (four
@@ -313,7 +340,7 @@ class Capturing:
         self.trust.settle(pending)
         unread = [f"{printable(error.root)}/{printable(error.path)}: {error.error}" for error in done.errors]
         pending.commit(new_bytes=done.new_bytes, errors=unread)
-        self.durations.add(done.seconds)
+        self._durations.add(done.seconds)
         log.info(
             "snapshot_committed",
             id=pending.id,
@@ -350,8 +377,8 @@ class Capturing:
             self._context.alerts.clear(f"unmounted:{cut.path}")
         self._left_out.tell(pending)
         if pending.record.scheduled and pending.drop_reason:
-            self.on_scheduled_lost()
-        self.on_committed()
+            self._context.on_scheduled_lost()
+        self._context.on_space_wanted()
 
     async def _committed_already(self, pending: PendingSnapshot) -> bool:
         """Return whether an earlier attempt, or a predecessor's capture, has committed the snapshot."""
@@ -384,7 +411,7 @@ class Capturing:
         await self._promises.record_loss(pending, failure.error)
         pending.fail(failure)
         if pending.record.scheduled and not pending.remaining:
-            self.on_scheduled_lost()
+            self._context.on_scheduled_lost()
         self.last_failure = pending.state
         log.error("snapshot_failed", id=pending.id, error=failure.error)
         self._context.alerts.report(
@@ -396,3 +423,210 @@ class Capturing:
     def settings_changed(self) -> None:
         """Try the next scheduled snapshot even if the last one did not fit: other excludes may make it fit."""
         self._shortage = Shortage()
+
+
+async def await_capture(pending: PendingSnapshot) -> None:
+    """Wait for a capture that a killed daemon had started: it works for the same id."""
+    # The start time distinguishes the capture from a later process with the same pid.
+    pid, ticks = pending.record.capture_pid, pending.record.capture_started_ticks
+    if not pid:
+        return
+    log.info("predecessor_capture_awaited", id=pending.id, pid=pid)
+    async with trio.open_nursery() as nursery:
+
+        async def end_with_session() -> None:
+            await pending.session_lost()
+            await wait_for_stranger(pid, ticks, kill=True)
+
+        nursery.start_soon(end_with_session)
+        await wait_for_stranger(pid, ticks)
+        nursery.cancel_scope.cancel()
+    pending.predecessor_capture_ended()
+
+
+def make_job(
+    pending: PendingSnapshot,
+    settings: Settings,
+    roots: Mapping[str, RootSupervisor],
+    host: str,
+    urgency: Urgency,
+) -> tuple[CaptureJob, list[int]]:
+    """Return the job and duplicates of the descriptors that it names.
+
+    The caller passes them on and closes them.
+
+    Args:
+        pending: snapshot with at least one remaining root.
+        settings: settings in force.
+        roots: supervisors of the roots, by path.
+        host: name of this host, for the snapshot's record.
+        urgency: deadline and share that the capture works under.
+
+    Raises:
+        CiuicError: the overlay session of a root has ended, and the snapshot has to be cut anew; or no root
+            remains.
+    """
+    record = pending.record
+    fds: list[int] = []
+    jobs: list[RootJob] = []
+    for cut in pending.remaining:
+        try:
+            # A snapshot that a predecessor cut has no entry: whether its tracking had a gap is not known.
+            jobs.append(_root_job(cut, roots, fds, pending.trust_tracking.get(cut.path, False)))
+        except BaseException as error:
+            # The caller closes what is returned; of a job that is not returned the duplicates are closed
+            # here.
+            for fd in fds:
+                os.close(fd)
+            if isinstance(error, CiuicError):
+                pending.interrupt(cut.path, error.message)
+            raise
+    if not jobs:
+        raise CiuicError(pending.drop_reason or "no root is left that could be captured")
+    job = CaptureJob(
+        repository=str(settings.repository),
+        id=record.id,
+        time_ns=record.time_ns,
+        host=host,
+        roots=tuple(jobs),
+        left_out=_left_out(record),
+        tags=tuple(record.tags),
+        message=_message(record),
+        hold=record.hold,
+        hold_reason=record.hold_reason or record.message if record.hold else "",
+        hold_uid=record.user if record.hold else None,
+        pair=record.pair,
+        lock_wait_seconds=LOCK_WAIT_SECONDS,
+        io_priority=settings.io_priority,
+        urgency=urgency,
+        runtime_dir=str(settings.runtime_dir),
+        trust_repository=settings.trust_repository,
+    )
+    return job, fds
+
+
+def _left_out(record: PendingRecord) -> tuple[LeftOut, ...]:
+    return tuple(LeftOut(path=os.fsencode(path), reason=reason) for path, reason in record.left_out.items())
+
+
+def _message(record: PendingRecord) -> str:
+    """Return the operator's message.
+
+    It also has the promised instant and the reason, for a snapshot that was cut anew.
+    """
+    if not record.retaken:
+        return record.message
+    return f"{record.message} [promised for {rfc3339(record.promised_ns)} and cut again: {record.retaken}]".lstrip()
+
+
+def _root_job(
+    cut: CutRecord, roots: Mapping[str, RootSupervisor], fds: list[int], trust_tracking: bool
+) -> RootJob:
+    supervisor = roots.get(cut.path)
+    worker = supervisor.worker if supervisor else None
+    if supervisor is None or worker is None or worker.session != cut.session:
+        raise CiuicError(f"the overlay session of {cut.path} has ended")
+    # Duplicates: a worker that ends closes its own at any time, and the numbers may be reused before the
+    # fork.
+    fds.append(os.dup(worker.backing_fd))
+    backing_fd, undo_fd = fds[-1], -1
+    # One that was deleted under a worker is made anew: the capture finds that by its name.
+    if worker.undo_fd is not None and os.fstat(worker.undo_fd).st_nlink:
+        fds.append(os.dup(worker.undo_fd))
+        undo_fd = fds[-1]
+    return RootJob(
+        path=os.fsencode(cut.path),
+        backing_fd=backing_fd,
+        undo_fd=undo_fd,
+        session=cut.session,
+        epoch=cut.epoch,
+        worker_pid=worker.pid,
+        excludes=supervisor.settings.excludes,
+        trust_tracking=trust_tracking,
+    )
+
+
+class LeftOutAlerts:
+    """Alerts about roots that a committed snapshot lacks.
+
+    An alert stands until a committed snapshot has the root again or was requested without it.
+    """
+
+    def __init__(self, alerts: Alerts) -> None:
+        self._alerts = alerts
+        self._standing: set[str] = set()
+
+    def tell(self, committed: PendingSnapshot) -> None:
+        """Report roots that the snapshot lacks, and clear the others.
+
+        A root that was not mounted has an alert of its own.
+        """
+        cut = {cut.path for cut in committed.record.cuts}
+        left_out = {path: reason for path, reason in committed.record.left_out.items() if path in cut}
+        for path in self._standing - left_out.keys():
+            self._alerts.clear(f"left-out:{path}")
+        self._standing = set(left_out)
+        for path, reason in left_out.items():
+            self._alerts.report(
+                f"left-out:{path}",
+                f"{path} is not in snapshot {committed.id}: {reason}",
+                hint="its changes will be in the next snapshot that has it; the last one that had it is kept until then",
+                root=path,
+            )
+
+
+def done_part(progress: Progress) -> float | None:
+    """Return the part of a capture that is done, 0 to 1; None where the total is not known."""
+    parts = [
+        min(1.0, done / total)
+        for done, total in (
+            (progress.bytes_done, progress.bytes_total),
+            (progress.files_done, progress.files_total),
+        )
+        if total
+    ]
+    return min(parts) if parts else None
+
+
+def seconds_left(progress: Progress, elapsed_seconds: float, urgency: Urgency) -> float | None:
+    """Return the remaining time of a running capture; None where that is not known.
+
+    The estimate assumes that other load stays as it is, and takes into account that the capture's share rises until
+    the deadline.
+
+    Args:
+        progress: its last progress.
+        elapsed_seconds: time since its start.
+        urgency: its deadline and share as of now.
+    """
+    part = done_part(progress)
+    worked_seconds = elapsed_seconds - progress.paused_seconds
+    if not part or worked_seconds <= 0:
+        return None
+    work_seconds = worked_seconds * (1 - part) / part
+    step_seconds = max(_MIN_STEP_SECONDS, work_seconds / _PARTS, urgency.finish_within_seconds / _PARTS)
+    left_seconds = 0.0
+    while work_seconds > 0:
+        share = max(progress.share, urgency.least_share(left_seconds))
+        if share >= 1:
+            return left_seconds + work_seconds
+        step = min(step_seconds, work_seconds / share)
+        work_seconds -= step * share
+        left_seconds += step
+    return left_seconds
+
+
+class Durations:
+    """Durations of the last captures."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=MAX_REMEMBERED)
+
+    def add(self, seconds: float) -> None:
+        """Remember the duration of a committed capture."""
+        self._seconds.append(seconds)
+
+    @property
+    def typical_seconds(self) -> float | None:
+        """Median of the durations; None before the first."""
+        return statistics.median(self._seconds) if self._seconds else None

@@ -1,12 +1,26 @@
-"""Cut the epochs of all roots of a snapshot at one instant.
+"""Cut the epochs of all roots of a snapshot at one instant, cut anew what was lost, and settle each epoch.
 
 Before the cut the kernel's write-back cache is flushed, and files that are written past the overlay get a
 moment to be closed.
 
-Guarantees: either every root's epoch was cut while changing operations were held on all of them, or none
-counts (those already cut are given back to their workers). No hold outlives its timeout, also when the daemon
-is killed. Everything whose write() had returned when `flush` began is in the cut, unless `flush` says
-otherwise.
+When a worker is killed, its successor goes on with what was sealed if it can
+(fuse_layer/tracking/inherited_undo.py), and the capture begins again. Otherwise a sealed epoch ends with its
+worker, with a worker that leaves its session to another one, and with an undo log that met a full disk. The
+id was given out all the same, so all roots of the snapshot are cut once more at one later instant, as soon as
+they are served again, and the snapshot says so (tag `retaken`, its message, `SnapshotState.retaken`).
+
+Guarantees:
+
+* Either every root's epoch was cut while changing operations were held on all of them, or none counts (those
+  already cut are given back to their workers). That holds for the first cut and for each later one.
+* No hold outlives its timeout, also when the daemon is killed.
+* Everything whose write() had returned when `flush` began is in the cut, unless `flush` says otherwise.
+* The order of the queue is the order of the cuts. A root that does not come back within `PATIENCE_SECONDS` is
+  left out, with the reason.
+* A worker is told `committed` of an epoch only when the snapshot has its root; `abort` gives the changes to the
+  next epoch. Leaves to others: which epochs a worker was not told of (`Snapshots.reconcile`).
+
+Belongs to the trio thread, where a function does not say that it blocks.
 """
 
 from __future__ import annotations
@@ -14,8 +28,9 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +38,14 @@ from typing import NamedTuple
 import structlog
 import trio
 
+from ciuic.daemon.base.repository_store import LastSnapshot, Store
+from ciuic.daemon.base.runtime import CutRecord, RuntimeDirectory
+from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.flush_helper import VANISHED
+from ciuic.daemon.snapshots.pending import PendingSnapshot, SnapshotCut
+from ciuic.daemon.snapshots.snapshot_queue import SnapshotQueue
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 from ciuic.system.child_process import program_environment, script_command
@@ -47,8 +67,15 @@ MOUNT_PATIENCE_SECONDS = 10.0
 # A script and not a module: it is started for every cut with open files, and imports nothing but what it
 # needs.
 _HELPER = Path(__file__).with_name("flush_helper.py")
+# Tag of a snapshot for which the kernel's cached writes could not all be written back in time.
+TAG_UNFLUSHED = "unflushed"
+# Longest wait for a root to be served again: twice the longest pause between two attempts to mount it
+# (BACKOFF_SECONDS).
+PATIENCE_SECONDS = 60.0
+# A worker is replaced within 0.1 s as a rule, and its supervisor announces no event that covers every way of
+# replacing one.
+_POLL_SECONDS = 0.05
 log = structlog.get_logger(__name__)
-
 
 Flush = Callable[[str, OverlayWorker], Awaitable[bool]]
 
@@ -331,3 +358,343 @@ def _quietly(call: Callable[[], None]) -> None:
         call()
     except CiuicError as error:
         log.warning("cut_cleanup_failed", error=str(error))
+
+
+class CutTurns:
+    """Who prepares a cut, and who makes one. A user is a uid, or None for administrators and the schedule.
+
+    Before a cut the caches of its roots are flushed, and writers past the overlay get a moment to finish: seconds
+    that the owner of a root can draw out. So each ordinary user has a turn of their own for that, and only the
+    cut itself is made under one lock, administrators and the schedule first: 50 threads of one owner left
+    another one 3 cuts of 15, and root waited for 13 s.
+    """
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+        self._of_users: defaultdict[int | None, trio.Lock] = defaultdict(trio.Lock)
+        # Administrators that wait for the lock; while there are any, no ordinary user keeps it.
+        self._first = 0
+        self._none_first = trio.Event()
+
+    @asynccontextmanager
+    async def of(self, user: int | None) -> AsyncIterator[None]:
+        """Let this user's requests prepare their cuts one after the other."""
+        lock = self._of_users[user]
+        async with lock:
+            yield
+        if not lock.locked():
+            self._of_users.pop(user, None)
+
+    @asynccontextmanager
+    async def cut(self, user: int | None) -> AsyncIterator[None]:
+        """Let one cut at a time be made; hold it until the queue has the cut, whose order is the queue's."""
+        await self._acquire(user)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    async def _acquire(self, user: int | None) -> None:
+        if user is None:
+            self._first += 1
+            try:
+                await self._lock.acquire()
+            finally:
+                self._first -= 1
+                if not self._first:
+                    self._none_first.set()
+                    self._none_first = trio.Event()
+            return
+        while True:
+            await self._lock.acquire()
+            if not self._first:
+                return
+            self._lock.release()
+            await self._none_first.wait()
+
+
+@asynccontextmanager
+async def make_cut(
+    supervisors: Sequence[RootSupervisor],
+    flush: Flush,
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+) -> AsyncIterator[SnapshotCut]:
+    """Flush and cut all these roots at one instant.
+
+    There is no await between the cut and the block: an epoch that was cut must be known to the queue before
+    anything else happens.
+
+    Args:
+        supervisors: the roots.
+        flush: flushes one of them.
+        turn: held from the cut until the block ends, and not for the flush.
+
+    Raises:
+        CutFailed: no cut was made in time.
+        CiuicError: a worker ended.
+    """
+    tags = [] if await flush_all(supervisors, flush) else [TAG_UNFLUSHED]
+    for supervisor in supervisors:
+        await supervisor.refresh_bypassing()
+    trusted = {supervisor.path: not supervisor.untrusted for supervisor in supervisors}
+    # Before the cut: writers past the overlay that are known to be gone now have written all they will, and a
+    # capture that compares everything has it.
+    unbypassed = {supervisor.path for supervisor in supervisors if supervisor.all_accounted}
+    async with cut_all(supervisors, turn) as cuts:
+        # Workers may have been replaced since the first look.
+        for supervisor in supervisors:
+            trusted[supervisor.path] &= not supervisor.untrusted
+        yield SnapshotCut(
+            records=[CutRecord(path=cut.path, session=cut.session, epoch=cut.epoch) for cut in cuts],
+            time_ns=max(cut.cut_ns for cut in cuts),
+            hold_microseconds=max(cut.hold_us for cut in cuts),
+            trust_tracking=trusted,
+            unbypassed=unbypassed,
+            tags=tags,
+        )
+
+
+class Retaking:
+    """Cut interrupted snapshots anew. The task `run` does so at once for queued snapshots without an attempt."""
+
+    def __init__(
+        self,
+        queue: SnapshotQueue,
+        roots: Callable[[], Mapping[str, RootSupervisor]],
+        flush: Flush,
+        turns: CutTurns,
+    ) -> None:
+        """Prepare to cut anew.
+
+        Args:
+            queue: snapshots on their way.
+            roots: supervisors of the roots, by path.
+            flush: flushes one root.
+            turns: whose turn it is to cut.
+        """
+        self._queue = queue
+        self._roots = roots
+        self._flush = flush
+        self._turns = turns
+        self._wakeup = Wakeup()
+
+    def wanted(self) -> None:
+        """Wake the task: a queued snapshot was interrupted."""
+        self._wakeup.set()
+
+    async def run(self) -> None:
+        """Cut interrupted snapshots anew, until cancelled."""
+        while True:
+            await self._wakeup.wait()
+            for pending in list(self._queue):
+                # A snapshot with an attempt may be committed already: the capture task looks, and cuts it
+                # anew itself.
+                if not pending.record.attempts and not pending.finished.is_set():
+                    await self._try(pending)
+
+    async def _try(self, pending: PendingSnapshot) -> None:
+        try:
+            await self.settle(pending)
+            if pending.interrupted:
+                await self.retake(pending)
+        except CiuicError as error:
+            log.warning("snapshot_not_retaken", id=pending.id, error=str(error))
+        except Exception:  # a defect costs this snapshot at most; the capture task reports it
+            log.exception("retake_defect", id=pending.id)
+
+    async def settle(self, pending: PendingSnapshot) -> None:
+        """Resolve doubt: find out whether successors of workers that ended have the sealed epochs."""
+        if not pending.doubtful:
+            return
+        await self._roots_are_back(pending)
+        for cut in pending.remaining:
+            # Taken out of doubt before the worker is asked: when the worker ends meanwhile, the root is in
+            # doubt once more.
+            reason = pending.take_doubt(cut.path)
+            if reason is not None and not await self._is_pending(cut):
+                pending.interrupt(cut.path, reason)
+        for path in pending.record.left_out:
+            pending.take_doubt(path)
+
+    async def _is_pending(self, cut: CutRecord) -> bool:
+        """Return whether the worker that serves the root now has the sealed epoch."""
+        supervisor = self._roots().get(cut.path)
+        worker = supervisor.worker if supervisor is not None else None
+        if worker is None or worker.session != cut.session:
+            return False
+        try:
+            return cut.epoch in (await worker.ask(lambda client: client.status())).pending
+        except CiuicError as error:
+            log.warning("worker_not_asked", root=cut.path, error=str(error))
+            return False
+
+    async def retake(self, pending: PendingSnapshot) -> None:
+        """Cut the remaining roots of `pending` anew, and put it at the end of the queue.
+
+        On return it is not interrupted, or all its roots are left out.
+
+        Raises:
+            CiuicError: no cut could be made; another attempt may succeed.
+        """
+        waits_until = trio.current_time() + PATIENCE_SECONDS
+        while not await self._retake_now(pending, trio.current_time() < waits_until):
+            pass
+
+    async def _retake_now(self, pending: PendingSnapshot, waits: bool) -> bool:
+        """Wait for the roots and cut them anew once.
+
+        Args:
+            pending: snapshot to cut anew.
+            waits: return False where a root has gone again since it was back, which is no reason to give up
+                the snapshot.
+        """
+        await self._roots_are_back(pending)
+        # Another cut may hold the lock for seconds, so the roots are looked at once more under it.
+        async with self._turns.cut(None):
+            if not pending.interrupted or pending.finished.is_set():
+                return True
+            if waits and any(self._is_coming(cut.path) for cut in pending.remaining):
+                return False
+            supervisors = self._supervisors(pending)
+            # When only roots that are left out were interrupted, the sealed epochs of the others are as they
+            # were promised.
+            if not supervisors or not pending.interrupted:
+                return True
+            # Before the cut: the epochs of the other roots are given back, because the job pays for a sealed
+            # epoch as long as it exists.
+            pending.interrupt_remaining()
+            await tell_workers(pending, self._roots(), committed=False)
+            async with make_cut(supervisors, self._flush) as made:
+                pending.recut(made, trio.current_time())
+                self._queue.to_the_end(pending)
+        log.warning("snapshot_retaken", id=pending.id, reason=pending.record.retaken)
+        return True
+
+    async def _roots_are_back(self, pending: PendingSnapshot) -> None:
+        """Wait until every root is served, or is not going to be."""
+        with trio.move_on_after(PATIENCE_SECONDS):
+            while any(self._is_coming(cut.path) for cut in pending.remaining):  # noqa: ASYNC110  see _POLL_SECONDS
+                await trio.sleep(_POLL_SECONDS)
+
+    def _is_coming(self, path: str) -> bool:
+        supervisor = self._roots().get(path)
+        if supervisor is None or supervisor.state in ("stopping", "unmounted"):
+            return False
+        return supervisor.worker is None or supervisor.plain
+
+    def _supervisors(self, pending: PendingSnapshot) -> list[RootSupervisor]:
+        """Return the supervisors of roots that can be cut, and leave the other roots out of the snapshot."""
+        found = []
+        for cut in pending.remaining:
+            supervisor = self._roots().get(cut.path)
+            if supervisor is not None and supervisor.worker is not None and supervisor.state != "stopping":
+                found.append(supervisor)
+                continue
+            pending.drop_root(cut.path)
+        return found
+
+
+async def tell_workers(
+    pending: PendingSnapshot, roots: Mapping[str, RootSupervisor], *, committed: bool
+) -> None:
+    """Send `committed` or `abort` for each root whose session still lives.
+
+    `abort` for a root that was left out.
+    """
+    # A root that was left out is aborted although the snapshot is committed: its changes belong to the next
+    # snapshot.
+    captured = {cut.path for cut in pending.remaining} if committed else set()
+    for cut in pending.record.cuts:
+        supervisor = roots.get(cut.path)
+        worker = supervisor.worker if supervisor else None
+        # Epochs count from 1 in each session: another session's worker must not hear of this one.
+        if worker is None or worker.session != cut.session:
+            continue
+        epoch = cut.epoch
+        try:
+            if cut.path in captured:
+                await worker.ask(lambda client, epoch=epoch: client.committed(epoch))  # type: ignore[misc]
+            else:
+                await worker.ask(lambda client, epoch=epoch: client.abort(epoch))  # type: ignore[misc]
+        except CiuicError as error:
+            # Not lost: reconcile looks up every epoch that a worker calls pending.
+            log.warning(
+                "worker_not_told",
+                root=cut.path,
+                epoch=epoch,
+                committed=cut.path in captured,
+                error=str(error),
+            )
+
+
+def find_commit(store: Store, cuts: Iterable[CutRecord]) -> tuple[LastSnapshot, frozenset[str]] | None:
+    """Return the snapshot that has one of these epochs, and its roots; None where there is none. Blocks.
+
+    May raise CiuicError.
+    """
+    for cut in cuts:
+        snapshot = store.snapshot_of_epoch(cut.path, cut.session, cut.epoch)
+        if snapshot is not None:
+            return snapshot, store.roots_of(snapshot.id)
+    return None
+
+
+async def settle_epoch(store: Store, path: str, worker: OverlayWorker, epoch: int) -> None:
+    """Tell a worker the outcome of an epoch that it calls pending and that belongs to no queued snapshot."""
+    try:
+        found = await trio.to_thread.run_sync(store.snapshot_of_epoch, path, worker.session, epoch)
+        if found is not None:
+            await worker.ask(lambda client: client.committed(epoch))
+        else:
+            await worker.ask(lambda client: client.abort(epoch))
+        log.info("epoch_reconciled", root=path, epoch=epoch, snapshot=found.id if found else "")
+    except CiuicError as error:
+        log.warning("epoch_not_reconciled", root=path, epoch=epoch, error=str(error))
+
+
+class TrackingTrust:
+    """Marks of roots whose tracking has a gap (`RootSupervisor.untrusted`), because a process wrote past the overlay.
+
+    Guarantees: a gap is remembered until a snapshot that was cut after the last bypass had ended, and that
+    compared everything, is committed; a successor of the daemon knows of it. docs/decisions/trust.md has the
+    reasons.
+    """
+
+    def __init__(self, roots: Callable[[], Mapping[str, RootSupervisor]], runtime: RuntimeDirectory) -> None:
+        self._roots = roots
+        self._runtime = runtime
+        self._noted: set[str] | None = None
+
+    def settle(self, committed: PendingSnapshot) -> None:
+        """Remove the mark of roots that this snapshot compared completely, with no bypass at its cut."""
+        roots = self._roots()
+        captured = {cut.path for cut in committed.remaining}
+        compared = {path for path, trusted in committed.trust_tracking.items() if not trusted} & captured
+        # Not at the end of the bypassing process, and not at the next cut: if that capture failed, the
+        # following one would trust tracking that never saw the last writes of the process
+        # (docs/decisions/trust.md).
+        for path in committed.unbypassed & compared:
+            if path in roots and roots[path].all_accounted:
+                roots[path].untrusted = False
+        self.note()
+
+    def note(self) -> None:
+        """Write the marks to the runtime directory for a successor, if they have changed."""
+        untrusted = {path for path, supervisor in self._roots().items() if supervisor.untrusted}
+        if untrusted == self._noted:
+            return
+        try:
+            self._runtime.write_untrusted(untrusted)
+            self._noted = untrusted
+        except OSError as error:
+            log.error("journal_not_written", error=str(error))
+
+    def take_over(self, paths: set[str] | None) -> None:
+        """Restore the marks of a predecessor.
+
+        Args:
+            paths: roots that it had marked; None where that is not known, and then every root is marked.
+        """
+        for path, supervisor in self._roots().items():
+            supervisor.untrusted |= paths is None or path in paths
+        self.note()

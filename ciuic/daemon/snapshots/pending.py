@@ -1,8 +1,8 @@
 """State machine of one snapshot on its way from the cut to the commit. No I/O.
 
 `PendingSnapshot.phase` says in which state the snapshot is, and with that what has to be done next;
-`Capturing` and `Retaking` carry it out. Every change of state goes through one method here and is announced
-as an event.
+`Capturing` and `Retaking` carry it out, and ask here how often and when. No other class changes an attribute of
+a snapshot: every change goes through one method here, and every change of state is announced as an event.
 
 | state         | meaning                                             | next effect                      |
 | ------------- | --------------------------------------------------- | -------------------------------- |
@@ -31,6 +31,7 @@ QUEUED.
 | DOUBTFUL          | `take_doubt`,        | Retaking.settle: no worker has it                | INTERRUPTED     |
 |                   | `interrupt`          |                                                  |                 |
 | QUEUED, CAPTURING | `interrupt`          | Snapshots.resume, make_job: another session      | INTERRUPTED     |
+| INTERRUPTED       | `begin_retake`       | Capturing: another attempt to cut anew is left   | INTERRUPTED     |
 | INTERRUPTED       | `recut`              | Retaking.retake; goes to the end of the queue    | QUEUED          |
 | INTERRUPTED       | `drop_root`          | Retaking.retake: the root is not served any more | QUEUED or EMPTY |
 | all but the ends  | `commit`             | Capturing: `Done`, or found in the repository    | COMMITTED       |
@@ -42,7 +43,8 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import trio
@@ -65,6 +67,11 @@ _BUSY_RETRY_SECONDS = 5.0
 _STORE_RETRY_SECONDS = 15.0
 # Multiplied by the number of attempts, because memory may have run out.
 _KILLED_RETRY_SECONDS = 1.0
+# Attempts to cut one snapshot anew: a root whose worker dies at every cut must not occupy the daemon for
+# ever.
+MAX_RETAKES = 5
+# Pauses before these attempts; the first follows at once, because the promised instant is past.
+_RETAKE_PAUSES_SECONDS = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
 class Retry(NamedTuple):
@@ -171,8 +178,9 @@ class PendingSnapshot:
         self.capture_began_at: float | None = None
         """Start of the running attempt on trio's clock."""
         self.process: CaptureProcess | None = None
-        self.wake = trio.Event()
-        """Set when a wait between two attempts must end."""
+        """Process of the running attempt."""
+        # Set when a wait between two attempts must end.
+        self._wake = trio.Event()
         self.finished = trio.Event()
         self.failure: CiuicError | None = None
         self._attempt_runs = False
@@ -213,6 +221,10 @@ class PendingSnapshot:
             return Phase.INTERRUPTED
         return Phase.CAPTURING if self._attempt_runs else Phase.QUEUED
 
+    def announce_cut(self) -> None:
+        """Announce that the queue and the journal have the snapshot."""
+        self._announce("snapshot_cut", self.state)
+
     # -- attempts
 
     def begin_attempt(self) -> None:
@@ -220,12 +232,30 @@ class PendingSnapshot:
         self.record.attempts += 1
         self.tries += 1
         self._attempt_runs = True
-        self.has_lost_session, self.wake, self.root_in_progress = False, trio.Event(), ""
+        self.has_lost_session, self._wake, self.root_in_progress = False, trio.Event(), ""
         self.state.attempts = self.record.attempts
         self.state.state = "capturing"
         self.state.progress = Progress(phase="starting")
         self.capture_began_at = trio.current_time()
         self._announce("snapshot_capturing", self.state)
+
+    @contextmanager
+    def attempt_by(self, process: CaptureProcess) -> Iterator[None]:
+        """Kill this process when a session ends, while the block waits for it."""
+        self.process = process
+        try:
+            yield
+        finally:
+            self.process = None
+            self.record.capture_pid = 0
+
+    def capture_started(self, pid: int, started_ticks: int) -> None:
+        """Note the process for a successor of this daemon; field 22 of /proc/<pid>/stat tells it from later ones."""
+        self.record.capture_pid, self.record.capture_started_ticks = pid, started_ticks
+
+    def predecessor_capture_ended(self) -> None:
+        """Note that the capture that a killed daemon had started has ended."""
+        self.record.capture_pid = 0
 
     def attempt_progressed(self, message: job.CaptureProgress) -> None:
         """Show how far the capture process is."""
@@ -263,12 +293,25 @@ class PendingSnapshot:
         culprit = self._leave_out_culprit(failure)
         return AfterFailure("without_root", root=culprit) if culprit else AfterFailure("give_up")
 
-    def await_retry(self, failure: job.Failed) -> None:
+    def require_space(self, needed_bytes: int) -> None:
+        """Have the next attempt refused unless this much space is free."""
+        self.needed_bytes = needed_bytes
+
+    def expect(self, seconds_left: float | None) -> None:
+        """Show the remaining time until the commit; None where it is not known."""
+        self.state.seconds_left = seconds_left
+
+    def show_retry(self, failure: job.Failed) -> None:
         """Show the failure of an attempt that another one follows."""
         self.state.state = "pending"
         self.state.progress = None
         self.state.error, self.state.hint = failure.error, failure.hint
         self._announce("snapshot_retrying", self.state)
+
+    async def retry_wait(self, seconds: float) -> None:
+        """Wait before the next attempt, until a session ends at the longest."""
+        with trio.move_on_after(seconds):
+            await self._wake.wait()
 
     def _leave_out_culprit(self, failure: job.Failed) -> str:
         """Leave out the root at which the last attempts failed, and return its path.
@@ -316,11 +359,23 @@ class PendingSnapshot:
         self.interrupted.setdefault(path, reason)
         self._end_attempt(reason)
 
+    async def session_lost(self) -> None:
+        """Wait until a session has ended since the last attempt began."""
+        while not self.has_lost_session:
+            await self._wake.wait()
+
+    def begin_retake(self) -> float | None:
+        """Count an attempt to cut the snapshot anew, and return the pause before it; None where none is left."""
+        if self.retakes >= MAX_RETAKES:
+            return None
+        self.retakes += 1
+        return _RETAKE_PAUSES_SECONDS[self.retakes - 1]
+
     def _end_attempt(self, reason: str) -> None:
         self.has_lost_session = True
         if self.process is not None:
             self.process.kill(reason)
-        self.wake.set()
+        self._wake.set()
 
     def drop_root(self, path: str) -> None:
         """Leave out a root that was to be cut anew and is not served any more."""

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import structlog
 import trio
 
 from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.trainers.trainer import WatchedTrainer
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
-from ciuic.protocol.control_types import Incident, IncidentKind, SnapshotRequest, SnapshotState, rfc3339
+from ciuic.protocol.control_types import Incident, IncidentKind, SnapshotRequest, rfc3339
 from ciuic.protocol.plain_names import shown_name, trainer_key
 from ciuic.retention import TAG_EMERGENCY
 
@@ -49,13 +50,6 @@ _WORDS: Final[dict[IncidentKind, str]] = {
 log = structlog.get_logger(__name__)
 
 
-class CutSnapshot(Protocol):
-    """A snapshot that was cut."""
-
-    @property
-    def state(self) -> SnapshotState: ...
-
-
 class _Waiting(NamedTuple):
     incident: Incident
     key: str
@@ -75,7 +69,7 @@ class Emergencies:
 
     def __init__(
         self,
-        take: Callable[[SnapshotRequest], Awaitable[CutSnapshot]],
+        take: Callable[[SnapshotRequest], Awaitable[PendingSnapshot]],
         *,
         alerts: Alerts,
         events: EventBus,

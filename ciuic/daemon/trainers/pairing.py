@@ -27,7 +27,7 @@ from ciuic.daemon.peers.messages import ReceiverOptions
 from ciuic.daemon.peers.server import PeerQuestion, PeerReply, PeerServer
 from ciuic.daemon.roots.permission import is_administrator, owners, owns
 from ciuic.daemon.roots.supervisor import RootSupervisor
-from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.daemon.trainers.user_holds import UserHolds
 from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.excludes import ExcludeMatcher

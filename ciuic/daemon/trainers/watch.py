@@ -24,7 +24,8 @@ from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.roots.permission import WatchPermission, owners
 from ciuic.daemon.roots.supervisor import RootSupervisor
-from ciuic.daemon.trainers.emergency import CutSnapshot, Emergencies
+from ciuic.daemon.snapshots.pending import PendingSnapshot
+from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.registry import TrainerRegistry
 from ciuic.daemon.trainers.trainer_files import TrainerFiles
 from ciuic.daemon.trainers.watch_journal import (
@@ -49,7 +50,7 @@ class TrainerWatch:
         self,
         *,
         settings: Callable[[], Settings],
-        take: Callable[[SnapshotRequest], Awaitable[CutSnapshot]],
+        take: Callable[[SnapshotRequest], Awaitable[PendingSnapshot]],
         roots: Callable[[], Mapping[str, RootSupervisor]],
         accounts: Accounts,
         alerts: Alerts,

@@ -23,6 +23,7 @@ from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules
 from ciuic.daemon.base.urgency_channel import send_urgency
+from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.errors import BY_EXIT_CODE, CiuicError
@@ -60,19 +61,33 @@ class Upkeep:
         now_ns: Callable[[], int],
         command: Sequence[str] = (),
         reserve_bytes: Callable[[], int] = lambda: 0,
+        caller_waits: Callable[[], bool] = lambda: False,
+        wakeup: Wakeup | None = None,
     ) -> None:
+        """Prepare to start processes.
+
+        Args:
+            settings: settings in force.
+            store: the repository.
+            repository_lock: held while a process of ours writes to the repository.
+            alerts: where failures are reported.
+            cwd: working directory of the processes.
+            now_ns: wall clock.
+            command: command of a process; empty: the module of upkeep.
+            reserve_bytes: returns the space that captures leave free. Blocks: it looks at the disk.
+            caller_waits: returns whether a caller waits for a capture, which begins when upkeep has ended.
+            wakeup: set when there may be something to do: a snapshot was committed, or the store is full.
+        """
         self._settings = settings
         self._store = store
         self._lock = repository_lock
         self._alerts = alerts
         self._cwd = cwd
         self._now_ns = now_ns
-        # Blocks: it looks at the disk.
         self._reserve_bytes = reserve_bytes
         self._command = list(command or module_command(UPKEEP_MODULE))
-        self._wake = trio.Event()
-        self.caller_waits: Callable[[], bool] = lambda: False
-        """Returns whether a caller waits for a capture, which begins when upkeep has ended."""
+        self._caller_waits = caller_waits
+        self._wakeup = wakeup or Wakeup()
         self._process: trio.Process | None = None
         self._began_at = 0.0
         # A caller waits for the running upkeep.
@@ -91,18 +106,17 @@ class Upkeep:
             min_share=1.0 if self._awaited else settings.min_share,
             finish_within_seconds=settings.finish_within_seconds,
             elapsed_seconds=trio.current_time() - self._began_at,
-            requested=self.caller_waits(),
+            requested=self._caller_waits(),
         )
 
     def suggest(self) -> None:
         """Wake the task: a snapshot was committed, or the store is full."""
-        self._wake.set()
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Wait for suggestions and follow them, until cancelled."""
         while True:
-            await self._wake.wait()
-            self._wake = trio.Event()
+            await self._wakeup.wait()
             began = trio.current_time()
             await self.once()
             await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))

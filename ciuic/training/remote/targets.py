@@ -11,9 +11,10 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from ciuic.config import RemoteConfig, load_config
 from ciuic.config.keys import REMOTE_KEYS

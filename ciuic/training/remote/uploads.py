@@ -23,11 +23,11 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec.structs import asdict
 
 from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record
 from ciuic.system.child_process import environment, module_command

@@ -29,7 +29,7 @@ def test_a_daemon_that_has_just_begun_names_every_configured_root(tmp_path: Path
     )
     config = load_config(tmp_path / "config.toml")
     daemon = Daemon(config, load=lambda: config, notifier=Notifier(), now_ns=lambda: 10**18)
-    document = trio.run(status_document, daemon)
+    document = trio.run(status_document, daemon.parts)
     assert [(root.path, root.state) for root in document.roots] == [
         (str(tmp_path / name), "starting") for name in names
     ]

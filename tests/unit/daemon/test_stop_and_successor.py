@@ -96,13 +96,13 @@ def test_the_list_of_gaps_stays_as_long_as_the_sessions(
     async def work(nursery: trio.Nursery, working: trio.CancelScope) -> None:
         await trio.lowlevel.checkpoint()
         if root is not None:
-            daemon.roots.nursery = nursery
-            daemon.roots.supervisors["/a"] = root  # type: ignore[assignment]
+            daemon.parts.roots.nursery = nursery
+            daemon.parts.roots.supervisors["/a"] = root  # type: ignore[assignment]
         daemon.request_stop()
 
     monkeypatch.setattr(service, "is_restarting", is_restarting)
     monkeypatch.setattr(daemon, "_work", work)
-    monkeypatch.setattr(daemon, "_pairing", _Pairing())
+    monkeypatch.setattr(daemon.parts, "pairing", _Pairing())
     trio.run(daemon.main)
     successor = RuntimeDirectory(short_tmp / "run")
     assert successor.read_untrusted() == ({"/a"} if keeps_list else set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.cli_repository import FIRST_NS, CliRepository
+from support.verdict_files import FORMATS
 
 from ciuic.cli.shared import safety_snapshot
 from ciuic.repository import Repository
@@ -351,3 +353,78 @@ def test_status_needs_neither_snapshot_nor_path(repository: CliRepository) -> No
     assert "[required]" not in repository.run("restore", "--help").stdout
     for arguments in ((), ("-s", "latest"), ("-p", "/x")):
         assert repository.run("restore", *arguments).exit_code == 2
+
+
+def _with_checkpoints(tmp_path: Path) -> CliRepository:
+    """Make snapshots: a GOOD step 100; a torn step 200 beside it; no root `other` with a checkpoint."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    whole = FORMATS["safetensors"].make(random.Random(1))
+    good = {b"step-100.safetensors": whole}
+    made.snapshot({b"run": good, b"log": b"1"}, mode="tracked")
+    torn = whole[: len(whole) // 2], {"mtime_ns": FIRST_NS + 2 * 10**9}
+    newer = whole, {"mtime_ns": FIRST_NS + 10**9}
+    made.snapshot(
+        {b"run": {**good, b"step-150.safetensors": newer, b"step-200.safetensors": torn}, b"log": b"2"},
+        mode="tracked",
+    )
+    return made
+
+
+def test_restore_of_the_last_good_one(tmp_path: Path) -> None:
+    """--last-good restores from the snapshot before the torn checkpoint, names both, and what it costs."""
+    made = _with_checkpoints(tmp_path)
+    run = str(made.root / "run")
+    shown = made.run("restore", "--last-good", "-p", run, "--dry-run")
+    assert shown.exit_code == 0, shown.stderr
+    assert not (made.root / "run").exists()
+    done = made.run("restore", "--last-good", "-p", run)
+    assert done.exit_code == 0, done.stderr
+    assert [path.name for path in (made.root / "run").iterdir()] == ["step-100.safetensors"]
+    for result in (shown, done):
+        assert "step-100.safetensors is GOOD" in result.stderr
+        assert "step-200.safetensors is TORN" in result.stderr
+        assert "this costs 100 steps" in result.stderr
+
+
+def test_restore_of_the_last_good_one_of_each_root(tmp_path: Path) -> None:
+    """Without -p every root with a checkpoint is restored; the document has the choice and each restore."""
+    made = _with_checkpoints(tmp_path)
+    found = made.run("restore", "--last-good", "--json")
+    assert found.exit_code == 0, found.stderr
+    document = json.loads(found.stdout)
+    (choice,) = document["last_good"]
+    assert choice["path"] == str(made.root)
+    assert choice["lost_steps"] == 100
+    assert choice["newer_good"] == {
+        "checkpoint": str(made.root / "run" / "step-150.safetensors"),
+        "snapshot": choice["passed_over"][0]["snapshot"],
+    }
+    assert [one["snapshot"] for one in document["restores"]] == [choice["snapshot"]]
+    assert [one["snapshot"] for one in choice["passed_over"]] != [choice["snapshot"]]
+    assert (made.root / "log").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["-s", "latest", "-p", "/x"], 2, "give one of them"),
+        (["-p", "/nowhere"], 3, "no snapshot has /nowhere"),
+        (["--lazy"], 2, "one directory at a time"),
+    ],
+)
+def test_last_good_that_cannot_be_meant(tmp_path: Path, options: list[str], code: int, said: str) -> None:
+    """A mistake beside --last-good is told, and nothing is restored."""
+    made = _with_checkpoints(tmp_path)
+    result = made.run("restore", "--last-good", *options)
+    assert result.exit_code == code
+    assert said in result.stderr
+    assert list(made.root.iterdir()) == []
+
+
+def test_no_good_checkpoint(repository: CliRepository) -> None:
+    """Without a GOOD checkpoint in any snapshot the command says so of each, and restores nothing."""
+    result = repository.run("restore", "--last-good", "-p", str(repository.root))
+    assert result.exit_code == 3
+    assert "no checkpoint of a known format" in result.stderr
+    assert list(repository.root.iterdir()) == []

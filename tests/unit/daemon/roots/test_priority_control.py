@@ -87,7 +87,7 @@ def test_waiting_request_speeds_up_a_scheduled_capture(tmp_path: Path) -> None:
     bench.gates = [None, gate]
     bench.add_root("/a", FakeOverlay())
     woken: list[bool] = []
-    bench.snapshots.capturing.on_urgency = lambda: woken.append(bench.snapshots.caller_waits)
+    bench.on_urgency = lambda: woken.append(bench.snapshots.caller_waits)
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:

@@ -1,20 +1,23 @@
-"""Tests of concurrent snapshot requests: which share a cut, and that none is refused needlessly."""
+"""Tests of snapshot requests: which share a cut, that none is refused needlessly, and the look-up by id."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 from support.fake_daemon import Bench, FakeOverlay, until
 
+from ciuic.daemon.base.runtime import CutRecord, PendingRecord
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.daemon.snapshots.pending import PendingSnapshot
+from ciuic.daemon.snapshots.requests import find_state
 from ciuic.daemon.snapshots.snapshot_queue import MAX_PENDING, MAX_PENDING_OF_A_USER, MAX_PENDING_OF_USERS
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, NotFound, Unreachable
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.types import Pair
 
@@ -89,7 +92,7 @@ def hold_first_flush(bench: Bench) -> tuple[trio.Event, trio.Event]:
         await go_on.wait()
         return True
 
-    bench.snapshots._context = bench.snapshots._context._replace(flush=flush)
+    bench.flush = flush
     return begun, go_on
 
 
@@ -253,7 +256,7 @@ def test_one_user_keeps_no_other_from_cuts(bench: Bench) -> None:
             await go_on.wait()
         return True
 
-    bench.snapshots._context = bench.snapshots._context._replace(flush=flush)
+    bench.flush = flush
 
     async def script(requests: Requests) -> None:
         pairs = _pairs()
@@ -304,3 +307,45 @@ def test_administrators_are_first(bench: Bench) -> None:
         assert min(taken, key=lambda one: one.record.time_ns) is taken[-1]
 
     run(bench, script)
+
+
+class _Store:
+    """Repository with neither committed nor lost snapshots."""
+
+    def find(self, snapshot_id: str) -> None:
+        return None
+
+    def lost(self, snapshot_id: str) -> None:
+        return None
+
+
+def test_a_promised_snapshot_is_no_unknown_one_while_the_daemon_starts(bench: Bench) -> None:
+    """A caller that waits for a predecessor's snapshot gets it, and one that does not is to ask again."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    overlay.pending = [1]
+    record = PendingRecord(id="cs-1", time_ns=1, cuts=[CutRecord(path="/a", session="s", epoch=1)])
+    store: Any = _Store()
+
+    async def main() -> None:
+        states = []
+
+        async def wait() -> None:
+            states.append(await find_state(bench.snapshots, store, "cs-1", wait=True))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            for id_ in ("cs-1", "cs-2"):
+                with pytest.raises(Unreachable, match="starting"):
+                    await find_state(bench.snapshots, store, id_, wait=False)
+            await bench.snapshots.resume([record])
+            nursery.start_soon(bench.snapshots.capturing.run)
+            with trio.fail_after(60):
+                await until(lambda: states)
+            nursery.cancel_scope.cancel()
+        assert [state.id for state in states] == ["cs-1"]
+        for wait_for_it in (False, True):
+            with pytest.raises(NotFound):
+                await find_state(bench.snapshots, store, "cs-2", wait=wait_for_it)
+
+    trio.run(main)

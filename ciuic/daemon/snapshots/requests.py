@@ -1,42 +1,50 @@
 """Take snapshots: one cut at a time, whose epochs are captured in the order of the cuts (capturing.py).
 
-Guarantees: an id is given out only when every root's cut is made and the journal names it. A snapshot whose
-id was given out is committed under that id: as of the promised instant, or, where the sealed epochs are gone,
-as of a later one, and says so (retaking.py). When a snapshot cannot be committed, every caller that waits
-gets an error, and the loss is on file (promises.py). A killed daemon's successor goes on with the same ids
-(`resume`). Leaves to others: what a cut is (cut.py), when one is due (schedule.py), which snapshots are kept
-(upkeep_process.py).
+A request waits while another cut is made, and while the queue of captures is full. Waiting requests for the
+same roots, tags and hold are merged: one cut answers them all, with one id. Each gets what it asked for,
+because the cut begins after the request was made.
 
-Belongs to the trio thread.
+Guarantees:
+
+* An id is given out only when every root's cut is made and the journal names it.
+* A snapshot whose id was given out is committed under that id: as of the promised instant, or, where the sealed
+  epochs are gone, as of a later one, and says so (`cut.Retaking`). When a snapshot cannot be committed, every
+  caller that waits gets an error, and the loss is on file (`snapshot_queue.Promises`).
+* A request is merged only with others whose cut has not begun; a request whose connection has ended keeps no
+  other from its cut. A request for a pair is never merged: it names the one training state that it belongs to.
+* A killed daemon's successor goes on with the same ids (`resume`).
+
+Leaves to others: what a cut is (cut.py), when one is due (schedule.py), which snapshots are kept
+(upkeep_process.py). Belongs to the trio thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 import trio
 
 from ciuic.daemon.base.alerts import KEY_MISSING
+from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import PendingRecord
 from ciuic.daemon.roots.backing_descriptors import backing_descriptors
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.daemon.snapshots.capturing import Capturing, Context
-from ciuic.daemon.snapshots.cut import mounted_roots
-from ciuic.daemon.snapshots.epoch_outcomes import settle_epoch
-from ciuic.daemon.snapshots.estimate import seconds_left
+from ciuic.daemon.snapshots.cut import CutTurns, Retaking, make_cut, mounted_roots, settle_epoch
 from ciuic.daemon.snapshots.pending import PendingSnapshot
-from ciuic.daemon.snapshots.promises import Promises
-from ciuic.daemon.snapshots.retaking import Retaking, make_cut
-from ciuic.daemon.snapshots.snapshot_queue import ROOM_SECONDS, SnapshotQueue
-from ciuic.daemon.snapshots.snapshot_requests import CutTurns, SharedCut, WaitingRequests
-from ciuic.errors import CiuicError, NotFound
-from ciuic.protocol.control_types import SnapshotRequest, SnapshotState
+from ciuic.daemon.snapshots.snapshot_queue import ROOM_SECONDS, Promises, SnapshotQueue
+from ciuic.errors import CiuicError, NotFound, Unreachable
+from ciuic.protocol.control_types import SnapshotRequest, SnapshotState, rfc3339
+from ciuic.repository.promised import Promise
 from ciuic.types import Pair
 
+# Messages of merged requests that the snapshot carries; of the others it carries the number.
+MAX_MESSAGES = 3
 log = structlog.get_logger(__name__)
 
 
@@ -55,7 +63,7 @@ class Snapshots:
         # Ids of snapshots that are being cut.
         self._new_ids: set[str] = set()
         self._promises = Promises(context.store, context.now_ns)
-        self._retaking = Retaking(self._queue, context.roots, lambda: self._context.flush, self._turns)
+        self._retaking = Retaking(self._queue, context.roots, context.flush, self._turns)
         self.capturing = Capturing(
             context, self._queue, self._promises, self._retaking, lambda: self.caller_waits
         )
@@ -95,7 +103,7 @@ class Snapshots:
         ) as cut:
             # The request may wait for a place in the queue that a slow capture takes, so that capture is
             # hurried.
-            self.capturing.on_urgency()
+            self._context.on_urgency()
             async with self._turns.of(user):
                 # A request that had the turn before may have cut for this one too.
                 if (pending := cut.outcome) is None:
@@ -140,14 +148,14 @@ class Snapshots:
                 )
                 cut.pending = pending = PendingSnapshot(
                     record,
-                    announce=self._announce,
+                    announce=self._context.announce,
                     trust_tracking=made.trust_tracking,
                     unbypassed=made.unbypassed,
                     cut_at=trio.current_time(),
                 )
                 self._queue.add(pending)
-                self._announce("snapshot_cut", pending.state)
-                self.capturing.on_urgency()
+                pending.announce_cut()
+                self._context.on_urgency()
                 log.info(
                     "snapshot_cut",
                     id=record.id,
@@ -161,7 +169,7 @@ class Snapshots:
 
     def state(self, snapshot_id: str) -> PendingSnapshot | None:
         """Return a snapshot of this daemon's life, or None when it is not (or no longer) remembered."""
-        self._estimate()
+        self.capturing.estimate()
         return self._queue.find(snapshot_id)
 
     def unfinished(self) -> list[SnapshotState]:
@@ -169,7 +177,7 @@ class Snapshots:
 
         The last failure comes before them, if nothing was committed since.
         """
-        self._estimate()
+        self.capturing.estimate()
         failure = [failed] if (failed := self.capturing.last_failure) else []
         return [*failure, *(pending.state for pending in self._queue.unfinished())]
 
@@ -220,24 +228,6 @@ class Snapshots:
             pending.record.requested for pending in self._queue.unfinished()
         )
 
-    def _estimate(self) -> None:
-        """Set the remaining time of every unfinished snapshot."""
-        total_seconds: float | None = 0.0
-        typical_seconds = self.capturing.durations.typical_seconds
-        for pending in self._queue.unfinished():
-            progress = pending.state.progress
-            left: float | None = typical_seconds
-            if progress is not None and pending.capture_began_at is not None:
-                elapsed_seconds = trio.current_time() - pending.capture_began_at
-                left = seconds_left(progress, elapsed_seconds, self.capturing.urgency(pending))
-            # Captures run one after the other, so each waits for those before it; after an unknown one all
-            # are unknown.
-            total_seconds = None if total_seconds is None or left is None else total_seconds + left
-            pending.state.seconds_left = total_seconds
-
-    def _announce(self, kind: str, state: SnapshotState) -> None:
-        self._context.events.emit(kind, snapshot=state)
-
     # -- sessions that end, daemons that follow one another
 
     def session_lost(self, path: str, session: str) -> None:
@@ -255,9 +245,9 @@ class Snapshots:
         """
         roots = self._context.roots()
         for record in records:
-            pending = PendingSnapshot(record, announce=self._announce, cut_at=trio.current_time())
+            pending = PendingSnapshot(record, announce=self._context.announce, cut_at=trio.current_time())
             self._queue.add(pending)
-            self._announce("snapshot_cut", pending.state)
+            pending.announce_cut()
             for cut in record.cuts:
                 supervisor = roots.get(cut.path)
                 worker = supervisor.worker if supervisor else None
@@ -283,3 +273,171 @@ class Snapshots:
             for epoch in epochs:
                 if (path, worker.session, epoch) not in queued:
                     await settle_epoch(self._context.store(), path, worker, epoch)
+
+
+class _Kind(NamedTuple):
+    """Properties that requests must have in common to be merged."""
+
+    roots: frozenset[str]
+    tags: frozenset[str]
+    hold: bool
+    user: int | None
+
+
+class SharedCut:
+    """Cut that is to be made, for one request or several merged ones."""
+
+    def __init__(self, request: SnapshotRequest, *, scheduled: bool, requested: bool) -> None:
+        self.roots = list(request.roots)
+        self.tags = list(dict.fromkeys(request.tags))
+        self.hold = request.hold
+        self.scheduled = scheduled
+        """True if the schedule is among the requesters."""
+        self.requested = requested
+        """True if a caller other than the schedule is."""
+        self.pending: PendingSnapshot | None = None
+        """The snapshot, once it is cut."""
+        self.failure: CiuicError | None = None
+        """Reason for which it could not be cut."""
+        self.waiting = 0
+        """Requests that are not answered yet."""
+        self._messages: dict[str, None] = {}
+
+    def add(self, request: SnapshotRequest, *, scheduled: bool, requested: bool) -> None:
+        """Add the first or another request."""
+        if request.message:
+            self._messages[request.message] = None
+        self.scheduled = self.scheduled or scheduled
+        self.requested = self.requested or requested
+
+    @property
+    def message(self) -> str:
+        """Messages of the merged requests, the first `MAX_MESSAGES` in full."""
+        messages = list(self._messages)
+        more = len(messages) - MAX_MESSAGES
+        return "; ".join(messages[:MAX_MESSAGES] + ([f"and {more} more"] if more > 0 else []))
+
+    @property
+    def outcome(self) -> PendingSnapshot | None:
+        """The snapshot; None before the cut. Raises the failure of a cut that was tried."""
+        if self.failure is not None:
+            # A new exception for each request: one object raised in several tasks would collect the
+            # tracebacks of all.
+            raise type(self.failure)(self.failure.message, hint=self.failure.hint)
+        return self.pending
+
+
+class WaitingRequests:
+    """Requests of one daemon whose cut has not begun."""
+
+    def __init__(self) -> None:
+        # Cuts that further requests may join.
+        self._open: dict[_Kind, SharedCut] = {}
+        self._all: list[SharedCut] = []
+
+    @property
+    def caller_waits(self) -> bool:
+        """True if a caller other than the schedule waits for a cut."""
+        return any(cut.requested for cut in self._all)
+
+    @contextmanager
+    def join(
+        self,
+        request: SnapshotRequest,
+        *,
+        scheduled: bool,
+        requested: bool,
+        alone: bool,
+        user: int | None = None,
+    ) -> Iterator[SharedCut]:
+        """Merge a request with one that waits, or add it as a new cut, for as long as the block lasts.
+
+        Args:
+            request: the request.
+            scheduled: the schedule is the requester.
+            requested: a caller waits for the snapshot.
+            alone: never merge the request.
+            user: ordinary user that asks; None for administrators and the schedule.
+        """
+        kind = _Kind(frozenset(request.roots), frozenset(request.tags), request.hold, user)
+        cut = None if alone else self._open.get(kind)
+        if cut is None:
+            cut = SharedCut(request, scheduled=scheduled, requested=requested)
+            self._all.append(cut)
+            if not alone:
+                self._open[kind] = cut
+        cut.add(request, scheduled=scheduled, requested=requested)
+        cut.waiting += 1
+        try:
+            yield cut
+        finally:
+            cut.waiting -= 1
+            if not cut.waiting:
+                self.close(cut)
+                self._all.remove(cut)
+
+    def close(self, cut: SharedCut) -> None:
+        """Let no further request join: the cut begins, or no request is left."""
+        self._open = {kind: known for kind, known in self._open.items() if known is not cut}
+
+
+async def find_state(snapshots: Snapshots, store: Store, snapshot_id: str, *, wait: bool) -> SnapshotState:
+    """Return the state of a snapshot.
+
+    Args:
+        snapshots: snapshots of this daemon's life.
+        store: repository with committed snapshots and with records of promised ones.
+        snapshot_id: id to look up.
+        wait: return when the snapshot is committed, and raise its failure when it will not be.
+
+    Raises:
+        NotFound: no snapshot of this id is known.
+        Unreachable: `wait` is not set, and the daemon that starts does not know yet what was promised.
+        CiuicError: `wait` is set and the snapshot failed or was lost.
+    """
+    # Asked before the look-up, during which the snapshots of a predecessor may be taken over.
+    is_complete = snapshots.resumed.is_set()
+    pending = snapshots.state(snapshot_id)
+    if pending is not None:
+        if wait:
+            await pending.finished.wait()
+            if pending.failure is not None:
+                raise pending.failure
+        return pending.state
+    found = await trio.to_thread.run_sync(store.find, snapshot_id)
+    if found is None:
+        lost = await trio.to_thread.run_sync(store.lost, snapshot_id)
+        if lost is not None:
+            return _state_of_lost(lost, wait=wait)
+        if not is_complete:
+            # The socket is served before the roots are mounted, and a promised id is no unknown one.
+            if not wait:
+                raise Unreachable(
+                    f"the daemon is starting and does not know yet whether there is a snapshot {snapshot_id}",
+                    hint="try again in a moment",
+                )
+            await snapshots.resumed.wait()
+            return await find_state(snapshots, store, snapshot_id, wait=wait)
+        raise NotFound(f"no snapshot {snapshot_id} is known here", hint="ciuic list shows the committed ones")
+    return SnapshotState(
+        id=str(found.id), state="committed", time=rfc3339(found.time_ns), new_bytes=found.new_bytes
+    )
+
+
+def _state_of_lost(lost: Promise, *, wait: bool) -> SnapshotState:
+    """Return the state that a snapshot that failed in this daemon's life has too.
+
+    Raise its failure for a caller that waits.
+    """
+    if wait:
+        raise CiuicError(f"snapshot {lost.id} failed: {lost.reason}")
+    return SnapshotState(
+        id=lost.id,
+        state="failed",
+        time=rfc3339(lost.time_ns),
+        error=lost.reason,
+        code=CiuicError.exit_code,
+        roots=list(lost.roots),
+        tags=list(lost.tags),
+        message=lost.message,
+    )
