@@ -20,11 +20,16 @@ STATE_BLOCK: Final = 65536
 class Saves:
     """Successive commits of one state and what follows them, as the writer process makes them."""
 
-    def __init__(self, repository: Repository, keep: tuple[Keep, ...] = ()) -> None:
+    def __init__(
+        self, repository: Repository, keep: tuple[Keep, ...] = (), *, seal_from_bytes: int = 1
+    ) -> None:
         self.repository = repository
+        self.seal_from_bytes = seal_from_bytes
         rules = RetentionRules(keep=keep)
         self.chooser = CodecChooser("auto", rules, later=True)
-        self.deltas = ReverseDeltas(str(repository.path), b"/training", rules)
+        self.deltas = ReverseDeltas(
+            str(repository.path), b"/training", rules, seal_from_bytes=seal_from_bytes
+        )
         self.known = LastCommit()
 
     def save(self, content: bytes) -> SnapshotId:
@@ -36,7 +41,7 @@ class Saves:
             snapshot = commit(self.repository, writer, view, manifest, b"/training", self.known, chosen)
             self.chooser.done(chosen)
             self.deltas.saved(snapshot.id, chosen)
-            writer.seal_packs(1)
+            writer.seal_packs(self.seal_from_bytes)
         self.repository.close()
         return snapshot.id
 

@@ -53,6 +53,8 @@ class Recoded(NamedTuple):
     """Bytes by which the packs have shrunk."""
     stopped: bool = False
     """True if the pace ended the work: the same call does the rest."""
+    left: Sequence[ChunkId] = ()
+    """Chunks that lie as they are because their packs are mostly of others, or too small."""
 
 
 Begun = MutableMapping[ChunkId, Coded | None]
@@ -67,6 +69,7 @@ def recode(
     wanted: Mapping[ChunkId, Codec],
     pace: Callable[[], Pace],
     begun: Begun,
+    min_pack_bytes: int,
 ) -> Recoded:
     """Recode chunks; see `Writer.recode`."""
     by_pack: dict[int, list[ChunkId]] = defaultdict(list)
@@ -76,8 +79,10 @@ def recode(
             if not copy.flags:
                 by_pack[copy.pack].append(chunk)
     chunks = freed_bytes = 0
+    left: list[ChunkId] = []
     for number, plain in sorted(by_pack.items()):
-        if not _mostly(store, number, plain):
+        if not _mostly(store, number, plain, min_pack_bytes):
+            left += plain
             continue
         coded = _code_all(store, {chunk: wanted[chunk] for chunk in plain}, pace, begun)
         if coded is None:
@@ -90,7 +95,7 @@ def recode(
             chunks += len(coded)
         for chunk in plain:
             begun.pop(chunk, None)
-    return Recoded(chunks, freed_bytes)
+    return Recoded(chunks, freed_bytes, left=left)
 
 
 class _NewCopy(NamedTuple):
@@ -100,8 +105,8 @@ class _NewCopy(NamedTuple):
     coded: Coded | None
 
 
-def _mostly(store: ChunkStore, number: int, chunks: Sequence[ChunkId]) -> bool:
-    """Return whether these chunks are most of the pack, which is one of data and sound."""
+def _mostly(store: ChunkStore, number: int, chunks: Sequence[ChunkId], min_pack_bytes: int = 0) -> bool:
+    """Return whether these chunks are most of the pack, which is one of data, sound and of some size."""
     try:
         if store.packs.kind(number) != "data":
             return False
@@ -111,7 +116,8 @@ def _mostly(store: ChunkStore, number: int, chunks: Sequence[ChunkId]) -> bool:
         return False
     ours = set(chunks)
     own_bytes = sum(record.stored_bytes for record in records if record.id in ours)
-    return own_bytes >= _MIN_SHARE * sum(record.stored_bytes for record in records)
+    all_bytes = sum(record.stored_bytes for record in records)
+    return own_bytes >= _MIN_SHARE * all_bytes and all_bytes >= min_pack_bytes
 
 
 def _replace(disk: Disk, store: ChunkStore, number: int, copies: Mapping[ChunkId, _NewCopy]) -> int:
@@ -125,6 +131,9 @@ def _replace(disk: Disk, store: ChunkStore, number: int, copies: Mapping[ChunkId
                 chunk, 0, len(coded.stored), raw_bytes, coded.flags, pf.checksum(coded.stored), coded.base
             )
             store.append(record, coded.stored, "data")
+    # What is copied goes into another pack, of which it is most when it is to be recoded itself.
+    store.sync()
+    store.appenders["data"].seal(1)
     grown_bytes = store.grown_bytes - size_before
     # The rewrite syncs what was appended here with what it copies, before the pack goes.
     freed = maintenance.rewrite_pack(disk, store, number, lambda chunk: chunk not in copies, salvage=False)

@@ -372,6 +372,8 @@ class Writer:
         wanted: Mapping[ChunkId, Codec],
         pace: Callable[[], Pace] = lambda: "soon",
         begun: Begun | None = None,
+        *,
+        min_pack_bytes: int = 0,
     ) -> Recoded:
         """Store chunks again, each as its codec says, and free the space of their old copies.
 
@@ -385,6 +387,7 @@ class Writer:
                 that is being coded then stays as it is.
             begun: Results for that pack, filled here; with them a further call begins where this one ended.
                 Empty when nothing was stopped.
+            min_pack_bytes: Packs with less are left: each becomes a pack of its own.
 
         Raises:
             Busy: another process is copying the repository, or stores part of a snapshot.
@@ -393,7 +396,8 @@ class Writer:
         # A process that copies packs must find them to the end.
         if is_claimed(self._path):
             raise Busy("another process is copying the repository, or stores part of a snapshot")
-        done = recode(self._disk, self._store, wanted, pace, {} if begun is None else begun)
+        begun = {} if begun is None else begun
+        done = recode(self._disk, self._store, wanted, pace, begun, min_pack_bytes)
         # Its descriptors would keep the space of packs that are gone.
         self.repository.close()
         return done

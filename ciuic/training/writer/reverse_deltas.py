@@ -5,7 +5,8 @@ what the newest state has is never coded here, also where an older one has it to
 keep single states, whose bases would outlive theirs, older states become planes without a base; where they
 keep the newest of all, the base of a state goes after it, so differences cost nothing in the long run. When
 this runs, and what stops it, is decided in coding_turns.py; what was coded until then is not coded again.
-States that an earlier process left as they are when it ended are coded too.
+States that an earlier process left as they are when it ended are coded too. Small states share packs: they are
+coded when the newest has none of its content there.
 
 References:
     docs/decisions/reverse-deltas.md: the measurements.
@@ -32,7 +33,9 @@ from ciuic.training.writer.half_precision_pairs import HalfPrecisionCopy
 from ciuic.types import ChunkId, Entry, SnapshotId
 
 SEAL_FROM_BYTES: Final = 1 << 20
-"""Size from which a state gets packs of its own, which go when it is coded."""
+"""Size from which packs are sealed after a state, which go when what is in them is coded."""
+# Chunks that wait until their pack is mostly theirs; of more, the oldest stay as they are.
+_MAX_LEFT: Final = 1024
 # States that wait at most: older ones stay as they are. Their ids take memory; coding_turns.py keeps fewer.
 _MAX_WAITING: Final = 16
 # States of an earlier process that are looked at: so many wait on a busy machine.
@@ -51,14 +54,23 @@ class _State(NamedTuple):
 class ReverseDeltas:
     """States of one writer that are to be coded."""
 
-    def __init__(self, repository: str, root: bytes, rules: RetentionRules) -> None:
+    def __init__(
+        self,
+        repository: str,
+        root: bytes,
+        rules: RetentionRules,
+        *,
+        seal_from_bytes: int = SEAL_FROM_BYTES,
+    ) -> None:
         """Begin without knowledge of any state.
 
         Args:
             repository: path of the repository.
             root: path under which the snapshots keep their states.
             rules: retention rules of the snapshots.
+            seal_from_bytes: size from which the caller seals packs.
         """
+        self._seal_from_bytes = seal_from_bytes
         self._repository = repository
         self._root = root
         self._has_bases = all(isinstance(rule, Latest) for rule in rules.keep)
@@ -67,6 +79,8 @@ class ReverseDeltas:
         """States with the one after each."""
         self._begun: dict[ChunkId, Coded | None] = {}
         """What was coded of the first that waits."""
+        self._left: dict[ChunkId, Codec] = {}
+        """Chunks of coded states in packs that are mostly of others still, the oldest first."""
         self._has_adopted = False
 
     def saved(self, id_: SnapshotId, chosen: CommitCodecs) -> None:
@@ -159,16 +173,19 @@ class ReverseDeltas:
             wanted = self._wanted(state, after if after.id in names else None, repository.block_size)
             # Read again when the next state is coded.
             writer.keep_cached()
-            done = writer.recode(wanted, pace, self._begun)
-            writer.seal_packs(SEAL_FROM_BYTES)
+            done = writer.recode(wanted, pace, self._begun, min_pack_bytes=self._seal_from_bytes)
+            if not done.stopped:
+                self._left = {chunk: wanted[chunk] for chunk in done.left[-_MAX_LEFT:]}
+            writer.seal_packs(self._seal_from_bytes)
             return done.stopped
 
     def _wanted(self, state: _State, after: _State | None, block_size: int) -> dict[ChunkId, Codec]:
         """Return the codec of each chunk that the newest state does not have."""
         newest = self._newest
         kept = {id_ for blocks in newest.blocks.values() for id_ in blocks.values()} if newest else set()
-        wanted: dict[ChunkId, Codec] = {}
-        # Masters first: what is to become a difference itself cannot be chosen as a base.
+        # Older ones first: what is to become a difference itself cannot be chosen as a base.
+        wanted = {chunk: codec for chunk, codec in self._left.items() if chunk not in kept}
+        # Masters first, for the same reason.
         for path in sorted(state.blocks, key=lambda path: path not in state.copies):
             width = state.widths.get(path, 0)
             if width not in WIDTHS:

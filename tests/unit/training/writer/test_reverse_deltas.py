@@ -17,7 +17,7 @@ from ciuic.repository.codecs.codec import Codec, Coded, Pace
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.writing import recoding
 from ciuic.training.policy.retention_rules import EverySteps, Latest
-from ciuic.training.writer import reverse_deltas
+from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES
 from ciuic.types import SnapshotId
 
 _BLOCK = STATE_BLOCK
@@ -155,11 +155,8 @@ def test_what_was_coded_before_its_base_went_is_not_stored(repository: Repositor
     assert not check(repository, read_data=True).damaged
 
 
-def test_a_new_process_codes_what_the_one_before_it_left(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_process_codes_what_the_one_before_it_left(repository: Repository) -> None:
     """Runs of one save each leave the newest as it is, and the chains of the others stay short."""
-    monkeypatch.setattr(reverse_deltas, "SEAL_FROM_BYTES", 1)
     states = list(drifting(12, 3 * _BLOCK + 1000))
     made: list[SnapshotId] = []
     for state in states:
@@ -173,9 +170,8 @@ def test_a_new_process_codes_what_the_one_before_it_left(
     assert not check(repository, read_data=True).damaged
 
 
-def test_a_killed_process_leaves_several(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_leaves_several(repository: Repository) -> None:
     """All states that an earlier process left as they are are coded; the fifth gets no base, as always."""
-    monkeypatch.setattr(reverse_deltas, "SEAL_FROM_BYTES", 1)
     states = list(drifting(6, 3 * _BLOCK))
     earlier = Saves(repository)
     made = [earlier.save(state) for state in states[:2]]
@@ -190,3 +186,20 @@ def test_a_killed_process_leaves_several(repository: Repository, monkeypatch: py
     assert [content_of(repository, id_) for id_ in made] == states
     saves.deltas.adopt()
     assert not saves.deltas.waiting
+
+
+def test_states_that_share_a_pack_are_coded_together(repository: Repository) -> None:
+    """Small states are coded when their pack has nothing of the newest any more, each from the next."""
+    saves = Saves(repository, seal_from_bytes=SEAL_FROM_BYTES)
+    states = list(drifting(13, 6 * _BLOCK))
+    made: list[SnapshotId] = []
+    for state in states:
+        made.append(saves.save(state))
+        saves.deltas.run(patient)
+        assert saves.flags(made[-1]) == {0}
+        # Three make a pack: no more than these lie as they are.
+        assert sum(0 in saves.flags(id_) for id_ in made) <= 3
+    assert len(list((repository.path / "packs").iterdir())) < len(made)
+    assert [content_of(repository, id_) for id_ in made] == states
+    assert max(max(depths(repository, id_)) for id_ in made) == 4
+    assert not check(repository, read_data=True).damaged
