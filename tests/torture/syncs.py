@@ -33,6 +33,10 @@ _ELSEWHERE = {
         "ciuic/fuse_layer/core/directories.py",
         "(os.fdatasync if datasync else os.fsync)(fd)",
     ): "the job asked for it",
+    (
+        "ciuic/repository/writing/recoding.py",
+        "store.sync()",
+    ): "sealing, which follows, syncs the same once more",
     ("ciuic/repository/writing/appender.py", "self._sync_file()"): "calls what is mutated",
     ("ciuic/training/policy/forecast.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
 }
