@@ -259,6 +259,10 @@ class SaveCoordinator:
         # First the goodbye: waiting for the last saves may take longer than `heartbeat_seconds`, and a daemon
         # takes a training without a goodbye and without beats for hung.
         self.heartbeat.closing(error)
+        if self.deferred:
+            log.warning(
+                "ciuic: a snapshot that was asked for within optimizer.step() was not taken: the step never ended"
+            )
         if self.last_save is not None:
             self.last_save.watch.remove()
         if self.lifetime.close_by is not None:
@@ -320,11 +324,15 @@ class SaveCoordinator:
         if not self._save_if_due() and not self.taker.prepared:
             with quietly("the first snapshot could not be prepared"):
                 self._prepare()
+        self.take_deferred()
+        # Last, because the snapshot needs to know which optimizers have reported this step.
+        self.saver.overlap.boundary()
+
+    def take_deferred(self) -> None:
+        """Take the snapshots that were asked for within a step: it is over."""
         while self.deferred:
             with quietly("a snapshot that was asked for within a step could not be taken"):
                 self.deferred.pop(0)()
-        # Last, because the snapshot needs to know which optimizers have reported this step.
-        self.saver.overlap.boundary()
 
     def _prepare(self) -> None:
         """Allocate the first arena and compute the forecast, now that the state has its size."""

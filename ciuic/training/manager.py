@@ -244,8 +244,8 @@ class SnapshotManager(TrainingSnapshots):
 
         Returns:
             The save, whose `error` says why it failed if it did; None on ranks other than 0, when the
-            state could not be copied, which is logged, and when a signal handler calls this within the step of a
-            registered optimizer: the snapshot is taken at the boundary of that step.
+            state could not be copied, which is logged, and when a signal handler calls this within the step of an
+            optimizer: the snapshot is taken at the boundary of that step.
 
         Raises:
             TypeError: A value cannot be stored; the message names it.
@@ -265,7 +265,10 @@ class SnapshotManager(TrainingSnapshots):
         if self._coordinator.boundaries.gradients.are_pending():
             warn_once(_PENDING_GRADIENTS)
         save, place = None, call_site_of(sys._getframe(1))
-        if self._coordinator.boundaries.is_in_step():
+        stepping = self._coordinator.boundaries.optimizer_in_step()
+        if stepping is not None and self._coordinator.boundaries.after_step(
+            stepping, self._coordinator.take_deferred
+        ):
             # Some parameters are those of this step, and others of the one before.
             log.warning(
                 "ciuic: save_snapshot was called within optimizer.step(): it is taken when the step is over"

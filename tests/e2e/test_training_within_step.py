@@ -70,3 +70,52 @@ def test_a_save_within_a_step_is_taken_at_its_boundary(tmp_path: Path) -> None:
             optimizer.step()
         # The state is the program's affair now, and the save is taken.
         assert manager.save_snapshot(wait=True) is not None
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("given", ["objects", "states", "model"])
+def test_a_first_save_within_a_step_is_whole(tmp_path: Path, given: str) -> None:
+    """A handler that is the first to save, in mid-step and with whatever it names, gets the state after the step."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = Interrupted(model.parameters())
+    saves = {
+        "objects": lambda manager: manager.save_snapshot(model, optimizer),
+        "states": lambda manager: manager.save_snapshot(model.state_dict(), optimizer.state_dict()),
+        "model": lambda manager: manager.save_snapshot(model),
+    }
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        signal.signal(signal.SIGUSR1, lambda *_: saves[given](manager))
+        for step in range(3):
+            optimizer.interrupts = step == 1
+            optimizer.step()
+            if step == 1:
+                assert manager.wait()
+        (saved,) = manager.list_snapshots()
+        state = manager.load_snapshot(saved.id)
+        assert state is not None
+        found = {float(value) for tensor in state["model_state_dict"].values() for value in tensor.flatten()}
+        assert found == {2.0}
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_save_within_a_step_that_never_ends_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A handler that ends the program after its save gets a line at close that says that there is no snapshot."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = Interrupted(model.parameters())
+    optimizer.interrupts = True
+
+    def handler(*_: object) -> None:
+        manager.save_snapshot(model, optimizer)
+        raise SystemExit(3)
+
+    manager = SnapshotManager(tmp_path / "snapshots")
+    signal.signal(signal.SIGUSR1, handler)
+    with pytest.raises(SystemExit), manager:
+        optimizer.step()
+    assert "the step never ended" in caplog.text
+    assert SnapshotManager(tmp_path / "snapshots").load_latest_snapshot() is None

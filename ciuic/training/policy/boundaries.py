@@ -103,18 +103,45 @@ class Boundaries:
             return self._by_loader or self._expected <= self._seen
         return not self._in_batch
 
-    def is_in_step(self) -> bool:
-        """Return whether a thread is within the step of a watched optimizer, where a signal handler may have interrupted it."""
-        # A step that raised an error has never reported its end; the stacks tell.
-        return self._stepping and any(map(self._has_step, sys._current_frames().values()))
+    def optimizer_in_step(self) -> Any | None:
+        """Return an optimizer within whose step a thread is, where a signal handler may have interrupted it; None for none.
 
-    def _has_step(self, frame: FrameType | None) -> bool:
+        Also one that is not watched, or has been only since its step began.
+        """
+        # The stacks alone tell: a step that raised an error has never reported its end.
+        for frame in sys._current_frames().values():
+            found = self._stepping_in(frame)
+            if found is not None:
+                return found
+        return None
+
+    def _stepping_in(self, frame: FrameType | None) -> Any | None:
+        torch = sys.modules.get("torch")
         while frame is not None:
-            called_on = frame.f_locals.get("self")
-            if called_on is not None and any(one is called_on for one in self._optimizers):
-                return True
+            # Around the method is torch's wrapper, which calls the hooks when the step is over.
+            called_on = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+            if called_on is not None:
+                is_watched = any(one is called_on for one in self._optimizers)
+                if is_watched or (torch is not None and isinstance(called_on, torch.optim.Optimizer)):
+                    return called_on
             frame = frame.f_back
-        return False
+        return None
+
+    def after_step(self, optimizer: Any, call: Callable[[], None]) -> bool:
+        """Call a function once when the present step of an optimizer is over; a watched one tells its boundary itself.
+
+        Returns whether its end will be told.
+        """
+        if any(one is optimizer for one in self._optimizers):
+            return True
+        left = [call]
+        try:
+            # It stays, because torch goes through its hooks while they are called.
+            optimizer.register_step_post_hook(lambda *_: left.pop()() if left else None)
+        # A wrapper of an optimizer need not have called the constructor of its base class.
+        except AttributeError:
+            return False
+        return True
 
     def watch_optimizer(self, optimizer: Any) -> bool:
         """Watch an optimizer by its own hooks (torch 2.0 and later), or by its method.

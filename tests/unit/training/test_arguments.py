@@ -193,6 +193,7 @@ class _Kept(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state.setdefault("master", parameter.detach().float() + 1e-4 * torch.rand(parameter.shape))
                 state.setdefault("codes", torch.randint(-128, 127, parameter.shape, dtype=torch.int8))
+                state.setdefault("own", torch.nn.Parameter(torch.rand(2) + 1e-4, requires_grad=False))
                 state.setdefault("nested", [torch.rand(3, dtype=torch.float64), {"scale": torch.rand(2)}])
 
 
@@ -216,6 +217,8 @@ def test_states_of_optimizers_keep_their_dtypes(tmp_path: Path) -> None:
         assert torch.equal(has["nested"][0], had["nested"][0])
         assert torch.equal(has["nested"][1]["scale"], had["nested"][1]["scale"])
         assert torch.equal(has["master"], had["master"])
+        assert type(has["own"]) is torch.nn.Parameter
+        assert torch.equal(has["own"], had["own"])
 
 
 def test_objects_whose_state_is_not_there_yet_are_registered(tmp_path: Path) -> None:
