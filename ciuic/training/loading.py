@@ -297,10 +297,14 @@ def _put_dtypes_back(state: State, objects: Mapping[str, Any]) -> None:
     plain = (torch.Tensor, torch.nn.Parameter)
 
     def as_saved(loaded: Any, saved: Any) -> Any:
-        if type(loaded) in plain and type(saved) in plain and loaded.dtype != saved.dtype:
+        if (
+            type(loaded) in plain
+            and type(saved) in plain
+            and (loaded.dtype, type(loaded)) != (saved.dtype, type(saved))
+        ):
             made = saved.detach().clone().to(loaded.device)
-            is_parameter = type(loaded) is torch.nn.Parameter
-            return torch.nn.Parameter(made, loaded.requires_grad) if is_parameter else made
+            is_parameter = type(saved) is torch.nn.Parameter
+            return torch.nn.Parameter(made, saved.requires_grad) if is_parameter else made
         if isinstance(loaded, dict) and isinstance(saved, dict):
             return {key: as_saved(one, saved.get(key)) for key, one in loaded.items()}
         if type(loaded) in (list, tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
