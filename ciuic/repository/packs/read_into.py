@@ -33,9 +33,6 @@ _GAP_BYTES: Final = 4096
 # Bounds the memory for the stored bytes of coded chunks and their bases.
 _CODED_AT_ONCE: Final = 8
 
-# Content that is checked where it is read: half of a processor's own cache (L2), so that it is still there.
-_PLAIN_RUN_BYTES: Final = 512 << 10
-
 # Position of stored bytes, and the buffer for them.
 _Place = tuple[ChunkLocation, memoryview]
 
@@ -70,7 +67,7 @@ class IntoMemory:
         # processor time, and took 1.73. Each run is checked right after it is read, while it is in the cache.
         positions = {id(targets[position]): position for position in plain}
         places = [(found[chunks[position]], targets[position]) for position in plain]
-        for run in _runs(places, _PLAIN_RUN_BYTES):
+        for run in _runs(places):
             # A record with other lengths is damaged: its target keeps its old bytes, which match no id.
             self._read_run([place for place in run if len(place[1]) == place[0].stored_bytes])
             for _, target in run:
@@ -107,9 +104,7 @@ class IntoMemory:
 
     def _announce(self, found: dict[bytes, ChunkLocation]) -> None:
         """Let the kernel, or the remote's client, start reading all runs while the first is worked on."""
-        runs = _runs(
-            [(location, memoryview(b"")) for location in found.values() if _possible(location)], _RUN_BYTES
-        )
+        runs = _runs([(location, memoryview(b"")) for location in found.values() if _possible(location)])
         for number, start, end in adjoining(
             (run[0][0].pack, run[0][0].offset, run[-1][0].offset + run[-1][0].stored_bytes) for run in runs
         ):
@@ -144,7 +139,7 @@ class IntoMemory:
 
     def _read_places(self, places: list[_Place]) -> None:
         """Read each position into its buffer; an unreadable one keeps its old bytes, which match no id."""
-        for run in _runs(places, _RUN_BYTES):
+        for run in _runs(places):
             self._read_run(run)
 
     def _read_run(self, run: list[_Place]) -> None:
@@ -210,7 +205,7 @@ def _possible(location: ChunkLocation) -> bool:
     return 0 <= location.stored_bytes <= MAX_CHUNK_BYTES and location.offset >= 0
 
 
-def _runs(places: list[_Place], max_bytes: int) -> Iterator[list[_Place]]:
+def _runs(places: list[_Place]) -> Iterator[list[_Place]]:
     """Yield runs of neighbours, as many as one read is for, in order of position."""
     run: list[_Place] = []
     start = end = 0
@@ -220,7 +215,7 @@ def _runs(places: list[_Place], max_bytes: int) -> Iterator[list[_Place]]:
         # Records of a crafted index may overlap: one preadv(2) cannot put the same bytes into two buffers, so
         # such a record begins a run of its own.
         near = bool(run) and location.pack == run[0][0].pack and 0 <= location.offset - end <= _GAP_BYTES
-        if near and upto - start <= max_bytes:
+        if near and upto - start <= _RUN_BYTES:
             run.append(place)
             end = upto
             continue
