@@ -42,9 +42,8 @@ def test_ranks_resume_elsewhere_each_from_its_own_part(tmp_path: Path, remote: t
         found = [json.loads((host / f"found-{rank}").read_text()) for rank in range(world)]
         for one in found:
             assert (one["id"], one["step"], one["digest"]) == (saved["id"], 12, saved["digest"])
-        # A rank reads its part and the first block of each file, which has the header: 0.9 of this small state
-        # with two ranks, 1.02 for the middle one of three, whose part lies in two files. Reading the whole would be 1.3 of it.
-        assert all(0 < one["wanted"] < 1.15 * saved["size"] for one in found)
+        # A rank reads its part and the first block of each file, which has the header; blocks are read whole.
+        assert all(0 < one["wanted"] < saved["size"] for one in found), [one["wanted"] for one in found]
 
 
 def test_checkpoints_are_loaded_elsewhere(tmp_path: Path, remote: tuple[str, str]) -> None:

@@ -16,7 +16,7 @@ from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter, FileSyste
 
 WAIT_SECONDS = 120
 STEP = 3
-WIDTH = 8192
+WIDTH = 12288
 """Width of a model whose shards are much larger than a block, which is what is read at least of each."""
 
 
