@@ -16,7 +16,7 @@ from ciuic.training.saving.sharded_save import AgreedSave
 from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec
 
 GatheredStates = list[RankState] | AgreedSave | RanksGone | None
-"""What `FrameworkAdapter.gather_states` returns: to be handed to `save_gathered` unchanged, and of no other use."""
+"""Opaque result of `FrameworkAdapter.gather_states`, passed to `save_gathered` unchanged."""
 _REASON = "asked for"
 
 

@@ -87,7 +87,7 @@ class Request(NamedTuple):
     path: str
     """Path, decoded."""
     query: str = ""
-    """What follows the question mark, as it came."""
+    """Query string, undecoded."""
     body: bytes = b""
 
 

@@ -361,7 +361,9 @@ def _quietly(call: Callable[[], None]) -> None:
 
 
 class CutTurns:
-    """Who prepares a cut, and who makes one. A user is a uid, or None for administrators and the schedule.
+    """Serialises the preparation of cuts by user, and the cuts themselves, administrators first.
+
+    A user is a uid, or None for administrators and the schedule.
 
     Before a cut the caches of its roots are flushed, and writers past the overlay get a moment to finish: seconds
     that the owner of a root can draw out. So each ordinary user has a turn of their own for that, and only the

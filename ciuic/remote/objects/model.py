@@ -33,7 +33,7 @@ class CutReply(RemoteUnreachable):
 
 
 class NonsenseReply(RemoteUnreachable):
-    """What answered is not the store: its reply is none that a store gives, but for example a page of a proxy."""
+    """The reply does not come from an object store, but for example from a proxy."""
 
 
 class NotAListing(NonsenseReply):

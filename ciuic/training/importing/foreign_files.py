@@ -23,7 +23,7 @@ _PROGRESS: Final = "trainer_state.json"
 _OBJECT_FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 _MAX_CONFIGURATION_BYTES: Final = 64 << 20
 _ZIP_HEAD: Final = b"PK\3\4"
-"""By these bytes torch decides that a file is an archive."""
+"""Signature by which torch recognises an archive."""
 _MAX_INFLATION: Final = 4
 """Limit of the size of what an archive holds, in sizes of the archive. torch.save compresses nothing."""
 _FEW_VALUES: Final = 1_000_000

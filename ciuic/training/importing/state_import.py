@@ -126,7 +126,7 @@ def import_state(
 
 
 class ImportOrder(NamedTuple):
-    """What the process is to import; arguments of `import_state`."""
+    """Request to the import process: the arguments of `import_state`."""
 
     path: str
     save_dir: str
@@ -149,7 +149,7 @@ class ImportOrder(NamedTuple):
 
 
 class ImportAnswer(msgspec.Struct, omit_defaults=True):
-    """What came of an order: the result, or the exception that `import_state` is to raise."""
+    """Reply of the import process: the result, or the exception that `import_state` raises."""
 
     done: Imported | None = None
     exit_code: int = 0

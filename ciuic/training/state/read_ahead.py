@@ -1,4 +1,4 @@
-"""How many batches a program has fetched and not trained with yet.
+"""Count of batches that were fetched and not trained with yet.
 
 A prefetcher fetches a batch before it trains with the one before, so that the position of a loader is not that of
 the training. The batches that a pass fetches before any gradient is added, and before any step, are read ahead; so

@@ -36,12 +36,12 @@ _MIN_PAUSE_SECONDS: Final = 0.5
 
 
 class Trainer(NamedTuple):
-    """What the trainer wants meanwhile."""
+    """State of the trainer while earlier states are coded."""
 
     has_message: Callable[[], bool]
-    """Whether a message is there, or the trainer is gone."""
+    """Returns True if a message has arrived or the trainer has ended."""
     stands_still: Callable[[], bool]
-    """Whether it waits for a save that it has asked for, or ends."""
+    """Returns True if the trainer waits for a save, or is ending."""
     pause: Callable[[float], None]
     """Wait for so many seconds, or until there is a message."""
 

@@ -78,7 +78,7 @@ class ReverseDeltas:
         self._waiting: deque[tuple[_State, _State]] = deque()
         """States with the one after each."""
         self._begun: dict[ChunkId, Coded | None] = {}
-        """What was coded of the first that waits."""
+        """Chunks of the first waiting state that are coded already."""
         self._left: dict[ChunkId, Codec] = {}
         """Chunks of coded states in packs that are mostly of others still, the oldest first."""
         self._has_adopted = False
