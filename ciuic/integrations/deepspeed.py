@@ -48,8 +48,8 @@ from ciuic.training.dcp.pointer import (
 )
 from ciuic.training.dcp.reading import read_objects
 from ciuic.training.format import value_types
-from ciuic.training.format.files import SnapshotRef
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
+from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.protocol.messages import StoredFile
 from ciuic.training.ranks import rank_messages

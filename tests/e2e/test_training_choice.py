@@ -17,7 +17,7 @@ from ciuic.history.timeline import timelines
 from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training import Best, SnapshotTable
-from ciuic.training.format.files import SnapshotRef
+from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.snapshots import TrainingSnapshots
 
 LOSSES = {1: 3.0, 2: math.nan, 3: 1.0, 4: 2.0, 5: 1.0, 6: math.inf, 7: -math.inf}

@@ -11,7 +11,7 @@ import pytest
 from ciuic import SnapshotManager
 from ciuic.errors import Damaged
 from ciuic.repository import Repository, Walker
-from ciuic.training.format import arrays
+from ciuic.training.format import stored_files
 from ciuic.training.format.reading import load
 from ciuic.types import SnapshotId
 
@@ -35,14 +35,14 @@ class _Model:
 def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Make each range one block; the list gets the first block and the length of each that is read."""
     read: list[tuple[int, int]] = []
-    read_file = arrays.read_file
+    read_file = stored_files.read_file
 
     def noted(repository: Any, entry: Any, into: memoryview, first_block: int = 0) -> None:
         read.append((first_block, len(into)))
         read_file(repository, entry, into, first_block)
 
-    monkeypatch.setattr(arrays, "read_file", noted)
-    monkeypatch.setattr(arrays, "CHUNKS_AT_ONCE", 1)
+    monkeypatch.setattr(stored_files, "read_file", noted)
+    monkeypatch.setattr(stored_files, "CHUNKS_AT_ONCE", 1)
     return read
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
 from ciuic.training.format.layout import decode_header, encode_header
-from ciuic.training.format.resolution import check_resolves
-from ciuic.training.format.structure import pack
-from ciuic.training.format.unpacking import unpack
+from ciuic.training.format.reading import check_resolves
+from ciuic.training.format.structure import pack, unpack
 from ciuic.types import SnapshotId
 
 HOSTILE = (

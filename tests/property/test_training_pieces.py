@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.errors import Damaged
-from ciuic.training.format import pieces
+from ciuic.training.format import stored_files
 from ciuic.training.format.layout import TensorInFile
-from ciuic.training.format.pieces import PiecewiseTensor, Region, StoredPiece, covers
+from ciuic.training.format.stored_files import PiecewiseTensor, Region, StoredPiece, covers
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -59,7 +59,7 @@ def test_cover_is_told_as_by_counting(
     """Cuts of the tensor cover it; with one block moved they do where counting says so."""
     shape, regions = made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_MAX_CUT_DIMENSIONS", max_cut_dimensions)
+        patch.setattr(stored_files, "_MAX_CUT_DIMENSIONS", max_cut_dimensions)
         assert covers(regions, shape)
         number = data.draw(st.integers(0, len(regions) - 1))
         elsewhere = list(_moves(shape, regions[number]))

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from ciuic.training import UnknownType, Unsaveable, register_type
 from ciuic.training.format import value_types
-from ciuic.training.format.structure import pack
-from ciuic.training.format.unpacking import unpack
+from ciuic.training.format.structure import pack, unpack
 
 
 class Color(enum.Enum):

@@ -43,10 +43,9 @@ from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
 from ciuic.training.compare.stored_tensors import described_tensors
 from ciuic.training.dcp.pointer import decode_checkpoint_pointer
-from ciuic.training.format import unpacking
+from ciuic.training.format import structure
 from ciuic.training.format.layout import TensorInFile, decode_header
-from ciuic.training.format.reading import STATE_VERSION, _decode_facts
-from ciuic.training.format.resolution import check_document
+from ciuic.training.format.reading import STATE_VERSION, _decode_facts, check_document
 from ciuic.training.importing.inert_pickle import read_pickle
 from ciuic.training.protocol import messages
 from ciuic.training.util.documents import MALFORMED, decode_json
@@ -231,7 +230,7 @@ def _state(data: bytes) -> object:
 
     if not isinstance(document, dict) or not isinstance(document.get("objects"), dict):
         raise ValueError("no state")
-    return {name: unpacking.unpack(value, tensor) for name, value in document["objects"].items()}
+    return {name: structure.unpack(value, tensor) for name, value in document["objects"].items()}
 
 
 def _dcp(data: bytes) -> object:

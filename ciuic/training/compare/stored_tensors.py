@@ -17,11 +17,10 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training.compare.number_kinds import NumberKind, number_kind
-from ciuic.training.format.files import Files, read_file, top_of
 from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
-from ciuic.training.format.pieces import covers, is_inside
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION
 from ciuic.training.format.shards import parse_piece
+from ciuic.training.format.stored_files import Files, covers, is_inside, read_file, top_of
 from ciuic.training.format.tensors import stored_shape
 from ciuic.training.util.documents import MALFORMED, decode_json
 from ciuic.types import HOLE, ChunkId, Entry, SnapshotId

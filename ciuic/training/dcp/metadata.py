@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ciuic.training.format import structure, unpacking
+from ciuic.training.format import structure
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.util.documents import MALFORMED, decode_json
 
@@ -92,7 +92,7 @@ def decode_metadata(data: bytes | bytearray) -> Metadata:
         for name, one in document["objects"].items():
             found[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = ItemLocation(str(one["folder"]))
-        planner = unpacking.unpack(document["planner"], _no_tensor)
+        planner = structure.unpack(document["planner"], _no_tensor)
         metadata = Metadata(state_dict_metadata=found, planner_data=planner, storage_data=places)
         _decode_storage(document.get("storage", {}), metadata)
     except MALFORMED as error:

@@ -26,13 +26,17 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_metadata
 from ciuic.training.dcp.part import OBJECTS_FILE, OBJECTS_VERSION
 from ciuic.training.dcp.source import HERE, SnapshotSource
-from ciuic.training.format import unpacking
-from ciuic.training.format.arrays import arrays_of
-from ciuic.training.format.files import SnapshotRef, reader_count
+from ciuic.training.format import structure
 from ciuic.training.format.layout import SUFFIX
-from ciuic.training.format.pieces import RangeReader
-from ciuic.training.format.places import ReadFrom, open_repository
 from ciuic.training.format.reading import PassedOver
+from ciuic.training.format.stored_files import (
+    RangeReader,
+    ReadFrom,
+    SnapshotRef,
+    arrays_of,
+    open_repository,
+)
+from ciuic.training.free_resources import reader_count
 from ciuic.training.ranks import rank_messages
 from ciuic.training.remote.finding import RemoteCandidate
 from ciuic.training.remote.place import Remotes, place_of
@@ -296,7 +300,7 @@ def read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
         beside = f"{folder}_objects"
         names = [name for name in files.names() if name.startswith(f"{beside}/") and name.endswith(SUFFIX)]
         lookup = arrays_of(snapshot.path, files, names).lookup(beside)
-        found = unpacking.unpack(document["objects"], lookup)
+        found = structure.unpack(document["objects"], lookup)
     if not isinstance(found, dict):
         raise ValueError(
             f"{folder}/{OBJECTS_FILE} is malformed: expected a mapping, got {type(found).__name__}"

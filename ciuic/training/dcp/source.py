@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ciuic.errors import CiuicError, NotFound
 from ciuic.repository import Repository, SnapshotInfo
-from ciuic.training.format.places import ReadFrom
 from ciuic.training.format.reading import NothingGood, PassedOver
+from ciuic.training.format.stored_files import ReadFrom
 from ciuic.training.remote.finding import RemoteCandidate, RemoteTraining
 from ciuic.training.writer.housekeeping import read_back
 

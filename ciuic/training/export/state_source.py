@@ -13,9 +13,8 @@ from typing import Any, Final
 from ciuic.errors import CiuicError, NotFound, UsageError
 from ciuic.repository import Repository
 from ciuic.training.export.plain_values import without_classes
-from ciuic.training.format.files import SnapshotRef
-from ciuic.training.format.places import ReadFrom, open_repository
 from ciuic.training.format.reading import STATE_FILE, Facts, load, read_facts
+from ciuic.training.format.stored_files import ReadFrom, SnapshotRef, open_repository
 from ciuic.training.util.logs import log
 from ciuic.types import SnapshotId
 

@@ -1,28 +1,45 @@
-"""Reading of training states from a repository, and the search for the newest good one.
+"""Training states and their facts (metrics, versions) in a repository: loading, checking, the search for the newest good one.
 
 Guarantees: every byte that becomes part of a state was read with its checksum; nothing that is stored is
 executed; a damaged or incomplete snapshot is passed over with the reason, never returned in part. Needs no
 writer, no daemon and no lock.
+
+`check_resolves` looks where a reader looks, at the headers of all files, and makes no tensor: it needs neither torch
+nor NumPy. That the content is the one that was stored is for the ids of the chunks to tell.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
-from ciuic.training.format import tensors, unpacking
-from ciuic.training.format.arrays import arrays_of
-from ciuic.training.format.files import SnapshotRef
-from ciuic.training.format.layout import SUFFIX
-from ciuic.training.format.pieces import PiecewiseTensor, RangeReader
-from ciuic.training.format.places import ReadFrom, open_repository
-from ciuic.training.format.shards import TemplateLookup, cut_to_templates
+from ciuic.training.format import structure, tensors
+from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
+from ciuic.training.format.shards import TemplateLookup, cut_to_templates, parse_piece
+from ciuic.training.format.stored_files import (
+    Files,
+    PiecewiseTensor,
+    RangeReader,
+    ReadFrom,
+    SnapshotRef,
+    arrays_of,
+    covers,
+    is_inside,
+    open_repository,
+    read_file,
+    top_of,
+)
+from ciuic.training.format.tensors import safetensors_name, stored_shape
 from ciuic.training.util.documents import MALFORMED, decode_json
 from ciuic.types import ChunkId, Pair, SnapshotId
 
@@ -210,13 +227,13 @@ def load(
             objects = {}
             prepare = prepare or (lambda skeleton: skeleton)
             for name, skeleton in state["objects"].items():
-                found = unpacking.unpack(prepare(skeleton), arrays.lookup(name))
+                found = structure.unpack(prepare(skeleton), arrays.lookup(name))
                 template = (templates or {}).get(name)
                 if template is not None or arrays.has_pieces(name):
                     # Without a template all of a tensor is loaded, from the pieces of all ranks.
                     found = cut_to_templates(found, template or (lambda _: None), PiecewiseTensor)
                 objects[name] = found
-            values = unpacking.unpack(prepare(state["values"]), arrays.lookup("values"))
+            values = structure.unpack(prepare(state["values"]), arrays.lookup("values"))
             return Loaded(id_, facts, objects, values)
     # Any process that can write the repository may have written these documents: whatever making values of
     # them raises is a ValueError, so that the snapshot is passed over and the one before it is tried.
@@ -261,3 +278,131 @@ def _entry_of(info: SnapshotInfo, facts: Facts, pair: Pair | None) -> SavedSnaps
     return SavedSnapshot(
         info.id, info.time_ns, facts, info.tags, info.held, info.size_bytes, info.new_bytes, pair
     )
+
+
+def metric_floats(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as plain metric_floats."""
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def facts_summary(facts: Facts) -> str:
+    """Return epoch, step and metrics as one line."""
+    parts = [] if facts.epoch is None else [f"epoch {facts.epoch}"]
+    parts.append(f"step {facts.step}")
+    parts += [f"{key} {value:.4g}" for key, value in facts.metrics.items()]
+    return ", ".join(parts)
+
+
+def framework_versions() -> dict[str, str]:
+    """Return the framework_versions of Python and of the imported frameworks, and the name of the host."""
+    found = {"python": platform.python_version(), "host": socket.gethostname()}
+    # Looked up, not imported: ciuic imports no framework for a program that does not use it.
+    for name in ("torch", "numpy", "tensorflow", "keras"):
+        module = sys.modules.get(name)
+        if module is not None:
+            found[name] = str(getattr(module, "__version__", ""))
+    return found
+
+
+def check_resolves(repository: Repository, id_: SnapshotId) -> None:
+    """Check that a reader finds every tensor of a state, with its shape and dtype.
+
+    A snapshot without a training state has nothing to find.
+
+    Raises:
+        Damaged: A tensor is in no file or another than it is described, or a document is not as it should be.
+        CiuicError: A file cannot be read.
+    """
+    snapshot = repository.snapshots.load(id_)
+    if not snapshot.roots or snapshot.roots[0].entry is None:
+        return
+    files = Files(repository, top_of(snapshot.roots[0].entry, id_))
+    names = list(files.names())
+    if FACTS_FILE not in names or STATE_FILE not in names:
+        return
+    try:
+        read_facts(repository, id_)
+        document = files.read(STATE_FILE)
+        held: dict[str, dict[str, TensorInFile]] = {}
+        for name in names:
+            if name.endswith(SUFFIX):
+                held.setdefault(name.partition("/")[0], {}).update(_read_header(repository, files, name))
+        check_document(document, held)
+    except (*MALFORMED, ValueError) as error:
+        raise Damaged(f"the state of {id_} cannot be loaded: {error}") from None
+
+
+def check_document(data: bytes | bytearray, held: Mapping[str, Mapping[str, TensorInFile]]) -> None:
+    """Check that the tensors of a state's document are held by its files.
+
+    Args:
+        data: Content of `state.json`.
+        held: Tensors in the files by object and name.
+
+    Raises:
+        ValueError: A tensor is in no file or another than it is described, or the document is no JSON.
+        Exception: One of `MALFORMED`: the document is not as it should be.
+    """
+    state = decode_json(data, STATE_FILE)
+    if state["version"] != STATE_VERSION:
+        return  # a later version's own affair
+    for of, skeleton in {**state["objects"], "values": state["values"]}.items():
+        for own in _tensors_of(skeleton):
+            _check_tensor(own, held.get(of, {}), f"{of}.{own['name']}")
+
+
+def _read_header(repository: Repository, files: Files, name: str) -> dict[str, TensorInFile]:
+    entry, wanted = files.entry(name), files.block_size
+    while True:
+        room = bytearray(min(wanted, entry.size_bytes))
+        read_file(repository, entry, memoryview(room))
+        found = decode_header(bytes(room), entry.size_bytes)
+        if not isinstance(found, int):
+            return found
+        # `read_file` fills whole blocks.
+        wanted = -(-found // files.block_size) * files.block_size
+
+
+def _tensors_of(skeleton: Any) -> Iterator[dict[str, Any]]:
+    """Yield what stands for each tensor in a packed state."""
+    stack = [skeleton]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            if value.get("$") in ("tensor", "sharded"):
+                yield value
+            else:
+                stack.extend(value.values())
+        elif isinstance(value, list):
+            stack.extend(value)
+
+
+def _check_tensor(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -> None:
+    """Raise ValueError unless a described tensor is held."""
+    if own["$"] == "sharded":
+        _check_pieces(own, held, called)
+    elif own["name"] not in held:
+        raise ValueError(f"the tensor {called} is in no file")
+    elif "dtype" in own:
+        # Stored as bytes, because safetensors has no name for its dtype.
+        where, elements = held[own["name"]], prod(stored_shape(own["shape"]))
+        size_bytes = where.stop - where.start
+        if where.dtype != "U8" or (size_bytes % elements if elements else size_bytes):
+            raise ValueError(f"the tensor {called} of shape {own['shape']} cannot have {size_bytes} bytes")
+
+
+def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -> None:
+    shape, dtype = stored_shape(own["shape"]), safetensors_name(own["dtype"])
+    regions = set()
+    for name, where in held.items():
+        piece = parse_piece(name)
+        if piece is None or piece[0] != own["name"]:
+            continue
+        if dtype is None:
+            return  # stored as bytes, along the last dimension
+        if where.dtype != dtype:
+            raise ValueError(f"a piece of the tensor {called} is of {where.dtype}, expected {dtype}")
+        regions.add((piece[1], where.shape))
+    inside = all(is_inside(*region, shape) for region in regions)
+    if not (inside and covers(list(regions), shape)):
+        raise ValueError(f"the pieces of the tensor {called} do not make up the whole")

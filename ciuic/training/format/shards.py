@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Final, Protocol
 
-from ciuic.training.format.files import reader_count
 from ciuic.training.format.tensors import Unsaveable, describe
+from ciuic.training.free_resources import reader_count
 from ciuic.training.util.wrapper_names import bare_names, by_bare_name
 
 TemplateLookup = Callable[[tuple[Any, ...]], Any]

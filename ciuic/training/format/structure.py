@@ -1,6 +1,6 @@
-"""Conversion of a state (dicts, lists, numbers, tensors) to JSON and tensors, without pickle.
+"""Conversion of a state (dicts, lists, numbers, tensors) to JSON and tensors and back, without pickle.
 
-Guarantees: what `pack` accepts comes back from `unpacking.unpack` equal in type and value: integers of any size, floats
+Guarantees: what `pack` accepts comes back from `unpack` equal in type and value: integers of any size, floats
 to the last bit, NaN and infinities included, bytes, tuples, sets, dicts with keys that are no strings, in
 their order. `pack` refuses any other value and names its path; of a class derived from str or dict only the
 value comes back. Reading executes nothing: a kind that is not in the table below is an error.
@@ -23,21 +23,65 @@ Plain JSON stands for itself. Any other value is an object with the key ``$``, w
 ``value``      of a known class (`value_types`): ``type``: its name; ``value``: its content
 ``sharded``    ``name``, ``dtype``, ``shape`` of a tensor that is stored in pieces (`shards`), also by other ranks
 =============  =======================================================================================
+
+Sparse tensors of torch are stored as the dense tensors of indices and values that they consist of. The loaded tensor has
+the same layout, shape and entries, in the same order. A COO tensor also keeps whether it is coalesced.
 """
 
 from __future__ import annotations
 
 import base64
 import enum
+import importlib
 import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-from ciuic.training.format import shards, sparse, tensors, value_types
+from ciuic.training.format import shards, tensors, value_types
 from ciuic.training.format.tensors import Array, Unsaveable
+from ciuic.training.util.documents import MALFORMED
+
+_ROWS = ("sparse_csr", "sparse_bsr")
+_COLUMNS = ("sparse_csc", "sparse_bsc")
+
+
+def sparse_parts(value: Any) -> dict[str, Any]:
+    """Return ``layout``, ``size``, ``parts`` (the dense tensors) and ``coalesced`` of a sparse tensor."""
+    layout = str(value.layout).removeprefix("torch.")
+    found = {"layout": layout, "size": list(value.shape), "coalesced": True}
+    if layout == "sparse_coo":
+        # Not `indices()` and `values()`, which refuse a tensor that is not coalesced.
+        return found | {"parts": [value._indices(), value._values()], "coalesced": value.is_coalesced()}
+    if layout in _ROWS:
+        return found | {"parts": [value.crow_indices(), value.col_indices(), value.values()]}
+    return found | {"parts": [value.ccol_indices(), value.row_indices(), value.values()]}
+
+
+def sparse_from_parts(packed: dict[str, Any]) -> Any:
+    """Return the sparse tensor of what `sparse_parts` returned.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+    # Typed Any: no stub knows how many dense tensors there are.
+    torch: Any = importlib.import_module("torch")
+    layout, dense, size = packed["layout"], packed["parts"], tuple(packed["size"])
+    # With the checks: indices outside of the shape would make torch access other memory.
+    try:
+        if layout == "sparse_coo":
+            made = torch.sparse_coo_tensor(*dense, size=size, check_invariants=True)
+            # The flag alone: entries and their order stay as they were.
+            return made._coalesced_(packed["coalesced"])
+        if layout in (*_ROWS, *_COLUMNS):
+            layout = getattr(torch, layout)
+            return torch.sparse_compressed_tensor(*dense, size=size, layout=layout, check_invariants=True)
+    except RuntimeError as error:
+        raise ValueError(f"a sparse tensor is malformed: {error}") from None
+    raise ValueError(f"a sparse tensor of layout {layout}, which this version of ciuic does not know")
+
 
 KIND: Final = "$"
 Json = Any
@@ -286,7 +330,7 @@ class Packer:
         if shards.is_sharded(value) and (self._with_shards or shards.is_here_whole(value)):
             return self._sharded(value, path)
         if tensors.is_sparse(value):
-            whole = sparse.parts(value)
+            whole = sparse_parts(value)
             return {KIND: "sparse", **whole, "parts": self._items(whole["parts"], path)}
         try:
             plain = tensors.as_plain(value)
@@ -341,3 +385,147 @@ class Packer:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
+
+
+def unpack(skeleton: Json, tensor: Callable[[str, Json], Any]) -> Any:
+    """Convert JSON back to a state.
+
+    Args:
+        skeleton: What `pack` returned.
+        tensor: Returns a tensor, given its name and the object that stands for it.
+
+    Raises:
+        ValueError: `pack` did not write this.
+    """
+    try:
+        return _Unpacker(tensor).value(skeleton)
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None
+
+
+class _Unpacker:
+    def __init__(self, tensor: Callable[[str, Json], Any]) -> None:
+        self._tensor = tensor
+        self._parameters: dict[tuple[str, bool], Any] = {}
+        """Parameters by name: those that were one object are one again."""
+
+    def value(self, packed: Json) -> Any:
+        if isinstance(packed, list):
+            return [self.value(item) for item in packed]
+        if not isinstance(packed, dict):
+            return packed
+        if KIND not in packed:
+            return {key: self.value(item) for key, item in packed.items()}
+        try:
+            return self._kind(packed[KIND], packed)
+        except (*MALFORMED, struct.error) as error:
+            raise ValueError(f"a {packed[KIND]!r} is malformed: {error!r}") from None
+
+    def _kind(self, kind: Json, packed: dict[str, Json]) -> Any:
+        if kind in ("tensor", "sharded"):
+            found = self._tensor(packed["name"], packed)
+            return self._parameter(found, packed) if "parameter" in packed else found
+        if kind == "value":
+            return value_types.from_plain(packed["type"], self.value(packed["value"]))
+        if kind == "dict":
+            return self._dict(packed)
+        if kind in _COLLECTIONS:
+            return _COLLECTIONS[kind](self.value(item) for item in packed["items"])
+        if kind == "float":
+            return struct.unpack(">d", bytes.fromhex(packed["bits"]))[0]
+        if kind == "complex":
+            return complex(self.value(packed["real"]), self.value(packed["imag"]))
+        if kind == "int":
+            return int(packed["hex"], 16)
+        if kind == "bytes":
+            return base64.b64decode(packed["base64"])
+        if kind == "bytearray":
+            return bytearray(base64.b64decode(packed["base64"]))
+        if kind == "scalar":
+            return _scalar(packed["dtype"], base64.b64decode(packed["base64"]))
+        if kind == "sparse":
+            return sparse_from_parts({**packed, "parts": [self.value(part) for part in packed["parts"]]})
+        if kind in ("size", "dtype", "device"):
+            return self._torch(kind, packed)
+        raise ValueError(f"a value of kind {kind!r}, which this version of ciuic does not know")
+
+    def _parameter(self, found: Any, packed: dict[str, Json]) -> Any:
+        torch = sys.modules.get("torch")
+        # Without torch tensors are arrays of NumPy.
+        if torch is None or not isinstance(found, torch.Tensor):
+            return found
+        key = (packed["name"], bool(packed["parameter"]))
+        if key not in self._parameters:
+            self._parameters[key] = torch.nn.Parameter(found, requires_grad=key[1])
+        return self._parameters[key]
+
+    def _dict(self, packed: dict[str, Json]) -> dict[Any, Any]:
+        made = _empty_dict(packed.get("type", ""), packed.get("factory", ""))
+        for key, item in packed["items"]:
+            made[self.value(key)] = self.value(item)
+        if "metadata" in packed:
+            made._metadata = self.value(packed["metadata"])  # type: ignore[attr-defined]
+        return made
+
+    def _torch(self, kind: str, packed: dict[str, Json]) -> Any:
+        import torch  # type: ignore[import-not-found, unused-ignore]
+
+        if kind == "size":
+            return torch.Size(packed["items"])
+        if kind == "device":
+            return torch.device(packed["name"])
+        # Checked, because the name may be that of anything in torch.
+        dtype = getattr(torch, packed["name"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"this torch has no dtype {packed['name']}")
+        return dtype
+
+
+def _empty_dict(kind: str, factory: str) -> dict[Any, Any]:
+    if kind == "ordered":
+        return OrderedDict()
+    if kind == "counter":
+        return Counter()
+    if kind == "default":
+        # From the table alone: any other name is an error, and nothing is looked up by it.
+        return defaultdict(FACTORIES[factory] if factory else None)
+    return {}
+
+
+def _scalar(dtype: str, data: bytes) -> Any:
+    import numpy
+
+    if dtype == "S":
+        return numpy.bytes_(data)
+    if dtype == "U":
+        return numpy.str_(data.decode("utf-8", "surrogatepass"))
+    # Whatever name was stored: frombuffer refuses dtypes that hold objects.
+    return numpy.frombuffer(data, tensors.numpy_dtype(dtype))[0]
+
+
+_COLLECTIONS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+
+
+def check_values(state: object, where: str) -> None:
+    """Raise Unsaveable for a value that cannot be stored; arrays are not looked at.
+
+    Those of a lazy module, or on the meta device, are there after the first step, and a shard is stored with
+    those of other ranks.
+
+    Args:
+        state: The state.
+        where: What the error calls it.
+
+    Raises:
+        Unsaveable: The message names the path of the value.
+    """
+    _ValuesAlone(where, with_shards=True).json(state, ())
+
+
+class _ValuesAlone(Packer):
+    def tensor(self, value: Any, path: tuple[str, ...]) -> Json:
+        return None

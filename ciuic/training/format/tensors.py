@@ -118,7 +118,7 @@ def describe(value: Any) -> Array:
 
 
 def is_sparse(value: object) -> bool:
-    """Return whether a value is a sparse tensor of torch (sparse.py)."""
+    """Return whether a value is a sparse tensor of torch (`structure`)."""
     torch = sys.modules.get("torch")
     return (
         torch is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from ciuic.training.format.description import floats
+from ciuic.training.format.reading import metric_floats
 from ciuic.training.policy.boundaries import NOTHING_TELLS, Boundaries
 from ciuic.training.policy.policies import Moment, SaveRules
 from ciuic.training.ranks.group import Vote
@@ -47,7 +47,7 @@ class SaveSchedule:
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the next snapshot, and show them to the rules."""
-        self.reported |= floats(metrics)
+        self.reported |= metric_floats(metrics)
         self.rules.observe(self.reported)
 
     def warn_without_boundaries(self, boundaries: Boundaries) -> None:

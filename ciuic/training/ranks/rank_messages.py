@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ciuic.training.format import structure, tensors, unpacking
+from ciuic.training.format import structure, tensors
 from ciuic.training.format.tensors import Array, ArrayBuffer
 
 MAX_MESSAGE_BYTES: Final = 4 << 30
@@ -70,7 +70,7 @@ def decode(data: bytes | bytearray) -> Any:
         made = _Made(message.tensors)
         # Tensors that are created in torch's inference mode cannot be changed by the training later.
         with tensors.outside_inference_mode():
-            return unpacking.unpack(json.loads(message.skeleton), made.tensor)
+            return structure.unpack(json.loads(message.skeleton), made.tensor)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"a message of another rank is malformed: {error}") from None
     except (RuntimeError, OverflowError, TypeError, AttributeError, MemoryError, LookupError) as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from ciuic.training.format.description import floats, replaced, summary, versions
-from ciuic.training.format.reading import Facts
+import msgspec
+
+from ciuic.training.format.reading import Facts, facts_summary, framework_versions, metric_floats
 from ciuic.training.format.results import Save
 from ciuic.training.format.shards import are_sharded
 from ciuic.training.policy.due import SaveSchedule
@@ -290,7 +291,7 @@ class SnapshotTaker:
         request_pair = self._filesystem.requester(request.filesystem)
         manifest = Manifest(
             time_ns=time.time_ns(),
-            message=summary(facts),
+            message=facts_summary(facts),
             tags=(TAG, *request.tags),
             hold_reason=request.hold,
             files=[],
@@ -301,7 +302,9 @@ class SnapshotTaker:
         claim = None if agreed is None else agreed.claim
         try:
             state = gather(states, request.plain, values, with_shards=agreed is not None)
-            facts = replaced(facts, size_bytes=state.size_bytes if agreed is None else agreed.size_bytes)
+            facts = msgspec.structs.replace(
+                facts, size_bytes=state.size_bytes if agreed is None else agreed.size_bytes
+            )
             # What ranks have agreed on is handed over before they go on.
             beside = agreed is None and not request.may_wait
             save, skipped = self._saver.stage(
@@ -370,11 +373,11 @@ class SnapshotTaker:
         return Facts(
             step=self.run.step,
             epoch=self._registered.epoch(self.run.epoch) if epoch is None else epoch,
-            metrics=self._pace.reported | floats(request.metrics),
+            metrics=self._pace.reported | metric_floats(request.metrics),
             reason=request.reason,
             objects=tuple(self._registered.objects),
             run=self.run.id,
-            framework=versions(),
+            framework=framework_versions(),
             world_size=world_size,
         )
 

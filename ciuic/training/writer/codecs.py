@@ -30,9 +30,9 @@ from ciuic.repository import Writer
 from ciuic.repository.codecs import codec as codec_module
 from ciuic.repository.codecs.byte_planes_math import WIDTHS
 from ciuic.repository.codecs.codec import Codec, Pace
+from ciuic.training.free_resources import CpuIdle
 from ciuic.training.policy.retention_rules import Latest
 from ciuic.training.protocol.messages import ManifestFile, RetentionRules
-from ciuic.training.util.cpu_idle import CpuIdle
 from ciuic.training.writer.half_precision_pairs import HalfPrecisionCopy, find_copies, order_masters_last
 from ciuic.types import ChunkId
 

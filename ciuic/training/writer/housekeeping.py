@@ -23,8 +23,7 @@ from typing import Final
 from ciuic.errors import CiuicError
 from ciuic.maintenance.sweep import HURRIED, USUAL, Thresholds
 from ciuic.repository import Repository, SnapshotInfo, Walker
-from ciuic.training.format.reading import Facts, read_facts
-from ciuic.training.format.resolution import check_resolves
+from ciuic.training.format.reading import Facts, check_resolves, read_facts
 from ciuic.training.policy.retention_rules import RetentionCandidate, kept, needs_facts
 from ciuic.training.protocol.messages import Note, RetentionRules
 from ciuic.training.remote.pins import RemotePins, free_share

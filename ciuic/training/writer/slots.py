@@ -7,7 +7,7 @@ import weakref
 from typing import Final
 
 from ciuic.training.device.arena import Arena
-from ciuic.training.util.memory import memory_left
+from ciuic.training.free_resources import memory_left
 
 GROWTH_FACTOR: Final = 1.125
 """Factor by which a new arena exceeds the requested size, so that a state that grows a little needs no second

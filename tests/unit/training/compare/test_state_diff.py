@@ -21,8 +21,8 @@ from ciuic.repository.packs.read_into import IntoMemory
 from ciuic.training import StateDiff
 from ciuic.training.compare import number_kinds
 from ciuic.training.compare.state_diff import diff_states
-from ciuic.training.format.files import SnapshotRef
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE
+from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.types import ChunkId, SnapshotId
 
 LARGE = 20 * BLOCK

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 from ciuic.training.export.plain_values import as_plain, without_classes  # noqa: E402
-from ciuic.training.format import structure, unpacking  # noqa: E402
+from ciuic.training.format import structure  # noqa: E402
 from ciuic.training.format.value_types import register_type  # noqa: E402
 
 
@@ -114,7 +114,7 @@ def test_no_class_of_the_program_is_needed(state: Any) -> None:
     stored = without_classes(packed.skeleton)
     assert "Level" not in repr(stored)
     assert "Point" not in repr(stored)
-    found = unpacking.unpack(stored, lambda name, _: pytest.fail(f"there is no tensor {name}"))["state"]
+    found = structure.unpack(stored, lambda name, _: pytest.fail(f"there is no tensor {name}"))["state"]
     as_plain(found)
     if "Options" not in repr(state):
         assert _shown(as_plain(found)) == _shown(as_plain(state))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ciuic.training.format.layout import TensorInFile
-from ciuic.training.format.reading import STATE_VERSION
-from ciuic.training.format.resolution import check_document
+from ciuic.training.format.reading import STATE_VERSION, check_document
 
 _HELD = {"model": {"w": TensorInFile("U8", (8,), 0, 8), "w@0": TensorInFile("F32", (2,), 8, 16)}}
 _BYTES = {"$": "tensor", "name": "w", "dtype": "float8_e8m0fnu", "shape": [8]}

@@ -74,13 +74,12 @@ def test_any_block_is_read_of_a_tensor_in_pieces(monkeypatch: pytest.MonkeyPatch
     """Cut along both dimensions, of a dtype that safetensors has no name for as well, or stored by two ranks; without one of the pieces it is
     damaged."""
     torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-    from ciuic.training.format.files import SnapshotRef
-    from ciuic.training.format.pieces import PiecewiseTensor, RangeReader, StoredPiece
+    from ciuic.training.format.stored_files import PiecewiseTensor, RangeReader, SnapshotRef, StoredPiece
 
     for dtype in (torch.float32, torch.complex64):
         full = torch.arange(35).view(5, 7).to(dtype)
         contents: dict[str, Any] = {}
-        pieces = []
+        stored_files = []
         for row, column in itertools.product((0, 2), (0, 3)):
             block = full[row : (2, 5)[row > 0], column : (3, 7)[column > 0]].contiguous()
             stored = shards.as_storable(block)
@@ -89,26 +88,26 @@ def test_any_block_is_read_of_a_tensor_in_pieces(monkeypatch: pytest.MonkeyPatch
             where = TensorInFile(
                 "F32" if dtype == torch.float32 else "U8", tuple(stored.shape), 0, block.nbytes
             )
-            pieces.append(StoredPiece((row, column), path, where))
+            stored_files.append(StoredPiece((row, column), path, where))
         source = RangeReader(SnapshotRef("", ""))
         monkeypatch.setattr(
             source, "read", lambda path, start, size, of=contents: of[path][start : start + size].clone()
         )
         description = {"shape": [5, 7], "dtype": str(dtype).removeprefix("torch.")}
-        tensor = PiecewiseTensor("a", description, [*pieces, pieces[0]], source)
+        tensor = PiecewiseTensor("a", description, [*stored_files, stored_files[0]], source)
         for top, left in itertools.product(range(5), range(7)):
             for rows, columns in itertools.product(range(6 - top), range(8 - left)):
                 found = tensor.read((top, left), (rows, columns))
                 assert found.equal(full[top : top + rows, left : left + columns])
         with pytest.raises(Damaged, match="elements of 35"):
-            PiecewiseTensor("a", description, pieces[1:], source)
+            PiecewiseTensor("a", description, stored_files[1:], source)
 
 
 def test_a_block_of_small_tensors_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors beside one another in a block take one read of it; each is memory of its own."""
     pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-    from ciuic.training.format import pieces
-    from ciuic.training.format.files import SnapshotRef, read_file
+    from ciuic.training.format import stored_files
+    from ciuic.training.format.stored_files import SnapshotRef, read_file
 
     content = bytes(range(256)) * 16
     with (
@@ -122,8 +121,8 @@ def test_a_block_of_small_tensors_is_read_once(tmp_path: Path, monkeypatch: pyte
         reads.append(first_block)
         read_file(repository, entry, into, first_block)
 
-    monkeypatch.setattr(pieces, "read_file", counted)
-    source = pieces.RangeReader(SnapshotRef(str(tmp_path / "repository"), id_))
+    monkeypatch.setattr(stored_files, "read_file", counted)
+    source = stored_files.RangeReader(SnapshotRef(str(tmp_path / "repository"), id_))
     starts = range(0, 2000, 100)
     found = [source.read("small", start, 100) for start in starts]
     assert [bytes(one.numpy()) for one in found] == [content[start : start + 100] for start in starts]

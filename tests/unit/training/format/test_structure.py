@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.training.format.structure import pack
+from ciuic.training.format.structure import pack, unpack
 from ciuic.training.format.tensors import Unsaveable
-from ciuic.training.format.unpacking import unpack
 
 SCALARS = st.one_of(
     st.none(),

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training.format.structure import pack
+from ciuic.training.format.structure import pack, unpack
 from ciuic.training.format.tensors import Unsaveable
-from ciuic.training.format.unpacking import unpack
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 schedulers = torch.optim.lr_scheduler

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ciuic.training.free_resources import memory_left
 from ciuic.training.policy.forecast import forecast, measure
-from ciuic.training.util.memory import memory_left
 
 GIB = 1 << 30
 

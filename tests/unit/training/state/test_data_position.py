@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.training.format.structure import pack
-from ciuic.training.format.unpacking import unpack
+from ciuic.training.format.structure import pack, unpack
 from ciuic.training.state.data_position import Position
 from ciuic.training.util import randomness
 

@@ -23,8 +23,8 @@ from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.repository.packs.chunk_reader import ChunkReader
 from ciuic.retention import RetentionPolicy
 from ciuic.training import EverySeconds, EverySteps, Latest
-from ciuic.training.format.files import SnapshotRef
 from ciuic.training.format.reading import read_facts
+from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.policy.policies import Moment, Rule
 from ciuic.training.protocol.messages import Note, RetentionRules
 from ciuic.training.writer.housekeeping import FULL_READ_EVERY, WriterHousekeeping, read_back, split_by_rules

@@ -1,0 +1,603 @@
+"""Reading of the files and tensors of a training snapshot, each byte with its checksum.
+
+Guarantees: every byte that is read was checked. Of tensors in pieces (from several ranks) only the blocks that are
+needed are read; a tensor whose pieces do not make up the whole is reported as damaged when the snapshot is opened.
+Whole tensors are read in several threads, each with a repository of its own. Needs no writer and no lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.repository import Repository
+from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.training.format import tensors
+from ciuic.training.format.layout import TensorInFile, decode_header
+from ciuic.training.format.shards import parse_piece
+from ciuic.training.format.tensors import empty_buffer, stored_shape
+from ciuic.training.free_resources import reader_count
+from ciuic.training.util.documents import MAX_DOCUMENT_BYTES
+from ciuic.types import ChunkId, Entry, SnapshotId
+
+ReadFrom: TypeAlias = "str | Callable[[], Repository]"
+"""Path of a repository, or a function that opens it once more; any thread may call it."""
+
+
+def open_repository(place: ReadFrom) -> Repository:
+    """Open a repository for the calling thread."""
+    return Repository.open(place) if isinstance(place, str) else place()
+
+
+# Chunks that are read with one query: bases of differences are looked up together, not one by one.
+# So many that the disk works on the later ones while the first are decoded.
+CHUNKS_AT_ONCE: Final = 128
+_ZEROS: Final = memoryview(bytes(1 << 20))
+
+
+class SnapshotRef(NamedTuple):
+    """Repository and id of a snapshot, so that several threads can each open the repository."""
+
+    path: ReadFrom
+    id: str
+
+    def files(self, repository: Repository) -> Files:
+        """Return the files of the snapshot.
+
+        Raises:
+            NotFound: There is no such snapshot, or it holds no training state.
+            Damaged: The snapshot cannot be read.
+        """
+        # In a remote an id that two hosts have stands behind the name of its host.
+        id_ = SnapshotId.parse(self.id) if isinstance(self.path, str) else SnapshotId(self.id)
+        snapshot = repository.snapshots.load(id_)
+        # A training's snapshot has one root.
+        return Files(repository, top_of(snapshot.roots[0].entry if snapshot.roots else None, self.id))
+
+
+def top_of(entry: Entry | None, id_: str) -> Entry:
+    """Return the directory that holds the state.
+
+    Raises:
+        NotFound: The snapshot holds no training state.
+    """
+    if entry is None:
+        raise NotFound(f"{id_} holds no training state")
+    return entry
+
+
+class Files:
+    """Regular files of a snapshot by path, read on demand."""
+
+    def __init__(self, repository: Repository, top: Entry) -> None:
+        """List the files of the directory and of its subdirectories, one level deep."""
+        self._repository = repository
+        self._entries: dict[str, Entry] = {}
+        for entry in repository.trees.entries(top.content):
+            name = os.fsdecode(entry.name)
+            if not entry.is_dir:
+                self._entries[name] = entry
+                continue
+            for inner in repository.trees.entries(entry.content):
+                self._entries[f"{name}/{os.fsdecode(inner.name)}"] = inner
+
+    def names(self) -> Iterator[str]:
+        """Iterate over the paths, relative to the root of the snapshot."""
+        return iter(self._entries)
+
+    def entry(self, name: str) -> Entry:
+        """Return the entry of a file.
+
+        Raises:
+            NotFound: There is no such file.
+        """
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise NotFound(f"there is no {name} in it, so it is no training state") from None
+
+    @property
+    def block_size(self) -> int:
+        """Size of a block of the files in bytes."""
+        return self._repository.block_size
+
+    def read(self, name: str) -> bytearray:
+        """Return the content of a document.
+
+        Raises:
+            NotFound: There is no such file.
+            Damaged: The file is too large for a document, or cannot be read.
+        """
+        entry = self.entry(name)
+        if entry.size_bytes > MAX_DOCUMENT_BYTES:
+            raise Damaged(f"{name} must have at most {MAX_DOCUMENT_BYTES} bytes, got {entry.size_bytes}")
+        room = bytearray(entry.size_bytes)
+        read_file(self._repository, entry, memoryview(room))
+        return room
+
+
+def read_file(repository: Repository, entry: Entry, into: memoryview, first_block: int = 0) -> None:
+    """Read and check the content of a regular file.
+
+    Args:
+        repository: Repository of the file.
+        entry: The file.
+        into: Destination; it ends at the end of a block or of the file, and what it holds is overwritten.
+        first_block: Block of the file at which to begin.
+
+    Raises:
+        Damaged: A chunk cannot be read.
+    """
+    block_size = repository.block_size
+    blocks = blocks_of(entry.size_bytes, block_size)
+    stop = first_block + blocks_of(len(into), block_size)
+    run: list[tuple[int, ChunkId]] = []
+    hole_from = 0
+    for index, chunk in repository.block_maps.ids(entry.content, entry.map_height, blocks, first_block, stop):
+        at = index - first_block
+        # Blocks that the map leaves out are holes, which read as zeros.
+        _fill_zeros(into, hole_from * block_size, at * block_size)
+        hole_from = at + 1
+        run.append((at, chunk))
+        if len(run) == CHUNKS_AT_ONCE:
+            _read_run(repository, run, into)
+            run = []
+    _read_run(repository, run, into)
+    _fill_zeros(into, hole_from * block_size, len(into))
+
+
+def _fill_zeros(into: memoryview, start: int, stop: int) -> None:
+    # In pieces: a hole may be as large as memory, and its zeros must not take as much again.
+    while start < stop:
+        end = min(stop, start + len(_ZEROS))
+        into[start:end] = _ZEROS[: end - start]
+        start = end
+
+
+def _read_run(repository: Repository, run: list[tuple[int, ChunkId]], into: memoryview) -> None:
+    block_size = repository.block_size
+    rooms = [into[at * block_size : min((at + 1) * block_size, len(into))] for at, _ in run]
+    # Read straight to their places; for those that cannot be read so, `chunks.get` finds a good copy or tells
+    # what is wrong.
+    for position in repository.into_memory.read([chunk for _, chunk in run], rooms):
+        chunk, room = run[position][1], rooms[position]
+        data = repository.chunks.get(chunk)
+        if len(data) > len(room):
+            raise Damaged(f"chunk {chunk.hex()} is longer than the block it stands for")
+        # A chunk may be shorter than its block, the rest of which is zeros (docs/format.md, section 6).
+        room[: len(data)] = data
+        room[len(data) :] = bytes(len(room) - len(data))
+
+
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a block."""
+_MAX_CUT_DIMENSIONS: Final = 8
+
+
+class StoredPiece(NamedTuple):
+    """A block of a tensor, and the file that holds it."""
+
+    offsets: tuple[int, ...]
+    """Indices of the first element in the whole tensor."""
+    path: str
+    """Path of the file in the snapshot."""
+    where: TensorInFile
+
+
+class _Block(NamedTuple):
+    """Block of a file as it was read."""
+
+    path: str
+    number: int
+    room: Any
+    """Its bytes, a torch tensor."""
+
+
+class RangeReader:
+    """Reads ranges of files of one snapshot in several threads, each of which opens the repository once."""
+
+    def __init__(self, opened: SnapshotRef) -> None:
+        """Open nothing yet."""
+        self._opened = opened
+        # One repository for each thread: its index and its caches are for one thread.
+        self._thread_local = threading.local()
+        self._repositories: list[Repository] = []
+
+    def close(self) -> None:
+        """Close the repositories of all threads."""
+        for repository in self._repositories:
+            repository.close()
+
+    def read(self, path: str, start: int, size_bytes: int) -> Any:
+        """Return a range of a file as a torch tensor of bytes.
+
+        Raises:
+            Damaged: The range cannot be read, or the file is too short.
+        """
+        repository, files = self._opened_by_thread()
+        entry = files.entry(path)
+        block_size = repository.block_size
+        # Whole blocks, because a checksum is that of a block.
+        first = start // block_size
+        stop = min(-(-(start + size_bytes) // block_size) * block_size, entry.size_bytes)
+        if start + size_bytes > entry.size_bytes:
+            raise Damaged(f"{path} is shorter than it was")
+        begin = start - first * block_size
+        if stop - first * block_size > block_size:
+            room, memory = empty_buffer(stop - first * block_size)
+            read_file(repository, entry, memory, first)
+            return room[begin : begin + size_bytes]
+        # Small tensors lie beside one another: each block of them is read and checked once, not once a tensor.
+        kept: _Block | None = getattr(self._thread_local, "block", None)
+        if kept is None or (kept.path, kept.number) != (path, first):
+            room, memory = empty_buffer(stop - first * block_size)
+            read_file(repository, entry, memory, first)
+            kept = self._thread_local.block = _Block(path, first, room)
+        # A copy: what is returned may be changed, and must not hold the whole block.
+        return kept.room[begin : begin + size_bytes].clone()
+
+    def read_rows(
+        self, path: str, start: int, dtype: Any, sizes: tuple[int, ...], first: int = 0, count: int = 1
+    ) -> Any:
+        """Return rows of a tensor that is contiguous in a file.
+
+        Args:
+            path: Path of the file.
+            start: Offset of the tensor's first byte.
+            dtype: dtype of torch.
+            sizes: Shape of the tensor; without a dimension it is read whole.
+            first: First row.
+            count: Number of rows.
+
+        Raises:
+            Damaged: The range cannot be read, or the file is too short.
+        """
+        import torch
+
+        shape = (count, *sizes[1:]) if sizes else ()
+        size_bytes = prod(shape) * dtype.itemsize
+        if not size_bytes:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        if sizes:
+            start += first * prod(sizes[1:]) * dtype.itemsize
+        data = self.read(path, start, size_bytes)
+        # A view of another dtype must begin at a multiple of its element size.
+        if data.storage_offset() % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(shape)
+
+    def _opened_by_thread(self) -> tuple[Repository, Files]:
+        if not hasattr(self._thread_local, "files"):
+            repository = open_repository(self._opened.path)
+            self._repositories.append(repository)
+            self._thread_local.files = repository, self._opened.files(repository)
+        return self._thread_local.files  # type: ignore[no-any-return]
+
+
+class PiecewiseTensor:
+    """A tensor in pieces; a `shards.ReadableTensor`."""
+
+    def __init__(
+        self, name: str, said: Mapping[str, Any], pieces: Sequence[StoredPiece], source: RangeReader
+    ) -> None:
+        """Check that the pieces make up the whole tensor.
+
+        Args:
+            name: What errors call it.
+            said: Object that stands for the tensor in `state.json`.
+            pieces: Pieces that the snapshot has.
+            source: Reads them.
+
+        Raises:
+            Damaged: Elements are missing or there twice.
+            ValueError: This torch does not know the dtype, or the shape is none.
+        """
+        import torch
+
+        self.shape = stored_shape(said["shape"])
+        # Ranks that share no mesh (FSDP2 within tensor parallel groups) may each have stored the same piece.
+        self._pieces = list({(piece.offsets, piece.where.shape): piece for piece in pieces}.values())
+        self._source = source
+        dtype = getattr(torch, said["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"this torch has no dtype {said['dtype']}")
+        self._dtype = dtype
+        regions = [(piece.offsets, self._sizes(piece)) for piece in self._pieces]
+        # A piece that reaches out of the tensor counts as missing.
+        inside = [region for region in regions if is_inside(*region, self.shape)]
+        here = sum(prod(sizes) for _, sizes in inside)
+        if len(inside) < len(regions) or here != prod(self.shape):
+            raise Damaged(f"of the tensor {name} there are {here} elements of {prod(self.shape)}")
+        # The right number of elements, some of them twice: then as many others are missing, and would be
+        # read from memory that nothing was written to.
+        if not covers(inside, self.shape):
+            raise Damaged(f"of the tensor {name} some elements are there twice, and others are missing")
+
+    def read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+        """Return a block of the tensor, on the CPU.
+
+        Args:
+            offsets: Indices of the first element.
+            sizes: Shape of the block.
+
+        Raises:
+            Damaged: A piece cannot be read.
+        """
+        import torch
+
+        # Not zeroed: the constructor has checked that the pieces make up the whole tensor.
+        block = torch.empty(sizes, dtype=self._dtype, device="cpu")
+        if not block.numel():
+            return block
+        # Copy the intersection of the block with each piece.
+        for piece in self._pieces:
+            its = self._sizes(piece)
+            low = [max(one, other) for one, other in zip(offsets, piece.offsets, strict=True)]
+            high = [
+                min(one + size, other + its_size)
+                for one, size, other, its_size in zip(offsets, sizes, piece.offsets, its, strict=True)
+            ]
+            if any(start >= stop for start, stop in zip(low, high, strict=True)):
+                continue
+            # Rows are cut by reading no others, the other dimensions in memory.
+            target, found = block, self._rows(piece, its, low, high)
+            for dimension, (start, stop) in enumerate(zip(low, high, strict=True)):
+                target = target.narrow(dimension, start - offsets[dimension], stop - start)
+                if dimension:
+                    found = found.narrow(dimension, start - piece.offsets[dimension], stop - start)
+            target.copy_(found)
+        return block
+
+    def whole(self) -> Any:
+        """Return the whole tensor."""
+        return self.read((0,) * len(self.shape), self.shape)
+
+    def _rows(self, piece: StoredPiece, its: tuple[int, ...], low: list[int], high: list[int]) -> Any:
+        """Read the rows of a piece between ``low[0]`` and ``high[0]``: these are contiguous in the file."""
+        first, count = (low[0] - piece.offsets[0], high[0] - low[0]) if its else (0, 1)
+        return self._source.read_rows(piece.path, piece.where.start, self._dtype, its, first, count)
+
+    def _sizes(self, piece: StoredPiece) -> tuple[int, ...]:
+        """Return the shape of a piece.
+
+        One whose dtype has no name in safetensors is stored as bytes along the last dimension.
+        """
+        sizes = piece.where.shape
+        if piece.where.dtype == "U8" and sizes:
+            return (*sizes[:-1], sizes[-1] // self._dtype.itemsize)
+        return sizes
+
+
+def is_inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a block lies within a tensor of this shape."""
+    return len(offsets) == len(sizes) == len(shape) and all(
+        offset >= 0 and size >= 0 and offset + size <= whole
+        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+
+
+def covers(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
+    """Return whether blocks within a tensor cover each of its elements exactly once.
+
+    Takes time linear in the number of blocks, times 2 to the number of dimensions that are cut.
+
+    Args:
+        regions: Blocks that lie inside of the tensor and have as many elements together as it has.
+        shape: Shape of the tensor.
+    """
+    # A block without elements has corners all the same.
+    if not prod(shape):
+        return True
+    regions = [region for region in regions if prod(region[1])]
+    whole: Region = ((0,) * len(shape), shape)
+    cut = [
+        dimension
+        for dimension, size in enumerate(shape)
+        if any(offsets[dimension] or sizes[dimension] != size for offsets, sizes in regions)
+    ]
+    # No mesh has so many dimensions; pairs then take less time than corners.
+    if len(cut) > _MAX_CUT_DIMENSIONS:
+        return not any(_overlap(*pair) for pair in itertools.combinations(regions, 2))
+    # How often each element is covered is the running sum, along each dimension, of numbers that are 1 or -1
+    # at the corners of the blocks and 0 elsewhere: equal corners mean equal covers, and the reverse.
+    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    for (offsets, sizes), weight in (*((region, 1) for region in regions), (whole, -1)):
+        for ends in itertools.product((False, True), repeat=len(cut)):
+            corner = tuple(
+                offsets[dimension] + end * sizes[dimension] for dimension, end in zip(cut, ends, strict=True)
+            )
+            corners[corner] += -weight if sum(ends) % 2 else weight
+    return not any(corners.values())
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return all(
+        max(start, other_start) < min(start + size, other_start + other_size)
+        for start, size, other_start, other_size in zip(*one, *other, strict=True)
+    )
+
+
+_PIECE_MARK: Final = "@"
+"""Character in the name of a file that holds one piece of a tensor."""
+
+
+class _Buffer(NamedTuple):
+    """Memory for a file."""
+
+    entry: Entry
+    owner: Any
+    """Owner of the memory, as `tensors.empty_buffer` returns it; None: of the header alone."""
+    memory: memoryview
+
+
+class _Range(NamedTuple):
+    """Part of a file, and where it is to be read to."""
+
+    entry: Entry
+    memory: memoryview
+    first_block: int
+
+
+class _Found(NamedTuple):
+    """A tensor and the file that holds it."""
+
+    owner: Any
+    """Buffer with the bytes of the file; None: not read yet."""
+    path: str
+    where: TensorInFile
+
+
+def arrays_of(
+    path: ReadFrom, files: Files, names: Sequence[str], source: RangeReader | None = None
+) -> Arrays:
+    """Read the tensors in these files.
+
+    Args:
+        path: Path of the repository, or a function that opens it.
+        files: Files of the snapshot.
+        names: Paths of the files to read.
+        source: Reads pieces of tensors later, on demand; None: there must be no pieces.
+
+    Raises:
+        Damaged: A file cannot be read.
+    """
+    arrays = Arrays(path, files, source)
+    arrays.fetch(sorted(names))
+    return arrays
+
+
+class Arrays:
+    """Tensors by object and name.
+
+    `fetch` reads whole tensors; for one in pieces `lookup` returns a `PiecewiseTensor`.
+    """
+
+    def __init__(self, path: ReadFrom, files: Files, source: RangeReader | None = None) -> None:
+        """Read nothing yet."""
+        self._path = path
+        self._files = files
+        self._source = source
+        self._found: dict[str, dict[str, _Found]] = {}
+        self._pieces: dict[tuple[str, str], list[StoredPiece]] = {}
+        self._made: dict[tuple[str, str], Any] = {}
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Read files.
+
+        Raises:
+            NotFound: There is no such file.
+            Damaged: A file cannot be read.
+        """
+        buffers = [self._allocated(name) for name in names]
+        # Ranges instead of files, so that the threads have about as much to read each; in the order in which
+        # the files were stored, and so of positions in the packs.
+        size_bytes = CHUNKS_AT_ONCE * self._files.block_size
+        ranges = [
+            _Range(buffer.entry, buffer.memory[start : start + size_bytes], start // self._files.block_size)
+            for buffer in buffers
+            for start in range(0, len(buffer.memory), size_bytes)
+        ]
+        queue, threads = iter(ranges), reader_count()
+        # Each thread opens the repository itself: its index and its caches are for one thread.
+        with ThreadPoolExecutor(threads, "ciuic-load") as pool:
+            for done in [pool.submit(self._read_ranges, queue) for _ in range(threads)]:
+                done.result()
+        for name, (entry, owner, memory) in zip(names, buffers, strict=True):
+            self._note(name, owner, _read_header(memory, entry.size_bytes, name))
+
+    def _allocated(self, name: str) -> _Buffer:
+        """Return memory for what is read of a file at first."""
+        entry = self._files.entry(name)
+        # Of a large piece only the block with the header: which rows of it are needed is known later.
+        if self._source is not None and _PIECE_MARK in name and entry.size_bytes > self._files.block_size:
+            return _Buffer(entry, None, memoryview(bytearray(self._files.block_size)))
+        return _Buffer(entry, *tensors.empty_buffer(entry.size_bytes))
+
+    def _read_ranges(self, queue: Iterator[_Range]) -> None:
+        """Read ranges until the queue, which the threads share, is empty."""
+        try:
+            with open_repository(self._path) as repository:
+                for entry, memory, first_block in queue:
+                    read_file(repository, entry, memory, first_block)
+        except BaseException:
+            # The other threads end too.
+            for _ in queue:
+                pass
+            raise
+
+    def _note(self, path: str, owner: Any, held: Mapping[str, TensorInFile]) -> None:
+        object_name = path.partition("/")[0]
+        for tensor, facts in held.items():
+            self._found.setdefault(object_name, {})[tensor] = _Found(owner, path, facts)
+            piece = parse_piece(tensor)
+            if piece is not None:
+                self._pieces.setdefault((object_name, piece[0]), []).append(
+                    StoredPiece(piece[1], path, facts)
+                )
+
+    def has_pieces(self, object_name: str) -> bool:
+        """Return whether any tensor of an object is in pieces."""
+        return any(of == object_name for of, _ in self._pieces)
+
+    def lookup(self, object_name: str) -> Any:
+        """Return the function that finds tensors of one object, for `structure.unpack`."""
+
+        def tensor(name: str, packed: dict[str, Any]) -> Any:
+            key = object_name, name
+            # Tied tensors have the same name, and must come back as one.
+            if key not in self._made:
+                self._made[key] = self._make(object_name, name, packed)
+            return self._made[key]
+
+        return tensor
+
+    def _make(self, object_name: str, name: str, packed: dict[str, Any]) -> Any:
+        if packed["$"] == "sharded":
+            if self._source is None:
+                raise ValueError(f"the tensor {object_name}.{name} is in pieces, expected a whole tensor")
+            return PiecewiseTensor(name, packed, self._pieces.get((object_name, name), []), self._source)
+        try:
+            owner, path, facts = self._found[object_name][name]
+        except KeyError:
+            raise ValueError(f"the tensor {object_name}.{name} is in no file") from None
+        if owner is None:
+            # A whole tensor whose own name has the mark of pieces: no more than its header was read.
+            assert self._source is not None
+            owner = self._source.read(path, 0, self._files.entry(path).size_bytes)
+        array = tensors.Array(
+            "numpy" if packed.get("of") == "numpy" else "torch",
+            facts.dtype,
+            facts.shape,
+            facts.stop - facts.start,
+            packed.get("dtype", ""),
+            tuple(packed.get("shape", ())),
+        )
+        return tensors.from_buffer(owner, facts.start, array)
+
+
+def _read_header(start: memoryview, size_bytes: int, name: str) -> dict[str, TensorInFile]:
+    """Return the tensors in a file.
+
+    Args:
+        start: First bytes of the file.
+        size_bytes: Size of the file.
+        name: What errors call it.
+
+    Raises:
+        ValueError: The header is not as it should be.
+    """
+    # Most headers have 4096 bytes (`layout.encode_header`); only those of many small tensors are decoded
+    # again, with as many bytes as they say.
+    header = decode_header(start.tobytes() if len(start) < 8192 else bytes(start[:8192]), size_bytes)
+    if isinstance(header, int):
+        header = decode_header(bytes(start[:header]), size_bytes)
+    if isinstance(header, int):
+        raise ValueError(f"the header of {name} has no end")
+    return header
