@@ -32,10 +32,10 @@ from ciuic.integrations.accelerate_states import StateDirectories
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.integrations.refusals import refuse_kind, refuse_sharded
 from ciuic.training.manager import SnapshotManager
+from ciuic.training.state import randomness
 from ciuic.training.state.data_position import Position, own_generators
+from ciuic.training.state.method_hooks import override, tell_after
 from ciuic.training.state.stateful import load_into, state_of
-from ciuic.training.util import randomness
-from ciuic.training.util.method_hooks import override, tell_after
 
 
 def register(manager: SnapshotManager, accelerator: Accelerator) -> None:

@@ -21,7 +21,7 @@ import accelerate.accelerator as accelerate_module
 
 from ciuic.integrations.lightning_pointer import Pointer, load_pointed, read_pointer, write_pointer
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.util.method_hooks import override
+from ciuic.training.state.method_hooks import override
 
 POINTER_FILE: Final = "ciuic.json"
 _CUSTOM_FILE: Final = "custom_checkpoint_{}.pkl"

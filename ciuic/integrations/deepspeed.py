@@ -36,6 +36,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from torch import distributed as dist
 
 from ciuic.errors import CiuicError
+from ciuic.training import ranks
 from ciuic.training.dcp.part import RankFiles
 from ciuic.training.dcp.parts import PartsWriter
 from ciuic.training.dcp.pointer import (
@@ -51,9 +52,8 @@ from ciuic.training.format import value_types
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
 from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.format.tensors import Unsaveable
-from ciuic.training.protocol.messages import StoredFile
-from ciuic.training.ranks import rank_messages
 from ciuic.training.remote.place import Remotes, place_of
+from ciuic.training.writer.messages import StoredFile
 
 TAG: Final = "deepspeed"
 _STATE: Final = "state"
@@ -359,8 +359,8 @@ def _gather(mine: list[Any]) -> list[list[Any]] | None:
     """Return every rank's value on rank 0, None on others."""
     if not _is_distributed():
         return [mine]
-    found = rank_messages.gather(rank_messages.encode(mine), None)
-    return None if found is None else [rank_messages.decode(one) for one in found]
+    found = ranks.gather(ranks.encode(mine), None)
+    return None if found is None else [ranks.decode(one) for one in found]
 
 
 def _broadcast(answer: _Value | None) -> _Value:
@@ -368,8 +368,8 @@ def _broadcast(answer: _Value | None) -> _Value:
     if not _is_distributed():
         assert answer is not None
         return answer
-    data = None if answer is None else rank_messages.encode(answer)
-    found: _Value = rank_messages.decode(rank_messages.broadcast(data, None))
+    data = None if answer is None else ranks.encode(answer)
+    found: _Value = ranks.decode(ranks.broadcast(data, None))
     return found
 
 

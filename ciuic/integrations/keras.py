@@ -25,9 +25,9 @@ import keras
 
 from ciuic.integrations.keras_callbacks import OtherCallbacks, other_callbacks
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
-from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.util import randomness
+from ciuic.training.results import State
+from ciuic.training.state import randomness
 
 log = logging.getLogger("ciuic")
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import keras
 
-from ciuic.training.util.logs import log
+from ciuic.training.logs import log
 
 _ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
     "EarlyStopping": ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),

@@ -18,7 +18,7 @@ from ciuic.integrations.lightning_pointer import Pointer, encode_pointer, load_p
 from ciuic.training.export.destination import remove_leftovers
 from ciuic.training.export.state_source import lightning_checkpoint
 from ciuic.training.export.torch_files import write_torch
-from ciuic.training.util.logs import quietly
+from ciuic.training.logs import quietly
 
 log = logging.getLogger("ciuic")
 

@@ -17,11 +17,11 @@ from ciuic.integrations.lightning_state import RESULTS, RankLocalState, TrainerC
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.integrations.refusals import refuse_remote, refuse_sharded, refuse_strategy
 from ciuic.training.export.state_source import LOOPS
-from ciuic.training.format.results import State
+from ciuic.training.logs import quietly
 from ciuic.training.manager import SnapshotManager
+from ciuic.training.results import State
+from ciuic.training.state import randomness
 from ciuic.training.state.data_position import Position
-from ciuic.training.util import randomness
-from ciuic.training.util.logs import quietly
 
 log = logging.getLogger("ciuic")
 

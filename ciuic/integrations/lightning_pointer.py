@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
 from ciuic.training.export.torch_files import read_record
-from ciuic.training.format.results import EXIT_SECONDS, State
 from ciuic.training.loading import load_by_name
+from ciuic.training.results import EXIT_SECONDS, State
 
 _MARK: Final = "ciuic-snapshot"
 """Key in the file whose value is the snapshot's tag."""

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ciuic.training.util.logs import log
+from ciuic.training.logs import log
 
 _CONNECTOR_METRICS: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """Newest value of each key, as callbacks see it."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ciuic.integrations.lightning_results import ContinuedResults, results_state
 from ciuic.training.export.state_source import LOOPS
-from ciuic.training.ranks import rank_state
+from ciuic.training.state import rank_state
 
 RESULTS: Final = "results"
 """Key of what was logged, in the state of `RankLocalState`."""

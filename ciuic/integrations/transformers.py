@@ -34,11 +34,10 @@ from ciuic.integrations.model_files import configuration_files, with_ties
 from ciuic.integrations.refusals import refusal, refuse_kind, refuse_sharded
 from ciuic.system.ownership import temporary_directory
 from ciuic.training.export.hugging_face import CONFIGURATION
-from ciuic.training.format.results import State
+from ciuic.training.logs import quietly
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.ranks import rank_state
-from ciuic.training.util import randomness
-from ciuic.training.util.logs import quietly
+from ciuic.training.results import State
+from ciuic.training.state import randomness, rank_state
 
 log = logging.getLogger("ciuic")
 

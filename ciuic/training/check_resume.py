@@ -16,8 +16,8 @@ from ciuic.system.ownership import temporary_directory
 from ciuic.training.format.structure import pack
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.manager import SnapshotManager
+from ciuic.training.state import randomness
 from ciuic.training.state.stateful import load_into, state_of
-from ciuic.training.util import randomness
 
 
 @dataclass(frozen=True)

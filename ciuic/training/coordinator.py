@@ -14,31 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ciuic.training.device.device_streams import capturing
-from ciuic.training.format.results import Resumed, SaveResult, State
-from ciuic.training.last_save import LastSave, Lifetime
-from ciuic.training.loading import check_fits, list_snapshots, put_back
-from ciuic.training.manager_options import ManagerOptions
+from ciuic.training import arguments
+from ciuic.training.arguments import ManagerOptions
+from ciuic.training.device_streams import capturing
+from ciuic.training.loading import check_fits, list_snapshots, load_newest, put_back
+from ciuic.training.logs import log, quietly
+from ciuic.training.name_lock import NameLock
 from ciuic.training.policy.boundaries import Boundaries
-from ciuic.training.policy.due import SaveSchedule
 from ciuic.training.policy.forecast import Forecast, forecast_for
-from ciuic.training.policy.policies import SaveRules
 from ciuic.training.policy.retention_rules import Keep
-from ciuic.training.preemption.last_moment import rule_of
-from ciuic.training.protocol.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
-from ciuic.training.ranks.group import Ranks
+from ciuic.training.policy.save_rules import SaveRules
+from ciuic.training.policy.save_schedule import SaveSchedule
+from ciuic.training.preemption import LastSave, Lifetime, rule_of
+from ciuic.training.ranks import Ranks
 from ciuic.training.registered import Registered
 from ciuic.training.remote.place import uploads_of
-from ciuic.training.remote_loading import load_newest
-from ciuic.training.saving.save_callbacks import SaveCallbacks
-from ciuic.training.saving.saver import Saver
-from ciuic.training.saving.snapshot_spec import RunProgress, SnapshotSpec
-from ciuic.training.saving.snapshot_taker import SnapshotTaker
-from ciuic.training.state import validation
-from ciuic.training.util.logs import log, quietly
-from ciuic.training.util.name_lock import NameLock
+from ciuic.training.results import Resumed, SaveResult, State
+from ciuic.training.saving.saver import SaveCallbacks, Saver
+from ciuic.training.saving.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
 from ciuic.training.writer.filesystem import FilesystemPairing, Roots
 from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
+from ciuic.training.writer.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -59,8 +55,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a compression or a name that cannot be."""
-        validation.one_of(self.compression, COMPRESSIONS, "compression")
-        validation.file_name(self.name)
+        arguments.one_of(self.compression, COMPRESSIONS, "compression")
+        arguments.file_name(self.name)
 
 
 class SaveCoordinator:
@@ -216,7 +212,7 @@ class SaveCoordinator:
         passes.load_state_dict(state.passes)
         # Not what the program gave: from here on it is counted again.
         given = state.passes["given"]
-        self.run.epoch = None if given is None else validation.whole_number(given, "epoch")
+        self.run.epoch = None if given is None else arguments.whole_number(given, "epoch")
         return passes.epoch if self.run.epoch is None else self.run.epoch, passes.taken
 
     def load_to_resume(self, find: Callable[[], State | None] | None) -> State | None:

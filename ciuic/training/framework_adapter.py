@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ciuic.training.coordinator import SaveCoordinator
-from ciuic.training.format.results import Resumed, Save, State
-from ciuic.training.ranks.rank_state import RankState
-from ciuic.training.saving.sharded_save import AgreedSave
-from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec
+from ciuic.training.results import Resumed, Save, State
+from ciuic.training.saving.snapshot_taker import AgreedSave, RanksGone, SnapshotSpec
+from ciuic.training.state.rank_state import RankState
 
 GatheredStates = list[RankState] | AgreedSave | RanksGone | None
 """Opaque result of `FrameworkAdapter.gather_states`, passed to `save_gathered` unchanged."""
@@ -39,7 +38,7 @@ class FrameworkAdapter:
 
     A state has the keys of `SnapshotManager.load_latest_snapshot`: what ``state_dict()`` of the object registered
     as NAME returned, under ``NAME_state_dict``, with tensors on the CPU, and ``epoch``, ``step``, ``metrics``,
-    ``random_state`` (for ciuic.training.util.randomness.restore) beside it.
+    ``random_state`` (for ciuic.training.state.randomness.restore) beside it.
 
     *Collective* methods are called by every rank of `torch.distributed`, in the same order; with one process they
     communicate with nobody. All are called by the thread that trains.

@@ -17,22 +17,21 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from ciuic.training import arguments
+from ciuic.training.arguments import ManagerOptions, OldKeywords, options_of, warn_deprecated
 from ciuic.training.coordinator import SaveCoordinator, Settings
-from ciuic.training.format.results import EXIT_SECONDS, Resumed, Save, State, Stats
 from ciuic.training.framework_adapter import FrameworkAdapter
-from ciuic.training.manager_options import ManagerOptions, OldKeywords, options_of
-from ciuic.training.policy import policies
+from ciuic.training.logs import log, warn_once
+from ciuic.training.policy import save_rules
 from ciuic.training.policy.forecast import Forecast
-from ciuic.training.policy.policies import Rule
 from ciuic.training.policy.retention_rules import Best, Keep, Latest
-from ciuic.training.ranks.group import call_site_of
+from ciuic.training.policy.save_rules import Rule
+from ciuic.training.ranks import call_site_of
 from ciuic.training.remote.place import Remotes, place_of
-from ciuic.training.saving.save_callbacks import SaveCallback
-from ciuic.training.saving.snapshot_spec import explicit_request
+from ciuic.training.results import EXIT_SECONDS, Resumed, Save, State, Stats
+from ciuic.training.saving.saver import SaveCallback
+from ciuic.training.saving.snapshot_taker import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
-from ciuic.training.state import validation
-from ciuic.training.util.deprecation import warn_deprecated
-from ciuic.training.util.logs import log, warn_once
 from ciuic.training.writer.filesystem import Roots
 
 if TYPE_CHECKING:
@@ -120,13 +119,13 @@ class SnapshotManager(TrainingSnapshots):
         others = options_of(options, dict(old))
         place = place_of(save_dir, remote)
         super().__init__(place.directory, name)
-        rules = policies.rules_of(interval, every_steps, validation.several(save_when, "save_when"))
-        latest = [] if max_snapshots is None else [Latest(validation.count(max_snapshots, "max_snapshots"))]
+        rules = save_rules.rules_of(interval, every_steps, arguments.several(save_when, "save_when"))
+        latest = [] if max_snapshots is None else [Latest(arguments.count(max_snapshots, "max_snapshots"))]
         settings = Settings(
             save_dir=self.save_dir,
             name=name,
-            rules=policies.SaveRules(rules),
-            keeps=(*latest, *validation.several(keep, "keep")),
+            rules=save_rules.SaveRules(rules),
+            keeps=(*latest, *arguments.several(keep, "keep")),
             compression=compression,
             options=others,
             filesystem=filesystem,
@@ -176,7 +175,7 @@ class SnapshotManager(TrainingSnapshots):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._run.step = validation.whole_number(step, "step")
+        self._run.step = arguments.whole_number(step, "step")
 
     @property
     def epoch(self) -> int | None:
@@ -185,7 +184,7 @@ class SnapshotManager(TrainingSnapshots):
 
     @epoch.setter
     def epoch(self, epoch: int | None) -> None:
-        self._run.epoch = None if epoch is None else validation.whole_number(epoch, "epoch")
+        self._run.epoch = None if epoch is None else arguments.whole_number(epoch, "epoch")
 
     @property
     def forecast(self) -> Forecast | None:
@@ -261,7 +260,7 @@ class SnapshotManager(TrainingSnapshots):
         self.register(**objects)
         self._heartbeat.beat(self.step)
         self.epoch = self.epoch if wanted.epoch is None else wanted.epoch
-        self.step = self.step if step is None else validation.whole_number(step, "step")
+        self.step = self.step if step is None else arguments.whole_number(step, "step")
         if self._coordinator.boundaries.gradients.are_pending():
             warn_once(_PENDING_GRADIENTS)
         save, place = None, call_site_of(sys._getframe(1))
@@ -299,7 +298,7 @@ class SnapshotManager(TrainingSnapshots):
         training: called for each batch that is taken from the prefetcher, before its step. From the first call on
         these batches alone count in a pass, and the passes must not overlap.
         """
-        self._coordinator.boundaries.read_ahead.consumed(validation.whole_number(batches, "batches"))
+        self._coordinator.boundaries.read_ahead.consumed(arguments.whole_number(batches, "batches"))
 
     def report(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report metrics of the current state, for rules that look at them and for the next snapshot.
@@ -314,7 +313,7 @@ class SnapshotManager(TrainingSnapshots):
         Raises:
             TypeError: A metric is no number.
         """
-        self._coordinator.report(validation.numbers({**(metrics or {}), **more}))
+        self._coordinator.report(arguments.numbers({**(metrics or {}), **more}))
 
     def on_saved(self, callback: SaveCallback) -> SaveCallback:
         """Call a function with the `SaveResult` of each save: durable, or failed with the reason.

@@ -1,33 +1,215 @@
-"""`TrainingSnapshots`: the snapshots of one training, to list, load and mark, without a writer.
+"""`TrainingSnapshots`: the snapshots of one training, to list, choose, load and mark, without a writer.
 
 Guarantees: only `tag`, `hold` and `release` change the repository, durably on return; what is loaded was
-checked byte for byte.
+checked byte for byte. A snapshot that is chosen by step, epoch or metric has what was asked for, and no other snapshot
+of the training has it too; else `NotFound` says which there are. Of equally good snapshots the oldest is the best, as
+the rule `Best` keeps it. A snapshot whose facts cannot be read is no candidate, which is logged.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, SupportsIndex, TypeVar, overload
 
-from ciuic.errors import NotFound
+from ciuic.errors import NotFound, UsageError
+from ciuic.printable import one_line
 from ciuic.repository import Repository
-from ciuic.training import loading
+from ciuic.training import arguments, loading
+from ciuic.training.arguments import warn_deprecated
 from ciuic.training.compare.state_diff import StateDiff, diff_states
+from ciuic.training.compare.text_table import aligned_text, html_table
 from ciuic.training.export import exporting
-from ciuic.training.format.results import EXIT_SECONDS, State
-from ciuic.training.listing import choice
-from ciuic.training.listing.snapshot_table import SnapshotTable
-from ciuic.training.policy.policies import Mode
-from ciuic.training.policy.retention_rules import Best
+from ciuic.training.format.reading import SavedSnapshot, saved_snapshots
+from ciuic.training.logs import log
+from ciuic.training.policy.retention_rules import Best, RetentionCandidate, best_of
+from ciuic.training.policy.save_rules import Mode
 from ciuic.training.remote.copies import RemoteCopies, RemoteProgress
-from ciuic.training.state import validation
-from ciuic.training.util.deprecation import warn_deprecated
-from ciuic.training.util.logs import log
+from ciuic.training.results import EXIT_SECONDS, State
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
+from ciuic.units import human_size, plural
+
+BEST: Final = "best"
+"""Name by which the best snapshot is asked for beside ids."""
+_SHOWN: Final = 8
+
+
+def by_name(repository: Repository, name: str, root: bytes) -> SnapshotId:
+    """Return the id for an id, an unambiguous prefix of one, ``latest``, ``latest~2``, or a time.
+
+    The last three name snapshots of the training with this root alone.
+
+    Raises:
+        NotFound: There is no such snapshot, or there are several.
+    """
+    try:
+        return repository.snapshots.resolve(name, root)
+    except UsageError as error:
+        raise NotFound(error.message, hint=error.hint) from None
+
+
+def by_facts(repository: Repository, root: bytes, *, step: int | None, epoch: int | None) -> SnapshotId:
+    """Return the id of the only snapshot with this step and epoch; None: any.
+
+    Raises:
+        NotFound: There is no such snapshot, or there are several.
+    """
+    saved = _readable(repository, root)
+    found = [
+        one
+        for one in saved
+        if (step is None or step == one.facts.step) and (epoch is None or epoch == one.facts.epoch)
+    ]
+    if len(found) == 1:
+        return SnapshotId.parse(found[0].id)
+    wanted = " and ".join(
+        f"{name} {value}" for name, value in (("step", step), ("epoch", epoch)) if value is not None
+    )
+    if found:
+        raise NotFound(
+            f"{len(found)} snapshots have {wanted}: {_listed(found)}",
+            hint="load one of them by its id, or give both step and epoch",
+        )
+    raise NotFound(f"no snapshot has {wanted}; there are {_listed(saved) or 'none'}")
+
+
+def best_rule(rules: Iterable[Best], metric: str | None, mode: Mode | None) -> Best | None:
+    """Return the rule that says which snapshot is best.
+
+    Args:
+        rules: Rules by which the manager keeps the best snapshots.
+        metric: Metric that was asked for; None: that of the rules.
+        mode: Mode that was asked for; None: that of the rule for the metric, else ``min``.
+
+    Returns:
+        The rule; None if neither the rules nor the caller name a metric.
+
+    Raises:
+        NotFound: The rules name several metrics.
+        ValueError: There is a mode without a metric, or it is neither ``min`` nor ``max``.
+    """
+    known = list(dict.fromkeys((rule.metric, rule.mode) for rule in rules))
+    if metric is None and mode is not None:
+        raise ValueError(f"mode={mode!r} needs a metric: load_best('loss', {mode!r})")
+    if mode is None:
+        known = [one for one in known if metric in (None, one[0])]
+        if len(known) > 1:
+            names = ", ".join(f"Best(…, {name!r}, {one!r})" for name, one in known)
+            raise NotFound(
+                f"keep has several rules for the best: {names}", hint="give load_best metric and mode"
+            )
+        if known:
+            return Best(1, *known[0])
+    return None if metric is None else Best(1, metric, mode or "min")
+
+
+def best(repository: Repository, root: bytes, rule: Best | None) -> SnapshotId:
+    """Return the id of the best snapshot.
+
+    Raises:
+        NotFound: There is no rule, or no snapshot has a finite value of the metric.
+    """
+    saved = _readable(repository, root)
+    names = sorted({name for one in saved for name in one.facts.metrics})
+    metrics = f"there are {', '.join(map(one_line, names))}" if names else "there are none"
+    if rule is None:
+        raise NotFound(
+            f"which metric is best is not known; of metrics {metrics}",
+            hint="load_best('loss', 'min'), or SnapshotManager(…, keep=[Best(1, 'loss')])",
+        )
+    # In the order in which retention counts: of equally good ones the oldest.
+    saved.sort(key=lambda one: (one.time_ns, one.id))
+    candidates = [RetentionCandidate(one.id, one.time_ns, metrics=one.facts.metrics) for one in saved]
+    found = best_of(rule, candidates)
+    if not found:
+        raise NotFound(
+            f"no snapshot has a finite {one_line(rule.metric)}; of metrics {metrics}, "
+            f"of snapshots {_listed(saved) or 'none'}"
+        )
+    return SnapshotId.parse(found[0].id)
+
+
+def _readable(repository: Repository, root: bytes) -> list[SavedSnapshot]:
+    """Return the snapshots of the training, newest first; log how many cannot be read."""
+    saved = saved_snapshots(repository, root)
+    unreadable = len(repository.snapshots.list(root=root)) - len(saved)
+    if unreadable > 0:
+        # Nobody can tell whether one of them is what was asked for.
+        log.warning("ciuic: %s cannot be read, and is passed over", plural(unreadable, "snapshot"))
+    return saved
+
+
+def _listed(saved: Sequence[SavedSnapshot]) -> str:
+    shown = [_in_words(one) for one in saved[:_SHOWN]]
+    return ", ".join(shown) + (f" and {len(saved) - _SHOWN} more" if len(saved) > _SHOWN else "")
+
+
+def _in_words(one: SavedSnapshot) -> str:
+    known = (("step", one.facts.step), ("epoch", one.facts.epoch))
+    facts = ", ".join(f"{name} {value}" for name, value in known if value is not None)
+    return f"{one.id} ({facts})" if facts else one.id
+
+
+_HEADERS: Final = ("id", "time", "step", "epoch", "metrics", "size", "new", "tags")
+_NUMERIC: Final = ("step", "epoch", "size", "new")
+_EMPTY: Final = "no snapshots"
+# On every snapshot of a training, so it tells nothing.
+_EVERYWHERE: Final = "training"
+
+
+class SnapshotTable(list[SavedSnapshot]):
+    """Snapshots, newest first. Does not change when snapshots come and go; slices are tables.
+
+    Text and HTML show the newest 60. Times are local. ``size`` is that of the state, ``new`` the growth of the
+    repository.
+    """
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> SavedSnapshot: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> SnapshotTable: ...
+
+    def __getitem__(self, at: SupportsIndex | slice) -> SavedSnapshot | SnapshotTable:
+        found = super().__getitem__(at)
+        return SnapshotTable(found) if isinstance(found, list) else found
+
+    def __repr__(self) -> str:
+        if not self:
+            return _EMPTY
+        return aligned_text(_HEADERS, [_row(one) for one in self], _NUMERIC, "earlier")
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook; everything from the repository is escaped."""
+        if not self:
+            return f"<p>{_EMPTY}</p>"
+        return html_table(_HEADERS, [_row(one) for one in self], _NUMERIC, "earlier")
+
+
+def _row(saved: SavedSnapshot) -> list[str]:
+    facts = saved.facts
+    return [
+        saved.id,
+        _clock(saved.time_ns),
+        "" if facts.step is None else str(facts.step),
+        "" if facts.epoch is None else str(facts.epoch),
+        ", ".join(f"{name} {value:.4g}" for name, value in facts.metrics.items()),
+        human_size(saved.size_bytes),
+        human_size(saved.new_bytes),
+        ", ".join([*(["held"] if saved.held else []), *(tag for tag in saved.tags if tag != _EVERYWHERE)]),
+    ]
+
+
+def _clock(time_ns: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns // 10**9))
+    # A crafted snapshot may have any time.
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
 
 _Self = TypeVar("_Self", bound="TrainingSnapshots")
 
@@ -98,13 +280,13 @@ class TrainingSnapshots:
             return newest
         if snapshot is not None and (step is not None or epoch is not None):
             raise ValueError("load_snapshot must get an id or name, or step= and epoch=")
-        step = None if step is None else validation.whole_number(step, "step")
-        epoch = None if epoch is None else validation.whole_number(epoch, "epoch")
+        step = None if step is None else arguments.whole_number(step, "step")
+        epoch = None if epoch is None else arguments.whole_number(epoch, "epoch")
         self._await_saves()
         return loading.load_one(
             self.save_dir,
             lambda repository: (
-                choice.by_facts(repository, self._root, step=step, epoch=epoch)
+                by_facts(repository, self._root, step=step, epoch=epoch)
                 if snapshot is None
                 else self._named(repository, snapshot)
             ),
@@ -127,9 +309,9 @@ class TrainingSnapshots:
             ValueError: This version of ciuic or of the framework does not know what was saved, or the mode is
                 neither, or has no metric.
         """
-        rule = choice.best_rule(self._best_rules, metric, mode)
+        rule = best_rule(self._best_rules, metric, mode)
         self._await_saves()
-        return loading.load_one(self.save_dir, lambda repository: choice.best(repository, self._root, rule))
+        return loading.load_one(self.save_dir, lambda repository: best(repository, self._root, rule))
 
     def list_snapshots(self) -> SnapshotTable:
         """Return the snapshots of this training, newest first, as a list that prints as a table, also in notebooks.
@@ -170,9 +352,9 @@ class TrainingSnapshots:
 
     def _named(self, repository: Repository, name: str) -> SnapshotId:
         """Return the id of a snapshot that is named by an id, in a way of `choice.by_name`, or as the best."""
-        if name == choice.BEST:
-            return choice.best(repository, self._root, choice.best_rule(self._best_rules, None, None))
-        return choice.by_name(repository, name, self._root)
+        if name == BEST:
+            return best(repository, self._root, best_rule(self._best_rules, None, None))
+        return by_name(repository, name, self._root)
 
     def _id_of(self, name: str) -> str:
         with Repository.open(self.save_dir) as repository:

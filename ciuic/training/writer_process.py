@@ -5,7 +5,8 @@ priority. When the trainer is gone (killed, crashed, out of memory) it finishes 
 completely, and exits. It reports failures to the trainer, or to the standard error if the trainer is gone;
 none of them reaches the training.
 
-After a snapshot, while nothing else is to do, it applies the rules of retention: see `housekeeping`.
+After a snapshot, while nothing else is to do, it applies the rules of retention: see `housekeeping`. It registers the
+trainer with a daemon, because it can wait and can tell the daemon how the trainer ended.
 """
 
 from __future__ import annotations
@@ -20,18 +21,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, Unreachable
+from ciuic.protocol.heartbeat_page import Goodbye, read_page
+from ciuic.protocol.registration import Registration
+from ciuic.protocol.watch_client import Hello, watch_socket
 from ciuic.repository import Repository, Writer
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.system.poll import readable
-from ciuic.training.device.arena import ReadArena
+from ciuic.training import cloud_notices
+from ciuic.training.arena import ReadArena
 from ciuic.training.policy.forecast import measure
-from ciuic.training.protocol import cloud_notices
-from ciuic.training.protocol.messages import (
+from ciuic.training.remote.uploads import Uploads
+from ciuic.training.writer import rank_parts, reverse_deltas
+from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
+from ciuic.training.writer.committing import LastCommit, commit, put_files
+from ciuic.training.writer.filesystem import PairAnswer
+from ciuic.training.writer.housekeeping import DAMAGE_NOTE, WriterHousekeeping
+from ciuic.training.writer.messages import (
     Attach,
     Awaited,
     Begin,
@@ -51,16 +61,56 @@ from ciuic.training.protocol.messages import (
     receive_from_trainer,
     send,
 )
-from ciuic.training.remote.uploads import Uploads
-from ciuic.training.writer import coding_turns, rank_parts
-from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
-from ciuic.training.writer.coding_turns import CodingTurns
-from ciuic.training.writer.committing import LastCommit, commit, put_files
-from ciuic.training.writer.daemon_registration import DaemonRegistration
-from ciuic.training.writer.filesystem import PairAnswer
-from ciuic.training.writer.housekeeping import DAMAGE_NOTE, WriterHousekeeping
-from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES, ReverseDeltas
+from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES, CodingTurns, ReverseDeltas
 from ciuic.types import Snapshot
+
+# Time for a restarting daemon to come back and hear how the trainer ended.
+_UNREGISTER_SECONDS: Final = 30.0
+
+
+class TrainerChannel(Protocol):
+    """Connection to the trainer, as the writer process has it."""
+
+    fds: deque[int]
+    """Descriptors received with messages and not yet taken."""
+
+    def tell(self, message: FromWriter) -> None:
+        """Send the trainer a message."""
+
+
+class DaemonRegistration:
+    """Registration of the trainer, renewed by a background thread until this process ends."""
+
+    def __init__(self, trainer: TrainerChannel, hello: Hello) -> None:
+        """Start the background thread.
+
+        Args:
+            trainer: connection to the trainer; the pidfd and the page that came with its first message are
+                taken from it.
+            hello: name, process and heartbeat of the trainer.
+        """
+        self._trainer = trainer
+        # In the order of `TrainerHeartbeat.fds`.
+        life, self._page = trainer.fds.popleft(), trainer.fds.popleft()
+        self._heartbeat = hello.heartbeat_seconds > 0
+        self._registration = Registration(
+            lambda: watch_socket(os.environ), hello, (life, self._page), on_trouble=self._report_trouble
+        )
+        self._registration.start()
+
+    def trainer_gone(self) -> None:
+        """Tell the daemon how the trainer ended; waits only where a daemon was there before and is away."""
+        # A daemon reports nothing of an end that was announced.
+        if read_page(self._page).goodbye not in (Goodbye.CLOSED, Goodbye.PREEMPTED):
+            self._registration.wait_until_known(_UNREGISTER_SECONDS)
+
+    def _report_trouble(self, error: CiuicError) -> None:
+        # A missing daemon is normal and not reported, unless heartbeat_seconds says that the user counts on
+        # one.
+        if self._heartbeat:
+            text = f"not watched yet: {error}" if isinstance(error, Unreachable) else f"not watched: {error}"
+            self._trainer.tell(Note("not_watched", text))
+
 
 # A save that waits longer for another writer has failed, and the next boundary tries again.
 _LOCK_WAIT_SECONDS: Final = 60.0
@@ -213,7 +263,7 @@ class _Writer:
         self._size_bytes = self._number = 0
         self._drop_caches()
         self._turns = CodingTurns(
-            coding_turns.Trainer(
+            reverse_deltas.Trainer(
                 has_message=lambda: trainer.waiting() or trainer.is_gone(),
                 stands_still=lambda: trainer.stands_still(self._number),
                 pause=trainer.pause,

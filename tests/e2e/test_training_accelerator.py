@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training.device import pinning
+from ciuic.training import device_streams
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -85,7 +85,7 @@ def test_every_snapshot_is_the_state_of_its_step(
 ) -> None:
     """Every snapshot is the state of its step, whatever device and program do right after."""
     if not pinned:
-        monkeypatch.setattr(pinning, "_register", lambda *arguments: None)
+        monkeypatch.setattr(device_streams, "_register", lambda *arguments: None)
     training = Training()
     states: dict[int, dict[str, Any]] = {}
     training.optimizer.register_step_post_hook(lambda *_: states.update({len(states) + 1: training.flat()}))

@@ -16,7 +16,7 @@ from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.training import SaveResult
-from ciuic.training.saving.save_callbacks import SaveCallbacks
+from ciuic.training.saving.saver import SaveCallbacks
 from ciuic.training.snapshots import TrainingSnapshots
 
 RESULT = SaveResult("cs-123456", 1, None, {})

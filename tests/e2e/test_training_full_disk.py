@@ -15,7 +15,8 @@ from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
-from ciuic.training.writer import housekeeping, slots
+from ciuic.training import arena
+from ciuic.training.writer import housekeeping
 
 STATE_BYTES = 12 << 20
 
@@ -107,7 +108,7 @@ def test_memory_that_is_not_there_costs_a_snapshot_and_not_the_training(
         queries.append(1)
         return left[0]
 
-    monkeypatch.setattr(slots, "memory_left", memory_left)
+    monkeypatch.setattr(arena, "memory_left", memory_left)
     model = Model()
     optimizer = Optimizer(model)
     with SnapshotManager(tmp_path / "snapshots", every_steps=2) as manager:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training.device.arena import Arena
-from ciuic.training.device.device_streams import TorchDeviceStream
+from ciuic.training.arena import Arena
+from ciuic.training.device_streams import TorchDeviceStream
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 _WIDTH = 16

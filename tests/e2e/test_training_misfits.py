@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training.state.fit import renamed_as
+from ciuic.training.state.stateful import renamed_as
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 

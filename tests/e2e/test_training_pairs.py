@@ -20,9 +20,9 @@ from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.protocol.pairing import SOCKET_NAME
-from ciuic.training.format.results import Stats
-from ciuic.training.protocol.messages import Manifest
+from ciuic.training.results import Stats
 from ciuic.training.writer import filesystem
+from ciuic.training.writer.messages import Manifest
 
 pytestmark = pytest.mark.mount
 TRAINER = User(54321, 54321)

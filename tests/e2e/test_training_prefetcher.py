@@ -12,9 +12,9 @@ import pytest
 from support.tiny_training import Optimizer
 
 from ciuic import SnapshotManager
+from ciuic.training import logs
 from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.state.data_position import Position
-from ciuic.training.util import logs
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 BATCHES, EPOCHS = 4, 2

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.repository.codecs import byte_planes, byte_planes_math
-from ciuic.training.writer import half_precision_pairs
+from ciuic.training.writer import codecs
 
 _WIDTHS = st.sampled_from(byte_planes_math.WIDTHS)
 _WHOLE = st.integers(0, 12).flatmap(
@@ -150,11 +150,7 @@ def _encoded(data: bytes, base: bytes, widening: byte_planes.Widening) -> bytes:
 
 def _rounded(bits: int, kind: int) -> int:
     """Round to nearest even, also infinities, NaNs and subnormals."""
-    return (
-        half_precision_pairs._as_bfloat16(bits)
-        if kind == byte_planes_math.BFLOAT16
-        else half_precision_pairs._as_float16(bits)
-    )
+    return codecs._as_bfloat16(bits) if kind == byte_planes_math.BFLOAT16 else codecs._as_float16(bits)
 
 
 @given(

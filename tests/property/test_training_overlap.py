@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.late_device import Choose, Device, lane_of
 from support.late_training import Training
 
-from ciuic.training.device.arena import Arena
-from ciuic.training.device.async_copy import AsyncCopy, DeviceTensor, Overlap
+from ciuic.training.arena import Arena
+from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
 from ciuic.training.format.tensors import ArrayBuffer, describe
 
 pytestmark = pytest.mark.keeps_descriptors(

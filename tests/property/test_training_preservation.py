@@ -17,7 +17,7 @@ from ciuic.training.policy.retention_rules import (
     RetentionCandidate,
     kept,
 )
-from ciuic.training.protocol.messages import RetentionRules
+from ciuic.training.writer.messages import RetentionRules
 
 RULES = st.one_of(
     st.builds(Latest, st.integers(1, 6)),

@@ -222,7 +222,7 @@ _BECOMES = {
 }
 _CALLERS_OWN = {
     "ciuic/cli/shared/watch_run.py": "the command that the caller names, as the caller would run it",
-    "ciuic/training/preemption/requeue.py": "Slurm's scontrol, in the environment that Slurm gave the job",
+    "ciuic/training/preemption.py": "Slurm's scontrol, in the environment that Slurm gave the job",
     "ciuic/daemon/base/alert_hook.py": "the operator's command; tests/security/test_alert_text.py",
 }
 

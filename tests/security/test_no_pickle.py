@@ -18,9 +18,9 @@ torch = pytest.importorskip("torch")
 
 from support.ranks import Ranks as Processes  # noqa: E402
 
-from ciuic.training.ranks import rank_messages  # noqa: E402
-from ciuic.training.ranks.group import Ranks, RanksApart  # noqa: E402
-from ciuic.training.ranks.rank_state import RankState, differing  # noqa: E402
+from ciuic.training import ranks  # noqa: E402
+from ciuic.training.ranks import Ranks, RanksApart  # noqa: E402
+from ciuic.training.state.rank_state import RankState, differing  # noqa: E402
 
 CHECKOUT = Path(__file__).parents[2]
 _EXECUTING = {
@@ -121,11 +121,11 @@ def test_tensors_that_cannot_be_are_refused(tensor: list[Any], extra: dict[str, 
     shape = [min(size, 2**63) for size in tensor[2]]
     data = msgspec.msgpack.encode([skeleton, [[tensor[0], tensor[1], shape, tensor[3]]]])
     with pytest.raises(ValueError, match=r"."):
-        rank_messages.decode(data)
+        ranks.decode(data)
 
 
 def _exchange(rank: int, world: int) -> None:
-    from ciuic.training.ranks.group import Ranks
+    from ciuic.training.ranks import Ranks
 
     ranks = Ranks.meet("run")
     assert ranks is not None

@@ -13,7 +13,7 @@ import pytest
 from support.cli_repository import CliRepository
 
 from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page
-from ciuic.training.device.arena import Arena, ReadArena
+from ciuic.training.arena import Arena, ReadArena
 from ciuic.training.format.layout import decode_header
 from ciuic.training.format.reading import load
 

@@ -8,9 +8,9 @@ from support.raw_states import chunks_of
 
 from ciuic.repository import Repository
 from ciuic.training.policy.retention_rules import Keep
-from ciuic.training.protocol.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.training.writer.codecs import CodecChooser
 from ciuic.training.writer.committing import LastCommit, commit
+from ciuic.training.writer.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.training.writer.reverse_deltas import ReverseDeltas
 from ciuic.types import SnapshotId
 

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ciuic import SnapshotManager
-from ciuic.training import ManagerOptions
-from ciuic.training.policy.policies import Interval, Moment, Rule
-from ciuic.training.ranks import group
+from ciuic.training import ManagerOptions, ranks
+from ciuic.training.policy.save_rules import Interval, Moment, Rule
 
 EPOCHS = 3
 
@@ -131,14 +130,14 @@ class Twice(Rule):
 def dies_in_a_save(rank: int, world: int, save_dir: str, result: str) -> None:
     """Kill rank 1 between the agreement on a snapshot and its part; rank 0 prints the snapshots."""
     run = Run(rank, world, save_dir, save_when=[Twice()])
-    gather = group.Ranks.gather
+    gather = ranks.Ranks.gather
 
-    def gather_or_die(self: group.Ranks, mine: Any) -> Any:
+    def gather_or_die(self: ranks.Ranks, mine: Any) -> Any:
         if self.rank and run.manager.step > 5:
             os._exit(9)
         return gather(self, mine)
 
-    group.Ranks.gather = gather_or_die  # type: ignore[method-assign]
+    ranks.Ranks.gather = gather_or_die  # type: ignore[method-assign]
     with suppress(RuntimeError):
         run.train()
     run.manager.close()
@@ -159,7 +158,7 @@ def manager_on_rank_0(rank: int, world: int, save_dir: str, result: str) -> None
 
 def rank_0_asks(rank: int, world: int, save_dir: str, result: str) -> None:
     """Call save_snapshot on rank 0 only, with all ranks registered and automatic snapshots."""
-    group._COME_SECONDS = 0.5  # type: ignore[misc]
+    ranks._COME_SECONDS = 0.5  # type: ignore[misc]
     run = Run(rank, world, save_dir, every_steps=7)
     for epoch in range(EPOCHS):
         run.sampler.set_epoch(epoch)
@@ -175,7 +174,7 @@ def rank_0_asks(rank: int, world: int, save_dir: str, result: str) -> None:
 
 def rank_0_registers(rank: int, world: int, save_dir: str, result: str) -> None:
     """Make a manager with rules on all ranks, and register or save on rank 0 only."""
-    group._COME_SECONDS = group._BOUNDARY_SECONDS = 0.5  # type: ignore[misc]
+    ranks._COME_SECONDS = ranks._BOUNDARY_SECONDS = 0.5  # type: ignore[misc]
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -47,8 +47,8 @@ from ciuic.training.format import structure
 from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.reading import STATE_VERSION, _decode_facts, check_document
 from ciuic.training.importing.inert_pickle import read_pickle
-from ciuic.training.protocol import messages
-from ciuic.training.util.documents import MALFORMED, decode_json
+from ciuic.training.json_documents import MALFORMED, decode_json
+from ciuic.training.writer import messages
 
 _BLOCK = 4096
 _OPCODES = sorted(

@@ -48,7 +48,7 @@ from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
 from ciuic.repository.trees.block_maps import decode_map_node, encode_map_node
 from ciuic.restore.files.journal import RestoreMark
 from ciuic.system.spill import Spill
-from ciuic.training.ranks import rank_messages
+from ciuic.training import ranks
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 
 ID = ChunkId(b"i" * 16)
@@ -104,7 +104,7 @@ def _marks_payload(data: bytes) -> object:
 def _rank_message(data: bytes) -> object:
     """Decode a message between ranks, which is refused with a ValueError like a training's state."""
     try:
-        return rank_messages.decode(data)
+        return ranks.decode(data)
     except ValueError as error:
         raise CiuicError(str(error)) from error
 
@@ -246,7 +246,7 @@ def readers() -> list[Reader]:
         Reader("capture message", decode_message, encode_message(Failed(error="no", hint="", code=1))),
         Reader("question of a trainer", decode_question, msgspec.msgpack.encode(_CUT)),
         Reader("answer to a trainer", decode_answer, msgspec.msgpack.encode(_TAKEN)),
-        Reader("message of a rank", _rank_message, rank_messages.encode({"states": {"a": (1, b"x", float("nan"))}, "n": numpy.arange(3)})),
+        Reader("message of a rank", _rank_message, ranks.encode({"states": {"a": (1, b"x", float("nan"))}, "n": numpy.arange(3)})),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
     return known + more_readers() + remote_readers() + verdict_readers()

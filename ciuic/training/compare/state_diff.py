@@ -9,7 +9,7 @@ from ciuic.errors import NotFound
 from ciuic.repository import Repository
 from ciuic.training.compare.stored_tensors import BlockReader, SavedState
 from ciuic.training.compare.tensor_changes import TensorChange, tensor_changes
-from ciuic.training.util.text_table import aligned_text, html_table
+from ciuic.training.compare.text_table import aligned_text, html_table
 from ciuic.types import SnapshotId
 from ciuic.units import human_size, plural
 

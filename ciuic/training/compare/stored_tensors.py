@@ -22,7 +22,7 @@ from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION
 from ciuic.training.format.shards import parse_piece
 from ciuic.training.format.stored_files import Files, covers, is_inside, read_file, top_of
 from ciuic.training.format.tensors import stored_shape
-from ciuic.training.util.documents import MALFORMED, decode_json
+from ciuic.training.json_documents import MALFORMED, decode_json
 from ciuic.types import HOLE, ChunkId, Entry, SnapshotId
 
 _KEPT_BLOCKS: Final = 8

@@ -42,9 +42,9 @@ from ciuic.training.dcp.pointer import (
 from ciuic.training.dcp.reading import CiuicStorageReader
 from ciuic.training.dcp.source import HERE
 from ciuic.training.dcp.storage import CiuicStorageWriter
-from ciuic.training.format.results import EXIT_SECONDS
-from ciuic.training.remote.finding import RemoteCandidate
+from ciuic.training.remote.copies import RemoteCandidate
 from ciuic.training.remote.place import Remotes
+from ciuic.training.results import EXIT_SECONDS
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ciuic.training.format import structure
 from ciuic.training.format.tensors import Unsaveable
-from ciuic.training.util.documents import MALFORMED, decode_json
+from ciuic.training.json_documents import MALFORMED, decode_json
 
 METADATA_FILE: Final = "dcp.json"
 _VERSION: Final = 1

@@ -21,9 +21,13 @@ import msgspec
 
 from ciuic.repository import Repository
 from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.training.arena import Slot
 from ciuic.training.dcp.part import RankFiles
 from ciuic.training.policy.retention_rules import Latest
-from ciuic.training.protocol.messages import (
+from ciuic.training.remote.copies import RemoteCopies
+from ciuic.training.remote.place import RemoteList, uploads_of
+from ciuic.training.writer.client import GONE, WriterClient, manifest_files
+from ciuic.training.writer.messages import (
     COMPRESSIONS,
     Begin,
     FromWriter,
@@ -38,10 +42,6 @@ from ciuic.training.protocol.messages import (
     StoredFile,
     StoredFiles,
 )
-from ciuic.training.remote.copies import RemoteCopies
-from ciuic.training.remote.place import RemoteList, uploads_of
-from ciuic.training.writer.client import GONE, WriterClient, manifest_files
-from ciuic.training.writer.slots import Slot
 
 log = logging.getLogger("ciuic")
 

@@ -18,7 +18,7 @@ from ciuic.errors import NotFound
 from ciuic.repository import Repository
 from ciuic.repository.disk.opening import open_regular
 from ciuic.repository.disk.operations import Disk
-from ciuic.training.util.documents import decode_json
+from ciuic.training.json_documents import decode_json
 
 POINTER_FILE: Final = ".metadata"
 _VERSION: Final = 1

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.training import ranks
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_metadata
 from ciuic.training.dcp.part import OBJECTS_FILE, OBJECTS_VERSION
 from ciuic.training.dcp.source import HERE, SnapshotSource
@@ -37,10 +38,9 @@ from ciuic.training.format.stored_files import (
     open_repository,
 )
 from ciuic.training.free_resources import reader_count
-from ciuic.training.ranks import rank_messages
-from ciuic.training.remote.finding import RemoteCandidate
+from ciuic.training.json_documents import decode_json
+from ciuic.training.remote.copies import RemoteCandidate
 from ciuic.training.remote.place import Remotes, place_of
-from ciuic.training.util.documents import decode_json
 
 
 class CiuicStorageReader(StorageReader):
@@ -197,9 +197,9 @@ class CiuicStorageReader(StorageReader):
                 found[0] = list(self._newest_whole())
             except (CiuicError, OSError) as error:
                 found = [["", 0, 0, ""], str(error), isinstance(error, NotFound)]
-            data = rank_messages.encode(found)
+            data = ranks.encode(found)
         try:
-            candidate, problem, is_absent = rank_messages.decode(rank_messages.broadcast(data, self._group))
+            candidate, problem, is_absent = ranks.decode(ranks.broadcast(data, self._group))
             chosen = RemoteCandidate(*candidate)
         except (ValueError, TypeError) as error:
             raise Damaged(f"rank 0 sent no valid id of a snapshot: {error}") from None

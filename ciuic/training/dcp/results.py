@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ciuic.training.dcp.metadata import ItemLocation
 from ciuic.training.dcp.part import RankFiles
 from ciuic.training.format.reading import Facts
-from ciuic.training.protocol.messages import StoredFile
+from ciuic.training.writer.messages import StoredFile
 
 
 class ItemResult(NamedTuple):

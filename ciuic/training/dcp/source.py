@@ -16,7 +16,7 @@ from ciuic.errors import CiuicError, NotFound
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.training.format.reading import NothingGood, PassedOver
 from ciuic.training.format.stored_files import ReadFrom
-from ciuic.training.remote.finding import RemoteCandidate, RemoteTraining
+from ciuic.training.remote.copies import RemoteCandidate, RemoteTraining
 from ciuic.training.writer.housekeeping import read_back
 
 if TYPE_CHECKING:

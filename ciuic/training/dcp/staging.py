@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
+from ciuic.training.arena import Arena
 from ciuic.training.dcp.part import HEADER_BYTES
-from ciuic.training.device.arena import Arena
-from ciuic.training.device.device_streams import DeviceStream, device_stream_of
+from ciuic.training.device_streams import DeviceStream, device_stream_of
 from ciuic.training.format.layout import OWN_FILE_BYTES, aligned
 
 # torch views bytes as another dtype only from a multiple of its element size, which is 16 bytes at most.

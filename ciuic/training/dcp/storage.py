@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ciuic.training.arena import Slot
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, encode_metadata
 from ciuic.training.dcp.part import RankFiles
 from ciuic.training.dcp.parts import PartsWriter, fits
@@ -43,11 +44,10 @@ from ciuic.training.dcp.reading import CiuicStorageReader
 from ciuic.training.dcp.results import ItemResult, as_tensor, item_results, snapshot_message
 from ciuic.training.dcp.staging import ArenaPlacer, arena_bytes, copy_state, copy_to_heap
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
-from ciuic.training.format.results import EXIT_SECONDS
-from ciuic.training.protocol.messages import StoredFile
 from ciuic.training.remote.copies import RemoteProgress
 from ciuic.training.remote.place import Remotes, place_of
-from ciuic.training.writer.slots import Slot
+from ciuic.training.results import EXIT_SECONDS
+from ciuic.training.writer.messages import StoredFile
 
 __all__ = ["TAG", "CiuicStorageReader", "CiuicStorageWriter"]
 

@@ -14,7 +14,7 @@ from ciuic.errors import UsageError
 from ciuic.training.export.destination import new_directory
 from ciuic.training.export.state_source import ExportState
 from ciuic.training.export.tensor_files import tensors_of, write_safetensors
-from ciuic.training.util.wrapper_names import by_bare_name
+from ciuic.training.format.shards import by_bare_name
 
 CONFIGURATION: Final = "configuration_files"
 """Key of the files by name, each as a tensor of bytes."""

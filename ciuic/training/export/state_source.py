@@ -15,7 +15,7 @@ from ciuic.repository import Repository
 from ciuic.training.export.plain_values import without_classes
 from ciuic.training.format.reading import STATE_FILE, Facts, load, read_facts
 from ciuic.training.format.stored_files import ReadFrom, SnapshotRef, open_repository
-from ciuic.training.util.logs import log
+from ciuic.training.logs import log
 from ciuic.types import SnapshotId
 
 # `dcp.metadata.METADATA_FILE`, in a module that imports torch.

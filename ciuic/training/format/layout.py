@@ -22,7 +22,7 @@ import xxhash
 
 from ciuic.training.format.structure import Leaf
 from ciuic.training.format.tensors import Array, count, dtype_bytes, is_dtype, stored_shape
-from ciuic.training.util.documents import decode_json
+from ciuic.training.json_documents import decode_json
 
 OWN_FILE_BYTES: Final = 128 << 10
 """Smallest tensor with a file of its own.

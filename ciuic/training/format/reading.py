@@ -40,7 +40,7 @@ from ciuic.training.format.stored_files import (
     top_of,
 )
 from ciuic.training.format.tensors import safetensors_name, stored_shape
-from ciuic.training.util.documents import MALFORMED, decode_json
+from ciuic.training.json_documents import MALFORMED, decode_json
 from ciuic.types import ChunkId, Pair, SnapshotId
 
 STATE_FILE: Final = "state.json"

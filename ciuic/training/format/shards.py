@@ -3,6 +3,9 @@
 A *piece* is a block of such a tensor that one rank stores, under the tensor's name and the indices of its
 first element: `NAME@0,512`. Where several ranks have the same block (HSDP, replicated parameters), the first
 of them stores it. The pieces of all ranks together make up the tensor, so any number of ranks can load it.
+
+Names are compared without the prefixes of a module's wrappers: torch.compile adds ``_orig_mod``, and
+DistributedDataParallel a leading ``module``.
 """
 
 from __future__ import annotations
@@ -17,7 +20,26 @@ from typing import Any, Final, Protocol
 
 from ciuic.training.format.tensors import Unsaveable, describe
 from ciuic.training.free_resources import reader_count
-from ciuic.training.util.wrapper_names import bare_names, by_bare_name
+
+_COMPILED: Final = "_orig_mod"
+_PARALLEL: Final = "module"
+
+
+def by_bare_name(keys: Iterable[str]) -> dict[str, str] | None:
+    """Return the keys by their names without wrappers; None where two have the same."""
+    bare = bare_names(keys)
+    made = {name: key for key, name in bare.items()}
+    return made if len(made) == len(bare) else None
+
+
+def bare_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return the name without wrappers of each key."""
+    parts = {key: [part for part in key.split(".") if part != _COMPILED] for key in keys}
+    # A leading ``module`` is a wrapper's only if every key has it: an AveragedModel has ``n_averaged`` beside.
+    if all(own[:1] == [_PARALLEL] for own in parts.values() if own and own != [""]):
+        parts = {key: own[1:] for key, own in parts.items()}
+    return {key: ".".join(own) for key, own in parts.items()}
+
 
 TemplateLookup = Callable[[tuple[Any, ...]], Any]
 """Template of a state: maps a path to the value that stands, or will stand, there."""

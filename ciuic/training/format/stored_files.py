@@ -24,7 +24,7 @@ from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.shards import parse_piece
 from ciuic.training.format.tensors import empty_buffer, stored_shape
 from ciuic.training.free_resources import reader_count
-from ciuic.training.util.documents import MAX_DOCUMENT_BYTES
+from ciuic.training.json_documents import MAX_DOCUMENT_BYTES
 from ciuic.types import ChunkId, Entry, SnapshotId
 
 ReadFrom: TypeAlias = "str | Callable[[], Repository]"

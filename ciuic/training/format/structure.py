@@ -42,7 +42,7 @@ from typing import Any, Final, NamedTuple
 
 from ciuic.training.format import shards, tensors, value_types
 from ciuic.training.format.tensors import Array, Unsaveable
-from ciuic.training.util.documents import MALFORMED
+from ciuic.training.json_documents import MALFORMED
 
 _ROWS = ("sparse_csr", "sparse_bsr")
 _COLUMNS = ("sparse_csc", "sparse_bsc")

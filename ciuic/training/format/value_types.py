@@ -22,7 +22,7 @@ import zoneinfo
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ciuic.training.util.documents import MALFORMED
+from ciuic.training.json_documents import MALFORMED
 
 Class = TypeVar("Class", bound=type)
 

@@ -30,7 +30,7 @@ from ciuic.training.export.state_source import load_everything
 from ciuic.training.importing.foreign_directory import ForeignDirectory
 from ciuic.training.importing.foreign_files import check_archive, load_plain, reason
 from ciuic.training.importing.inert_pickle import Made, Name, read_pickle
-from ciuic.training.util.documents import MALFORMED
+from ciuic.training.json_documents import MALFORMED
 
 METADATA: Final = ".metadata"
 _METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"

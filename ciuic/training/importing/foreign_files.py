@@ -15,7 +15,7 @@ from ciuic.training.export.hugging_face import CONFIGURATION, WEIGHTS, is_config
 from ciuic.training.format import tensors
 from ciuic.training.format.layout import decode_header
 from ciuic.training.importing.foreign_directory import ForeignDirectory
-from ciuic.training.util.documents import MAX_DOCUMENT_BYTES, decode_json
+from ciuic.training.json_documents import MAX_DOCUMENT_BYTES, decode_json
 
 _TORCH_WEIGHTS: Final = "pytorch_model.bin"
 _PROGRESS: Final = "trainer_state.json"

@@ -13,7 +13,7 @@ import pickletools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from ciuic.training.util.documents import MALFORMED
+from ciuic.training.json_documents import MALFORMED
 
 
 class Name(NamedTuple):

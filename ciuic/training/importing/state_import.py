@@ -20,13 +20,12 @@ import msgspec
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, UsageError
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.sandbox.resources import limit_resources
+from ciuic.training.arguments import ManagerOptions, is_value_name
 from ciuic.training.export.state_source import LOOPS, RANDOM, missing_package
-from ciuic.training.format.results import EXIT_SECONDS
+from ciuic.training.json_documents import MALFORMED
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.manager_options import ManagerOptions
-from ciuic.training.state.validation import is_value_name
-from ciuic.training.util import randomness
-from ciuic.training.util.documents import MALFORMED
+from ciuic.training.results import EXIT_SECONDS
+from ciuic.training.state import randomness
 from ciuic.units import human_size
 
 TAG: Final = "imported"

@@ -14,10 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-from ciuic.training.state.data_position import Passes
-from ciuic.training.state.gradients import Gradients
-from ciuic.training.state.read_ahead import ReadAhead
-from ciuic.training.util.method_hooks import override, tell_after
+from ciuic.training.state.data_position import Gradients, Passes, ReadAhead
+from ciuic.training.state.method_hooks import override, tell_after
 
 # In this order, of which the first that an object has is watched: a GradScaler has `step`, within which the
 # optimizer steps, and `update`, which comes last.

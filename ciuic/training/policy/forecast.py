@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 from ciuic.repository import Repository
 from ciuic.training.free_resources import memory_left
-from ciuic.training.policy.policies import AfterIf, Interval, Rule
 from ciuic.training.policy.retention_rules import Keep, Latest
+from ciuic.training.policy.save_rules import AfterIf, Interval, Rule
 from ciuic.units import human_size, plural
 
 _TRIED_BYTES: Final = 8 << 20

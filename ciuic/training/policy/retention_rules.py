@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ciuic.training.policy.policies import Mode, check_mode
+from ciuic.training.policy.save_rules import Mode, check_mode
 
 NS_PER_SECOND = 10**9
 

@@ -1,18 +1,76 @@
-"""Place of a training: its local directory, and its remotes."""
+"""Place of a training: its local directory, whose repository is created where there is none, and its remotes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from ciuic.errors import CiuicError, UsageError
+from ciuic.repository import Identity, Repository
+from ciuic.training import arguments
 from ciuic.training.remote.uploads import UploadOrder
-from ciuic.training.state import validation
-from ciuic.training.util.repository_dir import ensure_repository
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
+
+
+# While another rank creates the repository some of these names exist already.
+_OF_REPOSITORY: Final = frozenset(("config", "packs", "snapshots", "marks"))
+_OTHERS_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.02
+
+
+class Naming(NamedTuple):
+    """Identity and block size of a new repository."""
+
+    identity: Identity
+    block_size: int
+
+
+def ensure_repository(path: Path, naming: Callable[[], Naming] | None = None) -> None:
+    """Make sure that there is a repository at ``path``; create it, parents included, if there is none.
+
+    All ranks of a run may call this at once: one of them creates it, and the others wait for that.
+
+    Args:
+        path: Directory of the repository.
+        naming: Asked only for a new repository; None: names of its own.
+
+    Raises:
+        CiuicError: There can be none.
+        OSError: The same, as the file system says it.
+    """
+    if Repository.exists(path):
+        # Opened, so that one of a later version is an error here and not at the first save.
+        Repository.open(path).close()
+        return
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file: give save_dir a directory that is empty, or is not there yet")
+    # A mistaken save_dir, such as the home directory, must not be filled with packs.
+    names = {one.name for one in path.iterdir()} if path.exists() else set()
+    if names and names.isdisjoint(_OF_REPOSITORY):
+        raise UsageError(
+            f"{path} has other files ({min(names)} …): "
+            "give save_dir a directory that is empty, or is not there yet"
+        )
+    chosen = None if naming is None else naming()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if chosen is None:
+            Repository.create(path).close()
+        else:
+            Repository.create(path, identity=chosen.identity, block_size=chosen.block_size).close()
+    # Another rank was first: it may need some time until the repository is complete.
+    except (CiuicError, FileExistsError):
+        end = time.monotonic() + _OTHERS_SECONDS
+        while not Repository.exists(path):
+            if time.monotonic() > end:
+                raise
+            time.sleep(_POLL_SECONDS)
+
 
 Remotes: TypeAlias = (
     "str | bool | Mapping[str, Any] | RemoteConfig | Iterable[str | Mapping[str, Any] | RemoteConfig] | None"
@@ -41,18 +99,18 @@ def place_of(save_dir: Any, remote: Any) -> Place:
     """
     url = save_dir if is_url(save_dir) else None
     if url is None and remote is None:
-        return Place(validation.directory(save_dir), ())
+        return Place(arguments.directory(save_dir), ())
     # Only here: trainings without a remote need none of it.
-    from ciuic.training.remote import targets
+    from ciuic.training.remote import joining
 
-    remotes = targets.remotes_from(remote)
+    remotes = joining.remotes_from(remote)
     if url is None:
-        return Place(validation.directory(save_dir), remotes)
-    first = targets.remotes_from(url)
+        return Place(arguments.directory(save_dir), remotes)
+    first = joining.remotes_from(url)
     # The same place once more, with its settings, is the one that is meant.
     if any(one.url == first[0].url for one in remotes):
         first = ()
-    return Place(str(targets.local_directory(url)), (*first, *remotes))
+    return Place(str(joining.local_directory(url)), (*first, *remotes))
 
 
 def is_url(save_dir: Any) -> bool:

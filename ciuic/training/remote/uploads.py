@@ -1,4 +1,4 @@
-"""Uploads of one training directory: where their state lies, and whether a process carries them out.
+"""Uploads of one training directory: where their state lies, whether a process carries them out, and what waits for them.
 
 ``SAVE_DIR/remotes/NAME`` has what the process keeps of the remote NAME: the record of what is stored there
 (`ciuic.protocol.stored_remotely`), its status, its index, its log, and two files that are locked:
@@ -11,6 +11,11 @@ locks for all of them. It ends when it has stored everything and has locked ``us
 ``uploader`` before ``users``: a writer that waits for ``users`` finds ``uploader`` free then, and starts another
 process.
 
+What retention may remove (`RemotePins`): a snapshot goes only if each remote has stored it or does not want it, as the record of the
+process that uploads says (`ciuic.protocol.stored_remotely`); a record that cannot be read lets none go. Two
+exceptions keep the disk from filling: less than a tenth of the file system is free, or the disk was full; and
+of a remote that has never stored anything only the snapshots of the last seven days are kept.
+
 References:
     flock(2): the lock belongs to the open file, and goes with the process that opened it.
 """
@@ -22,6 +27,7 @@ import os
 import queue
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,11 +35,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec.structs import asdict
 
-from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record
+from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record, remotes_done
+from ciuic.repository import SnapshotInfo
 from ciuic.system.child_process import environment, module_command
+from ciuic.types import SnapshotId
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
+
 
 STATE_DIR: Final = "remotes"
 LOG_NAME: Final = "log"
@@ -256,3 +265,61 @@ def _start(save_dir: str, order: UploadOrder) -> subprocess.Popen[bytes]:
         )
     finally:
         os.close(log)
+
+
+MIN_FREE_SHARE: Final = 0.1
+"""Free share of the file system below which nothing is kept for a remote."""
+FORGOTTEN_AFTER_NS: Final = 7 * 86400 * 10**9
+"""Age from which snapshots are not kept for a remote that has never stored any, as ciuic.retention has it."""
+
+
+def free_share(directory: str) -> float:
+    """Return the share of the file system that this user may still fill; 1.0 where that is unknown."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return 1.0
+    return found.f_bavail / found.f_blocks if found.f_blocks else 1.0
+
+
+class RemotePins:
+    """Snapshots that the remotes of one training still need."""
+
+    def __init__(
+        self,
+        repository: str,
+        remotes: Sequence[str],
+        free_share: Callable[[str], float] = free_share,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Take the path of the repository and the names of the remotes."""
+        self._repository = repository
+        self._remotes = tuple(remotes)
+        self._free_share = free_share
+        self._now_ns = now_ns
+        self.off = False
+        """True while the disk is full."""
+
+    def removable(
+        self, known: Sequence[SnapshotInfo], drop: Sequence[SnapshotId], repository_id: str
+    ) -> tuple[list[SnapshotId], set[SnapshotId]]:
+        """Return those of ``drop`` that may go, and which of these a remote would still have needed.
+
+        Args:
+            known: All snapshots of the training.
+            drop: Those that no rule keeps, oldest first.
+            repository_id: Id of the repository.
+        """
+        if not self._remotes or not drop:
+            return list(drop), set()
+        done = remotes_done(self._remotes, repository_id, state_dir=state_dir(self._repository)).done
+        times = {info.id: info.time_ns for info in known}
+        since_ns = self._now_ns() - FORGOTTEN_AFTER_NS
+        needed = {
+            id_
+            for id_ in drop
+            if any(times[id_] >= since_ns if ids is None else id_ not in ids for ids in done.values())
+        }
+        if self.off or self._free_share(self._repository) < MIN_FREE_SHARE:
+            return list(drop), needed
+        return [id_ for id_ in drop if id_ not in needed], set()

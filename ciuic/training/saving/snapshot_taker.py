@@ -2,40 +2,275 @@
 
 Guarantees: on several ranks all count from the step of a snapshot, even if it fails. Failures are logged and
 counted (`Saver`), except for errors of the program itself.
+
+Of a sharded state all ranks stage their parts at the same step, or none does. Before anything is staged, they exchange
+whether they can save, what they would store, and the token that rank 0 gave the snapshot. From then on no rank waits
+for another: each writer stores its part, and rank 0's makes the snapshot when all have (`writer.rank_parts`).
 """
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Any, Final
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import xxhash
 
+from ciuic.repository import Repository
+from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.training import arguments
+from ciuic.training.format import shards
 from ciuic.training.format.reading import Facts, facts_summary, framework_versions, metric_floats
-from ciuic.training.format.results import Save
 from ciuic.training.format.shards import are_sharded
-from ciuic.training.policy.due import SaveSchedule
-from ciuic.training.protocol.messages import Manifest
-from ciuic.training.ranks import rank_state
-from ciuic.training.ranks.group import Ranks, RanksApart
-from ciuic.training.ranks.rank_state import RankState
+from ciuic.training.logs import log, quietly
+from ciuic.training.name_lock import NameLock
+from ciuic.training.policy.save_schedule import SaveSchedule
+from ciuic.training.ranks import Ranks, RanksApart
 from ciuic.training.registered import Registered
+from ciuic.training.results import Save
 from ciuic.training.saving.saver import Saver
-from ciuic.training.saving.sharded_save import AgreedSave, agree, gather_part
-from ciuic.training.saving.snapshot_spec import (
-    BoundaryState,
-    RanksGone,
-    RunProgress,
-    SkippedSave,
-    SnapshotSpec,
-)
-from ciuic.training.saving.staging import gather
-from ciuic.training.state.completeness import missing
-from ciuic.training.util import randomness
-from ciuic.training.util.logs import log, quietly
-from ciuic.training.util.name_lock import NameLock
-from ciuic.training.writer.filesystem import FilesystemPairing, planned_id
+from ciuic.training.saving.staging import GatheredState, gather, rank_pieces
+from ciuic.training.state import randomness, rank_state
+from ciuic.training.state.rank_state import RankState
+from ciuic.training.state.stateful import missing
+from ciuic.training.writer.filesystem import FilesystemPairing, Roots, planned_id
+from ciuic.training.writer.messages import JointSave, Manifest
 from ciuic.training.writer.rank_parts import report_failure
+
+
+class _Readiness(NamedTuple):
+    """Message of one rank before a sharded save."""
+
+    mine: RankState
+    token: str
+    is_busy: bool
+    outline: str
+    """Digest of what must be the same on all ranks."""
+    size_bytes: int
+
+    def message(self) -> dict[str, Any]:
+        """Return the plain value that is sent to other ranks."""
+        return {**self._asdict(), "mine": self.mine.message()}
+
+    @classmethod
+    def of(cls, message: Any) -> _Readiness:
+        """Decode the message of another rank.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            made = cls(**{**message, "mine": RankState.of(message["mine"])})
+        except (TypeError, LookupError):
+            made = None
+        texts = () if made is None else (made.token, made.outline)
+        if (
+            made is None
+            or not all(isinstance(text, str) for text in texts)
+            or type(made.size_bytes) is not int
+        ):
+            raise ValueError("another rank sent an invalid message before a sharded save")
+        return made
+
+
+class AgreedSave(NamedTuple):
+    """Agreement of all ranks to save now."""
+
+    parts: list[RankState]
+    joint_save: JointSave
+    size_bytes: int
+    """Size of all ranks' parts together."""
+    claim: Claim | None
+    """Claim on the repository, on rank 0: nothing is swept until the snapshot is made."""
+
+
+def gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: int) -> GatheredState:
+    """Gather what this rank stores, without the documents of the snapshot.
+
+    Raises:
+        Unsaveable: a value cannot be stored.
+    """
+    for name, value in objects.items():
+        shards.check_optimizer(value, name)
+    return rank_pieces(states, rank) if rank else gather(states, {}, {}, with_shards=True)
+
+
+def agree(
+    ranks: Ranks, repository: str, objects: Mapping[str, Any], states: Mapping[str, Any], *, is_busy: bool
+) -> AgreedSave | None:
+    """Agree with the other ranks on a save. Collective.
+
+    Args:
+        ranks: connection to the other ranks.
+        repository: path of the repository.
+        objects: registered objects by name.
+        states: their states by name.
+        is_busy: whether this rank has no free arena.
+
+    Returns:
+        The agreement; None on all ranks if one has no room.
+
+    Raises:
+        RanksApart: another rank cannot be reached or sent something else.
+        ValueError: on all ranks, if one has a state that cannot be stored.
+    """
+    claim = None
+    if ranks.saves:
+        # Claimed before any rank stores: a prune between two parts would free what no snapshot refers to yet.
+        with Repository.open(repository) as opened:
+            claim = opened.claim()
+    try:
+        agreed = _agree(ranks, objects, states, is_busy)
+    except BaseException:
+        if claim is not None:
+            claim.release()
+        raise
+    if agreed is None:
+        if claim is not None:
+            claim.release()
+        return None
+    return agreed._replace(claim=claim)
+
+
+def _agree(
+    ranks: Ranks, objects: Mapping[str, Any], states: Mapping[str, Any], is_busy: bool
+) -> AgreedSave | None:
+    """Exchange the ranks' messages and compare them."""
+    mine, size_bytes = rank_state.own_state(objects), 0
+    try:
+        size_bytes = gather_part(objects, states, ranks.rank).size_bytes
+    except (TypeError, ValueError) as error:
+        # Sent to the other ranks instead of raised here: all must leave the exchange together, and raise
+        # alike.
+        mine = RankState({}, str(error))
+    # Random: reports that a dead run left in the same directory must not count for this snapshot.
+    token = os.urandom(16).hex() if ranks.saves else ""
+    ready = _Readiness(mine, token, is_busy, _outline(states), size_bytes)
+    try:
+        all_ready = [_Readiness.of(one) for one in ranks.exchange(ready.message())]
+    except ValueError as error:
+        raise RanksApart(str(error)) from None
+    problem = next(
+        (f"rank {at}: {one.mine.problem}" for at, one in enumerate(all_ready) if one.mine.problem), ""
+    )
+    if problem:
+        raise ValueError(problem)
+    # Pipeline parallelism: each rank has tensors that no other knows.
+    if any(one.outline != all_ready[0].outline for one in all_ready):
+        raise ValueError(
+            "the ranks have different tensors, or shards of different ones: save such states with "
+            "torch.distributed.checkpoint and ciuic.training.dcp.storage"
+        )
+    # All or none: rank 0's writer would wait for the missing part and then make no snapshot.
+    if any(one.is_busy for one in all_ready):
+        log.warning("ciuic: snapshot skipped: the writer of one rank is still storing the last two")
+        return None
+    return AgreedSave(
+        [one.mine for one in all_ready],
+        JointSave(all_ready[0].token, ranks.rank, ranks.world_size),
+        sum(one.size_bytes for one in all_ready),
+        None,
+    )
+
+
+def _outline(states: Mapping[str, Any]) -> str:
+    """Return the digest of the names, shapes and dtypes that all ranks must share."""
+    # A digest, because only equality matters and every rank gets it from all others.
+    whole = xxhash.xxh3_128()
+    for line in shards.outline(states):
+        whole.update(line.encode("utf-8", "surrogatepass"))
+    return whole.hexdigest()
+
+
+class RunProgress:
+    """Progress of the run."""
+
+    def __init__(self) -> None:
+        self.id = os.urandom(16).hex()
+        """Id of the run; a resumed run keeps it."""
+        self.step = 0
+        self.epoch: int | None = None
+        """Epoch that the program named last."""
+
+
+class BoundaryState(NamedTuple):
+    """State at the last boundary, as far as an evaluation changes it."""
+
+    random: dict[str, Any]
+    positions: dict[str, Any]
+    epoch: int | None
+
+
+class SnapshotSpec(NamedTuple):
+    """Properties of a snapshot that is to be taken."""
+
+    reason: str
+    epoch: int | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    plain: Mapping[str, Any] = MappingProxyType({})
+    tags: tuple[str, ...] = ()
+    hold: str = ""
+    """Reason for which the snapshot is held; empty if it is not."""
+    filesystem: Roots | None = None
+    """Directories whose files are wanted with it; None for the manager's default."""
+    is_explicit: bool = False
+    """True if the program asked for it, perhaps on this rank alone."""
+    may_wait: bool = False
+    """True if it may wait for the writer to finish an earlier one."""
+    boundary_state: BoundaryState | None = None
+    """State to save in place of the current generators and positions."""
+
+
+def explicit_request(
+    model: Any,
+    optimizer: Any,
+    epoch: Any,
+    others: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    tags: Any,
+    hold: Any,
+    filesystem: Roots | None,
+) -> tuple[dict[str, Any], SnapshotSpec]:
+    """Validate the arguments of `save_snapshot`.
+
+    Returns:
+        The objects by name, and the properties of the snapshot.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+    """
+    objects, plain = arguments.objects_and_values(model, optimizer, others)
+    return objects, SnapshotSpec(
+        "asked for",
+        None if epoch is None else arguments.whole_number(epoch, "epoch"),
+        arguments.numbers(metrics),
+        plain,
+        arguments.texts(tags),
+        arguments.reason(hold),
+        filesystem,
+        is_explicit=True,
+        may_wait=True,
+    )
+
+
+class SkippedSave(NamedTuple):
+    """The last save that was due and was skipped because the writer was busy."""
+
+    step: int
+    request: SnapshotSpec
+    """Properties of the snapshot, with the generators and positions of its boundary."""
+    parts: list[RankState] | None
+    """States of the ranks at that boundary; None: of this process alone, or sharded."""
+
+
+class RanksGone(NamedTuple):
+    """Another rank has ended, or cannot be reached."""
+
+    problem: str
+
 
 _AT_END: Final = "skipped before the end"
 """Reason in a snapshot that was due while the writer was busy, and is taken when the manager is closed."""

@@ -16,16 +16,16 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ciuic.repository.writing.shared_write_claim import Claim
-from ciuic.training.device.async_copy import AsyncCopy, DeviceTensor, Overlap
+from ciuic.training.arena import Slot
+from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
 from ciuic.training.format.layout import FileInMemory, Layout, aligned, lay_out
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION, Facts, encode_facts
 from ciuic.training.format.structure import Leaf, pack
 from ciuic.training.format.tensors import Array, ArrayBuffer, outside_inference_mode
-from ciuic.training.protocol.messages import Manifest
-from ciuic.training.util.documents import encode_json
+from ciuic.training.json_documents import encode_json
 from ciuic.training.writer.client import WriterClient, manifest_files
 from ciuic.training.writer.filesystem import PairRequest
-from ciuic.training.writer.slots import Slot
+from ciuic.training.writer.messages import Manifest
 
 VALUES: Final = "values"
 """Name under which the manager's own values are packed, as an object among the others."""

@@ -1,4 +1,4 @@
-"""Reading and restoring the state of an object, by the methods that its kind has for that.
+"""State of an object: reading it, checking that a saved one fits, restoring it, by the methods that its kind has for that.
 
 ====================================  =================================================
 methods                               examples
@@ -12,15 +12,25 @@ variables with assign                 Keras optimizers
 ====================================  =================================================
 
 A dict or a list is its own state.
+
+Guarantees: `problem_of` changes nothing. For modules and optimizers of torch and for Keras it finds every
+reason for which their own loading raises, and those for which it would silently load something else: another
+dtype, moments of another shape, parameters on the meta device. For any other object only its own loading can
+tell, so `Undo` keeps what the object was and restores it. Names of tensors are compared without the prefixes of
+wrappers (`format.shards.bare_names`).
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
-from ciuic.training.util.randomness import tupled
+from ciuic.training.format.shards import bare_names, by_bare_name
+from ciuic.training.logs import log, quietly
+from ciuic.training.state.randomness import tupled
 
 
 class StateAccess(NamedTuple):
@@ -162,3 +172,293 @@ _ACCESSES: list[tuple[Callable[[object], bool], StateAccess]] = [
     (lambda value: isinstance(value, dict), StateAccess(dict, _put_dict)),
     (lambda value: isinstance(value, list), StateAccess(list, _put_list)),
 ]
+
+
+# State of torch's optimizers that has the shape of its parameter; others (Adafactor's rows and columns) have
+# shapes of their own.
+_LIKE_PARAMETER: Final = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "sum",
+    "prev",
+    "ax",
+)
+# Differences that a message names; a model of another size differs in all of its tensors.
+_NAMED: Final = 3
+# A copy of a state that only its own loading can check is held in memory up to this size. No object of torch
+# or Keras needs one; a larger custom optimizer is loaded without it rather than not at all.
+_MAX_COPY_BYTES: Final = 4 << 30
+
+
+def renamed_as(value: Any, saved: Any) -> Any:
+    """Return the saved state of a module with its keys named as the module names them.
+
+    Returns:
+        The same object where the names agree, or differ by more than the prefixes of wrappers.
+    """
+    if not _is_module(value) or not isinstance(saved, dict):
+        return saved
+    own = value.state_dict()
+    if own.keys() == saved.keys():
+        return saved
+    own_of = by_bare_name(own)
+    saved_of = by_bare_name(saved)
+    if own_of is None or saved_of is None or own_of.keys() != saved_of.keys():
+        return saved
+    made: Any = type(saved)()
+    for bare, key in saved_of.items():
+        made[own_of[bare]] = saved[key]
+    # Versions of modules, by the path of the module: a BatchNorm without its own is taken for an old one.
+    versions, own_versions = getattr(saved, "_metadata", None), getattr(own, "_metadata", None)
+    if versions is not None and own_versions is not None:
+        # A wrapper and what it wraps have one bare path; the wrapper comes first, and its version matters to
+        # nobody.
+        found = {bare: versions[path] for path, bare in bare_names(versions).items()}
+        wanted = bare_names(own_versions)
+        made._metadata = {path: found[bare] for path, bare in wanted.items() if bare in found}
+    return made
+
+
+def problem_of(value: Any, saved: Any) -> str:
+    """Return why a saved state does not fit an object; empty where it does, or where only loading can tell.
+
+    Args:
+        value: The object; nothing of it is changed.
+        saved: Its saved state, renamed by `renamed_as`.
+    """
+    if is_keras_model(value):
+        return _shapes_problem(state_of(value, ""), saved, "weights")
+    if _is_module(value):
+        return _module_problem(value, saved)
+    if hasattr(value, "param_groups") and isinstance(saved, dict) and "param_groups" in saved:
+        return _optimizer_problem(value, saved)
+    if hasattr(value, "variables") and hasattr(value, "apply_gradients"):
+        return _shapes_problem(state_of(value, ""), saved, "variables")
+    return ""
+
+
+class Undo:
+    """States of objects from before they were loaded into."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], None]] = []
+
+    def remember(self, name: str, value: Any) -> None:
+        """Keep what an object is, unless `problem_of` has checked all that its loading checks."""
+        if is_checked_wholly(value):
+            return
+        # A loader of data may start its workers when it is asked for its state, so its attributes are kept
+        # instead: loading replaces them and changes none of them in place.
+        if hasattr(value, "__iter__") and hasattr(value, "dataset"):
+            attributes = dict(vars(value))
+            self._steps.append(lambda: _restore_attributes(value, attributes))
+            return
+        # Loading replaces the entries of a dict or list, which are kept themselves: the program may hold them.
+        if isinstance(value, (dict, list)):
+            entries = copy.copy(value)
+            self._steps.append(lambda: load_into(value, entries, name))
+            return
+        try:
+            before = state_of(value, name)
+            if _size_bytes(before) > _MAX_COPY_BYTES:
+                return
+            kept = _copied(before)
+        # An object may have no state, or none that can be copied, before it is loaded: then it is loaded
+        # without a way back, which is better than no resume.
+        except Exception as error:
+            log.debug("ciuic: %s could not be kept as it was: %r", name, error)
+            return
+        self._steps.append(lambda: load_into(value, kept, name))
+
+    def restore(self) -> None:
+        """Restore every object, the last one first; an object that refuses its own state is logged."""
+        while self._steps:
+            with quietly("an object could not be restored to what it was before"):
+                self._steps.pop()()
+
+
+def _is_module(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module) and not is_keras_model(value)
+
+
+def is_checked_wholly(value: Any) -> bool:
+    """Return whether `problem_of` finds every reason for which an object cannot load its state."""
+    if is_keras_model(value) or (hasattr(value, "variables") and hasattr(value, "apply_gradients")):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if _is_module(value):
+        return not _loads_by_own_code(value)
+    own: bool = isinstance(value, torch.optim.Optimizer) and type(value).__module__.startswith("torch.optim")
+    return own
+
+
+def _loads_by_own_code(module: Any) -> bool:
+    """Return whether loading a module runs code that may keep something besides copying tensors."""
+    return any(_loads_more(type(one)) for one in module.modules())
+
+
+def _loads_more(kind: Any) -> bool:
+    plain = sys.modules["torch"].nn.Module
+    if kind.get_extra_state is not plain.get_extra_state or kind.set_extra_state is not plain.set_extra_state:
+        return True
+    own = kind._load_from_state_dict is not plain._load_from_state_dict
+    own = own or kind.load_state_dict is not plain.load_state_dict
+    # Those of torch itself (BatchNorm, torch.compile's wrapper) only rename or add keys.
+    return own and not kind.__module__.startswith("torch.")
+
+
+def _module_problem(module: Any, saved: Any) -> str:
+    if not isinstance(saved, Mapping):
+        return f"the state of a module is a dict of tensors, and a {type(saved).__name__} was saved"
+    own = module.state_dict()
+    on_meta = [name for name, tensor in own.items() if getattr(tensor, "is_meta", False)]
+    if on_meta:
+        # torch copies nothing into such a tensor, and only warns.
+        return (
+            f"{_named(on_meta)} {'is' if len(on_meta) == 1 else 'are'} on the meta device, without memory: "
+            "call to_empty(device=…) first"
+        )
+    other = [
+        f"{name} is {_dtype(tensor)} here and {_dtype(saved[name])} there"
+        for name, tensor in own.items()
+        if name in saved and _dtype(tensor) != _dtype(saved[name])
+    ]
+    if other:
+        # torch converts such tensors without a word, and the run goes on from rounded weights.
+        return f"{_named(other)}: convert the model first, or load the state with load_latest_snapshot"
+    return "" if _loads_by_own_code(module) else _dry_run(module, saved)
+
+
+def _dry_run(module: Any, saved: Mapping[str, Any]) -> str:
+    """Load a state without copying any tensor, and return what torch says against it.
+
+    So hooks that rename or fill in keys are respected, which a comparison of names here would not do.
+    """
+    from torch.overrides import TorchFunctionMode  # type: ignore[import-not-found, unused-ignore]
+
+    class NoCopies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") == "copy_":
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
+    try:
+        with NoCopies():
+            module.load_state_dict(saved)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def _optimizer_problem(optimizer: Any, saved: dict[str, Any]) -> str:
+    groups, kept = optimizer.param_groups, saved["param_groups"]
+    if len(groups) != len(kept):
+        return f"the optimizer has {len(groups)} parameter groups, and {len(kept)} were saved"
+    parameters: dict[Any, Any] = {}
+    for at, (group, old) in enumerate(zip(groups, kept, strict=True)):
+        if len(group["params"]) != len(old["params"]):
+            return f"parameter group {at} has {len(group['params'])} parameters, and {len(old['params'])} were saved"
+        parameters |= dict(zip(old["params"], group["params"], strict=True))
+    wrong = [
+        f"{key} of parameter {number} has the shape {list(tensor.shape)}, and the parameter {list(parameters[number].shape)}"
+        for number, state in saved.get("state", {}).items()
+        if number in parameters and isinstance(state, dict)
+        for key, tensor in state.items()
+        if key in _LIKE_PARAMETER and _differs_in_shape(tensor, parameters[number])
+    ]
+    return _named(wrong)
+
+
+def _differs_in_shape(tensor: Any, parameter: Any) -> bool:
+    shape = getattr(tensor, "shape", None)
+    # The moments of a sharded parameter are sharded alike, and their whole shape is compared.
+    return shape is not None and tuple(shape) != tuple(parameter.shape)
+
+
+def _shapes_problem(own: Iterable[Any], saved: Any, what: str) -> str:
+    shapes = [tuple(array.shape) for array in own]
+    if not isinstance(saved, list):
+        return f"a list of {what} is needed, and a {type(saved).__name__} was saved"
+    if len(shapes) != len(saved):
+        hint = ": call optimizer.build(model.trainable_variables) first, with the same model"
+        return f"there are {len(shapes)} {what} here, and {len(saved)} were saved{hint if what == 'variables' else ''}"
+    wrong = [
+        f"number {at} of the {what} has the shape {list(shape)} here and {list(getattr(array, 'shape', ()))} there"
+        for at, (shape, array) in enumerate(zip(shapes, saved, strict=True))
+        if shape != tuple(getattr(array, "shape", ()))
+    ]
+    return _named(wrong)
+
+
+def _restore_attributes(value: Any, attributes: dict[str, Any]) -> None:
+    vars(value).clear()
+    vars(value).update(attributes)
+
+
+def _copied(state: Any) -> Any:
+    """Return a deep copy with tensors on the CPU, where there is room for them."""
+    if isinstance(state, dict):
+        made = copy.copy(state)
+        made.update({key: _copied(item) for key, item in state.items()})
+        return made
+    if type(state) in (list, tuple):
+        return type(state)(_copied(item) for item in state)
+    if hasattr(state, "detach") and hasattr(state, "clone"):
+        return state.detach().cpu().clone()
+    return copy.deepcopy(state)
+
+
+def _size_bytes(state: Any) -> int:
+    if isinstance(state, dict):
+        return sum(map(_size_bytes, state.values()))
+    if isinstance(state, (list, tuple)):
+        return sum(map(_size_bytes, state))
+    return int(getattr(state, "nbytes", 0) or 0)
+
+
+def _dtype(tensor: Any) -> str:
+    return str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+
+
+def _named(differences: list[str]) -> str:
+    more = f" and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
+    return ", ".join(differences[:_NAMED]) + more
+
+
+def missing(objects: Mapping[str, Any], *, has_position: bool) -> list[str]:
+    """Return a sentence for each missing object, with what to do; empty if none is known to be missing."""
+    notes = []
+    values = list(objects.values())
+    modules = [value for value in values if _is_module(value)]
+    optimizers = [value for value in values if hasattr(value, "param_groups") and hasattr(value, "step")]
+    if modules and not optimizers:
+        notes.append("no optimizer is saved: a resumed run would start with fresh moments")
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        if known and any(id(one) not in known for group in groups for one in group["params"]):
+            notes.append(
+                "the optimizer has parameters that are in no module that is saved: register their module"
+            )
+        # Schedulers of torch write the rate they began with into the groups.
+        scheduled = any("initial_lr" in group for group in groups)
+        if scheduled and not any(_schedules(value, optimizer) for value in values):
+            notes.append("a learning rate scheduler is at work and is not saved: register(scheduler=…)")
+    if "torch" in sys.modules and modules and not has_position:
+        notes.append(
+            "no data loader is registered: a resumed run begins its epoch again; register(loader=…), best a StatefulDataLoader"
+        )
+    return notes
+
+
+def _schedules(value: object, optimizer: object) -> bool:
+    return getattr(value, "optimizer", None) is optimizer

@@ -20,9 +20,12 @@ from typing import Final
 import msgspec
 
 from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
-from ciuic.training.device.arena import Arena
-from ciuic.training.protocol.messages import (
+from ciuic.training.arena import GROWTH_FACTOR, Arena, Slot, allocate_arena
+from ciuic.training.remote.uploads import store_variables
+from ciuic.training.writer.filesystem import PairRequest
+from ciuic.training.writer.messages import (
     Attach,
     Awaited,
     Begin,
@@ -39,9 +42,42 @@ from ciuic.training.protocol.messages import (
     receive_from_writer,
     send,
 )
-from ciuic.training.writer.filesystem import PairRequest
-from ciuic.training.writer.launching import detach, start_writer
-from ciuic.training.writer.slots import GROWTH_FACTOR, Slot, allocate_arena
+
+_detached_writers: list[subprocess.Popen[bytes]] = []
+"""Processes that finish what they were given while no client waits for them; polled so that they do not stay
+zombies.
+"""
+
+
+def start_writer(theirs: socket.socket, trainer_pid: int) -> subprocess.Popen[bytes]:
+    """Start a writer process on its end of the socket pair.
+
+    Raises:
+        OSError: the process could not be started.
+    """
+    arguments = str(theirs.fileno()), str(trainer_pid)
+    return subprocess.Popen(
+        module_command("ciuic.training.writer_process", *arguments),
+        # With the credentials of stores, for the process that uploads, which the writer starts.
+        env={**environment(of_trainer=True), **store_variables()},
+        stdin=subprocess.DEVNULL,
+        # stderr is inherited: with the trainer gone it is the only place left for messages.
+        stdout=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        # A session of its own: a signal to the trainer's process group (Ctrl-C, kill -PGID) must not
+        # end the writer.
+        start_new_session=True,
+        # The writer may outlive the job and must not keep its working directory busy.
+        cwd="/",
+    )
+
+
+def detach(process: subprocess.Popen[bytes]) -> None:
+    """Stop waiting for a process, and reap those detached earlier that have ended."""
+    _detached_writers.append(process)
+    # poll() reaps: an ended process stays a zombie until its parent asks.
+    _detached_writers[:] = [one for one in _detached_writers if one.poll() is None]
+
 
 # Arenas of a manager: the writer stores one while the trainer fills the other.
 _ARENAS: Final = 2

@@ -20,8 +20,8 @@ from ciuic.repository.codecs.codec import Codec
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.ids import is_zero
 from ciuic.repository.trees.block_maps import blocks_of
-from ciuic.training.protocol.messages import Manifest, ManifestFile, StoredFile
 from ciuic.training.writer.codecs import CommitCodecs
+from ciuic.training.writer.messages import Manifest, ManifestFile, StoredFile
 from ciuic.types import ChunkId, Entry, MapRef, Pair, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef
 
 _BATCH_BLOCKS: Final = 16

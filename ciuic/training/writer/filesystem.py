@@ -21,9 +21,9 @@ from typing import Final
 
 from ciuic.errors import CiuicError
 from ciuic.protocol.pairing import ANSWER_SECONDS, Cut, Taken, answer, ask, pair_socket, text_of
-from ciuic.training.format.results import Stats
-from ciuic.training.protocol.messages import Asking, Manifest, Saved
-from ciuic.training.util.logs import log
+from ciuic.training.logs import log
+from ciuic.training.results import Stats
+from ciuic.training.writer.messages import Asking, Manifest, Saved
 from ciuic.types import Pair
 
 Roots = bool | Iterable[str | os.PathLike[str]]

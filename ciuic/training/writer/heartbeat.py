@@ -19,7 +19,7 @@ from ciuic.printable import one_line
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage
 from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, Hello
 from ciuic.system.processes import start_ticks
-from ciuic.training.util.logs import log
+from ciuic.training.logs import log
 
 # Exceptions by which a program is ended, and not fails.
 _NO_FAILURE: Final = (KeyboardInterrupt, GeneratorExit)

@@ -6,7 +6,7 @@ deleted, however many damaged ones follow it. A snapshot that was read back is t
 of other roots in the repository are not touched. Every step may be interrupted at any point. The work yields
 to the next save, but only a limited number of times in a row: where saves come as fast as they are written,
 snapshots must not pile up. What a remote has not stored yet stays until it has, unless the disk is nearly full
-(ciuic.training.remote.pins).
+(ciuic.training.remote.uploads).
 
 Where the training uses all processors, reading a snapshot back slows it. There a sample of the newest one is
 read, and the newest that was read back wholly stays beside those that the rules keep; every
@@ -25,9 +25,9 @@ from ciuic.maintenance.sweep import HURRIED, USUAL, Thresholds
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.training.format.reading import Facts, check_resolves, read_facts
 from ciuic.training.policy.retention_rules import RetentionCandidate, kept, needs_facts
-from ciuic.training.protocol.messages import Note, RetentionRules
-from ciuic.training.remote.pins import RemotePins, free_share
+from ciuic.training.remote.uploads import RemotePins, free_share
 from ciuic.training.writer.marks import DAMAGED, VERIFIED, mark_damage_of
+from ciuic.training.writer.messages import Note, RetentionRules
 from ciuic.types import SnapshotId
 
 DAMAGE_NOTE: Final = "snapshot_damaged"

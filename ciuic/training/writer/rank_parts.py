@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from ciuic.training.protocol.messages import JointSave, StoredFile
+from ciuic.training.writer.messages import JointSave, StoredFile
 
 PARTS_DIR: Final = "parts"
 # Time that `collect` gives all ranks to begin their reports; they stage at one boundary.

@@ -1,12 +1,20 @@
-"""Code each state when it is not the newest any more: as a difference from the state that came after it.
+"""Code each state when it is not the newest any more, as a difference from the state after it, in time the training can spare.
 
 So the newest state, which nearly every load reads, lies as it is, and older ones pay for reading. Guarantees:
 what the newest state has is never coded here, also where an older one has it too. Where rules of retention
 keep single states, whose bases would outlive theirs, older states become planes without a base; where they
-keep the newest of all, the base of a state goes after it, so differences cost nothing in the long run. When
-this runs, and what stops it, is decided in coding_turns.py; what was coded until then is not coded again.
-States that an earlier process left as they are when it ended are coded too. Small states share packs: they are
-coded when the newest has none of its content there.
+keep the newest of all, the base of a state goes after it, so differences cost nothing in the long run. What was coded
+until a turn was stopped is not coded again. States that an earlier process left as they are when it ended are coded
+too. Small states share packs: they are coded when the newest has none of its content there.
+
+`CodingTurns` decides when. Guarantees: while the training leaves processors idle, everything that waits is coded between
+saves, in idle time. On a machine that it keeps busy, `MAX_WAITING_WHEN_BUSY` states wait for better times. What waits
+beyond them is coded by slices of idle-class threads with pauses in between, the longer the fewer wait, so that the
+share of all processors is at most `_SHARES`. A training that saves faster than that pays with
+processor time: from `OVERDUE` states on, one is coded after each save without pauses, and the next save waits
+for it. So `OVERDUE` states wait at most, unless coding one takes longer than the repository's lock may be held
+for it (`max_coding_seconds`); what was coded until then counts for the next turn. A save for which the training stands
+still, or after which it has to be gone, never waits for this. The repository is not locked in the pauses.
 
 References:
     docs/decisions/reverse-deltas.md: the measurements.
@@ -16,6 +24,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
@@ -27,16 +36,15 @@ from ciuic.repository.codecs.codec import Codec, Coded, Pace
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.system.disk_space import available_bytes
 from ciuic.training.policy.retention_rules import Latest
-from ciuic.training.protocol.messages import RetentionRules
-from ciuic.training.writer.codecs import Blocks, CommitCodecs
-from ciuic.training.writer.half_precision_pairs import HalfPrecisionCopy
+from ciuic.training.writer.codecs import Blocks, CommitCodecs, HalfPrecisionCopy, max_coding_seconds
+from ciuic.training.writer.messages import RetentionRules
 from ciuic.types import ChunkId, Entry, SnapshotId
 
 SEAL_FROM_BYTES: Final = 1 << 20
 """Size from which packs are sealed after a state, which go when what is in them is coded."""
 # Chunks that wait until their pack is mostly theirs; of more, the oldest stay as they are.
 _MAX_LEFT: Final = 1024
-# States that wait at most: older ones stay as they are. Their ids take memory; coding_turns.py keeps fewer.
+# States that wait at most: older ones stay as they are. Their ids take memory; `CodingTurns` keeps fewer.
 _MAX_WAITING: Final = 16
 # States of an earlier process that are looked at: so many wait on a busy machine.
 _MAX_ADOPTED: Final = 6
@@ -215,3 +223,87 @@ def _lies_as_it_is(repository: Repository, state: _State, after: _State) -> bool
     kept = {id_ for blocks in after.blocks.values() for id_ in blocks.values()}
     own = {id_ for blocks in state.blocks.values() for id_ in blocks.values()} - kept
     return bool(own) and sum(not repository.chunks.locate(chunk).flags for chunk in own) > len(own) / 2
+
+
+MAX_WAITING_WHEN_BUSY: Final = 2
+"""States that wait for idle time on a busy machine, beside the newest, which is never coded."""
+# Share of all processors, by the number of states beyond those.
+_SHARES: Final = (0.01, 0.02, 0.04)
+OVERDUE: Final = MAX_WAITING_WHEN_BUSY + len(_SHARES) + 1
+"""Waiting states of which the oldest is coded before the next save."""
+# Processor time between two pauses, more for large states: each slice looks up all chunks of the state anew.
+_SLICE_SECONDS: Final = 0.25
+_SLICE_BYTES_PER_SECOND: Final = 1e9
+_MIN_PAUSE_SECONDS: Final = 0.5
+
+
+class Trainer(NamedTuple):
+    """State of the trainer while earlier states are coded."""
+
+    has_message: Callable[[], bool]
+    """Returns True if a message has arrived or the trainer has ended."""
+    stands_still: Callable[[], bool]
+    """Returns True if the trainer waits for a save, or is ending."""
+    pause: Callable[[float], None]
+    """Wait for so many seconds, or until there is a message."""
+
+
+class Clock(NamedTuple):
+    """Time in seconds."""
+
+    now: Callable[[], float] = time.monotonic
+    used: Callable[[], float] = time.process_time
+    """Processor time of this process."""
+    processors: int = len(os.sched_getaffinity(0))
+
+
+class CodingTurns:
+    """Turns of one writer."""
+
+    def __init__(self, trainer: Trainer, clock: Clock | None = None) -> None:
+        self._trainer = trainer
+        self._clock = Clock() if clock is None else clock
+
+    def run(self, deltas: ReverseDeltas, *, is_busy: bool, size_bytes: int) -> None:
+        """Code earlier states after a save, until the next message or until enough is done.
+
+        Args:
+            deltas: the states.
+            is_busy: whether the training keeps all processors busy.
+            size_bytes: size of a state.
+
+        Raises:
+            CiuicError: the repository is damaged.
+            OSError: the repository cannot be read or written.
+        """
+        deltas.adopt()
+        if not is_busy:
+            self._run_until(deltas, self._trainer.has_message, "patient", max_coding_seconds(size_bytes), 0)
+        if deltas.waiting >= OVERDUE:
+            seconds = max_coding_seconds(size_bytes)
+            self._run_until(deltas, self._trainer.stands_still, "soon", seconds, OVERDUE - 1)
+        while is_busy and deltas.waiting > MAX_WAITING_WHEN_BUSY and not self._trainer.has_message():
+            self._run_slice(deltas, size_bytes)
+
+    def _run_slice(self, deltas: ReverseDeltas, size_bytes: int) -> None:
+        """Code for a moment, then pause so long that the share of the processors is kept."""
+        clock = self._clock
+        beyond = deltas.waiting - MAX_WAITING_WHEN_BUSY
+        share = _SHARES[min(beyond, len(_SHARES)) - 1]
+        slice_seconds = _SLICE_SECONDS + size_bytes / _SLICE_BYTES_PER_SECOND
+        began, used = clock.now(), clock.used()
+        self._run_until(
+            deltas,
+            lambda: self._trainer.has_message() or clock.used() - used >= slice_seconds,
+            "patient",
+            max_coding_seconds(size_bytes),
+            MAX_WAITING_WHEN_BUSY,
+        )
+        end = began + (clock.used() - used) / (share * clock.processors)
+        self._trainer.pause(max(_MIN_PAUSE_SECONDS, end - clock.now()))
+
+    def _run_until(
+        self, deltas: ReverseDeltas, stop: Callable[[], bool], pace: Pace, seconds: float, leave: int
+    ) -> None:
+        end = self._clock.now() + seconds
+        deltas.run(lambda: "now" if stop() or self._clock.now() > end else pace, leave=leave)

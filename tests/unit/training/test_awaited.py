@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training.protocol.messages import Awaited, Finish, SaveRequest, send
 from ciuic.training.writer.client import WriterClient
+from ciuic.training.writer.messages import Awaited, Finish, SaveRequest, send
 from ciuic.training.writer_process import _Trainer
 
 

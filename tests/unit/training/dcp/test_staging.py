@@ -13,10 +13,10 @@ if not torch.distributed.is_available():
 
 from torch.distributed import checkpoint as dcp  # noqa: E402
 
+from ciuic.training.arena import Arena  # noqa: E402
 from ciuic.training.dcp.part import HEADER_BYTES  # noqa: E402
 from ciuic.training.dcp.staging import ArenaPlacer, arena_bytes, copy_state  # noqa: E402
 from ciuic.training.dcp.storage import CiuicStorageReader, CiuicStorageWriter  # noqa: E402
-from ciuic.training.device.arena import Arena  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -15,8 +15,8 @@ from ciuic.errors import Damaged
 from ciuic.repository import Repository
 from ciuic.training.format import shards
 from ciuic.training.format.layout import TensorInFile
-from ciuic.training.protocol.messages import JointSave, StoredFile
 from ciuic.training.writer import rank_parts
+from ciuic.training.writer.messages import JointSave, StoredFile
 
 HERE = JointSave("token", 0, 2)
 OTHER = JointSave("token", 1, 2)

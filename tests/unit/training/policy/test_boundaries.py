@@ -9,7 +9,7 @@ from typing import Any
 
 from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.state.data_position import Passes
-from ciuic.training.util.method_hooks import tell_after
+from ciuic.training.state.method_hooks import tell_after
 
 
 class Optimizer:

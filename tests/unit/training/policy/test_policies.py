@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.training.policy.policies import (
+from ciuic.training.policy.save_rules import (
     AfterIf,
     Automatic,
     Interval,
@@ -18,7 +18,7 @@ from ciuic.training.policy.policies import (
     SaveRules,
     Steps,
 )
-from ciuic.training.util.save_costs import SaveCosts
+from ciuic.training.policy.save_schedule import SaveCosts
 
 
 def moment_at(steps: int = 0, seconds: float = 0.0, cost: float | None = None, write: float = 0.0) -> Moment:

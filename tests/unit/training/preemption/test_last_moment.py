@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ciuic.training.preemption.last_moment import BeforePreemption, PreemptionWatch
+from ciuic.training.preemption import BeforePreemption, PreemptionWatch
 
 
 class Host:

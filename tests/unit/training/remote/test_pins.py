@@ -12,10 +12,9 @@ from ciuic import SnapshotManager
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.training import Latest
-from ciuic.training.protocol.messages import Note, RetentionRules
-from ciuic.training.remote.pins import FORGOTTEN_AFTER_NS, MIN_FREE_SHARE, RemotePins
-from ciuic.training.remote.uploads import state_dir
+from ciuic.training.remote.uploads import FORGOTTEN_AFTER_NS, MIN_FREE_SHARE, RemotePins, state_dir
 from ciuic.training.writer.housekeeping import REMOVED_UNSTORED_NOTE, WriterHousekeeping
+from ciuic.training.writer.messages import Note, RetentionRules
 from ciuic.types import SnapshotId
 
 REPOSITORY = "0" * 32

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ciuic.training.device.async_copy import Overlap
-from ciuic.training.saving.pending_saves import PendingSaves
+from ciuic.training.device_copy import Overlap
+from ciuic.training.saving.saver import PendingSaves
 
 
 class _Staged:
@@ -125,7 +125,7 @@ def test_no_device_is_queried_while_a_graph_is_recorded(
     pending: PendingSaves, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No device is queried or waited for while a CUDA graph is recorded, not even by `finish`."""
-    monkeypatch.setattr("ciuic.training.saving.pending_saves.capturing", lambda: True)
+    monkeypatch.setattr("ciuic.training.saving.saver.capturing", lambda: True)
     (one,) = _add(pending, events, 1)
     one.is_done = True
     pending.advance()

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.training.format.structure import pack, unpack
+from ciuic.training.state import randomness
 from ciuic.training.state.data_position import Position
-from ciuic.training.util import randomness
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 data = torch.utils.data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ciuic.training.util.evaluation import WeightSample, evaluating
+from ciuic.training.preemption import WeightSample, evaluating
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 

@@ -16,10 +16,10 @@ from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH
 from ciuic.repository.format import pack_format as pf
 from ciuic.training.free_resources import CpuIdle
 from ciuic.training.policy.retention_rules import EverySteps, Keep, Latest
-from ciuic.training.protocol.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.training.writer import codecs
 from ciuic.training.writer.codecs import CodecChooser
 from ciuic.training.writer.committing import LastCommit, commit
+from ciuic.training.writer.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.types import ChunkId, Snapshot
 
 _BLOCK = 65536

@@ -13,13 +13,7 @@ from support.raw_states import content_of, drifting
 from ciuic.repository import Repository
 from ciuic.repository.codecs.codec import Codec, Coded
 from ciuic.repository.writing import recoding
-from ciuic.training.writer.coding_turns import (
-    MAX_WAITING_WHEN_BUSY,
-    OVERDUE,
-    Clock,
-    CodingTurns,
-    Trainer,
-)
+from ciuic.training.writer.reverse_deltas import MAX_WAITING_WHEN_BUSY, OVERDUE, Clock, CodingTurns, Trainer
 from ciuic.types import SnapshotId
 
 PROCESSORS = 2

@@ -13,15 +13,15 @@ from ciuic.repository import Repository, Walker
 from ciuic.training.format.layout import lay_out
 from ciuic.training.format.structure import Leaf
 from ciuic.training.format.tensors import Array
-from ciuic.training.protocol.messages import Manifest, ManifestFile, RetentionRules
-from ciuic.training.writer.codecs import CodecChooser
-from ciuic.training.writer.committing import LastCommit, commit
-from ciuic.training.writer.half_precision_pairs import (
+from ciuic.training.writer.codecs import (
+    CodecChooser,
     _as_bfloat16,
     _as_float16,
     find_copies,
     order_masters_last,
 )
+from ciuic.training.writer.committing import LastCommit, commit
+from ciuic.training.writer.messages import Manifest, ManifestFile, RetentionRules
 from ciuic.types import Snapshot
 
 _BLOCK = 65536

@@ -25,10 +25,10 @@ from ciuic.retention import RetentionPolicy
 from ciuic.training import EverySeconds, EverySteps, Latest
 from ciuic.training.format.reading import read_facts
 from ciuic.training.format.stored_files import SnapshotRef
-from ciuic.training.policy.policies import Moment, Rule
-from ciuic.training.protocol.messages import Note, RetentionRules
+from ciuic.training.policy.save_rules import Moment, Rule
 from ciuic.training.writer.housekeeping import FULL_READ_EVERY, WriterHousekeeping, read_back, split_by_rules
 from ciuic.training.writer.marks import DAMAGED, VERIFIED
+from ciuic.training.writer.messages import Note, RetentionRules
 from ciuic.types import ChunkId, RootRecord, SnapshotDraft, SnapshotId
 
 

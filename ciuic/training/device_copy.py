@@ -24,8 +24,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from ciuic.training.device.arena import Arena
-from ciuic.training.device.device_streams import DeviceStream, StreamEvent, capturing, device_stream_of
+from ciuic.training.arena import Arena
+from ciuic.training.device_streams import DeviceStream, StreamEvent, capturing, device_stream_of
 from ciuic.training.format.tensors import ArrayBuffer
 
 # Limit of clones on each device.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, NamedTuple
 
-from ciuic.training.state.validation import count
+from ciuic.training.arguments import count
 from ciuic.units import parse_duration
 
 Mode = Literal["min", "max"]

@@ -1,18 +1,34 @@
-"""The last snapshot before the machine, the job or the process is taken away.
+"""The last snapshot before the machine, the job or the process is taken away, and requeueing of the job.
 
     SnapshotManager(save_when=[Interval("1h"), BeforePreemption(grace_seconds=120, clouds=["aws"])])
+    BeforePreemption(grace_seconds=120, then=requeue_slurm)        # sbatch --requeue --signal=USR1@120
 
-A signal, or a notice of the cloud that the writer found (cloud_notices.py), leads to one snapshot at the next
-boundary of two steps. Within an evaluation there may be no boundary for long: there it is taken at once, in
-the signal handler, which Python runs in the main thread between two bytecodes. The state is then that of the
+A signal, or a notice of the cloud that the writer found (`cloud_notices`), leads to one snapshot at the next
+boundary of two steps, which is saved as any other. Within an evaluation there may be no boundary for long, nor between
+two passes over the data of which a loader tells: nothing changes there that is saved, so the snapshot is taken at once,
+in the signal handler, which Python runs in the main thread between two bytecodes. The state is then that of the
 last boundary, generators and position included, so that the resumed run makes the same evaluation again. The
 snapshot is left out, and the log says so, if measurements tell that it cannot be durable in the time that is
 left.
+
+The program is in an evaluation if every registered model that has the flag is out of training mode (torch's
+``model.eval()``). The beginning of the model's weights is compared with what it was after the last step,
+because some programs put an average of the weights into the model while they evaluate, and that must not be
+saved as the model.
 
 Guarantees: handlers that were installed before are called once the snapshot is staged or given up. A forked
 process answers these signals as if this module did not exist. A program that asks for nothing else ends as
 the signal would have ended it, but with the snapshot taken and by SystemExit, so that it can clean up. Being
 ready costs some forty microseconds a step (measured with torch).
+
+For submitit the job's callable needs a method ``checkpoint`` that returns what is to be run again;
+`requeue_submitit` is that:
+
+    class Train:
+        def __call__(self, save_dir): ...
+        checkpoint = requeue_submitit
+
+submitit's own handler is called once the last snapshot is staged, and requeues by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +36,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +44,18 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Final, Literal, Protocol
 
-from ciuic.training.policy.policies import Moment, Rule
-from ciuic.training.protocol.cloud_notices import MetadataService
+from ciuic.system.child_process import without_secrets
+from ciuic.training.cloud_notices import MetadataService
+from ciuic.training.logs import quietly
+from ciuic.training.policy.boundaries import Boundaries
+from ciuic.training.policy.save_rules import Moment, Rule
+from ciuic.training.ranks import Ranks, Vote
+from ciuic.training.registered import Registered
+from ciuic.training.saving.saver import Saver
+from ciuic.training.saving.snapshot_taker import BoundaryState, SnapshotSpec, SnapshotTaker
+from ciuic.training.state import randomness
+from ciuic.training.writer.heartbeat import TrainerHeartbeat
+from ciuic.training.writer.messages import PreemptionNotice
 
 log = logging.getLogger("ciuic")
 
@@ -391,3 +418,296 @@ def rule_of(rules: Iterable[Rule]) -> BeforePreemption | None:
     if len(found) > 1:
         raise ValueError(f"save_when must have one BeforePreemption at most, got {len(found)}")
     return found[0] if found else None
+
+
+_PATIENCE_SECONDS: Final = 20.0
+"""Time limit of one scontrol call."""
+
+
+def requeue_slurm(preempted: Preempted) -> None:
+    """Requeue this Slurm job, from its first process alone, and end the process.
+
+    Not for clusters where Slurm preempts by requeueing on its own: there ``then="exit"`` is right. Outside of
+    Slurm, or if the scheduler refuses, the failure is logged, and the process ends with 128 + signal.
+
+    Raises:
+        SystemExit: always; 0 if the job was requeued.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        log.error("ciuic: not requeued: SLURM_JOB_ID is not set, so this is no Slurm job")
+        raise SystemExit(128 + preempted.signal)
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    name = f"{array}_{task}" if array and task else job
+    # Every process of the job gets the signal; one request is enough.
+    if os.environ.get("SLURM_PROCID", "0") == "0":
+        try:
+            subprocess.run(
+                ["scontrol", "requeue", name],
+                env=without_secrets(os.environ),
+                check=True,
+                timeout=_PATIENCE_SECONDS,
+                capture_output=True,
+                text=True,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            log.error("ciuic: scontrol requeue %s failed: %s", name, getattr(error, "stderr", None) or error)
+            raise SystemExit(128 + preempted.signal) from None
+        log.warning("ciuic: job %s is requeued", name)
+    raise SystemExit(0)
+
+
+def requeue_submitit(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a submitit request to run the same callable with the same arguments; it resumes by itself.
+
+    It is meant as the method ``checkpoint`` of a submitit callable.
+    """
+    from submitit.helpers import DelayedSubmission  # type: ignore[import-not-found, unused-ignore]
+
+    return DelayedSubmission(self, *args, **kwargs)
+
+
+# Few enough that taking them after each step costs nothing beside the step.
+_SAMPLE_ELEMENTS: Final = 8
+
+
+def evaluating(objects: Iterable[Any]) -> bool:
+    """Return whether all models are out of training mode; False if none has the flag.
+
+    Averages of weights (``update_parameters``) do not count: they are in training mode all the time.
+    """
+    flags = [
+        value.training
+        for value in objects
+        if isinstance(getattr(value, "training", None), bool) and not hasattr(value, "update_parameters")
+    ]
+    return bool(flags) and not any(flags)
+
+
+class WeightSample:
+    """First elements of the first and the last parameter of each model."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        """Choose the parameters to sample."""
+        self._parameters: list[Any] = []
+        for value in objects:
+            if isinstance(getattr(value, "training", None), bool) and callable(
+                getattr(value, "parameters", None)
+            ):
+                # Views need contiguous memory, and empty parameters have no elements to compare.
+                every = [one for one in value.parameters() if one.numel() and one.is_contiguous()]
+                # Two are enough: an average that is put into the model replaces all of them.
+                self._parameters += [*every[:1], *every[1:][-1:]]
+        self._seen: list[Any] | None = None
+
+    def take(self) -> None:
+        """Remember the elements as they are after a step."""
+        self._seen = [_start(one).clone() for one in self._parameters]
+
+    def is_still(self) -> bool:
+        """Return whether the elements are unchanged since `take`; False before the first step."""
+        return self._seen is not None and all(
+            bool((_start(one) == seen).all()) for one, seen in zip(self._parameters, self._seen, strict=True)
+        )
+
+
+def _start(parameter: Any) -> Any:
+    return parameter.detach().view(-1)[:_SAMPLE_ELEMENTS]
+
+
+_MIN_CLOSE_SECONDS: Final = 0.5
+
+
+@dataclass
+class Lifetime:
+    """End of a manager's life, shared by the parts that look at it."""
+
+    closed: bool = False
+    close_by: float | None = None
+    """Deadline of `close` on the monotonic clock; None: only its own timeout counts."""
+
+
+class LastSave:
+    """Decides on and takes the last snapshot of one manager; the `PreemptionHost` of a `PreemptionWatch`."""
+
+    def __init__(
+        self,
+        rule: BeforePreemption,
+        agree: Vote | Callable[[bool], bool] | None,
+        *,
+        lifetime: Lifetime,
+        boundaries: Boundaries,
+        registered: Registered,
+        saver: Saver,
+        taker: SnapshotTaker,
+        heartbeat: TrainerHeartbeat,
+    ) -> None:
+        """Create it without signal handlers; `watch.install` installs them.
+
+        Args:
+            rule: What the program asked for.
+            agree: Tells at each boundary whether any rank was told of preemption; every rank asks. None: this
+                process decides alone.
+            lifetime: Gets the deadline of closing.
+            boundaries: Tells whether the state is whole.
+            registered: Objects that are saved.
+            saver: Stages and waits.
+            taker: Takes the snapshot.
+            heartbeat: Is told that the program will end.
+        """
+        self._rule = rule
+        self._agree = agree
+        self._lifetime = lifetime
+        self._boundaries = boundaries
+        self._registered = registered
+        self._saver = saver
+        self._taker = taker
+        self._heartbeat = heartbeat
+        self._remembered: BoundaryState | None = None
+        self._weight_sample: WeightSample | None = None
+        self._writer_spoke = False
+        """The writer signalled while the critical section was entered."""
+        # A forked child (a worker of a loader) inherits the handlers, and must not save.
+        self._pid = os.getpid()
+        self.watch = PreemptionWatch(rule, self)
+
+    @property
+    def grace_seconds(self) -> float:
+        """Time between a signal and the end of the process."""
+        return self._rule.grace_seconds
+
+    # -- what the coordinator calls
+
+    def stepped(self) -> None:
+        """Remember the start of the weights right after an optimizer step."""
+        # With `at_boundary` this takes 44 microseconds a step (measured with torch on one thread).
+        if self._weight_sample is None:
+            self._weight_sample = WeightSample(self._registered.objects.values())
+        self._weight_sample.take()
+
+    def notified(self, notice: PreemptionNotice) -> None:
+        """Pass the notice of a metadata service to the watch."""
+        self.watch.notified(notice.text, notice.seconds, certain=notice.certain)
+
+    def forget_weight_sample(self) -> None:
+        """Drop the remembered weights, because other objects are registered now."""
+        self._weight_sample = None
+
+    def join_ranks(self, ranks: Ranks) -> None:
+        """Agree with the other ranks from now on, unless the program brought its own way."""
+        if self._agree is None:
+            self._agree = ranks.vote()
+
+    def leave_ranks(self) -> None:
+        """Decide alone from now on."""
+        self._agree = None
+
+    def at_boundary(self) -> None:
+        """Take the last snapshot if it is time, before any other that is due.
+
+        Raises:
+            SystemExit: The program is to end after it.
+        """
+        # Every rank asks at every boundary, whether it was told or not: the answer is collective.
+        if self._agreed():
+            self.watch.at_boundary()
+        epoch = self._registered.epoch(self._taker.run.epoch)
+        self._remembered = BoundaryState(randomness.state(), self._registered.positions(), epoch)
+
+    def guard_released(self) -> None:
+        """Act on signals that arrived within the critical section."""
+        # Only the main thread may run what follows: it ends in SystemExit or in handlers of the program.
+        if threading.current_thread() is not threading.main_thread():
+            if self._writer_spoke or self.watch.is_pending:
+                self.watch.wake()
+            return
+        if self._writer_spoke:
+            self._writer_spoke = False
+            self.hear()
+        self.watch.act()
+
+    def _agreed(self) -> bool:
+        """Return whether it is time to act on what this rank or another one was told."""
+        if self._agree is None:
+            return True
+        try:
+            if isinstance(self._agree, Vote):
+                code = self._agree(self.watch.code)
+            else:
+                code = int(self._agree(self.watch.is_pending))
+        except RuntimeError:
+            return True  # The other ranks are gone, and will not come to any later boundary.
+        # The code carries the signal's number, so that this rank ends as the one that was told: as a notice,
+        # after which a program goes on, it would run until its partner is gone, and fail.
+        # Also where this rank was told of a notice alone, and another one of a signal: its code is larger.
+        if code > self.watch.code:
+            self.watch.receive_code(code, self._rule.grace_seconds)
+        return bool(code)
+
+    # -- what the watch calls
+
+    def is_ours(self) -> bool:
+        """Return whether this is the process that trains."""
+        return os.getpid() == self._pid
+
+    def hear(self) -> None:
+        """Read what the writer has said, or leave that to the end of the critical section."""
+        if self._saver.guard.depth:
+            self._writer_spoke = True
+        else:
+            with self._saver.guard:
+                self._saver.hear()
+
+    def can_stage_now(self) -> bool:
+        """Return whether the state is that of the last boundary, and nobody is staging."""
+        # Several ranks must save at the same boundary, so their evaluations are not interrupted.
+        if self._saver.guard.depth or self._lifetime.closed or self._agree is not None:
+            return False
+        if not self._registered.objects or not self._saver.changed:
+            return True  # Nothing is to be saved that is not.
+        objects = self._registered.objects.values()
+        if not any(isinstance(getattr(one, "training", None), bool) for one in objects):
+            return self._boundaries.between_passes
+        # Some programs put an average of the weights into the model while they evaluate, which must not be
+        # saved as the model.
+        still = self._weight_sample is not None and self._weight_sample.is_still()
+        return evaluating(objects) and still and self._boundaries.settled
+
+    def estimate_seconds(self) -> float | None:
+        """Return how long a snapshot staged now takes to be durable; None if nothing was measured."""
+        return self._saver.estimate_seconds()
+
+    def stage_last(self, reason: str, *, at_boundary: bool) -> bool:
+        """Stage the last snapshot; return whether the state is staged or durable."""
+        saver = self._saver
+        if not self._registered.objects or not (saver.changed or saver.stats.saved or saver.pending):
+            return False
+        # Nothing has changed since the last snapshot: that one is waited for.
+        if not saver.changed:
+            return True
+        boundary_state = None if at_boundary or not self._boundaries.unchanged else self._remembered
+        with quietly("the last snapshot could not be taken"):
+            wanted = SnapshotSpec(reason, may_wait=True, boundary_state=boundary_state)
+            save = self._taker.take_due(wanted)
+            return save is not None or not self._taker.writes
+        return False
+
+    def ends(self) -> None:
+        """Tell the daemon that the program will end because of preemption."""
+        self._heartbeat.preempted()
+
+    def wait_durable(self, seconds: float) -> str | None:
+        """Wait for the last snapshot, and bound every later `close` by the same deadline.
+
+        Returns:
+            Its id; None if it is not durable in this time.
+        """
+        # `close` in a `finally` of the program must not take longer than the grace either.
+        self._lifetime.close_by = time.monotonic() + max(_MIN_CLOSE_SECONDS, seconds)
+        self._saver.hurry()
+        # `changed` is set again by a save that has failed.
+        if not self._saver.wait(seconds) or self._saver.changed:
+            return None
+        if not self._taker.writes:
+            return "the one that rank 0 writes"
+        return self._saver.stats.last_id or None

@@ -16,7 +16,7 @@ from typing import Final
 
 import xxhash
 
-from ciuic.training.util.logs import log
+from ciuic.training.logs import log
 
 FILE_NAME: Final = "trainings"
 # struct flock of 64-bit Linux.

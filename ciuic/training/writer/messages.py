@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 
 from ciuic.protocol.watch_client import Hello
+from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.policy.retention_rules import Keep
-from ciuic.training.protocol.cloud_notices import MetadataService
 from ciuic.training.remote.uploads import UploadOrder
 from ciuic.types import Pair
 

@@ -17,8 +17,8 @@ import xxhash
 from ciuic.training.format.shards import contains_shards, is_sharded
 from ciuic.training.format.structure import pack
 from ciuic.training.format.tensors import ArrayBuffer
+from ciuic.training.state import randomness
 from ciuic.training.state.stateful import state_of
-from ciuic.training.util import randomness
 
 # Largest state of one object that is compared, for which it is sent to rank 0 at every save. A larger one is
 # taken to be the same on every rank.

@@ -1,4 +1,0 @@
-"""Copies from devices into memory shared with the writer: arenas, streams, copies beside the computation.
-
-The package may import `util` and `format`.
-"""
