@@ -37,8 +37,6 @@ from torch import distributed as dist
 
 from ciuic.errors import CiuicError
 from ciuic.training import ranks
-from ciuic.training.dcp.part import RankFiles
-from ciuic.training.dcp.parts import PartsWriter
 from ciuic.training.dcp.pointer import (
     POINTER_FILE,
     CheckpointPointer,
@@ -47,6 +45,7 @@ from ciuic.training.dcp.pointer import (
     read_checkpoint_pointer,
     write_checkpoint_pointer,
 )
+from ciuic.training.dcp.rank_files import PartsWriter, RankFiles
 from ciuic.training.dcp.reading import read_objects
 from ciuic.training.format import value_types
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts

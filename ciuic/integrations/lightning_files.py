@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ciuic.integrations.lightning_pointer import Pointer, encode_pointer, load_pointed, read_pointer
-from ciuic.training.export.destination import remove_leftovers
-from ciuic.training.export.state_source import lightning_checkpoint
-from ciuic.training.export.torch_files import write_torch
+from ciuic.training.convert.destination import remove_leftovers
+from ciuic.training.convert.export_state import lightning_checkpoint
+from ciuic.training.convert.exported_files import write_torch
 from ciuic.training.logs import quietly
 
 log = logging.getLogger("ciuic")

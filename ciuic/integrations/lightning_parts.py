@@ -16,7 +16,7 @@ from ciuic.integrations.lightning_results import ContinuedResults
 from ciuic.integrations.lightning_state import RESULTS, RankLocalState, TrainerCheckpoint
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.integrations.refusals import refuse_remote, refuse_sharded, refuse_strategy
-from ciuic.training.export.state_source import LOOPS
+from ciuic.training.convert.export_state import LOOPS
 from ciuic.training.logs import quietly
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State

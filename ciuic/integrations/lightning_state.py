@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ciuic.integrations.lightning_results import ContinuedResults, results_state
-from ciuic.training.export.state_source import LOOPS
+from ciuic.training.convert.export_state import LOOPS
 from ciuic.training.state import rank_state
 
 RESULTS: Final = "results"

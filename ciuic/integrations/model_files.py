@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from ciuic.system.ownership import temporary_directory
-from ciuic.training.export.hugging_face import is_configuration_name
+from ciuic.training.convert.exported_files import is_configuration_name
 
 # A tokenizer of a large vocabulary has some 10 MB; more belongs to no configuration.
 _MAX_BYTES: Final = 64 << 20

@@ -33,7 +33,7 @@ from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.integrations.model_files import configuration_files, with_ties
 from ciuic.integrations.refusals import refusal, refuse_kind, refuse_sharded
 from ciuic.system.ownership import temporary_directory
-from ciuic.training.export.hugging_face import CONFIGURATION
+from ciuic.training.convert.exported_files import CONFIGURATION
 from ciuic.training.logs import quietly
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State

@@ -13,7 +13,7 @@ import warnings
 
 import msgspec
 
-from ciuic.training.importing.state_import import ImportOrder, answer_order
+from ciuic.training.state_import import ImportOrder, answer_order
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from ciuic.training import arguments, loading
 from ciuic.training.arguments import warn_deprecated
 from ciuic.training.compare.state_diff import StateDiff, diff_states
 from ciuic.training.compare.text_table import aligned_text, html_table
-from ciuic.training.export import exporting
+from ciuic.training.convert import exporting
 from ciuic.training.format.reading import SavedSnapshot, saved_snapshots
 from ciuic.training.logs import log
 from ciuic.training.policy.retention_rules import Best, RetentionCandidate, best_of

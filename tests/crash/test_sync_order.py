@@ -30,8 +30,8 @@ from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.promised import Promise, record_loss
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.files.journal import JOURNAL_NAME
+from ciuic.training.convert.destination import new_directory, new_file
 from ciuic.training.dcp.pointer import CheckpointPointer, pointer_path, write_checkpoint_pointer
-from ciuic.training.export.destination import new_directory, new_file
 from ciuic.types import SnapshotId
 
 CACHE = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal", "lock")

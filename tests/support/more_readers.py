@@ -42,11 +42,11 @@ from ciuic.restore.files.attributes import denied_to_nobody
 from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
 from ciuic.training.compare.stored_tensors import described_tensors
+from ciuic.training.convert.inert_pickle import read_pickle
 from ciuic.training.dcp.pointer import decode_checkpoint_pointer
 from ciuic.training.format import structure
 from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.reading import STATE_VERSION, _decode_facts, check_document
-from ciuic.training.importing.inert_pickle import read_pickle
 from ciuic.training.json_documents import MALFORMED, decode_json
 from ciuic.training.writer import messages
 

@@ -21,8 +21,7 @@ from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
     from ciuic.compare.diff import PathChange
-    from ciuic.training.compare.state_diff import StateDiff
-    from ciuic.training.compare.tensor_changes import TensorChange
+    from ciuic.training.compare.state_diff import StateDiff, TensorChange
     from ciuic.types import Entry
 
 _SIGNS = {"added": "+", "removed": "-", "changed": "M", "retyped": "T"}

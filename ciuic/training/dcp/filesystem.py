@@ -39,8 +39,7 @@ from ciuic.training.dcp.pointer import (
     read_checkpoint_pointer,
     write_checkpoint_pointer,
 )
-from ciuic.training.dcp.reading import CiuicStorageReader
-from ciuic.training.dcp.source import HERE
+from ciuic.training.dcp.reading import HERE, CiuicStorageReader
 from ciuic.training.dcp.storage import CiuicStorageWriter
 from ciuic.training.remote.copies import RemoteCandidate
 from ciuic.training.remote.place import Remotes

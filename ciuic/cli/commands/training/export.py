@@ -54,7 +54,7 @@ def command(
     The state is one that SnapshotManager, an integration or CiuicStorageWriter has saved, sharded or not. Values
     that are no tensors become plain ones (docs/export.md).
     """
-    from ciuic.training.export.exporting import export
+    from ciuic.training.convert.exporting import export
 
     session = current()
     id_ = session.snapshots.resolve(snapshot)

@@ -38,7 +38,7 @@ def command(path: bytes, name: str, tags: tuple[str, ...], as_json: bool) -> Non
     names, which is created if it is missing; SnapshotManager.resume() there restores the objects whose names fit.
     """
     from ciuic.repository.trust import require_own
-    from ciuic.training.importing.state_import import import_state
+    from ciuic.training.state_import import import_state
 
     session = current()
     save_dir = session.repository_dir

@@ -14,8 +14,12 @@ if not torch.distributed.is_available():
 from torch.distributed import checkpoint as dcp  # noqa: E402
 
 from ciuic.training.arena import Arena  # noqa: E402
-from ciuic.training.dcp.part import HEADER_BYTES  # noqa: E402
-from ciuic.training.dcp.staging import ArenaPlacer, arena_bytes, copy_state  # noqa: E402
+from ciuic.training.dcp.rank_files import (  # noqa: E402
+    HEADER_BYTES,
+    ArenaPlacer,
+    arena_bytes,
+    copy_state,
+)
 from ciuic.training.dcp.storage import CiuicStorageReader, CiuicStorageWriter  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,17 +61,17 @@ def test_the_copy_is_equal_and_independent(tmp_path: Path) -> None:
 
 def test_large_staged_tensors_are_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are not copied again, and the loaded state is that of the time of staging."""
-    from ciuic.training.dcp import part
+    from ciuic.training.dcp import rank_files
 
     copies = []
-    place = part.tensors.ArrayBuffer
+    place = rank_files.tensors.ArrayBuffer
 
     class Counted(place):
         def fill(self, value: object) -> None:
             copies.append(value.nbytes)
             super().fill(value)
 
-    monkeypatch.setattr(part.tensors, "ArrayBuffer", Counted)
+    monkeypatch.setattr(rank_files.tensors, "ArrayBuffer", Counted)
     writer = CiuicStorageWriter(tmp_path / "snapshots")
     for number in range(4):  # as often as the arenas are used again
         copies.clear()
@@ -104,7 +108,7 @@ def test_a_device_copy_is_complete_when_staging_returns(monkeypatch: pytest.Monk
             calls.append("wait")
 
     lane = Recording()
-    monkeypatch.setattr("ciuic.training.dcp.staging.device_stream_of", lambda tensor: lane)
+    monkeypatch.setattr("ciuic.training.dcp.rank_files.device_stream_of", lambda tensor: lane)
     state = {"a": torch.arange(5.0), "b": torch.arange(3)}
     arena = Arena(1 << 20)
     placed = ArenaPlacer(memoryview(arena.map), arena)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
-from ciuic.training.export.plain_values import as_plain, without_classes  # noqa: E402
+from ciuic.training.convert.export_state import as_plain, without_classes  # noqa: E402
 from ciuic.training.format import structure  # noqa: E402
 from ciuic.training.format.value_types import register_type  # noqa: E402
 

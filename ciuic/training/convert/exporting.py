@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ciuic.errors import UsageError
 from ciuic.repository import Repository
-from ciuic.training.export.state_source import ExportState, missing_package, read_snapshot
+from ciuic.training.convert.export_state import ExportState, missing_package, read_snapshot
 
 FORMATS: Final = ("torch", "safetensors", "hf", "dcp", "npz")
 # Imported before the state is read, so that its tensors are torch's.
@@ -98,25 +98,25 @@ def _write(path: Path, state: ExportState, to: str, ranks: int, overwrite: bool)
     """Write the destination; return its size and the names of the objects and values that it has."""
     everything = {*state.objects, *state.values}
     if to == "torch":
-        from ciuic.training.export.torch_files import write_torch
+        from ciuic.training.convert.exported_files import write_torch
 
         return write_torch(path, state.whole(), overwrite=overwrite), everything
     if to == "dcp":
         return _write_dcp(path, state, ranks, overwrite), everything
     if to == "hf":
-        from ciuic.training.export.hugging_face import write_hugging_face
+        from ciuic.training.convert.exported_files import write_hugging_face
 
         return write_hugging_face(path, state, overwrite=overwrite), {"model"}
-    from ciuic.training.export import tensor_files
+    from ciuic.training.convert import exported_files
 
-    found = tensor_files.tensors_of(state)
+    found = exported_files.tensors_of(state)
     names = {
         name for name in state.objects if state.is_bare or any(one.startswith(f"{name}.") for one in found)
     }
     if to == "npz":
-        return tensor_files.write_npz(path, found, overwrite=overwrite), names
-    facts = tensor_files.facts_of(state)
-    return tensor_files.write_safetensors(path, found, facts, overwrite=overwrite), names
+        return exported_files.write_npz(path, found, overwrite=overwrite), names
+    facts = exported_files.facts_of(state)
+    return exported_files.write_safetensors(path, found, facts, overwrite=overwrite), names
 
 
 def _write_dcp(path: Path, state: ExportState, ranks: int, overwrite: bool) -> int:
@@ -124,7 +124,7 @@ def _write_dcp(path: Path, state: ExportState, ranks: int, overwrite: bool) -> i
 
     if not torch.distributed.is_available():
         raise UsageError("--to dcp needs a torch with torch.distributed", hint="another build of torch")
-    from ciuic.training.export.dcp_directory import write_dcp
+    from ciuic.training.convert.dcp_export import write_dcp
 
     return write_dcp(path, nested(state), ranks, overwrite=overwrite)
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ciuic.training.export.destination import new_directory
-from ciuic.training.export.plain_values import as_plain
+from ciuic.training.convert.destination import new_directory
+from ciuic.training.convert.export_state import as_plain
 
 # A directory with these alone may be replaced.
 _PATTERNS = ("__*.distcp", ".metadata")

@@ -21,7 +21,7 @@ from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, UsageError
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.sandbox.resources import limit_resources
 from ciuic.training.arguments import ManagerOptions, is_value_name
-from ciuic.training.export.state_source import LOOPS, RANDOM, missing_package
+from ciuic.training.convert.export_state import LOOPS, RANDOM, missing_package
 from ciuic.training.json_documents import MALFORMED
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import EXIT_SECONDS
@@ -181,7 +181,7 @@ def answer_order(order: ImportOrder) -> ImportAnswer:
 
 def _limit(path: Path) -> int:
     """Limit this process by the size of what it is to read; return that size."""
-    from ciuic.training.importing.foreign_directory import ForeignDirectory
+    from ciuic.training.convert.foreign_files import ForeignDirectory
 
     if path.is_dir():
         with ForeignDirectory(path) as directory:
@@ -246,8 +246,8 @@ class _Given:
 
 def _read(path: Path, size_bytes: int) -> ForeignState:
     # Imports torch, which is a package that may be missing.
-    from ciuic.training.importing import foreign_files
-    from ciuic.training.importing.foreign_directory import ForeignDirectory, open_foreign
+    from ciuic.training.convert import foreign_files
+    from ciuic.training.convert.foreign_files import ForeignDirectory, open_foreign
 
     if not path.is_dir():
         file = open_foreign(path)
@@ -260,7 +260,7 @@ def _read(path: Path, size_bytes: int) -> ForeignState:
                 objects, step, epoch = foreign_files.read_hugging_face(directory)
                 foreign_files.check_extent(objects, size_bytes)
                 return ForeignState(objects, step=step, epoch=epoch)
-            from ciuic.training.importing.dcp_directory import read_dcp
+            from ciuic.training.convert.dcp_import import read_dcp
 
             found = read_dcp(directory)
     foreign_files.check_extent(found, size_bytes)

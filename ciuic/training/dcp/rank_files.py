@@ -1,0 +1,553 @@
+"""Files of one rank in a checkpoint of `torch.distributed.checkpoint`: laid out in an arena, stored by the rank's writer process.
+
+A large shard has a safetensors file of its own, `FIRST/REST@OFFSETS.safetensors` for the tensor `FIRST.REST`
+(no `@…` where the shard is the whole tensor), so that what did not change costs nothing. The small ones of a
+rank share `_rank_N/small-tensors.safetensors`. Objects that are no tensors are in `_rank_N/objects.json`, by
+full name; tensors inside of them are in `_rank_N_objects/`.
+
+Ranks store in turn, then one makes a snapshot of all parts. Guarantees: what `PartsWriter.store` returned is durable; a
+snapshot exists when `commit` returned, and not before; while a rank holds a claim nothing that was stored is swept.
+
+References:
+    docs/decisions/ranks-in-turn.md
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from ciuic.repository import Repository
+from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.training.arena import Arena, Slot
+from ciuic.training.dcp.metadata import ItemLocation
+from ciuic.training.device_streams import DeviceStream, device_stream_of
+from ciuic.training.format import structure, tensors
+from ciuic.training.format.layout import (
+    OWN_FILE_BYTES,
+    SMALL_FILE,
+    SUFFIX,
+    FileInMemory,
+    aligned,
+    encode_header,
+    file_name,
+    lay_out,
+    width_of,
+)
+from ciuic.training.format.structure import Leaf
+from ciuic.training.policy.retention_rules import Latest
+from ciuic.training.remote.copies import RemoteCopies
+from ciuic.training.remote.place import RemoteList, uploads_of
+from ciuic.training.writer.client import GONE, WriterClient, manifest_files
+from ciuic.training.writer.messages import (
+    COMPRESSIONS,
+    Begin,
+    FromWriter,
+    Manifest,
+    Measured,
+    Note,
+    NotSaved,
+    PreemptionNotice,
+    Put,
+    RetentionRules,
+    Saved,
+    StoredFile,
+    StoredFiles,
+)
+
+OBJECTS_FILE: Final = "objects.json"
+OBJECTS_VERSION: Final = 1
+# The shortest header of `layout.encode_header`, which pads to multiples of 4096. A longer one (of a tensor
+# with a name of thousands of characters) does not fit, and such a tensor is copied once more.
+HEADER_BYTES: Final = 4096
+"""Room before each tensor that `dcp.staging` places in an arena, for the header of a file of its own."""
+
+
+class _Tensor(NamedTuple):
+    """Tensor and its offset in the arena."""
+
+    offset: int
+    leaf: Leaf
+
+
+class RankFiles:
+    """Files of one rank and their places in the arena."""
+
+    def __init__(self, rank: int, end: int = 0, staged: Mapping[int, tuple[int, int]] | None = None) -> None:
+        """Begin an empty set of files.
+
+        Args:
+            rank: this rank.
+            end: offset from which there is room in the arena.
+            staged: tensors that are in the arena already, with room for a header before each: offset and size
+                by address.
+        """
+        self.files: list[FileInMemory] = []
+        self.places: dict[MetadataIndex, ItemLocation] = {}
+        self.end = end
+        self._rank = rank
+        self._staged = dict(staged or {})
+        self._tensors: list[_Tensor] = []
+        self._content: list[tuple[int, bytes]] = []
+
+    def add_tensors(self, items: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
+        """Add tensors.
+
+        Raises:
+            Unsaveable: a tensor cannot be stored; the text names it.
+        """
+        small: list[tuple[MetadataIndex, Leaf]] = []
+        for item, tensor in items:
+            leaf = _leaf(item, tensor)
+            if leaf.array.size_bytes < OWN_FILE_BYTES:
+                small.append((item.index, leaf))
+            else:
+                self._add_file(_path_of(item), [(item.index, leaf)])
+        if small:
+            # Wide elements first: each then lies at a multiple of its size, without gaps.
+            small.sort(key=lambda one: (-one[1].array.element_bytes, one[1].name))
+            self._add_file(f"_rank_{self._rank}/{SMALL_FILE}{SUFFIX}", small)
+
+    def add_objects(self, objects: Mapping[str, Any], folder: str = "") -> None:
+        """Add objects by full name.
+
+        Args:
+            objects: objects by full name.
+            folder: folder of their files; by default that of the rank. Each can be used once.
+
+        Raises:
+            Unsaveable: only pickle could store an object; the text names it.
+        """
+        if not objects:
+            return
+        # Packed as `SnapshotManager` packs a state: tensors inside of objects become safetensors files.
+        packed = structure.pack(dict(objects), "the state")
+        folder = folder or f"_rank_{self._rank}"
+        for name in objects:
+            self.places[MetadataIndex(name)] = ItemLocation(folder)
+        # JSON and tensors only: what pickle alone could store is refused, so that loading executes nothing.
+        document = {"version": OBJECTS_VERSION, "objects": packed.skeleton}
+        text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+        self._place(f"{folder}/{OBJECTS_FILE}", text, len(text))
+        layout = lay_out({f"{folder}_objects": packed.leaves})
+        # Laid out from 0 and moved behind the files before.
+        shift = aligned(self.end)
+        self.files += [file._replace(offset=file.offset + shift) for file in layout.files]
+        self._content += [(offset + shift, content) for offset, content in layout.fixed]
+        placed = layout.tensors[f"{folder}_objects"]
+        for leaf, where in zip(packed.leaves, placed, strict=True):
+            self._tensors.append(_Tensor(where.offset + shift, leaf))
+        self.end = shift + layout.size_bytes
+
+    def add_file(self, path: str, content: bytes) -> None:
+        """Add a file of given content."""
+        self._place(path, content, len(content))
+
+    def fill(self, memory: memoryview) -> None:
+        """Copy all content to its place in the arena."""
+        for offset, content in self._content:
+            memory[offset : offset + len(content)] = content
+        for offset, leaf in self._tensors:
+            if leaf.array.size_bytes:
+                tensors.ArrayBuffer(memory[offset : offset + leaf.array.size_bytes], leaf.array).fill(
+                    leaf.value
+                )
+
+    def _add_file(self, path: str, group: list[tuple[MetadataIndex, Leaf]]) -> None:
+        """Add a safetensors file with these tensors."""
+        header = encode_header([leaf for _, leaf in group], of_torch=True)
+        size_bytes = len(header) + sum(leaf.array.size_bytes for _, leaf in group)
+        width = width_of([leaf for _, leaf in group])
+        # Staged by `dcp.staging` with room for the header in front: the file is complete where it stands,
+        # with no second copy.
+        there = self._in_place(group, header)
+        if there is not None:
+            self.files.append(FileInMemory(path, there, size_bytes, width))
+            self._content.append((there, header))
+            self.places[group[0][0]] = ItemLocation(path, len(header))
+            return
+        start = len(header)
+        offset = self._place(path, header, size_bytes, width)
+        for index, leaf in group:
+            self.places[index] = ItemLocation(path, start)
+            self._tensors.append(_Tensor(offset + start, leaf))
+            start += leaf.array.size_bytes
+
+    def _in_place(self, group: list[tuple[MetadataIndex, Leaf]], header: bytes) -> int | None:
+        """Return the offset of the file if its only tensor was staged where it can stay; else None."""
+        (_, leaf), *others = group
+        if others or len(header) != HEADER_BYTES or not leaf.value.is_contiguous():
+            return None
+        address = leaf.value.data_ptr()
+        offset, size_bytes = self._staged.get(address, (0, 0))
+        if size_bytes != leaf.array.size_bytes:
+            return None
+        # Only once: a tensor with two names becomes two files.
+        del self._staged[address]
+        return offset - HEADER_BYTES
+
+    def _place(self, path: str, start: bytes, size_bytes: int, width: int = 0) -> int:
+        """Reserve room for a file and return its offset."""
+        offset = aligned(self.end)
+        self.files.append(FileInMemory(path, offset, size_bytes, width))
+        self._content.append((offset, start))
+        self.end = offset + size_bytes
+        return offset
+
+
+def _leaf(item: WriteItem, tensor: torch.Tensor) -> Leaf:
+    """Return the tensor as a leaf of a state."""
+    try:
+        plain = tensors.as_plain(tensor.detach())
+    except tensors.Unsaveable as error:
+        raise tensors.Unsaveable(f"{item.index.fqn} is {error}") from None
+    return Leaf(item.index.fqn + _offsets_of(item), plain, tensors.describe(plain))
+
+
+def _path_of(item: WriteItem) -> str:
+    """Return the path of the file of a large shard."""
+    # One folder deep, as far as `format.files.Files` looks: a name without a dot has no folder of its own.
+    first, dot, rest = item.index.fqn.partition(".")
+    if not dot or not first or not rest:
+        first, rest = "tensors", item.index.fqn
+    folder = file_name(first).removesuffix(SUFFIX)
+    return f"{folder}/{file_name(rest + _offsets_of(item))}"
+
+
+def _offsets_of(item: WriteItem) -> str:
+    """Return the suffix that tells a shard's offsets in its tensor; "" for a whole tensor."""
+    data = item.tensor_data
+    if data is None or (data.chunk.sizes == data.size):
+        return ""
+    return "@" + ",".join(map(str, data.chunk.offsets))
+
+
+log = logging.getLogger("ciuic")
+
+_STATES: Final = slice(0, 2)
+"""Arenas for states and parts of states."""
+# Arena of the final commit; separate from `_STATES`, so that the end of one save does not wait for the start
+# of others.
+_METADATA: Final = slice(2, 3)
+_POLL_SECONDS: Final = 0.005
+"""Pause between two looks at the writer's messages."""
+_CLOSE_SECONDS: Final = 120.0
+"""Longest time for which `close` waits for the writer."""
+
+
+class PartsWriter:
+    """Writer process of one rank, for parts of snapshots and for the snapshots themselves."""
+
+    def __init__(
+        self,
+        save_dir: Path,
+        name: str,
+        max_snapshots: int | None,
+        nice: int,
+        compression: str,
+        remotes: RemoteList = (),
+    ) -> None:
+        """Open the repository, or create one; the writer process starts with the first part.
+
+        Args:
+            save_dir: directory of the repository.
+            name: name of the run.
+            max_snapshots: number of newest snapshots that stay; None keeps all.
+            nice: niceness of the writer process.
+            compression: one of `COMPRESSIONS`.
+            remotes: remotes to which the writer process has snapshots uploaded.
+
+        Raises:
+            ValueError: an option is out of its range.
+            CiuicError: there can be no repository at ``save_dir``.
+            OSError: the same, as the file system says it.
+        """
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
+        uploads = uploads_of(save_dir, remotes)
+        self.save_dir = save_dir
+        rules = RetentionRules(keep=() if max_snapshots is None else (Latest(max_snapshots),))
+        self.root = os.fsencode(f"/{name}")
+        """Path of the run in its snapshots."""
+        begin = Begin(
+            repository=str(save_dir),
+            root=self.root,
+            rules=rules,
+            nice=nice,
+            compression=compression,
+            uploads=uploads,
+        )
+        self.copies = RemoteCopies(str(save_dir), uploads)
+        # Two for states and one for the commit (`_STATES`, `_METADATA`).
+        self._client = WriterClient(begin, arenas=3)
+        # A save writes on a thread of its own while the training stages the next state.
+        self.lock = threading.RLock()
+        self._answers: dict[int, list[FromWriter]] = {}
+        self._claim: Claim | None = None
+
+    def claim(self) -> None:
+        """Let nothing be swept until `release`, in place of an earlier claim."""
+        self.release()
+        # Until the commit no snapshot refers to what the ranks store, and a prune would free it.
+        with Repository.open(self.save_dir) as repository:
+            self._claim = repository.claim()
+
+    def release(self) -> None:
+        """Release the claim, if there is one."""
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
+
+    def free_slot(self, size_bytes: int, among: slice = _STATES) -> Slot | None:
+        """Wait for a free arena; None if staged states hold all and nothing is being written.
+
+        Call it with the lock held.
+        """
+        while (slot := self._client.free_slot(size_bytes, among)) is None and self._client.pending:
+            self._hear()
+            time.sleep(_POLL_SECONDS)
+        return slot
+
+    def begin(self, part: RankFiles, slot: Slot | None = None) -> int:
+        """Copy a part into an arena and hand it over.
+
+        Args:
+            part: files of the part.
+            slot: arena that has some of them already; None for a free one.
+
+        Returns:
+            The number to `wait_stored` for.
+
+        Raises:
+            OSError: there is no memory, or no writer.
+        """
+        with self.lock:
+            return self._submit(part, _manifest(part, "", (), ()), slot, commit=False)
+
+    def wait_stored(self, number: int) -> tuple[StoredFile, ...]:
+        """Wait until a part is durable and return its files.
+
+        Raises:
+            OSError: it was not stored.
+        """
+        answers = self._wait(number)
+        return tuple(file for one in answers if isinstance(one, StoredFiles) for file in one.files)
+
+    def commit(
+        self, part: RankFiles, stored: Sequence[StoredFile], message: str, tags: tuple[str, ...]
+    ) -> str:
+        """Make the snapshot of all ranks' stored files and the files of a last part; return its id.
+
+        Raises:
+            OSError: there is no snapshot.
+        """
+        with self.lock:
+            number = self._submit(part, _manifest(part, message, tags, stored), None, commit=True)
+        return next((str(one.id) for one in self._wait(number) if isinstance(one, Saved)), "")
+
+    def close(self) -> None:
+        """Release the claim, wait for the writer process and let it end."""
+        self.release()
+        with self.lock:
+            self._client.close(_CLOSE_SECONDS)
+
+    # -- inside
+
+    def _submit(self, part: RankFiles, manifest: Manifest, slot: Slot | None, *, commit: bool) -> int:
+        if slot is None:
+            slot = self.free_slot(_needed(part, manifest), _METADATA if commit else _STATES)
+            if slot is None:
+                raise OSError("both arenas hold states that were staged and are not being saved")
+            slot.layout = None
+        assert slot.arena is not None
+        part.fill(slot.arena.memory)
+        number = self._client.submit(slot, manifest, part.end, commit=commit)
+        self._answers[number] = []
+        return number
+
+    def _wait(self, number: int) -> list[FromWriter]:
+        """Wait for the answer to a save and return all messages about it.
+
+        Raises:
+            OSError: it was not saved.
+        """
+        while True:
+            with self.lock:
+                self._hear()
+                answers = self._answers[number]
+                if answers and isinstance(answers[-1], (Saved, NotSaved, Put)):
+                    del self._answers[number]
+                    break
+            # Outside of the lock: the training may stage the next state meanwhile.
+            time.sleep(_POLL_SECONDS)
+        if isinstance(answers[-1], NotSaved):
+            raise OSError(f"not saved: {answers[-1].reason}")
+        return answers
+
+    def _hear(self) -> None:
+        for message in self._client.poll():
+            if isinstance(message, Note):
+                # A lost writer is reported by the saves that it failed.
+                if message.text != GONE:
+                    log.warning("ciuic: %s", message.text)
+            elif not isinstance(message, (PreemptionNotice, Measured)) and message.number in self._answers:
+                self._answers[message.number].append(message)
+
+
+def fits(slot: Slot, part: RankFiles) -> bool:
+    """Return whether the files of a part, and what is said of them, fit into the slot's arena."""
+    return slot.arena is not None and _needed(part, _manifest(part, "", (), ())) <= slot.arena.size_bytes
+
+
+def _manifest(part: RankFiles, message: str, tags: tuple[str, ...], stored: Sequence[StoredFile]) -> Manifest:
+    return Manifest(
+        time_ns=time.time_ns(),
+        message=message,
+        tags=tags,
+        files=manifest_files(part.files),
+        stored=list(stored),
+    )
+
+
+def _needed(part: RankFiles, manifest: Manifest) -> int:
+    """Return the bytes of arena that the files and the manifest take."""
+    return part.end + len(msgspec.msgpack.encode(manifest))
+
+
+# torch views bytes as another dtype only from a multiple of its element size, which is 16 bytes at most.
+_SMALL_ALIGNMENT: Final = 64
+"""Alignment of tensors that will be copied once more, into the file that they share."""
+CopyTensor = Callable[[torch.Tensor], torch.Tensor]
+"""Function that returns a copy of a tensor on the CPU."""
+
+
+def copy_state(state: Any, place: CopyTensor) -> Any:
+    """Return a copy of the state. A tensor that occurs several times is copied once."""
+    return _Copier(place).value(state)
+
+
+def arena_bytes(state: Any) -> int:
+    """Return the size of the arena in which `ArenaPlacer` has room for the state."""
+    total = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total = _reserved(total, tensor)[1]
+        return tensor
+
+    # Sizes only: other objects need no arena, and a deep copy of them would be dropped.
+    _Copier(count, objects=False).value(state)
+    return total
+
+
+class ArenaPlacer:
+    """Copy tensors into an arena, one behind the other. The copies keep its memory alive."""
+
+    def __init__(self, memory: memoryview, arena: Arena | None = None) -> None:
+        """Begin with an empty arena.
+
+        Args:
+            memory: memory of the arena.
+            arena: the arena; None if devices have to copy synchronously.
+        """
+        self.end = 0
+        self._arena = arena
+        self._lanes: list[DeviceStream] = []
+        self.starts: dict[int, tuple[int, int]] = {}
+        """Tensors with room for a header before them: offset and size by address."""
+        self._room = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy one tensor; a copy from a device is complete after `wait`."""
+        start, self.end = _reserved(self.end, tensor)
+        if not tensor.numel():
+            return torch.empty_like(tensor, device="cpu")
+        size_bytes = tensor.numel() * tensor.element_size()
+        there = self._room[start : start + size_bytes].view(tensor.dtype).view(tensor.shape)
+        lane = device_stream_of(tensor) if self._arena is not None else None
+        if lane is not None and self._arena is not None:
+            if lane not in self._lanes:
+                self._lanes.append(lane)
+                # The kernels that compute the state may still be queued on the program's stream.
+                lane.follow()
+            lane.copy(self._arena, there, tensor)
+        else:
+            there.copy_(tensor.detach())
+        # Only large tensors get files of their own and can stay where they are.
+        if size_bytes >= OWN_FILE_BYTES:
+            self.starts[there.data_ptr()] = start, size_bytes
+        return there
+
+    def wait(self) -> None:
+        """Wait for copies from devices, also after an error: the memory may then be used again."""
+        for lane in self._lanes:
+            lane.mark().wait()
+
+
+def copy_to_heap(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy outside of any arena."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _reserved(end: int, tensor: torch.Tensor) -> tuple[int, int]:
+    """Return start and end of the tensor in an arena that is filled up to `end`."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    # A small one will be copied once more, into the file that they share.
+    small = size_bytes < OWN_FILE_BYTES
+    start = -(-end // _SMALL_ALIGNMENT) * _SMALL_ALIGNMENT if small else aligned(end) + HEADER_BYTES
+    return start, start + size_bytes
+
+
+class _Copier:
+    """Copy of one nested state."""
+
+    def __init__(self, place: CopyTensor, *, objects: bool = True) -> None:
+        self._place = place
+        self._objects = objects
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def value(self, value: Any) -> Any:
+        """Return the copy of a value."""
+        if isinstance(value, torch.Tensor):
+            # The original is kept with its copy: an id is unique only among objects that live.
+            if id(value) not in self._made:
+                self._made[id(value)] = value, self._tensor(value)
+            return self._made[id(value)][1]
+        if type(value) in (dict, list, tuple) or isinstance(value, dict):
+            return self._container(value)
+        return copy.deepcopy(value) if self._objects else value
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            # A copy keeps the class, and attributes such as the `_metadata` of a state_dict.
+            made = copy.copy(value)
+            for key, item in value.items():
+                made[key] = self.value(item)
+            return made
+        return type(value)(self.value(item) for item in value)
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        if isinstance(value, DTensor):
+            local = value._local_tensor
+            # DTensor.from_local would move the copy to the mesh's device.
+            made: Any = DTensor
+            return made(self._tensor(local), value._spec, requires_grad=False)
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return copy.deepcopy(value) if self._objects else value
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            return copy.deepcopy(value) if self._objects else value
+        # Plain dense tensors alone are placed in the arena; other kinds are copied by their own method above.
+        return self._place(value)
