@@ -1,29 +1,250 @@
-"""Code shared by `lightning` and `pytorch_lightning`, one package under two names."""
+"""`CheckpointIO` and callback of `lightning` and `pytorch_lightning`, one package under two names.
+
+While a training runs, the file at a checkpoint's path is a pointer to its snapshot (`checkpoint_pointer`). At the end of
+`fit` the chosen ones are replaced by the checkpoint itself, which torch and Lightning open without ciuic: a file of
+torch.save, with the pointer as an extra member of the archive. Guarantees: at any moment the path has the whole pointer
+or the whole checkpoint; a checkpoint that cannot be written stays a pointer, which is logged. A snapshot is held as long
+as Lightning keeps its checkpoint, and removed with it.
+
+A `CheckpointIO` is told neither strategy nor Trainer; Lightning calls it through both, so they are found in the call
+stack. In a thread, as of `AsyncCheckpointIO`, none is found.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
-from ciuic.errors import Damaged, NotFound
-from ciuic.integrations.lightning_caller import calling_strategy, calling_trainer, is_outside_run
-from ciuic.integrations.lightning_files import CheckpointFiles, parse_kinds
-from ciuic.integrations.lightning_pointer import Pointer, load_pointed, read_pointer, write_pointer
-from ciuic.integrations.lightning_removal import RemovedCheckpoints, hold_reason
-from ciuic.integrations.lightning_results import ContinuedResults
-from ciuic.integrations.lightning_state import RESULTS, RankLocalState, TrainerCheckpoint
-from ciuic.integrations.manager_option import ManagerOrDir, open_manager
-from ciuic.integrations.refusals import refuse_remote, refuse_sharded, refuse_strategy
-from ciuic.training.convert.export_state import LOOPS
-from ciuic.training.logs import quietly
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.integrations.checkpoint_pointer import (
+    Pointer,
+    encode_pointer,
+    load_pointed,
+    read_pointer,
+    write_pointer,
+)
+from ciuic.integrations.lightning_state import RESULTS, ContinuedResults, RankLocalState, TrainerCheckpoint
+from ciuic.integrations.preconditions import (
+    ManagerOrDir,
+    open_manager,
+    refuse_remote,
+    refuse_sharded,
+    refuse_strategy,
+)
+from ciuic.repository import Repository
+from ciuic.training.convert.destination import remove_leftovers
+from ciuic.training.convert.export_state import LOOPS, lightning_checkpoint
+from ciuic.training.convert.exported_files import write_torch
+from ciuic.training.logs import log, quietly
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State
 from ciuic.training.state import randomness
 from ciuic.training.state.data_position import Position
+from ciuic.types import SnapshotId
 
-log = logging.getLogger("ciuic")
+_AFTER_TEARDOWN: Final = ("on_fit_end", "teardown")
+"""Hooks that the Trainer calls after the plugin's teardown, while its status still is that of a run."""
+
+
+def calling_strategy() -> Any:
+    """Return the strategy; None if there is none."""
+    return _calling("checkpoint_io", "is_global_zero")
+
+
+def calling_trainer() -> Any:
+    """Return the Trainer; None if there is none."""
+    return _calling("fit_loop", "strategy")
+
+
+def is_outside_run(trainer: Any) -> bool:
+    """Return whether the Trainer will not tear its plugins down before it returns to the program.
+
+    Args:
+        trainer: The Trainer; None, if it is not known: False.
+    """
+    if trainer is None:
+        return False
+    if trainer.state.status != "running":
+        return True
+    # A private attribute of Lightning, without which such a checkpoint stays a pointer until the next teardown.
+    return getattr(trainer.lightning_module, "_current_fx_name", None) in _AFTER_TEARDOWN
+
+
+def _calling(*attributes: str) -> Any:
+    """Return the innermost caller whose method is running and that has these attributes."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if all(hasattr(caller, name) for name in attributes):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+_KINDS: Final = ("best", "last")
+
+
+def parse_kinds(materialize: str) -> frozenset[str]:
+    """Return which checkpoints are to become files.
+
+    Args:
+        materialize: ``all``, ``none``, or some of ``best`` and ``last``, separated by commas.
+
+    Raises:
+        ValueError: The option is anything else.
+    """
+    if materialize in ("all", "none"):
+        return frozenset({"all", *_KINDS} if materialize == "all" else ())
+    kinds = frozenset(one.strip() for one in materialize.split(","))
+    if not kinds <= set(_KINDS):
+        raise ValueError(f'materialize must be "all", "none" or of {", ".join(_KINDS)}, got {materialize!r}')
+    return kinds
+
+
+class CheckpointFiles:
+    """Checkpoints that a plugin has saved, and those of them that become files."""
+
+    def __init__(self, save_dir: Path, materialize: str) -> None:
+        """Begin with none; raises as `parse_kinds`.
+
+        Args:
+            save_dir: Repository of the plugin's manager.
+            materialize: Which checkpoints are to become files.
+        """
+        self._save_dir = save_dir
+        self._kinds = parse_kinds(materialize)
+        self._written: list[str] = []
+
+    def wrote(self, path: str | os.PathLike[str]) -> None:
+        """Note a checkpoint that was saved; the newest is the last one."""
+        self.removed(path)
+        self._written.append(os.path.abspath(path))
+
+    def removed(self, path: str | os.PathLike[str]) -> None:
+        """Forget a checkpoint that Lightning has removed."""
+        self._written = [one for one in self._written if one != os.path.abspath(path)]
+
+    def write_chosen(self, trainer: Any) -> None:
+        """Write the chosen checkpoints that are still pointers, each durably, and log what fails.
+
+        Args:
+            trainer: Lightning's Trainer, whose callbacks know the best and the last one; None: unknown.
+        """
+        # A symbolic link (save_last="link") keeps leading to its checkpoint.
+        for path in dict.fromkeys(os.path.realpath(one) for one in self._chosen(trainer)):
+            pointer = read_pointer(path)
+            if pointer is not None and not pointer.is_whole:
+                with quietly(
+                    f"{path} stays a pointer to its snapshot, which `ciuic export` can write as a file"
+                ):
+                    write_checkpoint(path, pointer, self._save_dir)
+
+    def _chosen(self, trainer: Any) -> Iterator[str]:
+        for callback in getattr(trainer, "checkpoint_callbacks", ()):
+            if "best" in self._kinds:
+                yield str(getattr(callback, "best_model_path", ""))
+            if "last" in self._kinds:
+                yield str(getattr(callback, "last_model_path", ""))
+            if "all" in self._kinds:
+                yield from map(str, getattr(callback, "best_k_models", ()))
+        if "all" in self._kinds:
+            yield from self._written
+        elif "last" in self._kinds:
+            # Without save_last no callback names it.
+            yield from self._written[-1:]
+
+
+def write_checkpoint(path: str, pointer: Pointer, save_dir: Path) -> int:
+    """Replace a pointer by the checkpoint, atomically and durably; return its size.
+
+    Args:
+        path: The pointer's file, no symbolic link.
+        pointer: Its content.
+        save_dir: Repository to look in where the one that the pointer names is not there.
+
+    Raises:
+        NotFound: The snapshot is not there.
+        Damaged: It is not as it was saved.
+        OSError: The file cannot be written; the pointer stays.
+    """
+    state = load_pointed(path, pointer, save_dir)
+    checkpoint = lightning_checkpoint(state["checkpoint_state_dict"], state["of_rank_state_dict"])
+    # Of a process that was killed while it wrote this checkpoint.
+    remove_leftovers(Path(path))
+    return write_torch(Path(path), checkpoint, overwrite=True, record=encode_pointer(pointer))
+
+
+_HOLD: Final = "checkpoint "
+"""Beginning of a hold's reason; the path of the checkpoint follows."""
+_LOCK_WAIT_SECONDS: Final = 60.0
+
+
+def hold_reason(path: str | os.PathLike[str]) -> str:
+    """Return the reason for which the snapshot of a checkpoint at this path is held."""
+    return _HOLD + os.path.abspath(path)
+
+
+def _is_lost(path: str, tags: Sequence[str]) -> bool:
+    """Return whether the checkpoint with one of these tags is certainly no longer at this path."""
+    # The hold stays where nothing tells that the checkpoint was removed: without the directory (not mounted
+    # now?), and where a file is there that cannot be read as a checkpoint, perhaps because it is damaged.
+    if not os.path.isdir(os.path.dirname(path)):
+        return False
+    pointer = read_pointer(path)
+    return pointer.tag not in tags if pointer is not None else not os.path.lexists(path)
+
+
+class RemovedCheckpoints:
+    """Checkpoints whose snapshots are to be removed, when it is safe to."""
+
+    def __init__(self, manager: SnapshotManager) -> None:
+        """Begin with none."""
+        self._manager = manager
+        self._tags: list[str] = []
+
+    def add(self, tag: str) -> None:
+        """Note that the snapshot with this tag is to be removed."""
+        self._tags.append(tag)
+
+    def release_lost(self) -> None:
+        """Release the holds of checkpoints whose file is gone."""
+        # A run that was killed removed the file and not the snapshot, to which retention rules apply now.
+        with Repository.open(self._manager.save_dir) as repository:
+            held = [
+                info
+                for info in repository.snapshots.list()
+                if info.held and info.hold_reason.startswith(_HOLD)
+            ]
+        for info in held:
+            path = info.hold_reason.removeprefix(_HOLD)
+            if _is_lost(path, info.tags):
+                self._manager.release(info.id)
+
+    def remove(self) -> None:
+        """Remove the snapshots of removed checkpoints, unless a save is pending."""
+        # Lightning removes a checkpoint right after it has saved the next one, which may still fail.
+        if not self._tags or not self._manager.wait(0):
+            return
+        tags, self._tags = self._tags, []
+        try:
+            ids = [SnapshotId(id_) for tag in tags for id_ in self._ids(tag)]
+            with (
+                Repository.open(self._manager.save_dir) as repository,
+                repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="remove checkpoint") as writer,
+            ):
+                writer.remove_snapshots(ids)
+        except (CiuicError, OSError) as error:
+            # Logged only: a checkpoint that stays does not end a training.
+            log.error("ciuic: checkpoints could not be removed: %s", error)
+
+    def _ids(self, tag: str) -> list[str]:
+        with Repository.open(self._manager.save_dir) as repository:
+            return [info.id for info in repository.snapshots.list() if tag in info.tags]
+
 
 # Private attributes of Lightning are read for that: a version that has changed them must not end a training.
 _NOT_CONTINUED: Final = "values that were logged before the resume are not continued"

@@ -9,6 +9,7 @@ one. A resumed run takes the same steps on the same batches with the same dropou
 and its `log_history` is that of a run that was never interrupted. The Trainer resumes by its own way
 (`resume_from_checkpoint`), with the state taken from the repository instead of files. Of several processes
 (torchrun, accelerate launch) the first one writes, and each gets its own generators and unlogged loss back.
+A snapshot has the model's configuration files too, so that an exported one is a folder for `from_pretrained`.
 
 Not repeated: what a data set draws from the global generators while it is read. Refused: DeepSpeed and FSDP,
 which shard the state.
@@ -16,8 +17,8 @@ which shard the state.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import logging
 import os
 import tempfile
 import weakref
@@ -29,17 +30,85 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from ciuic.integrations.manager_option import ManagerOrDir, open_manager
-from ciuic.integrations.model_files import configuration_files, with_ties
-from ciuic.integrations.refusals import refusal, refuse_kind, refuse_sharded
+from ciuic.integrations.preconditions import ManagerOrDir, open_manager, refusal, refuse_kind, refuse_sharded
 from ciuic.system.ownership import temporary_directory
-from ciuic.training.convert.exported_files import CONFIGURATION
-from ciuic.training.logs import quietly
+from ciuic.training.convert.exported_files import CONFIGURATION, is_configuration_name
+from ciuic.training.logs import log, quietly
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State
 from ciuic.training.state import randomness, rank_state
 
-log = logging.getLogger("ciuic")
+# A tokenizer of a large vocabulary has some 10 MB; more belongs to no configuration.
+_MAX_BYTES: Final = 64 << 20
+
+
+def configuration_files(model: Any, processing: Any = None) -> dict[str, torch.Tensor]:
+    """Return the files that `save_pretrained` writes beside the weights, by name, each as a tensor of bytes.
+
+    As tensors they are stored once, however many snapshots have them.
+
+    Args:
+        model: Model of transformers; of any other there are no files.
+        processing: Tokenizer or processor of the model, if there is one.
+
+    Raises:
+        ValueError: The files are too large.
+        OSError: There is no room for a temporary copy.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="ciuic-config-", dir=temporary_directory()) as folder:
+        # First, so that the model's own files replace any of the same name.
+        if hasattr(processing, "save_pretrained"):
+            processing.save_pretrained(folder)
+        if hasattr(model, "can_generate") and model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        _described(model, config).save_pretrained(folder)
+        return _read_files(folder)
+
+
+def _described(model: Any, config: Any) -> Any:
+    """Return the configuration with what `save_pretrained` of a model adds: its class and its dtype."""
+    described = copy.deepcopy(config)
+    described.architectures = [type(model).__name__]
+    name = "dtype" if hasattr(described, "dtype") else "torch_dtype"
+    setattr(described, name, str(model.dtype).removeprefix("torch."))
+    return described
+
+
+def _read_files(folder: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    size_bytes = 0
+    for entry in os.scandir(folder):
+        if not entry.is_file() or not is_configuration_name(entry.name):
+            continue
+        with open(entry.path, "rb") as file:
+            content = file.read()
+        size_bytes += len(content)
+        if size_bytes > _MAX_BYTES:
+            raise ValueError(f"the configuration files must have at most {_MAX_BYTES} bytes together")
+        if content:
+            found[entry.name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return found
+
+
+def with_ties(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's state with every name of a tied weight.
+
+    Folders of `save_pretrained`, which `ciuic import` reads, have one name of each.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    filled = copy.copy(state)
+    for tied in names.values():
+        there = [name for name in tied if name in state]
+        for name in tied:
+            if there and name not in state:
+                filled[name] = state[there[0]]
+    return filled
+
 
 _STATE_FILE: Final = "trainer_state.json"
 

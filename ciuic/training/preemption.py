@@ -33,7 +33,6 @@ submitit's own handler is called once the last snapshot is staged, and requeues 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -46,7 +45,7 @@ from typing import Any, Final, Literal, Protocol
 
 from ciuic.system.child_process import without_secrets
 from ciuic.training.cloud_notices import MetadataService
-from ciuic.training.logs import quietly
+from ciuic.training.logs import log, quietly
 from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.policy.save_rules import Moment, Rule
 from ciuic.training.ranks import Ranks, Vote
@@ -56,8 +55,6 @@ from ciuic.training.saving.snapshot_taker import BoundaryState, SnapshotSpec, Sn
 from ciuic.training.state import randomness
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
 from ciuic.training.writer.messages import PreemptionNotice
-
-log = logging.getLogger("ciuic")
 
 NOTIFIED: Final = signal.SIGURG
 """Signal by which the writer reports a notice; ignored by default, so that it harms no process that does not

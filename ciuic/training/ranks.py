@@ -18,7 +18,6 @@ with tensors that share no memory with the original.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ import msgspec
 
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.tensors import Array, ArrayBuffer
+from ciuic.training.logs import log
 
 MAX_MESSAGE_BYTES: Final = 4 << 30
 """Largest message that is received.
@@ -243,8 +243,6 @@ def _device(group: Any) -> str:
                 return f"{device}:{kind.current_device()}"
     return "cpu"
 
-
-log = logging.getLogger("ciuic")
 
 # Time for all ranks to create their managers.
 _MEET_SECONDS: Final = 10.0

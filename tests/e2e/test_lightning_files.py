@@ -236,7 +236,7 @@ destination.os.replace = killed
 fit("a")
 """
 AFTER = """
-from ciuic.integrations.lightning_pointer import read_pointer
+from ciuic.integrations.checkpoint_pointer import read_pointer
 folder = top / "a-files"
 left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
 pointers = [path for path in sorted(folder.glob("*.ckpt")) if not read_pointer(path).is_whole]
@@ -267,7 +267,7 @@ def test_a_kill_leaves_a_pointer_or_the_whole_file(tmp_path: Path) -> None:
 
 def test_the_option_is_checked() -> None:
     """`materialize` takes best, last, both, all or none, and names what is wrong otherwise."""
-    from ciuic.integrations.lightning_files import parse_kinds
+    from ciuic.integrations.lightning_parts import parse_kinds
 
     assert parse_kinds("best,last") == parse_kinds("last, best") == {"best", "last"}
     assert parse_kinds("all") > parse_kinds("best")

@@ -119,7 +119,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/maintenance/chunkset.py": "ids of chunks",
     "ciuic/protocol/control.py": "answers of the daemon, which is root",
     "ciuic/compare/diff.py": "numbers of names that treeformat has checked",
-    "ciuic/integrations/lightning_pointer.py": "a pointer file that the user of the training names",
+    "ciuic/integrations/checkpoint_pointer.py": "a pointer file that the user of the training names",
     "ciuic/training/convert/foreign_files.py": "documents of a folder that the user imports, as far as they are no safetensors",
     "ciuic/system/io_throttle.py": "a figure that a worker, which is root, has published",
     "ciuic/protocol/peer_socket.py": "credentials, written by the kernel",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
 import threading
 import time
@@ -48,6 +47,7 @@ from ciuic.training.format.layout import (
     width_of,
 )
 from ciuic.training.format.structure import Leaf
+from ciuic.training.logs import log
 from ciuic.training.policy.retention_rules import Latest
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.remote.place import RemoteList, uploads_of
@@ -234,8 +234,6 @@ def _offsets_of(item: WriteItem) -> str:
         return ""
     return "@" + ",".join(map(str, data.chunk.offsets))
 
-
-log = logging.getLogger("ciuic")
 
 _STATES: Final = slice(0, 2)
 """Arenas for states and parts of states."""

@@ -10,7 +10,6 @@ made.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -44,6 +43,7 @@ from ciuic.training.format.stored_files import (
 )
 from ciuic.training.free_resources import reader_count
 from ciuic.training.json_documents import decode_json
+from ciuic.training.logs import log
 from ciuic.training.remote.copies import RemoteCandidate, RemoteTraining
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.writer.housekeeping import read_back
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
 
 
-log = logging.getLogger("ciuic")
 HERE = ""
 """Name of a candidate's remote if it is in the local repository."""
 

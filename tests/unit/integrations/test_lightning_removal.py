@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.integrations.lightning_pointer import Pointer, write_pointer
-from ciuic.integrations.lightning_removal import _is_lost
+from ciuic.integrations.checkpoint_pointer import Pointer, write_pointer
+from ciuic.integrations.lightning_parts import _is_lost
 
 
 def test_only_what_is_certainly_gone_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

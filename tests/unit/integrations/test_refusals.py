@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
-from ciuic.integrations import refusals  # noqa: E402
+from ciuic.integrations import preconditions  # noqa: E402
 
 INSTEAD = "torch.distributed.checkpoint and ciuic.training.dcp.storage"
 
@@ -32,9 +32,9 @@ def test_a_model_that_is_sharded(single_process_group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.Linear(4, 4)
-    refusals.refuse_sharded(model)
+    preconditions.refuse_sharded(model)
     with pytest.raises(NotImplementedError, match=INSTEAD):
-        refusals.refuse_sharded(fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,))))
+        preconditions.refuse_sharded(fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,))))
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
@@ -49,7 +49,7 @@ def test_accelerate(kind: str) -> None:
     manager: Any = None
     with pytest.raises(NotImplementedError, match=f"with {kind} each rank has a part.*{INSTEAD}"):
         register(manager, accelerator)
-    refusals.refuse_kind(DistributedType.MULTI_GPU)
+    preconditions.refuse_kind(DistributedType.MULTI_GPU)
 
 
 def test_lightning() -> None:
@@ -57,13 +57,13 @@ def test_lightning() -> None:
     pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
     from lightning.pytorch import strategies
 
-    from ciuic.integrations.lightning_caller import calling_strategy
+    from ciuic.integrations.lightning_parts import calling_strategy
 
     for name in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
         kind = getattr(strategies, name)
         own = object.__new__(type("Own", (kind,), {}))
         with pytest.raises(NotImplementedError, match=f"with {name} each rank has a part.*{INSTEAD}"):
-            refusals.refuse_strategy(own)
+            preconditions.refuse_strategy(own)
 
     class Strategy:
         checkpoint_io, is_global_zero = None, True
@@ -73,7 +73,7 @@ def test_lightning() -> None:
 
     one = Strategy()
     assert one.save_checkpoint() is one
-    refusals.refuse_strategy(one)
+    preconditions.refuse_strategy(one)
 
 
 def test_only_linux_has_what_the_manager_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,5 +98,5 @@ def test_checkpoints_at_urls_are_refused(path: str) -> None:
 
 def test_local_paths_are_accepted(tmp_path: Path) -> None:
     """Paths of files are accepted, as text and as Path."""
-    refusals.refuse_remote(tmp_path / "a:b" / "last.ckpt")
-    refusals.refuse_remote("checkpoints/last.ckpt")
+    preconditions.refuse_remote(tmp_path / "a:b" / "last.ckpt")
+    preconditions.refuse_remote("checkpoints/last.ckpt")

@@ -1,7 +1,7 @@
-"""Refuse states of which each rank has a part: FSDP, DeepSpeed, Megatron-LM, tensor parallelism.
+"""Checks that integrations make before the first step: which manager to save through, and whether the state is whole.
 
-Hooks of a framework would save them as if they were whole. They are refused before the first step, with the
-way to save them.
+Of FSDP, DeepSpeed, Megatron-LM and tensor parallelism each rank has a part of the state, and hooks of a framework would
+save it as if it were whole. They are refused, with the way to save them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,28 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any, Final
+
+from ciuic.training.manager import SnapshotManager
+
+ManagerOrDir = SnapshotManager | str | os.PathLike[str]
+
+
+def open_manager(where: ManagerOrDir, options: dict[str, Any]) -> SnapshotManager:
+    """Return the manager, opening one if a directory is given.
+
+    Args:
+        where: a manager, or a directory.
+        options: arguments of `SnapshotManager`.
+
+    Raises:
+        TypeError: options are given for a manager that exists already.
+    """
+    if not isinstance(where, SnapshotManager):
+        return SnapshotManager(where, **options)
+    if options:
+        raise TypeError(f"{', '.join(options)} must be set where the manager is created, not here")
+    return where
+
 
 _KINDS: Final = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 """Values of Accelerate's DistributedType."""

@@ -1,4 +1,4 @@
-"""Files at the paths of Lightning's checkpoints that name a snapshot, alone or as a part of the checkpoint itself.
+"""Files at the paths of a framework's checkpoints that name a snapshot, alone or as a part of the checkpoint itself.
 
 Guarantees: a file is there whole or not at all; loading one returns the snapshot that it names, from the
 repository that it names, or raises. No other snapshot is taken for it.
