@@ -34,85 +34,6 @@ from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State
 from ciuic.training.state import randomness
 
-_ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
-    "EarlyStopping": ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),
-    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "ModelCheckpoint": ("best",),
-    "History": ("epoch", "history"),
-}
-
-
-class OtherCallbacks:
-    """The callbacks of a `fit` beside our own."""
-
-    def __init__(self, callbacks: list[Any]) -> None:
-        self._named: dict[str, Any] = {}
-        for name in _ATTRIBUTES:
-            known = [one for one in callbacks if isinstance(one, getattr(keras.callbacks, name))]
-            self._named |= {f"{name}-{place}": one for place, one in enumerate(known)}
-        self._loaded: dict[str, Any] = {}
-        """State to restore when Keras has reset the callbacks."""
-
-    @property
-    def change_weights_at_end(self) -> bool:
-        """True if one of them puts back the best weights when `fit` ends."""
-        return any(
-            getattr(one, "restore_best_weights", False) and one.best_weights is not None
-            for one in self._named.values()
-        )
-
-    def state(self) -> dict[str, Any]:
-        """Return the saved attributes by callback."""
-        return {
-            name: {key: getattr(one, key) for key in _attributes_of(name) if hasattr(one, key)}
-            for name, one in self._named.items()
-        }
-
-    def load_later(self, state: dict[str, Any]) -> None:
-        """Keep a state until `load`: Keras resets the callbacks behind us when `fit` begins."""
-        self._loaded = state
-
-    def load(self) -> None:
-        """Restore the state that was kept, once."""
-        loaded, self._loaded = self._loaded, {}
-        for name, values in loaded.items():
-            for key in _attributes_of(name):
-                if name in self._named and key in values:
-                    setattr(self._named[name], key, values[key])
-
-    def end(self) -> None:
-        """Restore the state at the end of a `fit` that had nothing left to do."""
-        if not self._loaded:
-            return
-        self.load()
-        for name, callback in self._named.items():
-            if name.startswith("EarlyStopping"):
-                # It was told of the end before it had its state, which may have the best weights.
-                callback.on_train_end()
-
-
-def other_callbacks(own: Any) -> OtherCallbacks:
-    """Return the other callbacks of the `fit` that has just begun, and have ``own`` called after them.
-
-    A snapshot at the end of an epoch has what they did there, such as a reduced learning rate.
-    """
-    # Keras does not tell a callback of the others, but their list is calling it.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList) and any(one is own for one in caller.callbacks):
-            others = [one for one in caller.callbacks if one is not own]
-            # A new list: Keras iterates over the old one at this moment.
-            caller.callbacks = [*others, own]
-            return OtherCallbacks(others)
-        frame = frame.f_back
-    log.warning("ciuic: no list of callbacks was found: their states are not saved")
-    return OtherCallbacks([])
-
-
-def _attributes_of(name: str) -> tuple[str, ...]:
-    return _ATTRIBUTES.get(name.partition("-")[0], ())
-
 
 class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     """Save by ``save_freq`` and the manager's own policy, and resume when `fit` begins."""
@@ -153,7 +74,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         self._to_skip = 0
         self._at_begin: dict[str, Any] = {}
         """Random generators when the epoch began."""
-        self._others = OtherCallbacks([])
+        self._others = _OtherCallbacks([])
         self._resumed_optimizer: Sequence[Any] = ()
         """Optimizer in the middle of the epoch that is resumed."""
         self._stops = False
@@ -180,7 +101,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         if optimizer is not None:
             objects["optimizer"] = optimizer
         self._epoch, self._batches, self._since_save, self._to_skip = 0, 0, 0, 0
-        self._others, self._resumed_optimizer, self._stops = other_callbacks(self), (), False
+        self._others, self._resumed_optimizer, self._stops = _other_callbacks(self), (), False
         # Not `register`: Keras optimizers have no hooks that could be watched.
         self.manager.framework.set_objects(objects, with_position=True)
         state = self.manager.load_latest_snapshot()
@@ -380,3 +301,83 @@ def _assign(variables: Sequence[Any], saved: Sequence[Any], what: str) -> None:
 
 def _numbers(logs: dict[str, Any] | None) -> dict[str, float]:
     return {key: float(value) for key, value in (logs or {}).items()}
+
+
+_ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
+    "EarlyStopping": ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "ModelCheckpoint": ("best",),
+    "History": ("epoch", "history"),
+}
+
+
+class _OtherCallbacks:
+    """The callbacks of a `fit` beside our own."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self._named: dict[str, Any] = {}
+        for name in _ATTRIBUTES:
+            known = [one for one in callbacks if isinstance(one, getattr(keras.callbacks, name))]
+            self._named |= {f"{name}-{place}": one for place, one in enumerate(known)}
+        self._loaded: dict[str, Any] = {}
+        """State to restore when Keras has reset the callbacks."""
+
+    @property
+    def change_weights_at_end(self) -> bool:
+        """True if one of them puts back the best weights when `fit` ends."""
+        return any(
+            getattr(one, "restore_best_weights", False) and one.best_weights is not None
+            for one in self._named.values()
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the saved attributes by callback."""
+        return {
+            name: {key: getattr(one, key) for key in _attributes_of(name) if hasattr(one, key)}
+            for name, one in self._named.items()
+        }
+
+    def load_later(self, state: dict[str, Any]) -> None:
+        """Keep a state until `load`: Keras resets the callbacks behind us when `fit` begins."""
+        self._loaded = state
+
+    def load(self) -> None:
+        """Restore the state that was kept, once."""
+        loaded, self._loaded = self._loaded, {}
+        for name, values in loaded.items():
+            for key in _attributes_of(name):
+                if name in self._named and key in values:
+                    setattr(self._named[name], key, values[key])
+
+    def end(self) -> None:
+        """Restore the state at the end of a `fit` that had nothing left to do."""
+        if not self._loaded:
+            return
+        self.load()
+        for name, callback in self._named.items():
+            if name.startswith("EarlyStopping"):
+                # It was told of the end before it had its state, which may have the best weights.
+                callback.on_train_end()
+
+
+def _other_callbacks(own: Any) -> _OtherCallbacks:
+    """Return the other callbacks of the `fit` that has just begun, and have ``own`` called after them.
+
+    A snapshot at the end of an epoch has what they did there, such as a reduced learning rate.
+    """
+    # Keras does not tell a callback of the others, but their list is calling it.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.callbacks.CallbackList) and any(one is own for one in caller.callbacks):
+            others = [one for one in caller.callbacks if one is not own]
+            # A new list: Keras iterates over the old one at this moment.
+            caller.callbacks = [*others, own]
+            return _OtherCallbacks(others)
+        frame = frame.f_back
+    log.warning("ciuic: no list of callbacks was found: their states are not saved")
+    return _OtherCallbacks([])
+
+
+def _attributes_of(name: str) -> tuple[str, ...]:
+    return _ATTRIBUTES.get(name.partition("-")[0], ())

@@ -60,7 +60,7 @@ def calling_trainer() -> Any:
     return _calling("fit_loop", "strategy")
 
 
-def is_outside_run(trainer: Any) -> bool:
+def _is_outside_run(trainer: Any) -> bool:
     """Return whether the Trainer will not tear its plugins down before it returns to the program.
 
     Args:
@@ -105,7 +105,7 @@ def parse_kinds(materialize: str) -> frozenset[str]:
     return kinds
 
 
-class CheckpointFiles:
+class _CheckpointFiles:
     """Checkpoints that a plugin has saved, and those of them that become files."""
 
     def __init__(self, save_dir: Path, materialize: str) -> None:
@@ -141,7 +141,7 @@ class CheckpointFiles:
                 with quietly(
                     f"{path} stays a pointer to its snapshot, which `ciuic export` can write as a file"
                 ):
-                    write_checkpoint(path, pointer, self._save_dir)
+                    _write_checkpoint(path, pointer, self._save_dir)
 
     def _chosen(self, trainer: Any) -> Iterator[str]:
         for callback in getattr(trainer, "checkpoint_callbacks", ()):
@@ -158,7 +158,7 @@ class CheckpointFiles:
             yield from self._written[-1:]
 
 
-def write_checkpoint(path: str, pointer: Pointer, save_dir: Path) -> int:
+def _write_checkpoint(path: str, pointer: Pointer, save_dir: Path) -> int:
     """Replace a pointer by the checkpoint, atomically and durably; return its size.
 
     Args:
@@ -198,7 +198,7 @@ def _is_lost(path: str, tags: Sequence[str]) -> bool:
     return pointer.tag not in tags if pointer is not None else not os.path.lexists(path)
 
 
-class RemovedCheckpoints:
+class _RemovedCheckpoints:
     """Checkpoints whose snapshots are to be removed, when it is safe to."""
 
     def __init__(self, manager: SnapshotManager) -> None:
@@ -290,8 +290,8 @@ class SnapshotIOBase:
         self._parts: Any = None
         """States of all processes for the save that the first one is about to make."""
         self._latest: State | None = None
-        self._files = CheckpointFiles(self.manager.save_dir, materialize)
-        self._removed = RemovedCheckpoints(self.manager)
+        self._files = _CheckpointFiles(self.manager.save_dir, materialize)
+        self._removed = _RemovedCheckpoints(self.manager)
 
     @property
     def has_latest(self) -> bool:
@@ -350,7 +350,7 @@ class SnapshotIOBase:
         self._files.wrote(path)
         if replaced is not None and self._is_own(replaced):
             self._removed.add(replaced.tag)
-        if is_outside_run(trainer := calling_trainer()):
+        if _is_outside_run(trainer := calling_trainer()):
             # No teardown follows that would write the file.
             self._finish(trainer)
 

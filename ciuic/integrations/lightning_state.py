@@ -28,7 +28,7 @@ _OPTIONS: Final = (
 """Arguments of `log` that an entry keeps."""
 
 
-def results_state(trainer: Any, pending: Mapping[str, Any]) -> dict[str, Any]:
+def _results_state(trainer: Any, pending: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was logged, as plain values and tensors: this process's own.
 
     Args:
@@ -63,7 +63,7 @@ class ContinuedResults:
     """Values that were logged before a resume, until the resumed epoch has taken them."""
 
     def __init__(self, state: dict[str, Any]) -> None:
-        """Take the state that `results_state` returned."""
+        """Take the state that `_results_state` returned."""
         self._state = state
         self._sums: dict[str, dict[str, Any]] = dict(state.get("sums", {}))
         self._made: list[str] = []
@@ -279,7 +279,7 @@ class RankLocalState:
     def state_dict(self) -> dict[str, Any]:
         """Return the loops, what was logged, and the small buffers."""
         buffers = {} if self.model is None else rank_state.small_buffers(self.model)
-        logged = {} if self.trainer is None else results_state(self.trainer, self.continued.pending)
+        logged = {} if self.trainer is None else _results_state(self.trainer, self.continued.pending)
         return {LOOPS: self._checkpoint.whole().get(LOOPS, {}), "buffers": buffers, RESULTS: logged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

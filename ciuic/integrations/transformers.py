@@ -38,78 +38,6 @@ from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State
 from ciuic.training.state import randomness, rank_state
 
-# A tokenizer of a large vocabulary has some 10 MB; more belongs to no configuration.
-_MAX_BYTES: Final = 64 << 20
-
-
-def configuration_files(model: Any, processing: Any = None) -> dict[str, torch.Tensor]:
-    """Return the files that `save_pretrained` writes beside the weights, by name, each as a tensor of bytes.
-
-    As tensors they are stored once, however many snapshots have them.
-
-    Args:
-        model: Model of transformers; of any other there are no files.
-        processing: Tokenizer or processor of the model, if there is one.
-
-    Raises:
-        ValueError: The files are too large.
-        OSError: There is no room for a temporary copy.
-    """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "save_pretrained"):
-        return {}
-    with tempfile.TemporaryDirectory(prefix="ciuic-config-", dir=temporary_directory()) as folder:
-        # First, so that the model's own files replace any of the same name.
-        if hasattr(processing, "save_pretrained"):
-            processing.save_pretrained(folder)
-        if hasattr(model, "can_generate") and model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        _described(model, config).save_pretrained(folder)
-        return _read_files(folder)
-
-
-def _described(model: Any, config: Any) -> Any:
-    """Return the configuration with what `save_pretrained` of a model adds: its class and its dtype."""
-    described = copy.deepcopy(config)
-    described.architectures = [type(model).__name__]
-    name = "dtype" if hasattr(described, "dtype") else "torch_dtype"
-    setattr(described, name, str(model.dtype).removeprefix("torch."))
-    return described
-
-
-def _read_files(folder: str) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    size_bytes = 0
-    for entry in os.scandir(folder):
-        if not entry.is_file() or not is_configuration_name(entry.name):
-            continue
-        with open(entry.path, "rb") as file:
-            content = file.read()
-        size_bytes += len(content)
-        if size_bytes > _MAX_BYTES:
-            raise ValueError(f"the configuration files must have at most {_MAX_BYTES} bytes together")
-        if content:
-            found[entry.name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return found
-
-
-def with_ties(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's state with every name of a tied weight.
-
-    Folders of `save_pretrained`, which `ciuic import` reads, have one name of each.
-    """
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    filled = copy.copy(state)
-    for tied in names.values():
-        there = [name for name in tied if name in state]
-        for name in tied:
-            if there and name not in state:
-                filled[name] = state[there[0]]
-    return filled
-
-
 _STATE_FILE: Final = "trainer_state.json"
 
 
@@ -380,7 +308,7 @@ class _StoredCheckpoint:
 
     def _load_model(self) -> None:
         model = self._trainer.model
-        model.load_state_dict(with_ties(model, self.state["model_state_dict"]))
+        model.load_state_dict(_with_ties(model, self.state["model_state_dict"]))
         # Buffers that DistributedDataParallel leaves different are each process's own.
         rank_state.load_buffers(
             {"model": self._trainer.model}, self.state.ranks, self._trainer.args.process_index
@@ -402,3 +330,75 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
     return {
         key: float(value) for key, value in line.items() if isinstance(value, (int, float)) and key != "step"
     }
+
+
+# A tokenizer of a large vocabulary has some 10 MB; more belongs to no configuration.
+_MAX_BYTES: Final = 64 << 20
+
+
+def configuration_files(model: Any, processing: Any = None) -> dict[str, torch.Tensor]:
+    """Return the files that `save_pretrained` writes beside the weights, by name, each as a tensor of bytes.
+
+    As tensors they are stored once, however many snapshots have them.
+
+    Args:
+        model: Model of transformers; of any other there are no files.
+        processing: Tokenizer or processor of the model, if there is one.
+
+    Raises:
+        ValueError: The files are too large.
+        OSError: There is no room for a temporary copy.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="ciuic-config-", dir=temporary_directory()) as folder:
+        # First, so that the model's own files replace any of the same name.
+        if hasattr(processing, "save_pretrained"):
+            processing.save_pretrained(folder)
+        if hasattr(model, "can_generate") and model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        _described(model, config).save_pretrained(folder)
+        return _read_files(folder)
+
+
+def _described(model: Any, config: Any) -> Any:
+    """Return the configuration with what `save_pretrained` of a model adds: its class and its dtype."""
+    described = copy.deepcopy(config)
+    described.architectures = [type(model).__name__]
+    name = "dtype" if hasattr(described, "dtype") else "torch_dtype"
+    setattr(described, name, str(model.dtype).removeprefix("torch."))
+    return described
+
+
+def _read_files(folder: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    size_bytes = 0
+    for entry in os.scandir(folder):
+        if not entry.is_file() or not is_configuration_name(entry.name):
+            continue
+        with open(entry.path, "rb") as file:
+            content = file.read()
+        size_bytes += len(content)
+        if size_bytes > _MAX_BYTES:
+            raise ValueError(f"the configuration files must have at most {_MAX_BYTES} bytes together")
+        if content:
+            found[entry.name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return found
+
+
+def _with_ties(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's state with every name of a tied weight.
+
+    Folders of `save_pretrained`, which `ciuic import` reads, have one name of each.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    filled = copy.copy(state)
+    for tied in names.values():
+        there = [name for name in tied if name in state]
+        for name in tied:
+            if there and name not in state:
+                filled[name] = state[there[0]]
+    return filled

@@ -27,109 +27,6 @@ _BOUNCE_BYTES: Final = 32 << 20
 _PORTABLE: Final = 1
 
 
-class _Waits(Protocol):
-    def wait(self) -> None: ...
-
-
-def pinned_by(arena: Arena, device: Any) -> bool:
-    """Page-lock an arena on the first call, and return whether this device can write to it by itself."""
-    if arena.pinned is None:
-        arena.pin(lambda address, size_bytes: _register(address, size_bytes, device))
-    return bool(arena.pinned)
-
-
-def _register(address: int, size_bytes: int, device: Any) -> Callable[[], None] | None:
-    """Page-lock memory; return how to undo that, or None if it cannot be done."""
-    # torch gives access to such a call for CUDA alone, and calls ROCm cuda too.
-    if device.type != "cuda":
-        return None
-    code = _in_a_thread(device, "cudaHostRegister", address, size_bytes, _PORTABLE)
-    if code != 0:
-        log.warning(
-            "ciuic: %d MiB cannot be page-locked (CUDA error %s): saves stop the training for longer",
-            size_bytes >> 20,
-            code,
-        )
-        return None
-
-    def undo() -> None:
-        _in_a_thread(device, "cudaHostUnregister", address)
-
-    return undo
-
-
-def _in_a_thread(device: Any, name: str, *arguments: int) -> int | None:
-    """Call a function of the CUDA runtime in a thread of its own.
-
-    Return its code, or None if there is no such function.
-    """
-    torch: Any = sys.modules["torch"]
-    codes: list[int] = []
-
-    def call() -> None:
-        # A new thread begins on device 0, where the call would make a context though the program may not use
-        # that device at all.
-        with suppress(Exception), torch.cuda.device(device):
-            codes.append(int(getattr(torch.cuda.cudart(), name)(*arguments)))
-
-    # An error of the CUDA runtime stays with the thread in which it occurred: in the program's thread the
-    # next kernel launch would raise it. Once for an arena, so the cost of a thread does not matter.
-    thread = threading.Thread(target=call, name="ciuic-pin", daemon=True)
-    thread.start()
-    thread.join()
-    return codes[0] if codes else None
-
-
-class Bounce:
-    """Two small page-locked buffers: the device fills one while the host empties the other."""
-
-    def __init__(self, torch: Any) -> None:
-        """Allocate nothing before the first copy."""
-        self._torch = torch
-        self._buffers: list[Any] | None = None
-
-    def copy(self, target: Any, value: Any, mark: Callable[[], _Waits]) -> None:
-        """Copy a tensor on the current stream; the copy is done on return.
-
-        Args:
-            target: Destination on the host.
-            value: Tensor on the device.
-            mark: Returns an event at the end of the current stream.
-        """
-        buffers = self._buffers = self._buffers or self._made()
-        if not buffers or not value.is_contiguous() or value.element_size() > 8 or not value.numel():
-            target.copy_(value)
-            return
-        torch = self._torch
-        into, source = target.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
-        before: tuple[_Waits, Any, Any] | None = None
-        for number, at in enumerate(range(0, into.numel(), _BOUNCE_BYTES)):
-            here = into[at : at + _BOUNCE_BYTES]
-            buffer = buffers[number % 2][: here.numel()]
-            buffer.copy_(source[at : at + _BOUNCE_BYTES], non_blocking=True)
-            filled = mark()
-            # Empty the other buffer while the device fills this one.
-            _empty(before)
-            before = filled, here, buffer
-        _empty(before)
-
-    def _made(self) -> list[Any]:
-        try:
-            return [
-                self._torch.empty(_BOUNCE_BYTES, dtype=self._torch.uint8, device="cpu", pin_memory=True)
-                for _ in "ab"
-            ]
-        except RuntimeError:
-            return []
-
-
-def _empty(full: tuple[_Waits, Any, Any] | None) -> None:
-    if full is not None:
-        filled, here, buffer = full
-        filled.wait()
-        here.copy_(buffer)
-
-
 # Piece of a tensor that is not contiguous: its elements are put in order on the device first, which takes
 # memory there.
 _AT_ONCE_BYTES: Final = 64 << 20
@@ -243,7 +140,7 @@ class TorchDeviceStream:
         self._module = module
         self._device = device
         self._stream = module.Stream(device=device)
-        self._bounce = Bounce(torch)
+        self._bounce = _Bounce(torch)
 
     def prepare(self, arena: Arena) -> None:
         """Page-lock the arena."""
@@ -269,16 +166,16 @@ class TorchDeviceStream:
                 part = slice(at, at + rows) if value.dim() else ...
                 target[part].copy_(value[part], non_blocking=True)
 
-    def mark(self) -> TorchStreamEvent:
+    def mark(self) -> _TorchStreamEvent:
         """Return an event at the end of our stream."""
         # Without `blocking` the host spins while it waits for a CUDA event.
         event = self._module.Event(blocking=True) if self._device.type == "cuda" else self._module.Event()
         event.record(self._stream)
-        return TorchStreamEvent(event)
+        return _TorchStreamEvent(event)
 
     def hold(self, mark: StreamEvent) -> None:
         """Let the program's stream wait for an event."""
-        assert isinstance(mark, TorchStreamEvent)
+        assert isinstance(mark, _TorchStreamEvent)
         self._module.current_stream(self._device).wait_event(mark.event)
 
     def clone(self, value: Any) -> Any:
@@ -329,7 +226,7 @@ class TorchDeviceStream:
         return 0 if value.is_inference() else int(value._version)
 
 
-class TorchStreamEvent:
+class _TorchStreamEvent:
     """Event of torch on our stream."""
 
     def __init__(self, event: Any) -> None:
@@ -351,3 +248,102 @@ def _as_integers(torch: Any, value: Any) -> Any:
         value = torch.view_as_real(value)
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return value.view(kinds[value.element_size()])
+
+
+def pinned_by(arena: Arena, device: Any) -> bool:
+    """Page-lock an arena on the first call, and return whether this device can write to it by itself."""
+    if arena.pinned is None:
+        arena.pin(lambda address, size_bytes: _register(address, size_bytes, device))
+    return bool(arena.pinned)
+
+
+def _register(address: int, size_bytes: int, device: Any) -> Callable[[], None] | None:
+    """Page-lock memory; return how to undo that, or None if it cannot be done."""
+    # torch gives access to such a call for CUDA alone, and calls ROCm cuda too.
+    if device.type != "cuda":
+        return None
+    code = _in_a_thread(device, "cudaHostRegister", address, size_bytes, _PORTABLE)
+    if code != 0:
+        log.warning(
+            "ciuic: %d MiB cannot be page-locked (CUDA error %s): saves stop the training for longer",
+            size_bytes >> 20,
+            code,
+        )
+        return None
+
+    def undo() -> None:
+        _in_a_thread(device, "cudaHostUnregister", address)
+
+    return undo
+
+
+def _in_a_thread(device: Any, name: str, *arguments: int) -> int | None:
+    """Call a function of the CUDA runtime in a thread of its own.
+
+    Return its code, or None if there is no such function.
+    """
+    torch: Any = sys.modules["torch"]
+    codes: list[int] = []
+
+    def call() -> None:
+        # A new thread begins on device 0, where the call would make a context though the program may not use
+        # that device at all.
+        with suppress(Exception), torch.cuda.device(device):
+            codes.append(int(getattr(torch.cuda.cudart(), name)(*arguments)))
+
+    # An error of the CUDA runtime stays with the thread in which it occurred: in the program's thread the
+    # next kernel launch would raise it. Once for an arena, so the cost of a thread does not matter.
+    thread = threading.Thread(target=call, name="ciuic-pin", daemon=True)
+    thread.start()
+    thread.join()
+    return codes[0] if codes else None
+
+
+class _Bounce:
+    """Two small page-locked buffers: the device fills one while the host empties the other."""
+
+    def __init__(self, torch: Any) -> None:
+        """Allocate nothing before the first copy."""
+        self._torch = torch
+        self._buffers: list[Any] | None = None
+
+    def copy(self, target: Any, value: Any, mark: Callable[[], StreamEvent]) -> None:
+        """Copy a tensor on the current stream; the copy is done on return.
+
+        Args:
+            target: Destination on the host.
+            value: Tensor on the device.
+            mark: Returns an event at the end of the current stream.
+        """
+        buffers = self._buffers = self._buffers or self._made()
+        if not buffers or not value.is_contiguous() or value.element_size() > 8 or not value.numel():
+            target.copy_(value)
+            return
+        torch = self._torch
+        into, source = target.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
+        before: tuple[StreamEvent, Any, Any] | None = None
+        for number, at in enumerate(range(0, into.numel(), _BOUNCE_BYTES)):
+            here = into[at : at + _BOUNCE_BYTES]
+            buffer = buffers[number % 2][: here.numel()]
+            buffer.copy_(source[at : at + _BOUNCE_BYTES], non_blocking=True)
+            filled = mark()
+            # Empty the other buffer while the device fills this one.
+            _empty(before)
+            before = filled, here, buffer
+        _empty(before)
+
+    def _made(self) -> list[Any]:
+        try:
+            return [
+                self._torch.empty(_BOUNCE_BYTES, dtype=self._torch.uint8, device="cpu", pin_memory=True)
+                for _ in "ab"
+            ]
+        except RuntimeError:
+            return []
+
+
+def _empty(full: tuple[StreamEvent, Any, Any] | None) -> None:
+    if full is not None:
+        filled, here, buffer = full
+        filled.wait()
+        here.copy_(buffer)

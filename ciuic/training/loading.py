@@ -110,7 +110,7 @@ def load_by_name(save_dir: Path, snapshot: str) -> State:
     return load_one(save_dir, lambda repository: repository.snapshots.resolve(snapshot))
 
 
-def load_on_all_ranks(
+def _load_on_all_ranks(
     ranks: Ranks,
     save_dir: Path,
     root: bytes,
@@ -141,9 +141,9 @@ def load_on_all_ranks(
         with Repository.open(save_dir) as repository:
             return [info.id for info in repository.snapshots.list(root=root)]
 
-    state = first_on_all_ranks(
+    state = _first_on_all_ranks(
         ranks,
-        told_by_rank_0(ranks, lambda: [(id_,) for id_ in ids()]),
+        _told_by_rank_0(ranks, lambda: [(id_,) for id_ in ids()]),
         lambda id_: load(str(save_dir), id_, templates),
     )
     if state is not None and ranks.saves:
@@ -151,7 +151,7 @@ def load_on_all_ranks(
     return state
 
 
-def first_on_all_ranks(
+def _first_on_all_ranks(
     ranks: Ranks, candidates: Iterable[tuple[Any, ...]], load_candidate: Callable[..., Loaded]
 ) -> State | None:
     """Load the first candidate that every rank can read. Collective.
@@ -193,7 +193,7 @@ def first_on_all_ranks(
     return None
 
 
-def told_by_rank_0(ranks: Ranks, find: Callable[[], Sequence[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
+def _told_by_rank_0(ranks: Ranks, find: Callable[[], Sequence[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
     """Return on every rank the candidates that rank 0 finds. Collective.
 
     Raises:
@@ -393,7 +393,7 @@ def load_newest(
 
     def load_local() -> State | None:
         if ranks is not None:
-            return load_on_all_ranks(ranks, save_dir, root, templates or {}, find)
+            return _load_on_all_ranks(ranks, save_dir, root, templates or {}, find)
         return find() if find is not None else load_latest(save_dir, root, templates)
 
     if not remotes or find is not None:
@@ -454,13 +454,13 @@ class _RemoteLoading:
             return list(find())
         return [
             RemoteCandidate(*one)
-            for one in told_by_rank_0(self._ranks, lambda: [tuple(one) for one in find()])
+            for one in _told_by_rank_0(self._ranks, lambda: [tuple(one) for one in find()])
         ]
 
     def first_good(self, candidates: Sequence[RemoteCandidate]) -> State | None:
         """Return the first that is whole. NothingGood if none is."""
         if self._ranks is not None:
-            return first_on_all_ranks(self._ranks, candidates, self._load)
+            return _first_on_all_ranks(self._ranks, candidates, self._load)
         passed_over: list[PassedOver] = []
         for candidate in candidates:
             try:

@@ -32,7 +32,7 @@ from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
 from ciuic.units import human_size, plural
 
-BEST: Final = "best"
+_BEST: Final = "best"
 """Name by which the best snapshot is asked for beside ids."""
 _SHOWN: Final = 8
 
@@ -51,7 +51,7 @@ def by_name(repository: Repository, name: str, root: bytes) -> SnapshotId:
         raise NotFound(error.message, hint=error.hint) from None
 
 
-def by_facts(repository: Repository, root: bytes, *, step: int | None, epoch: int | None) -> SnapshotId:
+def _by_facts(repository: Repository, root: bytes, *, step: int | None, epoch: int | None) -> SnapshotId:
     """Return the id of the only snapshot with this step and epoch; None: any.
 
     Raises:
@@ -76,7 +76,7 @@ def by_facts(repository: Repository, root: bytes, *, step: int | None, epoch: in
     raise NotFound(f"no snapshot has {wanted}; there are {_listed(saved) or 'none'}")
 
 
-def best_rule(rules: Iterable[Best], metric: str | None, mode: Mode | None) -> Best | None:
+def _best_rule(rules: Iterable[Best], metric: str | None, mode: Mode | None) -> Best | None:
     """Return the rule that says which snapshot is best.
 
     Args:
@@ -286,7 +286,7 @@ class TrainingSnapshots:
         return loading.load_one(
             self.save_dir,
             lambda repository: (
-                by_facts(repository, self._root, step=step, epoch=epoch)
+                _by_facts(repository, self._root, step=step, epoch=epoch)
                 if snapshot is None
                 else self._named(repository, snapshot)
             ),
@@ -309,7 +309,7 @@ class TrainingSnapshots:
             ValueError: This version of ciuic or of the framework does not know what was saved, or the mode is
                 neither, or has no metric.
         """
-        rule = best_rule(self._best_rules, metric, mode)
+        rule = _best_rule(self._best_rules, metric, mode)
         self._await_saves()
         return loading.load_one(self.save_dir, lambda repository: best(repository, self._root, rule))
 
@@ -352,8 +352,8 @@ class TrainingSnapshots:
 
     def _named(self, repository: Repository, name: str) -> SnapshotId:
         """Return the id of a snapshot that is named by an id, in a way of `choice.by_name`, or as the best."""
-        if name == BEST:
-            return best(repository, self._root, best_rule(self._best_rules, None, None))
+        if name == _BEST:
+            return best(repository, self._root, _best_rule(self._best_rules, None, None))
         return by_name(repository, name, self._root)
 
     def _id_of(self, name: str) -> str:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -68,50 +68,6 @@ from ciuic.types import Snapshot
 _UNREGISTER_SECONDS: Final = 30.0
 
 
-class TrainerChannel(Protocol):
-    """Connection to the trainer, as the writer process has it."""
-
-    fds: deque[int]
-    """Descriptors received with messages and not yet taken."""
-
-    def tell(self, message: FromWriter) -> None:
-        """Send the trainer a message."""
-
-
-class DaemonRegistration:
-    """Registration of the trainer, renewed by a background thread until this process ends."""
-
-    def __init__(self, trainer: TrainerChannel, hello: Hello) -> None:
-        """Start the background thread.
-
-        Args:
-            trainer: connection to the trainer; the pidfd and the page that came with its first message are
-                taken from it.
-            hello: name, process and heartbeat of the trainer.
-        """
-        self._trainer = trainer
-        # In the order of `TrainerHeartbeat.fds`.
-        life, self._page = trainer.fds.popleft(), trainer.fds.popleft()
-        self._heartbeat = hello.heartbeat_seconds > 0
-        self._registration = Registration(
-            lambda: watch_socket(os.environ), hello, (life, self._page), on_trouble=self._report_trouble
-        )
-        self._registration.start()
-
-    def trainer_gone(self) -> None:
-        """Tell the daemon how the trainer ended; waits only where a daemon was there before and is away."""
-        # A daemon reports nothing of an end that was announced.
-        if read_page(self._page).goodbye not in (Goodbye.CLOSED, Goodbye.PREEMPTED):
-            self._registration.wait_until_known(_UNREGISTER_SECONDS)
-
-    def _report_trouble(self, error: CiuicError) -> None:
-        # A missing daemon is normal and not reported, unless heartbeat_seconds says that the user counts on
-        # one.
-        if self._heartbeat:
-            text = f"not watched yet: {error}" if isinstance(error, Unreachable) else f"not watched: {error}"
-            self._trainer.tell(Note("not_watched", text))
-
-
 # A save that waits longer for another writer has failed, and the next boundary tries again.
 _LOCK_WAIT_SECONDS: Final = 60.0
 # Time for housekeeping after the last message of the trainer, which waits for this process to exit.
@@ -141,7 +97,7 @@ def main(fd: int, trainer_pid: int) -> None:
     begin = trainer.next()
     if not isinstance(begin, Begin):
         return
-    known = DaemonRegistration(trainer, begin.watched) if begin.watched is not None else None
+    known = _DaemonRegistration(trainer, begin.watched) if begin.watched is not None else None
     _lower_priority(begin.nice)
     # Before the first snapshot only this tells how long one will take.
     trainer.tell(Measured(measure(begin.repository)))
@@ -250,6 +206,40 @@ class _Trainer:
             # may be another process's by now.
             with suppress(OSError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGURG)
+
+
+class _DaemonRegistration:
+    """Registration of the trainer, renewed by a background thread until this process ends."""
+
+    def __init__(self, trainer: _Trainer, hello: Hello) -> None:
+        """Start the background thread.
+
+        Args:
+            trainer: connection to the trainer; the pidfd and the page that came with its first message are
+                taken from it.
+            hello: name, process and heartbeat of the trainer.
+        """
+        self._trainer = trainer
+        # In the order of `TrainerHeartbeat.fds`.
+        life, self._page = trainer.fds.popleft(), trainer.fds.popleft()
+        self._heartbeat = hello.heartbeat_seconds > 0
+        self._registration = Registration(
+            lambda: watch_socket(os.environ), hello, (life, self._page), on_trouble=self._report_trouble
+        )
+        self._registration.start()
+
+    def trainer_gone(self) -> None:
+        """Tell the daemon how the trainer ended; waits only where a daemon was there before and is away."""
+        # A daemon reports nothing of an end that was announced.
+        if read_page(self._page).goodbye not in (Goodbye.CLOSED, Goodbye.PREEMPTED):
+            self._registration.wait_until_known(_UNREGISTER_SECONDS)
+
+    def _report_trouble(self, error: CiuicError) -> None:
+        # A missing daemon is normal and not reported, unless heartbeat_seconds says that the user counts on
+        # one.
+        if self._heartbeat:
+            text = f"not watched yet: {error}" if isinstance(error, Unreachable) else f"not watched: {error}"
+            self._trainer.tell(Note("not_watched", text))
 
 
 class _Writer:

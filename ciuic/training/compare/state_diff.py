@@ -87,7 +87,7 @@ def _merged(found: Iterator[Span], most_bytes: int) -> Iterator[Span]:
 
 _ROWS_BYTES: Final = 4 << 20
 
-TensorChangeKind = Literal["changed", "retyped", "reshaped", "added", "removed"]
+_TensorChangeKind = Literal["changed", "retyped", "reshaped", "added", "removed"]
 
 
 class TensorChange(NamedTuple):
@@ -95,7 +95,7 @@ class TensorChange(NamedTuple):
 
     name: str
     """Object and name, for example ``model.layer.weight``."""
-    kind: TensorChangeKind
+    kind: _TensorChangeKind
     """``retyped``: another dtype, with figures of the numbers; ``reshaped``: another shape, without figures."""
     old_dtype: str | None
     new_dtype: str | None
@@ -106,7 +106,7 @@ class TensorChange(NamedTuple):
     """Figures of the change; None unless the tensor is changed or retyped."""
 
 
-def tensor_changes(
+def _tensor_changes(
     old: TensorSource, new: TensorSource, reader: BlockReader, *, whole: bool
 ) -> Iterator[TensorChange | None]:
     """Yield the change of each tensor of either side; None for one that is identical.
@@ -238,7 +238,7 @@ def _rows(
 
 
 HEADERS: Final = ("tensor", "change", "largest", "cosine", "nan", "inf")
-NUMERIC: Final = HEADERS[1:]
+_NUMERIC: Final = HEADERS[1:]
 
 
 class StateDiff(Sequence[TensorChange]):
@@ -292,11 +292,11 @@ class StateDiff(Sequence[TensorChange]):
     def __repr__(self) -> str:
         if not self._changes:
             return self.summary()
-        return f"{aligned_text(HEADERS, list(map(row, self)), NUMERIC, 'more')}\n{self.summary()}"
+        return f"{aligned_text(HEADERS, list(map(row, self)), _NUMERIC, 'more')}\n{self.summary()}"
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook; everything from the repository is escaped."""
-        table = html_table(HEADERS, list(map(row, self)), NUMERIC, "more") if self._changes else ""
+        table = html_table(HEADERS, list(map(row, self)), _NUMERIC, "more") if self._changes else ""
         return f"{table}<p>{self.summary()}</p>"
 
 
@@ -373,7 +373,7 @@ def diff_states(
         )
     changes: list[TensorChange] = []
     identical = 0
-    for change in tensor_changes(before, after, reader, whole=whole):
+    for change in _tensor_changes(before, after, reader, whole=whole):
         if change is None:
             identical += 1
         else:

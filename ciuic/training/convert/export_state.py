@@ -353,17 +353,17 @@ def load_everything(reader: Any, planner: Any) -> dict[str, Any]:
     # A BaseException, with what each rank raised and its traceback in the text.
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
-    return {name: with_optimizer_numbers(value) for name, value in found.items()}
+    return {name: _with_optimizer_numbers(value) for name, value in found.items()}
 
 
-def with_optimizer_numbers(found: Any) -> Any:
+def _with_optimizer_numbers(found: Any) -> Any:
     """Return a state that torch's planner has unflattened, with optimizers' states by number again.
 
     The planner makes texts or places in a list of integers that are keys, and nothing of an empty dict.
     """
     if not isinstance(found, dict):
         return found
-    made = {key: with_optimizer_numbers(value) for key, value in found.items()}
+    made = {key: _with_optimizer_numbers(value) for key, value in found.items()}
     groups = made.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(one, dict) and "params" in one for one in groups):
         return made

@@ -428,11 +428,11 @@ def _needed(part: RankFiles, manifest: Manifest) -> int:
 # torch views bytes as another dtype only from a multiple of its element size, which is 16 bytes at most.
 _SMALL_ALIGNMENT: Final = 64
 """Alignment of tensors that will be copied once more, into the file that they share."""
-CopyTensor = Callable[[torch.Tensor], torch.Tensor]
+_CopyTensor = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns a copy of a tensor on the CPU."""
 
 
-def copy_state(state: Any, place: CopyTensor) -> Any:
+def copy_state(state: Any, place: _CopyTensor) -> Any:
     """Return a copy of the state. A tensor that occurs several times is copied once."""
     return _Copier(place).value(state)
 
@@ -512,7 +512,7 @@ def _reserved(end: int, tensor: torch.Tensor) -> tuple[int, int]:
 class _Copier:
     """Copy of one nested state."""
 
-    def __init__(self, place: CopyTensor, *, objects: bool = True) -> None:
+    def __init__(self, place: _CopyTensor, *, objects: bool = True) -> None:
         self._place = place
         self._objects = objects
         self._made: dict[int, tuple[Any, Any]] = {}

@@ -56,7 +56,7 @@ HERE = ""
 """Name of a candidate's remote if it is in the local repository."""
 
 
-class SnapshotSource:
+class _SnapshotSource:
     """Snapshots of one run, here and on its remotes. Connects when it is asked for what is not here."""
 
     def __init__(self, save_dir: Path, root: bytes, remotes: Sequence[RemoteConfig] = ()) -> None:
@@ -219,7 +219,7 @@ class CiuicStorageReader(StorageReader):
         self._given = self._wanted = snapshot or ""
         self._group = process_group
         self._metadata: Metadata | None = None
-        self._source = SnapshotSource(self.save_dir, self._root, place.remotes)
+        self._source = _SnapshotSource(self.save_dir, self._root, place.remotes)
         self._chosen: RemoteCandidate | None = None
         """Result of `find`, for the next load."""
         self._place: ReadFrom = str(self.save_dir)

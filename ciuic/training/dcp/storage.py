@@ -56,7 +56,7 @@ from ciuic.training.results import EXIT_SECONDS
 from ciuic.training.writer.messages import StoredFile
 
 
-class ItemResult(NamedTuple):
+class _ItemResult(NamedTuple):
     """Result of writing one item, sent from a rank to the coordinator."""
 
     place: ItemLocation
@@ -64,18 +64,18 @@ class ItemResult(NamedTuple):
     """All files of the rank, with its first item; () with the others."""
 
 
-def item_results(part: RankFiles, plan: SavePlan, files: tuple[StoredFile, ...]) -> list[WriteResult]:
+def _item_results(part: RankFiles, plan: SavePlan, files: tuple[StoredFile, ...]) -> list[WriteResult]:
     """Return torch's result of each item."""
     results = []
     for item in plan.items:
-        written = ItemResult(part.places[item.index], files)
+        written = _ItemResult(part.places[item.index], files)
         results.append(WriteResult(item.index, item.tensor_storage_size() or 0, written))
         # Sent once, with the first item.
         files = ()
     return results
 
 
-def snapshot_message(checkpoint_id: str, facts: Facts) -> str:
+def _snapshot_message(checkpoint_id: str, facts: Facts) -> str:
     """Return the message of the snapshot."""
     parts = [checkpoint_id] if checkpoint_id else []
     parts += [] if facts.epoch is None else [f"epoch {facts.epoch}"]
@@ -88,7 +88,7 @@ def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items()}
 
 
-def as_tensor(value: object) -> torch.Tensor:
+def _as_tensor(value: object) -> torch.Tensor:
     """Return the value as a tensor.
 
     Raises:
@@ -290,7 +290,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             )
         found = [(item, item.type == WriteItemType.BYTE_IO) for item in plan.items]
         objects = {item.index.fqn: planner.lookup_object(item.index) for item, plain in found if plain}
-        values = [(item, as_tensor(planner.resolve_data(item))) for item, plain in found if not plain]
+        values = [(item, _as_tensor(planner.resolve_data(item))) for item, plain in found if not plain]
         # torch passes nothing from `stage` to `write_data` but the state: the addresses of its tensors tell
         # where it is.
         with self._parts.lock:
@@ -304,7 +304,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         if staged:
             # Stored: references that torch still has to the copy no longer keep the arena from being filled.
             staged.slot.staged = None
-        return item_results(part, plan, files)
+        return _item_results(part, plan, files)
 
     def _lay_out(
         self,
@@ -325,7 +325,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         places: dict[MetadataIndex, ItemLocation] = {}
         stored: list[StoredFile] = []
         for result in (one for of_rank in results for one in of_rank):
-            written: ItemResult = result.storage_data
+            written: _ItemResult = result.storage_data
             places[result.index] = written.place
             stored += written.files
         facts = Facts(
@@ -342,7 +342,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         part.add_file(METADATA_FILE, encode_metadata(metadata, places))
         part.add_file(FACTS_FILE, encode_facts(facts))
         own = (self._checkpoint_id,) if self._checkpoint_id else ()
-        message = snapshot_message(self._checkpoint_id, facts)
+        message = _snapshot_message(self._checkpoint_id, facts)
         self.last_id = self._parts.commit(part, stored, message, (TAG, *own, *self.tags))
         metadata.storage_data = places
 

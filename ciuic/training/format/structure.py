@@ -48,7 +48,7 @@ _ROWS = ("sparse_csr", "sparse_bsr")
 _COLUMNS = ("sparse_csc", "sparse_bsc")
 
 
-def sparse_parts(value: Any) -> dict[str, Any]:
+def _sparse_parts(value: Any) -> dict[str, Any]:
     """Return ``layout``, ``size``, ``parts`` (the dense tensors) and ``coalesced`` of a sparse tensor."""
     layout = str(value.layout).removeprefix("torch.")
     found = {"layout": layout, "size": list(value.shape), "coalesced": True}
@@ -60,8 +60,8 @@ def sparse_parts(value: Any) -> dict[str, Any]:
     return found | {"parts": [value.ccol_indices(), value.row_indices(), value.values()]}
 
 
-def sparse_from_parts(packed: dict[str, Any]) -> Any:
-    """Return the sparse tensor of what `sparse_parts` returned.
+def _sparse_from_parts(packed: dict[str, Any]) -> Any:
+    """Return the sparse tensor of what `_sparse_parts` returned.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -330,7 +330,7 @@ class Packer:
         if shards.is_sharded(value) and (self._with_shards or shards.is_here_whole(value)):
             return self._sharded(value, path)
         if tensors.is_sparse(value):
-            whole = sparse_parts(value)
+            whole = _sparse_parts(value)
             return {KIND: "sparse", **whole, "parts": self._items(whole["parts"], path)}
         try:
             plain = tensors.as_plain(value)
@@ -444,7 +444,7 @@ class _Unpacker:
         if kind == "scalar":
             return _scalar(packed["dtype"], base64.b64decode(packed["base64"]))
         if kind == "sparse":
-            return sparse_from_parts({**packed, "parts": [self.value(part) for part in packed["parts"]]})
+            return _sparse_from_parts({**packed, "parts": [self.value(part) for part in packed["parts"]]})
         if kind in ("size", "dtype", "device"):
             return self._torch(kind, packed)
         raise ValueError(f"a value of kind {kind!r}, which this version of ciuic does not know")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
 
 
-STATE_DIR: Final = "remotes"
+_STATE_DIR: Final = "remotes"
 LOG_NAME: Final = "log"
 _USERS: Final = "users"
 _UPLOADER: Final = "uploader"
@@ -105,7 +105,7 @@ class UploadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 def state_dir(save_dir: str | os.PathLike[str]) -> Path:
     """Return the directory with one directory for each remote."""
-    return Path(save_dir) / STATE_DIR
+    return Path(save_dir) / _STATE_DIR
 
 
 def store_variables() -> dict[str, str]:
@@ -122,7 +122,7 @@ class UploadLock:
 
     def __init__(self, save_dir: str, name: str, which: str) -> None:
         """Hold nothing yet."""
-        self._path = f"{save_dir}/{STATE_DIR}/{name}/{which}"
+        self._path = f"{save_dir}/{_STATE_DIR}/{name}/{which}"
         self._fd = -1
 
     @classmethod
@@ -246,7 +246,7 @@ def record_of(save_dir: str, name: str, repository_id: str) -> StoredRecord | No
 
 
 def _start(save_dir: str, order: UploadOrder) -> subprocess.Popen[bytes]:
-    directory = f"{save_dir}/{STATE_DIR}/{order.name}"
+    directory = f"{save_dir}/{_STATE_DIR}/{order.name}"
     os.makedirs(directory, mode=0o700, exist_ok=True)
     # A file, no pipe or terminal of the training: the process outlives it, and who reads its output to the end
     # must not wait for the upload. Appended to, because another process may be running already.

@@ -172,7 +172,7 @@ class PendingSaves:
             self._failed(self._staged.popleft().number, "its copy from the device did not end in time")
 
 
-class Guard:
+class _Guard:
     """Reentrant critical section: other threads wait for its end, signal handlers defer their work to it.
 
     It is reentrant because a handler of the program's own may save in the middle of another save.
@@ -251,7 +251,7 @@ class Saver:
         """
         self.client = WriterClient(begin, begin_fds=begin_fds)
         self.copies = RemoteCopies(begin.repository, begin.uploads)
-        self.guard = Guard(events.guard_released)
+        self.guard = _Guard(events.guard_released)
         self.stats = Stats()
         self.costs = SaveCosts()
         self.size_bytes = 0

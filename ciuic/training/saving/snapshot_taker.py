@@ -87,7 +87,7 @@ class AgreedSave(NamedTuple):
     """Claim on the repository, on rank 0: nothing is swept until the snapshot is made."""
 
 
-def gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: int) -> GatheredState:
+def _gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: int) -> GatheredState:
     """Gather what this rank stores, without the documents of the snapshot.
 
     Raises:
@@ -141,7 +141,7 @@ def _agree(
     """Exchange the ranks' messages and compare them."""
     mine, size_bytes = rank_state.own_state(objects), 0
     try:
-        size_bytes = gather_part(objects, states, ranks.rank).size_bytes
+        size_bytes = _gather_part(objects, states, ranks.rank).size_bytes
     except (TypeError, ValueError) as error:
         # Sent to the other ranks instead of raised here: all must leave the exchange together, and raise
         # alike.
@@ -333,7 +333,7 @@ class SnapshotTaker:
         # Not earlier than the first step, in which optimizers create their state.
         states = self._registered.states()
         if self.ranks is not None and is_sharded:
-            self._saver.prepare(gather_part(self._registered.objects, states, self.ranks.rank))
+            self._saver.prepare(_gather_part(self._registered.objects, states, self.ranks.rank))
         else:
             self._saver.prepare(gather(states, {}, {}))
         self._saver.hear()
@@ -493,7 +493,7 @@ class SnapshotTaker:
         joint_save, self.prepared = agreed.joint_save, True
         states = self._registered.states()
         manifest = Manifest(time_ns=time.time_ns(), message="", tags=(), files=[], joint_save=joint_save)
-        state = gather_part(self._registered.objects, states, joint_save.rank)
+        state = _gather_part(self._registered.objects, states, joint_save.rank)
         # Not beside the next step: rank 0's writer waits for this part, so it is handed over before the step.
         save, _ = self._saver.stage(state, Facts(), manifest, may_wait=False, beside=False)
         if save is None:

@@ -91,7 +91,7 @@ def load_into(value: object, state: Any, name: str) -> None:
     state_access(value, name).put(value, state)
 
 
-def is_keras_model(value: object) -> bool:
+def _is_keras_model(value: object) -> bool:
     """Return whether a value is a Keras model or layer."""
     return hasattr(value, "trainable_variables") and _has_weights(value)
 
@@ -147,7 +147,7 @@ _WEIGHTS = StateAccess(_weights, lambda value, state: value.set_weights(state))
 # In this order: a Keras model on torch has a state_dict as well, but get_weights is what its loading
 # counterpart takes.
 _ACCESSES: list[tuple[Callable[[object], bool], StateAccess]] = [
-    (is_keras_model, _WEIGHTS),
+    (_is_keras_model, _WEIGHTS),
     (
         _callables("state_dict", "load_state_dict"),
         StateAccess(lambda value: value.state_dict(), lambda value, state: value.load_state_dict(state)),
@@ -232,7 +232,7 @@ def problem_of(value: Any, saved: Any) -> str:
         value: The object; nothing of it is changed.
         saved: Its saved state, renamed by `renamed_as`.
     """
-    if is_keras_model(value):
+    if _is_keras_model(value):
         return _shapes_problem(state_of(value, ""), saved, "weights")
     if _is_module(value):
         return _module_problem(value, saved)
@@ -285,12 +285,12 @@ class Undo:
 
 def _is_module(value: object) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module) and not is_keras_model(value)
+    return torch is not None and isinstance(value, torch.nn.Module) and not _is_keras_model(value)
 
 
 def is_checked_wholly(value: Any) -> bool:
     """Return whether `problem_of` finds every reason for which an object cannot load its state."""
-    if is_keras_model(value) or (hasattr(value, "variables") and hasattr(value, "apply_gradients")):
+    if _is_keras_model(value) or (hasattr(value, "variables") and hasattr(value, "apply_gradients")):
         return True
     torch = sys.modules.get("torch")
     if torch is None:

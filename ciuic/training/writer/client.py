@@ -49,7 +49,7 @@ zombies.
 """
 
 
-def start_writer(theirs: socket.socket, trainer_pid: int) -> subprocess.Popen[bytes]:
+def _start_writer(theirs: socket.socket, trainer_pid: int) -> subprocess.Popen[bytes]:
     """Start a writer process on its end of the socket pair.
 
     Raises:
@@ -148,7 +148,7 @@ class WriterClient:
         # SOCK_SEQPACKET: a message arrives whole or not at all, and carries descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._process = start_writer(theirs, self._pid)
+            self._process = _start_writer(theirs, self._pid)
         except BaseException:
             ours.close()
             raise
