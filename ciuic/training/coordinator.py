@@ -20,21 +20,21 @@ from ciuic.training.device_streams import capturing
 from ciuic.training.loading import check_fits, list_snapshots, load_newest, put_back
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
-from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.policy.forecast import Forecast, forecast_for
 from ciuic.training.policy.retention_rules import Keep
 from ciuic.training.policy.save_rules import SaveRules
 from ciuic.training.policy.save_schedule import SaveSchedule
 from ciuic.training.preemption import LastSave, Lifetime, rule_of
 from ciuic.training.ranks import Ranks
-from ciuic.training.registered import Registered
 from ciuic.training.remote.place import uploads_of
 from ciuic.training.results import Resumed, SaveResult, State
 from ciuic.training.saving.saver import SaveCallbacks, Saver
 from ciuic.training.saving.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
-from ciuic.training.writer.filesystem import FilesystemPairing, Roots
+from ciuic.training.state.boundaries import Boundaries
+from ciuic.training.state.registered import Registered
 from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
 from ciuic.training.writer.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
+from ciuic.training.writer.paired_files import FilesystemPairing, Roots
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig

@@ -32,7 +32,7 @@ from ciuic.training.results import EXIT_SECONDS, Resumed, Save, State, Stats
 from ciuic.training.saving.saver import SaveCallback
 from ciuic.training.saving.snapshot_taker import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
-from ciuic.training.writer.filesystem import Roots
+from ciuic.training.writer.paired_files import Roots
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

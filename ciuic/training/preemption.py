@@ -46,13 +46,13 @@ from typing import Any, Final, Literal, Protocol
 from ciuic.system.child_process import without_secrets
 from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.logs import log, quietly
-from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.policy.save_rules import Moment, Rule
 from ciuic.training.ranks import Ranks, Vote
-from ciuic.training.registered import Registered
 from ciuic.training.saving.saver import Saver
 from ciuic.training.saving.snapshot_taker import BoundaryState, SnapshotSpec, SnapshotTaker
 from ciuic.training.state import randomness
+from ciuic.training.state.boundaries import Boundaries
+from ciuic.training.state.registered import Registered
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
 from ciuic.training.writer.messages import PreemptionNotice
 

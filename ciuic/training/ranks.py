@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from math import prod
 from types import FrameType
 from typing import Any, Final
 
@@ -110,7 +111,7 @@ class _Made:
 
 
 def _make(found: _Tensor, packed: dict[str, Any]) -> Any:
-    size_bytes = tensors.count(found.shape) * tensors.dtype_bytes(found.dtype)
+    size_bytes = prod(found.shape) * tensors.dtype_bytes(found.dtype)
     # Two negative sizes have a positive product.
     if size_bytes != len(found.data) or any(size < 0 for size in found.shape):
         raise ValueError(f"the tensor {found.name!r} has {len(found.data)} bytes, expected {size_bytes}")

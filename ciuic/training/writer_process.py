@@ -39,7 +39,6 @@ from ciuic.training.remote.uploads import Uploads
 from ciuic.training.writer import rank_parts, reverse_deltas
 from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
 from ciuic.training.writer.committing import LastCommit, commit, put_files
-from ciuic.training.writer.filesystem import PairAnswer
 from ciuic.training.writer.housekeeping import DAMAGE_NOTE, WriterHousekeeping
 from ciuic.training.writer.messages import (
     Attach,
@@ -61,6 +60,7 @@ from ciuic.training.writer.messages import (
     receive_from_trainer,
     send,
 )
+from ciuic.training.writer.paired_files import PairAnswer
 from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES, CodingTurns, ReverseDeltas
 from ciuic.types import Snapshot
 

@@ -21,7 +21,7 @@ from support.tiny_training import Model, Optimizer
 from ciuic import SnapshotManager
 from ciuic.protocol.pairing import SOCKET_NAME
 from ciuic.training.results import Stats
-from ciuic.training.writer import filesystem
+from ciuic.training.writer import paired_files
 from ciuic.training.writer.messages import Manifest
 
 pytestmark = pytest.mark.mount
@@ -157,7 +157,7 @@ def test_a_training_saves_its_state_without_a_working_daemon(
 ) -> None:
     """A state is saved, and says why it is alone, with a daemon that hangs, refuses or is missing."""
     caplog.set_level(logging.WARNING, "ciuic")
-    monkeypatch.setattr(filesystem, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(paired_files, "ANSWER_SECONDS", 0.2)
     assert daemon.daemon is not None
     save_dir, model = short_tmp / "snapshots", Model()
     with SnapshotManager(save_dir, filesystem=True) as manager:
@@ -179,7 +179,7 @@ def test_a_training_saves_its_state_without_a_working_daemon(
         # The daemon was asked, and cuts all the same: that half names the state it belongs to.
         late = _paired(daemon)
         assert late[0]["pair"]["id"] == manager.stats.last_id
-        monkeypatch.setattr(filesystem, "ANSWER_SECONDS", 30.0)
+        monkeypatch.setattr(paired_files, "ANSWER_SECONDS", 30.0)
         assert problem(filesystem=["/etc"]).startswith("/etc is not protected")
         daemon.stop(signal.SIGKILL)
         # The daemon's receiver of messages notices a moment later, and takes connections until then.
@@ -218,7 +218,7 @@ def test_a_half_is_held_with_the_other_and_may_be_left_alone(daemon: Live, short
     (files,) = _paired(daemon)
     assert files["id"] == save.filesystem
     assert (files["held"], files["hold_reason"]) == (True, "paper")
-    asker = filesystem.FilesystemPairing(True, short_tmp / "snapshots", Stats()).requester(None)
+    asker = paired_files.FilesystemPairing(True, short_tmp / "snapshots", Stats()).requester(None)
     assert asker is not None
     asked = asker(Manifest(time_ns=1, message="step 1", tags=(), files=[], id="cs-12345678"))
     asked.close()

@@ -13,7 +13,7 @@ from support.tiny_training import Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.training import logs
-from ciuic.training.policy.boundaries import Boundaries
+from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.data_position import Position
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")

@@ -1,4 +1,4 @@
-"""A training state as files: structure, tensors, sparse arrays, layout, facts, and reading all of it back.
+"""A training state as files: structure, tensors, layout, facts, and reading all of it back.
 
-Nothing that is stored is executed. The package may import `util` and the repository.
+Nothing that is stored is executed.
 """

@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Final, NamedTuple
 
 import xxhash
 
 from ciuic.training.format.structure import Leaf
-from ciuic.training.format.tensors import Array, count, dtype_bytes, is_dtype, stored_shape
+from ciuic.training.format.tensors import Array, dtype_bytes, is_dtype, stored_shape
 from ciuic.training.json_documents import decode_json
 
 OWN_FILE_BYTES: Final = 128 << 10
@@ -183,7 +184,7 @@ def _name_of(stored: str) -> str:
 def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
     try:
         dtype, shape, (start, stop) = facts["dtype"], stored_shape(facts["shape"]), facts["data_offsets"]  # type: ignore[index]
-        size = count(shape) * dtype_bytes(dtype)
+        size = prod(shape) * dtype_bytes(dtype)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the safetensors header is malformed: {error!r}") from None
     # Integers only: 2.0 and True compare equal to integers.

@@ -11,7 +11,6 @@ References:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, cast
@@ -369,11 +368,6 @@ def dtype_bytes(name: str) -> int:
     if name == "BOOL" or name.startswith("F8"):
         return 1
     return int(name.lstrip("BFIU")) // 8
-
-
-def count(shape: Sequence[int]) -> int:
-    """Return the number of elements of an array of this shape."""
-    return prod(shape)
 
 
 def stored_shape(stored: Any) -> tuple[int, ...]:

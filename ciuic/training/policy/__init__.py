@@ -1,4 +1,1 @@
-"""Rules of when to save and what to keep: pure functions of steps, times and metrics.
-
-The package may import `util`, `state`, `format` and `ranks`.
-"""
+"""Rules of when to save and what to keep, and when a save is due by them."""

@@ -18,9 +18,9 @@ from typing import Final
 
 from ciuic.training.format.reading import metric_floats
 from ciuic.training.logs import quietly, warn_once
-from ciuic.training.policy.boundaries import NOTHING_TELLS, Boundaries
 from ciuic.training.policy.save_rules import Moment, SaveRules
 from ciuic.training.ranks import Vote
+from ciuic.training.state.boundaries import NOTHING_TELLS, Boundaries
 
 _SAVES: Final = 5
 _STEPS: Final = 64

@@ -34,7 +34,6 @@ from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.results import EXIT_SECONDS, Save, SaveResult, Stats
 from ciuic.training.saving.staging import GatheredState, StagedSave, stage
 from ciuic.training.writer.client import FORKED, WriterClient
-from ciuic.training.writer.filesystem import PairRequest
 from ciuic.training.writer.messages import (
     Begin,
     FromWriter,
@@ -46,6 +45,7 @@ from ciuic.training.writer.messages import (
     Put,
     Saved,
 )
+from ciuic.training.writer.paired_files import PairRequest
 
 # Pause between two looks at a device while `finish` has a deadline: no device offers a wait with one.
 _DEVICE_POLL_SECONDS: Final = 0.001

@@ -29,15 +29,15 @@ from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
 from ciuic.training.policy.save_schedule import SaveSchedule
 from ciuic.training.ranks import Ranks, RanksApart
-from ciuic.training.registered import Registered
 from ciuic.training.results import Save
 from ciuic.training.saving.saver import Saver
 from ciuic.training.saving.staging import GatheredState, gather, rank_pieces
 from ciuic.training.state import randomness, rank_state
 from ciuic.training.state.rank_state import RankState
+from ciuic.training.state.registered import Registered
 from ciuic.training.state.stateful import missing
-from ciuic.training.writer.filesystem import FilesystemPairing, Roots, planned_id
 from ciuic.training.writer.messages import JointSave, Manifest
+from ciuic.training.writer.paired_files import FilesystemPairing, Roots, planned_id
 from ciuic.training.writer.rank_parts import report_failure
 
 

@@ -24,8 +24,8 @@ from ciuic.training.format.structure import Leaf, pack
 from ciuic.training.format.tensors import Array, ArrayBuffer, outside_inference_mode
 from ciuic.training.json_documents import encode_json
 from ciuic.training.writer.client import WriterClient, manifest_files
-from ciuic.training.writer.filesystem import PairRequest
 from ciuic.training.writer.messages import Manifest
+from ciuic.training.writer.paired_files import PairRequest
 
 VALUES: Final = "values"
 """Name under which the manager's own values are packed, as an object among the others."""

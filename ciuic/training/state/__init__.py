@@ -1,4 +1,1 @@
-"""Objects of a program: their states, the position in the data, and whether a state is complete.
-
-The package may import `util`.
-"""
+"""Objects of a program: their states, the boundaries of steps, the position in the data, and whether a state is complete."""

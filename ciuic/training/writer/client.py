@@ -24,7 +24,6 @@ from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
 from ciuic.training.arena import GROWTH_FACTOR, Arena, Slot, allocate_arena
 from ciuic.training.remote.uploads import store_variables
-from ciuic.training.writer.filesystem import PairRequest
 from ciuic.training.writer.messages import (
     Attach,
     Awaited,
@@ -42,6 +41,7 @@ from ciuic.training.writer.messages import (
     receive_from_writer,
     send,
 )
+from ciuic.training.writer.paired_files import PairRequest
 
 _detached_writers: list[subprocess.Popen[bytes]] = []
 """Processes that finish what they were given while no client waits for them; polled so that they do not stay
