@@ -250,55 +250,6 @@ def _as_integers(torch: Any, value: Any) -> Any:
     return value.view(kinds[value.element_size()])
 
 
-def pinned_by(arena: Arena, device: Any) -> bool:
-    """Page-lock an arena on the first call, and return whether this device can write to it by itself."""
-    if arena.pinned is None:
-        arena.pin(lambda address, size_bytes: _register(address, size_bytes, device))
-    return bool(arena.pinned)
-
-
-def _register(address: int, size_bytes: int, device: Any) -> Callable[[], None] | None:
-    """Page-lock memory; return how to undo that, or None if it cannot be done."""
-    # torch gives access to such a call for CUDA alone, and calls ROCm cuda too.
-    if device.type != "cuda":
-        return None
-    code = _in_a_thread(device, "cudaHostRegister", address, size_bytes, _PORTABLE)
-    if code != 0:
-        log.warning(
-            "ciuic: %d MiB cannot be page-locked (CUDA error %s): saves stop the training for longer",
-            size_bytes >> 20,
-            code,
-        )
-        return None
-
-    def undo() -> None:
-        _in_a_thread(device, "cudaHostUnregister", address)
-
-    return undo
-
-
-def _in_a_thread(device: Any, name: str, *arguments: int) -> int | None:
-    """Call a function of the CUDA runtime in a thread of its own.
-
-    Return its code, or None if there is no such function.
-    """
-    torch: Any = sys.modules["torch"]
-    codes: list[int] = []
-
-    def call() -> None:
-        # A new thread begins on device 0, where the call would make a context though the program may not use
-        # that device at all.
-        with suppress(Exception), torch.cuda.device(device):
-            codes.append(int(getattr(torch.cuda.cudart(), name)(*arguments)))
-
-    # An error of the CUDA runtime stays with the thread in which it occurred: in the program's thread the
-    # next kernel launch would raise it. Once for an arena, so the cost of a thread does not matter.
-    thread = threading.Thread(target=call, name="ciuic-pin", daemon=True)
-    thread.start()
-    thread.join()
-    return codes[0] if codes else None
-
-
 class _Bounce:
     """Two small page-locked buffers: the device fills one while the host empties the other."""
 
@@ -347,3 +298,52 @@ def _empty(full: tuple[StreamEvent, Any, Any] | None) -> None:
         filled, here, buffer = full
         filled.wait()
         here.copy_(buffer)
+
+
+def pinned_by(arena: Arena, device: Any) -> bool:
+    """Page-lock an arena on the first call, and return whether this device can write to it by itself."""
+    if arena.pinned is None:
+        arena.pin(lambda address, size_bytes: _register(address, size_bytes, device))
+    return bool(arena.pinned)
+
+
+def _register(address: int, size_bytes: int, device: Any) -> Callable[[], None] | None:
+    """Page-lock memory; return how to undo that, or None if it cannot be done."""
+    # torch gives access to such a call for CUDA alone, and calls ROCm cuda too.
+    if device.type != "cuda":
+        return None
+    code = _in_a_thread(device, "cudaHostRegister", address, size_bytes, _PORTABLE)
+    if code != 0:
+        log.warning(
+            "ciuic: %d MiB cannot be page-locked (CUDA error %s): saves stop the training for longer",
+            size_bytes >> 20,
+            code,
+        )
+        return None
+
+    def undo() -> None:
+        _in_a_thread(device, "cudaHostUnregister", address)
+
+    return undo
+
+
+def _in_a_thread(device: Any, name: str, *arguments: int) -> int | None:
+    """Call a function of the CUDA runtime in a thread of its own.
+
+    Return its code, or None if there is no such function.
+    """
+    torch: Any = sys.modules["torch"]
+    codes: list[int] = []
+
+    def call() -> None:
+        # A new thread begins on device 0, where the call would make a context though the program may not use
+        # that device at all.
+        with suppress(Exception), torch.cuda.device(device):
+            codes.append(int(getattr(torch.cuda.cudart(), name)(*arguments)))
+
+    # An error of the CUDA runtime stays with the thread in which it occurred: in the program's thread the
+    # next kernel launch would raise it. Once for an arena, so the cost of a thread does not matter.
+    thread = threading.Thread(target=call, name="ciuic-pin", daemon=True)
+    thread.start()
+    thread.join()
+    return codes[0] if codes else None

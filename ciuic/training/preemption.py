@@ -417,53 +417,6 @@ def rule_of(rules: Iterable[Rule]) -> BeforePreemption | None:
     return found[0] if found else None
 
 
-_PATIENCE_SECONDS: Final = 20.0
-"""Time limit of one scontrol call."""
-
-
-def requeue_slurm(preempted: Preempted) -> None:
-    """Requeue this Slurm job, from its first process alone, and end the process.
-
-    Not for clusters where Slurm preempts by requeueing on its own: there ``then="exit"`` is right. Outside of
-    Slurm, or if the scheduler refuses, the failure is logged, and the process ends with 128 + signal.
-
-    Raises:
-        SystemExit: always; 0 if the job was requeued.
-    """
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
-        log.error("ciuic: not requeued: SLURM_JOB_ID is not set, so this is no Slurm job")
-        raise SystemExit(128 + preempted.signal)
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    name = f"{array}_{task}" if array and task else job
-    # Every process of the job gets the signal; one request is enough.
-    if os.environ.get("SLURM_PROCID", "0") == "0":
-        try:
-            subprocess.run(
-                ["scontrol", "requeue", name],
-                env=without_secrets(os.environ),
-                check=True,
-                timeout=_PATIENCE_SECONDS,
-                capture_output=True,
-                text=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            log.error("ciuic: scontrol requeue %s failed: %s", name, getattr(error, "stderr", None) or error)
-            raise SystemExit(128 + preempted.signal) from None
-        log.warning("ciuic: job %s is requeued", name)
-    raise SystemExit(0)
-
-
-def requeue_submitit(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a submitit request to run the same callable with the same arguments; it resumes by itself.
-
-    It is meant as the method ``checkpoint`` of a submitit callable.
-    """
-    from submitit.helpers import DelayedSubmission  # type: ignore[import-not-found, unused-ignore]
-
-    return DelayedSubmission(self, *args, **kwargs)
-
-
 # Few enough that taking them after each step costs nothing beside the step.
 _SAMPLE_ELEMENTS: Final = 8
 
@@ -499,16 +452,17 @@ class WeightSample:
 
     def take(self) -> None:
         """Remember the elements as they are after a step."""
-        self._seen = [_start(one).clone() for one in self._parameters]
+        self._seen = [_first_elements(one).clone() for one in self._parameters]
 
     def is_still(self) -> bool:
         """Return whether the elements are unchanged since `take`; False before the first step."""
         return self._seen is not None and all(
-            bool((_start(one) == seen).all()) for one, seen in zip(self._parameters, self._seen, strict=True)
+            bool((_first_elements(one) == seen).all())
+            for one, seen in zip(self._parameters, self._seen, strict=True)
         )
 
 
-def _start(parameter: Any) -> Any:
+def _first_elements(parameter: Any) -> Any:
     return parameter.detach().view(-1)[:_SAMPLE_ELEMENTS]
 
 
@@ -708,3 +662,50 @@ class LastSave:
         if not self._taker.writes:
             return "the one that rank 0 writes"
         return self._saver.stats.last_id or None
+
+
+_REQUEUE_SECONDS: Final = 20.0
+"""Time limit of one scontrol call."""
+
+
+def requeue_slurm(preempted: Preempted) -> None:
+    """Requeue this Slurm job, from its first process alone, and end the process.
+
+    Not for clusters where Slurm preempts by requeueing on its own: there ``then="exit"`` is right. Outside of
+    Slurm, or if the scheduler refuses, the failure is logged, and the process ends with 128 + signal.
+
+    Raises:
+        SystemExit: always; 0 if the job was requeued.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        log.error("ciuic: not requeued: SLURM_JOB_ID is not set, so this is no Slurm job")
+        raise SystemExit(128 + preempted.signal)
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    name = f"{array}_{task}" if array and task else job
+    # Every process of the job gets the signal; one request is enough.
+    if os.environ.get("SLURM_PROCID", "0") == "0":
+        try:
+            subprocess.run(
+                ["scontrol", "requeue", name],
+                env=without_secrets(os.environ),
+                check=True,
+                timeout=_REQUEUE_SECONDS,
+                capture_output=True,
+                text=True,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            log.error("ciuic: scontrol requeue %s failed: %s", name, getattr(error, "stderr", None) or error)
+            raise SystemExit(128 + preempted.signal) from None
+        log.warning("ciuic: job %s is requeued", name)
+    raise SystemExit(0)
+
+
+def requeue_submitit(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a submitit request to run the same callable with the same arguments; it resumes by itself.
+
+    It is meant as the method ``checkpoint`` of a submitit callable.
+    """
+    from submitit.helpers import DelayedSubmission  # type: ignore[import-not-found, unused-ignore]
+
+    return DelayedSubmission(self, *args, **kwargs)

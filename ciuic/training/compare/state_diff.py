@@ -22,7 +22,6 @@ from ciuic.training.compare.stored_tensors import (
     FileRange,
     SavedState,
     StoredTensor,
-    TensorSource,
 )
 from ciuic.training.compare.text_table import aligned_text, html_table
 from ciuic.types import SnapshotId
@@ -107,7 +106,7 @@ class TensorChange(NamedTuple):
 
 
 def _tensor_changes(
-    old: TensorSource, new: TensorSource, reader: BlockReader, *, whole: bool
+    old: SavedState, new: SavedState, reader: BlockReader, *, whole: bool
 ) -> Iterator[TensorChange | None]:
     """Yield the change of each tensor of either side; None for one that is identical.
 

@@ -11,7 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
@@ -48,29 +48,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     ranges: tuple[FileRange, ...]
     """Ranges of files, sorted by offset."""
-
-
-class TensorSource(Protocol):
-    """Tensors by name, from any kind of storage; `SavedState` is those of a `SnapshotManager`.
-
-    Files with tensors that programs wrote themselves would be another.
-    """
-
-    def names(self) -> Iterator[str]:
-        """Iterate over the names, each once."""
-        ...
-
-    def identity(self, name: str) -> Hashable:
-        """Return a value that is equal for tensors whose files are equal; reads no file."""
-        ...
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return where a tensor is.
-
-        Raises:
-            Damaged: That cannot be read, or is not as it should be.
-        """
-        ...
 
 
 class BlockReader:
@@ -138,7 +115,7 @@ class DescribedTensor(NamedTuple):
 
 
 class SavedState:
-    """Tensors of a state that `SnapshotManager` saved; a `TensorSource`.
+    """Tensors of a state that `SnapshotManager` saved, by name.
 
     Random generators and other values of the manager itself are left out: they differ in any two snapshots.
     """

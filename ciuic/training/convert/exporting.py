@@ -96,19 +96,16 @@ def _check(to: str, ranks: int, only: Sequence[str]) -> None:
 
 def _write(path: Path, state: ExportState, to: str, ranks: int, overwrite: bool) -> tuple[int, set[str]]:
     """Write the destination; return its size and the names of the objects and values that it has."""
-    everything = {*state.objects, *state.values}
-    if to == "torch":
-        from ciuic.training.convert.exported_files import write_torch
-
-        return write_torch(path, state.whole(), overwrite=overwrite), everything
     if to == "dcp":
-        return _write_dcp(path, state, ranks, overwrite), everything
-    if to == "hf":
-        from ciuic.training.convert.exported_files import write_hugging_face
-
-        return write_hugging_face(path, state, overwrite=overwrite), {"model"}
+        return _write_dcp(path, state, ranks, overwrite), {*state.objects, *state.values}
+    # Only here: `import ciuic.training` needs none of it.
     from ciuic.training.convert import exported_files
 
+    if to == "torch":
+        size_bytes = exported_files.write_torch(path, state.whole(), overwrite=overwrite)
+        return size_bytes, {*state.objects, *state.values}
+    if to == "hf":
+        return exported_files.write_hugging_face(path, state, overwrite=overwrite), {"model"}
     found = exported_files.tensors_of(state)
     names = {
         name for name in state.objects if state.is_bare or any(one.startswith(f"{name}.") for one in found)

@@ -44,45 +44,6 @@ from ciuic.training.format import shards, tensors, value_types
 from ciuic.training.format.tensors import Array, Unsaveable
 from ciuic.training.json_documents import MALFORMED
 
-_ROWS = ("sparse_csr", "sparse_bsr")
-_COLUMNS = ("sparse_csc", "sparse_bsc")
-
-
-def _sparse_parts(value: Any) -> dict[str, Any]:
-    """Return ``layout``, ``size``, ``parts`` (the dense tensors) and ``coalesced`` of a sparse tensor."""
-    layout = str(value.layout).removeprefix("torch.")
-    found = {"layout": layout, "size": list(value.shape), "coalesced": True}
-    if layout == "sparse_coo":
-        # Not `indices()` and `values()`, which refuse a tensor that is not coalesced.
-        return found | {"parts": [value._indices(), value._values()], "coalesced": value.is_coalesced()}
-    if layout in _ROWS:
-        return found | {"parts": [value.crow_indices(), value.col_indices(), value.values()]}
-    return found | {"parts": [value.ccol_indices(), value.row_indices(), value.values()]}
-
-
-def _sparse_from_parts(packed: dict[str, Any]) -> Any:
-    """Return the sparse tensor of what `_sparse_parts` returned.
-
-    Raises:
-        ValueError: The parts do not fit together.
-    """
-    # Typed Any: no stub knows how many dense tensors there are.
-    torch: Any = importlib.import_module("torch")
-    layout, dense, size = packed["layout"], packed["parts"], tuple(packed["size"])
-    # With the checks: indices outside of the shape would make torch access other memory.
-    try:
-        if layout == "sparse_coo":
-            made = torch.sparse_coo_tensor(*dense, size=size, check_invariants=True)
-            # The flag alone: entries and their order stay as they were.
-            return made._coalesced_(packed["coalesced"])
-        if layout in (*_ROWS, *_COLUMNS):
-            layout = getattr(torch, layout)
-            return torch.sparse_compressed_tensor(*dense, size=size, layout=layout, check_invariants=True)
-    except RuntimeError as error:
-        raise ValueError(f"a sparse tensor is malformed: {error}") from None
-    raise ValueError(f"a sparse tensor of layout {layout}, which this version of ciuic does not know")
-
-
 KIND: Final = "$"
 Json = Any
 # Levels of nesting: far below the limits of Python and of JSON readers, however deep their caller is.
@@ -387,6 +348,27 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
+def check_values(state: object, where: str) -> None:
+    """Raise Unsaveable for a value that cannot be stored; arrays are not looked at.
+
+    Those of a lazy module, or on the meta device, are there after the first step, and a shard is stored with
+    those of other ranks.
+
+    Args:
+        state: The state.
+        where: What the error calls it.
+
+    Raises:
+        Unsaveable: The message names the path of the value.
+    """
+    _ValuesAlone(where, with_shards=True).json(state, ())
+
+
+class _ValuesAlone(Packer):
+    def tensor(self, value: Any, path: tuple[str, ...]) -> Json:
+        return None
+
+
 def unpack(skeleton: Json, tensor: Callable[[str, Json], Any]) -> Any:
     """Convert JSON back to a state.
 
@@ -510,22 +492,40 @@ _COLLECTIONS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
 }
 
 
-def check_values(state: object, where: str) -> None:
-    """Raise Unsaveable for a value that cannot be stored; arrays are not looked at.
+_ROWS = ("sparse_csr", "sparse_bsr")
+_COLUMNS = ("sparse_csc", "sparse_bsc")
 
-    Those of a lazy module, or on the meta device, are there after the first step, and a shard is stored with
-    those of other ranks.
 
-    Args:
-        state: The state.
-        where: What the error calls it.
+def _sparse_parts(value: Any) -> dict[str, Any]:
+    """Return ``layout``, ``size``, ``parts`` (the dense tensors) and ``coalesced`` of a sparse tensor."""
+    layout = str(value.layout).removeprefix("torch.")
+    found = {"layout": layout, "size": list(value.shape), "coalesced": True}
+    if layout == "sparse_coo":
+        # Not `indices()` and `values()`, which refuse a tensor that is not coalesced.
+        return found | {"parts": [value._indices(), value._values()], "coalesced": value.is_coalesced()}
+    if layout in _ROWS:
+        return found | {"parts": [value.crow_indices(), value.col_indices(), value.values()]}
+    return found | {"parts": [value.ccol_indices(), value.row_indices(), value.values()]}
+
+
+def _sparse_from_parts(packed: dict[str, Any]) -> Any:
+    """Return the sparse tensor of what `_sparse_parts` returned.
 
     Raises:
-        Unsaveable: The message names the path of the value.
+        ValueError: The parts do not fit together.
     """
-    _ValuesAlone(where, with_shards=True).json(state, ())
-
-
-class _ValuesAlone(Packer):
-    def tensor(self, value: Any, path: tuple[str, ...]) -> Json:
-        return None
+    # Typed Any: no stub knows how many dense tensors there are.
+    torch: Any = importlib.import_module("torch")
+    layout, dense, size = packed["layout"], packed["parts"], tuple(packed["size"])
+    # With the checks: indices outside of the shape would make torch access other memory.
+    try:
+        if layout == "sparse_coo":
+            made = torch.sparse_coo_tensor(*dense, size=size, check_invariants=True)
+            # The flag alone: entries and their order stay as they were.
+            return made._coalesced_(packed["coalesced"])
+        if layout in (*_ROWS, *_COLUMNS):
+            layout = getattr(torch, layout)
+            return torch.sparse_compressed_tensor(*dense, size=size, layout=layout, check_invariants=True)
+    except RuntimeError as error:
+        raise ValueError(f"a sparse tensor is malformed: {error}") from None
+    raise ValueError(f"a sparse tensor of layout {layout}, which this version of ciuic does not know")

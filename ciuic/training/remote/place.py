@@ -91,7 +91,7 @@ def place_of(save_dir: Any, remote: Any) -> Place:
 
     Args:
         save_dir: Directory, or the URL of a remote.
-        remote: Further remotes; see `targets.remotes_from`.
+        remote: Further remotes; see `remote_options.remotes_from`.
 
     Raises:
         UsageError: A URL or a setting is wrong.
@@ -101,16 +101,16 @@ def place_of(save_dir: Any, remote: Any) -> Place:
     if url is None and remote is None:
         return Place(arguments.directory(save_dir), ())
     # Only here: trainings without a remote need none of it.
-    from ciuic.training.remote import joining
+    from ciuic.training.remote import remote_options
 
-    remotes = joining.remotes_from(remote)
+    remotes = remote_options.remotes_from(remote)
     if url is None:
         return Place(arguments.directory(save_dir), remotes)
-    first = joining.remotes_from(url)
+    first = remote_options.remotes_from(url)
     # The same place once more, with its settings, is the one that is meant.
     if any(one.url == first[0].url for one in remotes):
         first = ()
-    return Place(str(joining.local_directory(url)), (*first, *remotes))
+    return Place(str(remote_options.local_directory(url)), (*first, *remotes))
 
 
 def is_url(save_dir: Any) -> bool:

@@ -47,6 +47,101 @@ from ciuic.training.writer.messages import (
 )
 from ciuic.training.writer.paired_files import PairRequest
 
+SaveCallback = Callable[[SaveResult], object]
+
+
+class SaveCallbacks:
+    """Callbacks of one manager, and the thread that calls them."""
+
+    def __init__(self) -> None:
+        """Create it without a callback; the thread starts with the first one."""
+        self._callbacks: tuple[SaveCallback, ...] = ()
+        # Not queue.Queue, whose put() a signal handler must not enter while it is interrupted in one: a
+        # handler of the program may save, and hears of earlier saves then.
+        self._results: queue.SimpleQueue[SaveResult | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._pid = os.getpid()
+
+    def add(self, callback: SaveCallback) -> None:
+        """Call this one too, with the results that come from now on.
+
+        Raises:
+            TypeError: It cannot be called.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_saved must get a function, got {callback!r}")
+        self._callbacks = (*self._callbacks, callback)
+        if self._thread is None:
+            # A daemon thread: a callback that hangs must not keep the interpreter from ending.
+            self._thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
+            self._thread.start()
+
+    def notify(self, result: SaveResult) -> None:
+        """Queue a result for the callbacks; costs the caller one append."""
+        if self._callbacks:
+            self._results.put(result)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Wait for calls that are due, at most so long, and begin no other.
+
+        Called by a callback, it does not wait.
+        """
+        # A forked child has no such thread.
+        if self._thread is not None and self._pid == os.getpid():
+            self._results.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout_seconds)
+                if self._thread.is_alive():
+                    log.warning("ciuic: a callback of on_saved is still running; no other is called")
+        self._closed.set()
+
+    def _run(self) -> None:
+        while (result := self._results.get()) is not None:
+            for callback in self._callbacks:
+                if self._closed.is_set():
+                    return
+                try:
+                    callback(result)
+                # Everything: SystemExit would end this thread, and later results would be lost in silence.
+                except BaseException:
+                    log.exception("ciuic: a callback of on_saved failed; the training is unaffected")
+
+
+class _Guard:
+    """Reentrant critical section: other threads wait for its end, signal handlers defer their work to it.
+
+    It is reentrant because a handler of the program's own may save in the middle of another save.
+    """
+
+    def __init__(self, released: Callable[[], None]) -> None:
+        """Create a guard that nobody holds.
+
+        Args:
+            released: Called after the outermost section has ended without an exception.
+        """
+        self.depth = 0
+        self._released = released
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        """Enter the section."""
+        # A child that was forked inside of the section has a lock that no thread of it will ever release.
+        if self._pid != os.getpid():
+            self._lock, self._pid, self.depth = threading.RLock(), os.getpid(), 0
+        self._lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Leave the section."""
+        self.depth -= 1
+        self._lock.release()
+        # Not while an exception is on its way out: what was deferred may raise SystemExit in its place.
+        if not self.depth and error is None:
+            self._released()
+
+
 # Pause between two looks at a device while `finish` has a deadline: no device offers a wait with one.
 _DEVICE_POLL_SECONDS: Final = 0.001
 
@@ -170,40 +265,6 @@ class PendingSaves:
         """Fail what has not arrived. Its arenas stay reserved: a device may still write to them."""
         while self._staged:
             self._failed(self._staged.popleft().number, "its copy from the device did not end in time")
-
-
-class _Guard:
-    """Reentrant critical section: other threads wait for its end, signal handlers defer their work to it.
-
-    It is reentrant because a handler of the program's own may save in the middle of another save.
-    """
-
-    def __init__(self, released: Callable[[], None]) -> None:
-        """Create a guard that nobody holds.
-
-        Args:
-            released: Called after the outermost section has ended without an exception.
-        """
-        self.depth = 0
-        self._released = released
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-
-    def __enter__(self) -> None:
-        """Enter the section."""
-        # A child that was forked inside of the section has a lock that no thread of it will ever release.
-        if self._pid != os.getpid():
-            self._lock, self._pid, self.depth = threading.RLock(), os.getpid(), 0
-        self._lock.acquire()
-        self.depth += 1
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Leave the section."""
-        self.depth -= 1
-        self._lock.release()
-        # Not while an exception is on its way out: what was deferred may raise SystemExit in its place.
-        if not self.depth and error is None:
-            self._released()
 
 
 POLL_SECONDS: Final = 0.2
@@ -532,64 +593,3 @@ class Saver:
         self.changed = True
         self.stats.last_error = reason
         log.error("ciuic: snapshot failed; earlier snapshots are unaffected: %s", reason)
-
-
-SaveCallback = Callable[[SaveResult], object]
-
-
-class SaveCallbacks:
-    """Callbacks of one manager, and the thread that calls them."""
-
-    def __init__(self) -> None:
-        """Create it without a callback; the thread starts with the first one."""
-        self._callbacks: tuple[SaveCallback, ...] = ()
-        # Not queue.Queue, whose put() a signal handler must not enter while it is interrupted in one: a
-        # handler of the program may save, and hears of earlier saves then.
-        self._results: queue.SimpleQueue[SaveResult | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
-        self._pid = os.getpid()
-
-    def add(self, callback: SaveCallback) -> None:
-        """Call this one too, with the results that come from now on.
-
-        Raises:
-            TypeError: It cannot be called.
-        """
-        if not callable(callback):
-            raise TypeError(f"on_saved must get a function, got {callback!r}")
-        self._callbacks = (*self._callbacks, callback)
-        if self._thread is None:
-            # A daemon thread: a callback that hangs must not keep the interpreter from ending.
-            self._thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
-            self._thread.start()
-
-    def notify(self, result: SaveResult) -> None:
-        """Queue a result for the callbacks; costs the caller one append."""
-        if self._callbacks:
-            self._results.put(result)
-
-    def close(self, timeout_seconds: float) -> None:
-        """Wait for calls that are due, at most so long, and begin no other.
-
-        Called by a callback, it does not wait.
-        """
-        # A forked child has no such thread.
-        if self._thread is not None and self._pid == os.getpid():
-            self._results.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join(timeout_seconds)
-                if self._thread.is_alive():
-                    log.warning("ciuic: a callback of on_saved is still running; no other is called")
-        self._closed.set()
-
-    def _run(self) -> None:
-        while (result := self._results.get()) is not None:
-            for callback in self._callbacks:
-                if self._closed.is_set():
-                    return
-                try:
-                    callback(result)
-                # Everything: SystemExit would end this thread, and later results would be lost in silence.
-                except BaseException:
-                    log.exception("ciuic: a callback of on_saved failed; the training is unaffected")

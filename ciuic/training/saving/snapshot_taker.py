@@ -35,10 +35,97 @@ from ciuic.training.saving.staging import GatheredState, gather, rank_pieces
 from ciuic.training.state import randomness, rank_state
 from ciuic.training.state.rank_state import RankState
 from ciuic.training.state.registered import Registered
-from ciuic.training.state.stateful import missing
+from ciuic.training.state.stateful import unregistered
 from ciuic.training.writer.messages import JointSave, Manifest
 from ciuic.training.writer.paired_files import FilesystemPairing, Roots, planned_id
 from ciuic.training.writer.rank_parts import report_failure
+
+
+class RunProgress:
+    """Progress of the run."""
+
+    def __init__(self) -> None:
+        self.id = os.urandom(16).hex()
+        """Id of the run; a resumed run keeps it."""
+        self.step = 0
+        self.epoch: int | None = None
+        """Epoch that the program named last."""
+
+
+class BoundaryState(NamedTuple):
+    """State at the last boundary, as far as an evaluation changes it."""
+
+    random: dict[str, Any]
+    positions: dict[str, Any]
+    epoch: int | None
+
+
+class SnapshotSpec(NamedTuple):
+    """Properties of a snapshot that is to be taken."""
+
+    reason: str
+    epoch: int | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    plain: Mapping[str, Any] = MappingProxyType({})
+    tags: tuple[str, ...] = ()
+    hold: str = ""
+    """Reason for which the snapshot is held; empty if it is not."""
+    filesystem: Roots | None = None
+    """Directories whose files are wanted with it; None for the manager's default."""
+    is_explicit: bool = False
+    """True if the program asked for it, perhaps on this rank alone."""
+    may_wait: bool = False
+    """True if it may wait for the writer to finish an earlier one."""
+    boundary_state: BoundaryState | None = None
+    """State to save in place of the current generators and positions."""
+
+
+def explicit_request(
+    model: Any,
+    optimizer: Any,
+    epoch: Any,
+    others: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    tags: Any,
+    hold: Any,
+    filesystem: Roots | None,
+) -> tuple[dict[str, Any], SnapshotSpec]:
+    """Validate the arguments of `save_snapshot`.
+
+    Returns:
+        The objects by name, and the properties of the snapshot.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+    """
+    objects, plain = arguments.objects_and_values(model, optimizer, others)
+    return objects, SnapshotSpec(
+        "asked for",
+        None if epoch is None else arguments.whole_number(epoch, "epoch"),
+        arguments.numbers(metrics),
+        plain,
+        arguments.texts(tags),
+        arguments.reason(hold),
+        filesystem,
+        is_explicit=True,
+        may_wait=True,
+    )
+
+
+class SkippedSave(NamedTuple):
+    """The last save that was due and was skipped because the writer was busy."""
+
+    step: int
+    request: SnapshotSpec
+    """Properties of the snapshot, with the generators and positions of its boundary."""
+    parts: list[RankState] | None
+    """States of the ranks at that boundary; None: of this process alone, or sharded."""
+
+
+class RanksGone(NamedTuple):
+    """Another rank has ended, or cannot be reached."""
+
+    problem: str
 
 
 class _Readiness(NamedTuple):
@@ -183,93 +270,6 @@ def _outline(states: Mapping[str, Any]) -> str:
     for line in shards.outline(states):
         whole.update(line.encode("utf-8", "surrogatepass"))
     return whole.hexdigest()
-
-
-class RunProgress:
-    """Progress of the run."""
-
-    def __init__(self) -> None:
-        self.id = os.urandom(16).hex()
-        """Id of the run; a resumed run keeps it."""
-        self.step = 0
-        self.epoch: int | None = None
-        """Epoch that the program named last."""
-
-
-class BoundaryState(NamedTuple):
-    """State at the last boundary, as far as an evaluation changes it."""
-
-    random: dict[str, Any]
-    positions: dict[str, Any]
-    epoch: int | None
-
-
-class SnapshotSpec(NamedTuple):
-    """Properties of a snapshot that is to be taken."""
-
-    reason: str
-    epoch: int | None = None
-    metrics: Mapping[str, float] = MappingProxyType({})
-    plain: Mapping[str, Any] = MappingProxyType({})
-    tags: tuple[str, ...] = ()
-    hold: str = ""
-    """Reason for which the snapshot is held; empty if it is not."""
-    filesystem: Roots | None = None
-    """Directories whose files are wanted with it; None for the manager's default."""
-    is_explicit: bool = False
-    """True if the program asked for it, perhaps on this rank alone."""
-    may_wait: bool = False
-    """True if it may wait for the writer to finish an earlier one."""
-    boundary_state: BoundaryState | None = None
-    """State to save in place of the current generators and positions."""
-
-
-def explicit_request(
-    model: Any,
-    optimizer: Any,
-    epoch: Any,
-    others: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-    tags: Any,
-    hold: Any,
-    filesystem: Roots | None,
-) -> tuple[dict[str, Any], SnapshotSpec]:
-    """Validate the arguments of `save_snapshot`.
-
-    Returns:
-        The objects by name, and the properties of the snapshot.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-    """
-    objects, plain = arguments.objects_and_values(model, optimizer, others)
-    return objects, SnapshotSpec(
-        "asked for",
-        None if epoch is None else arguments.whole_number(epoch, "epoch"),
-        arguments.numbers(metrics),
-        plain,
-        arguments.texts(tags),
-        arguments.reason(hold),
-        filesystem,
-        is_explicit=True,
-        may_wait=True,
-    )
-
-
-class SkippedSave(NamedTuple):
-    """The last save that was due and was skipped because the writer was busy."""
-
-    step: int
-    request: SnapshotSpec
-    """Properties of the snapshot, with the generators and positions of its boundary."""
-    parts: list[RankState] | None
-    """States of the ranks at that boundary; None: of this process alone, or sharded."""
-
-
-class RanksGone(NamedTuple):
-    """Another rank has ended, or cannot be reached."""
-
-    problem: str
 
 
 _AT_END: Final = "skipped before the end"
@@ -622,7 +622,7 @@ class SnapshotTaker:
             self._checked_completeness = True
             # With the first save, or `resume`: a process that only loads is no second training.
             self.name_lock.acquire()
-            for note in missing(self._registered.objects, has_position=self._registered.has_position):
+            for note in unregistered(self._registered.objects, has_position=self._registered.has_position):
                 log.warning("ciuic: a resume would not be exact: %s", note)
 
 

@@ -434,7 +434,7 @@ def _named(differences: list[str]) -> str:
     return ", ".join(differences[:_NAMED]) + more
 
 
-def missing(objects: Mapping[str, Any], *, has_position: bool) -> list[str]:
+def unregistered(objects: Mapping[str, Any], *, has_position: bool) -> list[str]:
     """Return a sentence for each missing object, with what to do; empty if none is known to be missing."""
     notes = []
     values = list(objects.values())

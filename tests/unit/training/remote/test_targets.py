@@ -10,8 +10,8 @@ import pytest
 
 from ciuic.config import RemoteConfig
 from ciuic.errors import UsageError
-from ciuic.training.remote.joining import local_directory, remotes_from
 from ciuic.training.remote.place import is_url, place_of
+from ciuic.training.remote.remote_options import local_directory, remotes_from
 from ciuic.training.remote.uploads import UploadOrder
 
 FULL: dict[str, Any] = {
