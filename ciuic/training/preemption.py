@@ -218,7 +218,7 @@ class PreemptionWatch:
     @property
     def code(self) -> int:
         """Code for other ranks: 0 for no preemption, 1 for a notice, else the signal's number plus one."""
-        # A vote carries 0 to 255 (`ranks.group.Vote`), and signals end at 64 (signal(7)).
+        # A vote carries 0 to 255 (`ranks.Vote`), and signals end at 64 (signal(7)).
         return 0 if self._pending is None else 1 + self._pending.signal
 
     def receive_code(self, code: int, seconds: float) -> None:

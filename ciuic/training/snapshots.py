@@ -37,7 +37,7 @@ _BEST: Final = "best"
 _SHOWN: Final = 8
 
 
-def by_name(repository: Repository, name: str, root: bytes) -> SnapshotId:
+def _by_name(repository: Repository, name: str, root: bytes) -> SnapshotId:
     """Return the id for an id, an unambiguous prefix of one, ``latest``, ``latest~2``, or a time.
 
     The last three name snapshots of the training with this root alone.
@@ -106,7 +106,7 @@ def _best_rule(rules: Iterable[Best], metric: str | None, mode: Mode | None) -> 
     return None if metric is None else Best(1, metric, mode or "min")
 
 
-def best(repository: Repository, root: bytes, rule: Best | None) -> SnapshotId:
+def _best(repository: Repository, root: bytes, rule: Best | None) -> SnapshotId:
     """Return the id of the best snapshot.
 
     Raises:
@@ -311,7 +311,7 @@ class TrainingSnapshots:
         """
         rule = _best_rule(self._best_rules, metric, mode)
         self._await_saves()
-        return loading.load_one(self.save_dir, lambda repository: best(repository, self._root, rule))
+        return loading.load_one(self.save_dir, lambda repository: _best(repository, self._root, rule))
 
     def list_snapshots(self) -> SnapshotTable:
         """Return the snapshots of this training, newest first, as a list that prints as a table, also in notebooks.
@@ -351,10 +351,10 @@ class TrainingSnapshots:
             )
 
     def _named(self, repository: Repository, name: str) -> SnapshotId:
-        """Return the id of a snapshot that is named by an id, in a way of `choice.by_name`, or as the best."""
+        """Return the id of a snapshot that is named by an id, in a way of `_by_name`, or as the best."""
         if name == _BEST:
-            return best(repository, self._root, _best_rule(self._best_rules, None, None))
-        return by_name(repository, name, self._root)
+            return _best(repository, self._root, _best_rule(self._best_rules, None, None))
+        return _by_name(repository, name, self._root)
 
     def _id_of(self, name: str) -> str:
         with Repository.open(self.save_dir) as repository:

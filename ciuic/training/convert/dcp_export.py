@@ -32,7 +32,7 @@ def write_dcp(path: Path, state: Any, ranks: int, *, overwrite: bool) -> int:
 
     Args:
         path: Destination.
-        state: Nested dicts; `plain_values` says what becomes of values that are no tensors.
+        state: Nested dicts; `export_state.as_plain` says what becomes of values that are no tensors.
         ranks: Number of ranks, 1 or more.
         overwrite: Whether to replace a checkpoint that is there.
 

@@ -185,7 +185,7 @@ def write_torch(path: Path, state: Any, *, overwrite: bool, record: bytes = b"")
 
     Args:
         path: Destination.
-        state: The state; `plain_values` says what becomes of values that are no tensors.
+        state: The state; `export_state.as_plain` says what becomes of values that are no tensors.
         overwrite: Whether to replace a file that is there.
         record: Content of an extra member of the archive, for `read_record`; torch does not look at it.
 

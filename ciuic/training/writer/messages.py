@@ -223,7 +223,7 @@ class Measured(msgspec.Struct, tag=True, frozen=True):
 
 
 class PreemptionNotice(msgspec.Struct, tag=True, frozen=True):
-    """Notice of a cloud that the machine is going away; the signal `last_moment.NOTIFIED` follows it."""
+    """Notice of a cloud that the machine is going away; the signal `preemption.NOTIFIED` follows it."""
 
     text: str
     seconds: float
