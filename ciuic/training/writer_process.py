@@ -66,8 +66,6 @@ from ciuic.types import Snapshot
 
 # Time for a restarting daemon to come back and hear how the trainer ended.
 _UNREGISTER_SECONDS: Final = 30.0
-
-
 # A save that waits longer for another writer has failed, and the next boundary tries again.
 _LOCK_WAIT_SECONDS: Final = 60.0
 # Time for housekeeping after the last message of the trainer, which waits for this process to exit.

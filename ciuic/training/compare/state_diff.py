@@ -27,65 +27,6 @@ from ciuic.training.compare.text_table import aligned_text, html_table
 from ciuic.types import SnapshotId
 from ciuic.units import human_size, plural
 
-_SPAN_BYTES: Final = 4 << 20
-# Blocks whose ids are looked up at once: those of one node of a block map.
-_WINDOW: Final = 1024
-
-
-class Span(NamedTuple):
-    """Range of bytes of both tensors, in whole elements."""
-
-    start: int
-    stop: int
-    same: bool
-    """True if the bytes are known to be the same on both sides."""
-
-
-def spans(reader: BlockReader, old: FileRange, new: FileRange, element_bytes: int) -> Iterator[Span]:
-    """Yield the spans of two ranges of the same size and dtype, of at most about 4 MiB or one block each."""
-    begin = 0
-    for found in _merged(_block_spans(reader, old, new), max(_SPAN_BYTES, reader.block_size)):
-        # An element that reaches into a block that differs belongs to the span that is compared.
-        elements = found.stop // element_bytes if found.same else -(-found.stop // element_bytes)
-        stop = min(elements * element_bytes, new.size_bytes)
-        if begin < stop:
-            yield Span(begin, stop, found.same)
-            begin = stop
-
-
-def _block_spans(reader: BlockReader, old: FileRange, new: FileRange) -> Iterator[Span]:
-    """Yield a span for each block of the new file."""
-    block, size = reader.block_size, new.size_bytes
-    first, stop = new.start // block, -(-(new.start + size) // block)
-    shift, unaligned = divmod(old.start - new.start, block)
-    for window in range(first, stop, _WINDOW):
-        end = min(window + _WINDOW, stop)
-        # Where the two stand differently in their blocks, ids tell nothing.
-        known = not unaligned
-        ids = reader.ids(new.entry, window, end) if known else {}
-        before = reader.ids(old.entry, max(0, window + shift), end + shift) if known else {}
-        for at in range(window, end):
-            start = max(0, at * block - new.start)
-            upto = min(size, (at + 1) * block - new.start)
-            yield Span(start, upto, same=known and ids.get(at) == before.get(at + shift))
-
-
-def _merged(found: Iterator[Span], most_bytes: int) -> Iterator[Span]:
-    """Join neighbours that are alike, up to a size."""
-    last: Span | None = None
-    for span in found:
-        if last is not None and last.same == span.same and span.stop - last.start <= most_bytes:
-            last = last._replace(stop=span.stop)
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
-
-
-_ROWS_BYTES: Final = 4 << 20
-
 _TensorChangeKind = Literal["changed", "retyped", "reshaped", "added", "removed"]
 
 
@@ -103,137 +44,6 @@ class TensorChange(NamedTuple):
     new_shape: tuple[int, ...] | None
     figures: ChangeFigures | None = None
     """Figures of the change; None unless the tensor is changed or retyped."""
-
-
-def _tensor_changes(
-    old: SavedState, new: SavedState, reader: BlockReader, *, whole: bool
-) -> Iterator[TensorChange | None]:
-    """Yield the change of each tensor of either side; None for one that is identical.
-
-    Args:
-        old: Tensors before.
-        new: Tensors after.
-        reader: Reads both.
-        whole: Whether to read identical blocks of tensors that differ elsewhere, for the figures of all of
-            the tensor.
-
-    Raises:
-        Damaged: A tensor cannot be read.
-    """
-    before, after = set(old.names()), set(new.names())
-    for name in old.names():
-        if name not in after:
-            gone = old.tensor(name)
-            yield TensorChange(name, "removed", gone.kind.name, None, gone.shape, None)
-    compared: dict[Hashable, TensorChange | None] = {}
-    for name in new.names():
-        if name not in before:
-            come = new.tensor(name)
-            yield TensorChange(name, "added", None, come.kind.name, None, come.shape)
-            continue
-        pair = old.identity(name), new.identity(name)
-        # Tied tensors are read once.
-        if pair[0] != pair[1] and pair not in compared:
-            compared[pair] = _change(name, old.tensor(name), new.tensor(name), reader, whole=whole)
-        change = compared.get(pair)
-        yield None if change is None else change._replace(name=name)
-
-
-def _change(
-    name: str, old: StoredTensor, new: StoredTensor, reader: BlockReader, *, whole: bool
-) -> TensorChange | None:
-    facts = old.kind.name, new.kind.name, old.shape, new.shape
-    if old.shape != new.shape:
-        return TensorChange(name, "reshaped", *facts)
-    sums = FigureSums(old.kind, new.kind)
-    if old.kind.name != new.kind.name:
-        if old.kind.read is not None and new.kind.read is not None:
-            for before, after in _recut(old, new, reader):
-                sums.add(before, after)
-        return TensorChange(name, "retyped", *facts, sums.result(prod(new.shape)))
-    if [(one.offsets, one.shape) for one in old.ranges] == [(one.offsets, one.shape) for one in new.ranges]:
-        _add_ranges(sums, old, new, reader, whole=whole)
-    else:
-        for before, after in _recut(old, new, reader):
-            sums.add(before, after)
-    return TensorChange(name, "changed", *facts, sums.result(prod(new.shape))) if sums.changed else None
-
-
-def _add_ranges(
-    sums: FigureSums, old: StoredTensor, new: StoredTensor, reader: BlockReader, *, whole: bool
-) -> None:
-    """Add a tensor of one dtype that is cut in the same way on both sides."""
-    known: list[tuple[FileRange, Span]] = []
-    for before, after in zip(old.ranges, new.ranges, strict=True):
-        if before.size_bytes != after.size_bytes:
-            # Only of a dtype that is unknown here, whose shape does not tell the bytes.
-            sums.changed += 1
-            continue
-        for span in spans(reader, before, after, old.kind.element_bytes):
-            if span.same:
-                known.append((after, span))
-                continue
-            one, other = ((side, span.start, span.stop) for side in (before, after))
-            sums.add(_bytes(reader, *one), _bytes(reader, *other))
-    # Only now: nothing of a tensor that turns out to be the same is read for its norm.
-    if sums.changed and whole and new.kind.read is not None:
-        for after, span in known:
-            sums.add_identical(_bytes(reader, after, span.start, span.stop))
-    elif known:
-        sums.leave_out()
-
-
-def _bytes(reader: BlockReader, where: FileRange, start: int, stop: int) -> Array:
-    data = reader.read(where.entry, where.start + start, where.start + stop)
-    return numpy().frombuffer(data, numpy().uint8)
-
-
-def _recut(old: StoredTensor, new: StoredTensor, reader: BlockReader) -> Iterator[tuple[Array, Array]]:
-    """Yield the bytes of both tensors for each block that two of their ranges have in common."""
-    for after in new.ranges:
-        for before in old.ranges:
-            low = [max(pair) for pair in zip(before.offsets, after.offsets, strict=True)]
-            high = [min(pair) for pair in zip(_ends(before), _ends(after), strict=True)]
-            if any(start >= stop for start, stop in zip(low, high, strict=True)):
-                continue
-            row_bytes = max(
-                prod(one.shape[1:]) * tensor.kind.element_bytes
-                for one, tensor in ((before, old), (after, new))
-            )
-            rows = max(1, _ROWS_BYTES // max(1, row_bytes))
-            # A tensor without a dimension is one row.
-            first, stop = (low[0], high[0]) if low else (0, 1)
-            for at in range(first, stop, rows):
-                upto = min(stop, at + rows)
-                yield (
-                    _rows(reader, before, old.kind.element_bytes, at, upto, low, high),
-                    _rows(reader, after, new.kind.element_bytes, at, upto, low, high),
-                )
-
-
-def _ends(one: FileRange) -> list[int]:
-    return [offset + size for offset, size in zip(one.offsets, one.shape, strict=True)]
-
-
-def _rows(
-    reader: BlockReader,
-    one: FileRange,
-    element_bytes: int,
-    at: int,
-    upto: int,
-    low: list[int],
-    high: list[int],
-) -> Array:
-    """Return rows of the whole tensor from one range, cut to a block in the other dimensions."""
-    if not one.shape:
-        return _bytes(reader, one, 0, element_bytes)
-    row_bytes = prod(one.shape[1:]) * element_bytes
-    begin = at - one.offsets[0]
-    data = _bytes(reader, one, begin * row_bytes, (begin + upto - at) * row_bytes)
-    others = zip(low[1:], high[1:], one.offsets[1:], strict=True)
-    cut = (slice(None), *(slice(start - offset, stop - offset) for start, stop, offset in others))
-    block = data.reshape(upto - at, *one.shape[1:], element_bytes)[cut]
-    return numpy().ascontiguousarray(block).reshape(-1)
 
 
 HEADERS: Final = ("tensor", "change", "largest", "cosine", "nan", "inf")
@@ -379,3 +189,194 @@ def diff_states(
             changes.append(change)
     size_bytes = before.size_bytes + after.size_bytes
     return StateDiff(old, new, changes, identical, reader.read_bytes, size_bytes)
+
+
+_ROWS_BYTES: Final = 4 << 20
+
+
+def _tensor_changes(
+    old: SavedState, new: SavedState, reader: BlockReader, *, whole: bool
+) -> Iterator[TensorChange | None]:
+    """Yield the change of each tensor of either side; None for one that is identical.
+
+    Args:
+        old: Tensors before.
+        new: Tensors after.
+        reader: Reads both.
+        whole: Whether to read identical blocks of tensors that differ elsewhere, for the figures of all of
+            the tensor.
+
+    Raises:
+        Damaged: A tensor cannot be read.
+    """
+    before, after = set(old.names()), set(new.names())
+    for name in old.names():
+        if name not in after:
+            gone = old.tensor(name)
+            yield TensorChange(name, "removed", gone.kind.name, None, gone.shape, None)
+    compared: dict[Hashable, TensorChange | None] = {}
+    for name in new.names():
+        if name not in before:
+            come = new.tensor(name)
+            yield TensorChange(name, "added", None, come.kind.name, None, come.shape)
+            continue
+        pair = old.identity(name), new.identity(name)
+        # Tied tensors are read once.
+        if pair[0] != pair[1] and pair not in compared:
+            compared[pair] = _change(name, old.tensor(name), new.tensor(name), reader, whole=whole)
+        change = compared.get(pair)
+        yield None if change is None else change._replace(name=name)
+
+
+def _change(
+    name: str, old: StoredTensor, new: StoredTensor, reader: BlockReader, *, whole: bool
+) -> TensorChange | None:
+    facts = old.kind.name, new.kind.name, old.shape, new.shape
+    if old.shape != new.shape:
+        return TensorChange(name, "reshaped", *facts)
+    sums = FigureSums(old.kind, new.kind)
+    if old.kind.name != new.kind.name:
+        if old.kind.read is not None and new.kind.read is not None:
+            for before, after in _recut(old, new, reader):
+                sums.add(before, after)
+        return TensorChange(name, "retyped", *facts, sums.result(prod(new.shape)))
+    if [(one.offsets, one.shape) for one in old.ranges] == [(one.offsets, one.shape) for one in new.ranges]:
+        _add_ranges(sums, old, new, reader, whole=whole)
+    else:
+        for before, after in _recut(old, new, reader):
+            sums.add(before, after)
+    return TensorChange(name, "changed", *facts, sums.result(prod(new.shape))) if sums.changed else None
+
+
+def _add_ranges(
+    sums: FigureSums, old: StoredTensor, new: StoredTensor, reader: BlockReader, *, whole: bool
+) -> None:
+    """Add a tensor of one dtype that is cut in the same way on both sides."""
+    known: list[tuple[FileRange, Span]] = []
+    for before, after in zip(old.ranges, new.ranges, strict=True):
+        if before.size_bytes != after.size_bytes:
+            # Only of a dtype that is unknown here, whose shape does not tell the bytes.
+            sums.changed += 1
+            continue
+        for span in spans(reader, before, after, old.kind.element_bytes):
+            if span.same:
+                known.append((after, span))
+                continue
+            one, other = ((side, span.start, span.stop) for side in (before, after))
+            sums.add(_bytes(reader, *one), _bytes(reader, *other))
+    # Only now: nothing of a tensor that turns out to be the same is read for its norm.
+    if sums.changed and whole and new.kind.read is not None:
+        for after, span in known:
+            sums.add_identical(_bytes(reader, after, span.start, span.stop))
+    elif known:
+        sums.leave_out()
+
+
+def _bytes(reader: BlockReader, where: FileRange, start: int, stop: int) -> Array:
+    data = reader.read(where.entry, where.start + start, where.start + stop)
+    return numpy().frombuffer(data, numpy().uint8)
+
+
+def _recut(old: StoredTensor, new: StoredTensor, reader: BlockReader) -> Iterator[tuple[Array, Array]]:
+    """Yield the bytes of both tensors for each block that two of their ranges have in common."""
+    for after in new.ranges:
+        for before in old.ranges:
+            low = [max(pair) for pair in zip(before.offsets, after.offsets, strict=True)]
+            high = [min(pair) for pair in zip(_ends(before), _ends(after), strict=True)]
+            if any(start >= stop for start, stop in zip(low, high, strict=True)):
+                continue
+            row_bytes = max(
+                prod(one.shape[1:]) * tensor.kind.element_bytes
+                for one, tensor in ((before, old), (after, new))
+            )
+            rows = max(1, _ROWS_BYTES // max(1, row_bytes))
+            # A tensor without a dimension is one row.
+            first, stop = (low[0], high[0]) if low else (0, 1)
+            for at in range(first, stop, rows):
+                upto = min(stop, at + rows)
+                yield (
+                    _rows(reader, before, old.kind.element_bytes, at, upto, low, high),
+                    _rows(reader, after, new.kind.element_bytes, at, upto, low, high),
+                )
+
+
+def _ends(one: FileRange) -> list[int]:
+    return [offset + size for offset, size in zip(one.offsets, one.shape, strict=True)]
+
+
+def _rows(
+    reader: BlockReader,
+    one: FileRange,
+    element_bytes: int,
+    at: int,
+    upto: int,
+    low: list[int],
+    high: list[int],
+) -> Array:
+    """Return rows of the whole tensor from one range, cut to a block in the other dimensions."""
+    if not one.shape:
+        return _bytes(reader, one, 0, element_bytes)
+    row_bytes = prod(one.shape[1:]) * element_bytes
+    begin = at - one.offsets[0]
+    data = _bytes(reader, one, begin * row_bytes, (begin + upto - at) * row_bytes)
+    others = zip(low[1:], high[1:], one.offsets[1:], strict=True)
+    cut = (slice(None), *(slice(start - offset, stop - offset) for start, stop, offset in others))
+    block = data.reshape(upto - at, *one.shape[1:], element_bytes)[cut]
+    return numpy().ascontiguousarray(block).reshape(-1)
+
+
+_SPAN_BYTES: Final = 4 << 20
+# Blocks whose ids are looked up at once: those of one node of a block map.
+_WINDOW: Final = 1024
+
+
+class Span(NamedTuple):
+    """Range of bytes of both tensors, in whole elements."""
+
+    start: int
+    stop: int
+    same: bool
+    """True if the bytes are known to be the same on both sides."""
+
+
+def spans(reader: BlockReader, old: FileRange, new: FileRange, element_bytes: int) -> Iterator[Span]:
+    """Yield the spans of two ranges of the same size and dtype, of at most about 4 MiB or one block each."""
+    begin = 0
+    for found in _merged(_block_spans(reader, old, new), max(_SPAN_BYTES, reader.block_size)):
+        # An element that reaches into a block that differs belongs to the span that is compared.
+        elements = found.stop // element_bytes if found.same else -(-found.stop // element_bytes)
+        stop = min(elements * element_bytes, new.size_bytes)
+        if begin < stop:
+            yield Span(begin, stop, found.same)
+            begin = stop
+
+
+def _block_spans(reader: BlockReader, old: FileRange, new: FileRange) -> Iterator[Span]:
+    """Yield a span for each block of the new file."""
+    block, size = reader.block_size, new.size_bytes
+    first, stop = new.start // block, -(-(new.start + size) // block)
+    shift, unaligned = divmod(old.start - new.start, block)
+    for window in range(first, stop, _WINDOW):
+        end = min(window + _WINDOW, stop)
+        # Where the two stand differently in their blocks, ids tell nothing.
+        known = not unaligned
+        ids = reader.ids(new.entry, window, end) if known else {}
+        before = reader.ids(old.entry, max(0, window + shift), end + shift) if known else {}
+        for at in range(window, end):
+            start = max(0, at * block - new.start)
+            upto = min(size, (at + 1) * block - new.start)
+            yield Span(start, upto, same=known and ids.get(at) == before.get(at + shift))
+
+
+def _merged(found: Iterator[Span], most_bytes: int) -> Iterator[Span]:
+    """Join neighbours that are alike, up to a size."""
+    last: Span | None = None
+    for span in found:
+        if last is not None and last.same == span.same and span.stop - last.start <= most_bytes:
+            last = last._replace(stop=span.stop)
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last

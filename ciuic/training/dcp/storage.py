@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -49,55 +48,11 @@ from ciuic.training.dcp.rank_files import (
     fits,
 )
 from ciuic.training.dcp.reading import CiuicStorageReader
-from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
+from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts, metric_floats
 from ciuic.training.remote.copies import RemoteProgress
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.results import EXIT_SECONDS
 from ciuic.training.writer.messages import StoredFile
-
-
-class _ItemResult(NamedTuple):
-    """Result of writing one item, sent from a rank to the coordinator."""
-
-    place: ItemLocation
-    files: tuple[StoredFile, ...]
-    """All files of the rank, with its first item; () with the others."""
-
-
-def _item_results(part: RankFiles, plan: SavePlan, files: tuple[StoredFile, ...]) -> list[WriteResult]:
-    """Return torch's result of each item."""
-    results = []
-    for item in plan.items:
-        written = _ItemResult(part.places[item.index], files)
-        results.append(WriteResult(item.index, item.tensor_storage_size() or 0, written))
-        # Sent once, with the first item.
-        files = ()
-    return results
-
-
-def _snapshot_message(checkpoint_id: str, facts: Facts) -> str:
-    """Return the message of the snapshot."""
-    parts = [checkpoint_id] if checkpoint_id else []
-    parts += [] if facts.epoch is None else [f"epoch {facts.epoch}"]
-    parts += [] if facts.step is None else [f"step {facts.step}"]
-    parts += [f"{key} {value:.4g}" for key, value in _floats(facts.metrics).items()]
-    return ", ".join(parts)
-
-
-def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {key: float(value) for key, value in metrics.items()}
-
-
-def _as_tensor(value: object) -> torch.Tensor:
-    """Return the value as a tensor.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError("the planner encoded a tensor as bytes, which only pickle could read")
-    return value
-
 
 __all__ = ["TAG", "CiuicStorageReader", "CiuicStorageWriter"]
 
@@ -354,3 +309,42 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             if any(address in one.placed.starts for address in addresses):
                 return one
         return None
+
+
+class _ItemResult(NamedTuple):
+    """Result of writing one item, sent from a rank to the coordinator."""
+
+    place: ItemLocation
+    files: tuple[StoredFile, ...]
+    """All files of the rank, with its first item; () with the others."""
+
+
+def _item_results(part: RankFiles, plan: SavePlan, files: tuple[StoredFile, ...]) -> list[WriteResult]:
+    """Return torch's result of each item."""
+    results = []
+    for item in plan.items:
+        written = _ItemResult(part.places[item.index], files)
+        results.append(WriteResult(item.index, item.tensor_storage_size() or 0, written))
+        # Sent once, with the first item.
+        files = ()
+    return results
+
+
+def _snapshot_message(checkpoint_id: str, facts: Facts) -> str:
+    """Return the message of the snapshot."""
+    parts = [checkpoint_id] if checkpoint_id else []
+    parts += [] if facts.epoch is None else [f"epoch {facts.epoch}"]
+    parts += [] if facts.step is None else [f"step {facts.step}"]
+    parts += [f"{key} {value:.4g}" for key, value in metric_floats(facts.metrics).items()]
+    return ", ".join(parts)
+
+
+def _as_tensor(value: object) -> torch.Tensor:
+    """Return the value as a tensor.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError("the planner encoded a tensor as bytes, which only pickle could read")
+    return value

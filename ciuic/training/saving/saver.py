@@ -47,226 +47,6 @@ from ciuic.training.writer.messages import (
 )
 from ciuic.training.writer.paired_files import PairRequest
 
-SaveCallback = Callable[[SaveResult], object]
-
-
-class SaveCallbacks:
-    """Callbacks of one manager, and the thread that calls them."""
-
-    def __init__(self) -> None:
-        """Create it without a callback; the thread starts with the first one."""
-        self._callbacks: tuple[SaveCallback, ...] = ()
-        # Not queue.Queue, whose put() a signal handler must not enter while it is interrupted in one: a
-        # handler of the program may save, and hears of earlier saves then.
-        self._results: queue.SimpleQueue[SaveResult | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
-        self._pid = os.getpid()
-
-    def add(self, callback: SaveCallback) -> None:
-        """Call this one too, with the results that come from now on.
-
-        Raises:
-            TypeError: It cannot be called.
-        """
-        if not callable(callback):
-            raise TypeError(f"on_saved must get a function, got {callback!r}")
-        self._callbacks = (*self._callbacks, callback)
-        if self._thread is None:
-            # A daemon thread: a callback that hangs must not keep the interpreter from ending.
-            self._thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
-            self._thread.start()
-
-    def notify(self, result: SaveResult) -> None:
-        """Queue a result for the callbacks; costs the caller one append."""
-        if self._callbacks:
-            self._results.put(result)
-
-    def close(self, timeout_seconds: float) -> None:
-        """Wait for calls that are due, at most so long, and begin no other.
-
-        Called by a callback, it does not wait.
-        """
-        # A forked child has no such thread.
-        if self._thread is not None and self._pid == os.getpid():
-            self._results.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join(timeout_seconds)
-                if self._thread.is_alive():
-                    log.warning("ciuic: a callback of on_saved is still running; no other is called")
-        self._closed.set()
-
-    def _run(self) -> None:
-        while (result := self._results.get()) is not None:
-            for callback in self._callbacks:
-                if self._closed.is_set():
-                    return
-                try:
-                    callback(result)
-                # Everything: SystemExit would end this thread, and later results would be lost in silence.
-                except BaseException:
-                    log.exception("ciuic: a callback of on_saved failed; the training is unaffected")
-
-
-class _Guard:
-    """Reentrant critical section: other threads wait for its end, signal handlers defer their work to it.
-
-    It is reentrant because a handler of the program's own may save in the middle of another save.
-    """
-
-    def __init__(self, released: Callable[[], None]) -> None:
-        """Create a guard that nobody holds.
-
-        Args:
-            released: Called after the outermost section has ended without an exception.
-        """
-        self.depth = 0
-        self._released = released
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-
-    def __enter__(self) -> None:
-        """Enter the section."""
-        # A child that was forked inside of the section has a lock that no thread of it will ever release.
-        if self._pid != os.getpid():
-            self._lock, self._pid, self.depth = threading.RLock(), os.getpid(), 0
-        self._lock.acquire()
-        self.depth += 1
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Leave the section."""
-        self.depth -= 1
-        self._lock.release()
-        # Not while an exception is on its way out: what was deferred may raise SystemExit in its place.
-        if not self.depth and error is None:
-            self._released()
-
-
-# Pause between two looks at a device while `finish` has a deadline: no device offers a wait with one.
-_DEVICE_POLL_SECONDS: Final = 0.001
-
-
-class PendingSaves:
-    """Queue of staged saves, oldest first."""
-
-    def __init__(self, overlap: Overlap, failed: Callable[[int, str], None]) -> None:
-        """Create an empty queue.
-
-        Args:
-            overlap: record of the tensors that may be copied beside the training.
-            failed: called with the number of a save that failed, and the reason.
-        """
-        self.changed = False
-        """True if a state was given up because the program changed it during the copy; reset by the caller.
-        """
-        self._overlap = overlap
-        self._failed = failed
-        self._staged: deque[StagedSave] = deque()
-        self._busy = False
-
-    def __len__(self) -> int:
-        """Return the number of saves in the queue."""
-        return len(self._staged)
-
-    def add(self, staged: StagedSave) -> None:
-        """Append a save, and hand over what has arrived."""
-        self._staged.append(staged)
-        self.advance()
-
-    def settle(self) -> None:
-        """Make devices order all copies before whatever the program does next."""
-        for staged in list(self._staged):
-            if staged.copying is not None:
-                staged.copying.settle()
-
-    def advance(self) -> None:
-        """Hand over the states that have arrived.
-
-        Called again from within itself, by a signal handler of the program that saves, it does nothing: the
-        outer call goes on.
-        """
-        # No thread waits for events of devices. It would share the client, signal handlers and the
-        # interpreter lock with the training; whatever the program calls next looks instead
-        # (docs/decisions/beside-the-next-step.md).
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            # Querying an event while a CUDA graph is recorded would invalidate the recording.
-            while self._staged and not capturing():
-                problem = self._arrival_problem(self._staged[0])
-                if problem is None:
-                    return
-                self._hand_over(self._staged.popleft(), problem)
-        finally:
-            self._busy = False
-
-    def _arrival_problem(self, staged: StagedSave) -> str | None:
-        """Return what is wrong with a state that has arrived, or ""; None if it has not arrived."""
-        copying = staged.copying
-        if copying is None:
-            return ""
-        try:
-            if not copying.done():
-                return None
-            if changed := copying.changed():
-                # From now on the device waits for what changes so: a state that is half changed would load
-                # without an error.
-                self._overlap.distrust(changed)
-                self.changed = True
-            return copying.void
-        except RuntimeError as error:
-            return f"the device has failed: {error}"
-
-    def _hand_over(self, staged: StagedSave, problem: str) -> None:
-        """Hand the save over, or give it up if there is a problem."""
-        handed_over = False
-        try:
-            if not problem:
-                staged.hand_over()
-                handed_over = True
-        except OSError as error:
-            problem = error.strerror or str(error)
-        finally:
-            # Also after a KeyboardInterrupt: the arena must be free for later saves.
-            if not handed_over:
-                staged.give_up()
-                self._failed(staged.number, problem or "interrupted while it was handed over")
-
-    def finish(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for all states and hand them over; return whether they came in time.
-
-        Returns False at once where it may not wait: within `advance`, and while a CUDA graph is recorded.
-
-        Args:
-            timeout_seconds: time to wait; None for no limit.
-        """
-        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while self._staged:
-            # Waiting for a device would invalidate a CUDA graph that is being recorded.
-            if self._busy or capturing():
-                return False
-            self.settle()
-            self.advance()
-            if not self._staged:
-                break
-            if end is not None:
-                if time.monotonic() >= end:
-                    return False
-                time.sleep(_DEVICE_POLL_SECONDS)
-            elif (copying := self._staged[0].copying) is not None:
-                try:
-                    copying.wait()
-                except RuntimeError:
-                    continue  # `advance` meets the same error and reports it
-        return True
-
-    def abandon(self) -> None:
-        """Fail what has not arrived. Its arenas stay reserved: a device may still write to them."""
-        while self._staged:
-            self._failed(self._staged.popleft().number, "its copy from the device did not end in time")
-
-
 POLL_SECONDS: Final = 0.2
 """Longest pause between two looks at the writer's messages."""
 _MIN_BACK_OFF_SECONDS: Final = 1.0
@@ -593,3 +373,223 @@ class Saver:
         self.changed = True
         self.stats.last_error = reason
         log.error("ciuic: snapshot failed; earlier snapshots are unaffected: %s", reason)
+
+
+# Pause between two looks at a device while `finish` has a deadline: no device offers a wait with one.
+_DEVICE_POLL_SECONDS: Final = 0.001
+
+
+class PendingSaves:
+    """Queue of staged saves, oldest first."""
+
+    def __init__(self, overlap: Overlap, failed: Callable[[int, str], None]) -> None:
+        """Create an empty queue.
+
+        Args:
+            overlap: record of the tensors that may be copied beside the training.
+            failed: called with the number of a save that failed, and the reason.
+        """
+        self.changed = False
+        """True if a state was given up because the program changed it during the copy; reset by the caller.
+        """
+        self._overlap = overlap
+        self._failed = failed
+        self._staged: deque[StagedSave] = deque()
+        self._busy = False
+
+    def __len__(self) -> int:
+        """Return the number of saves in the queue."""
+        return len(self._staged)
+
+    def add(self, staged: StagedSave) -> None:
+        """Append a save, and hand over what has arrived."""
+        self._staged.append(staged)
+        self.advance()
+
+    def settle(self) -> None:
+        """Make devices order all copies before whatever the program does next."""
+        for staged in list(self._staged):
+            if staged.copying is not None:
+                staged.copying.settle()
+
+    def advance(self) -> None:
+        """Hand over the states that have arrived.
+
+        Called again from within itself, by a signal handler of the program that saves, it does nothing: the
+        outer call goes on.
+        """
+        # No thread waits for events of devices. It would share the client, signal handlers and the
+        # interpreter lock with the training; whatever the program calls next looks instead
+        # (docs/decisions/beside-the-next-step.md).
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            # Querying an event while a CUDA graph is recorded would invalidate the recording.
+            while self._staged and not capturing():
+                problem = self._arrival_problem(self._staged[0])
+                if problem is None:
+                    return
+                self._hand_over(self._staged.popleft(), problem)
+        finally:
+            self._busy = False
+
+    def _arrival_problem(self, staged: StagedSave) -> str | None:
+        """Return what is wrong with a state that has arrived, or ""; None if it has not arrived."""
+        copying = staged.copying
+        if copying is None:
+            return ""
+        try:
+            if not copying.done():
+                return None
+            if changed := copying.changed():
+                # From now on the device waits for what changes so: a state that is half changed would load
+                # without an error.
+                self._overlap.distrust(changed)
+                self.changed = True
+            return copying.void
+        except RuntimeError as error:
+            return f"the device has failed: {error}"
+
+    def _hand_over(self, staged: StagedSave, problem: str) -> None:
+        """Hand the save over, or give it up if there is a problem."""
+        handed_over = False
+        try:
+            if not problem:
+                staged.hand_over()
+                handed_over = True
+        except OSError as error:
+            problem = error.strerror or str(error)
+        finally:
+            # Also after a KeyboardInterrupt: the arena must be free for later saves.
+            if not handed_over:
+                staged.give_up()
+                self._failed(staged.number, problem or "interrupted while it was handed over")
+
+    def finish(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for all states and hand them over; return whether they came in time.
+
+        Returns False at once where it may not wait: within `advance`, and while a CUDA graph is recorded.
+
+        Args:
+            timeout_seconds: time to wait; None for no limit.
+        """
+        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self._staged:
+            # Waiting for a device would invalidate a CUDA graph that is being recorded.
+            if self._busy or capturing():
+                return False
+            self.settle()
+            self.advance()
+            if not self._staged:
+                break
+            if end is not None:
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_DEVICE_POLL_SECONDS)
+            elif (copying := self._staged[0].copying) is not None:
+                try:
+                    copying.wait()
+                except RuntimeError:
+                    continue  # `advance` meets the same error and reports it
+        return True
+
+    def abandon(self) -> None:
+        """Fail what has not arrived. Its arenas stay reserved: a device may still write to them."""
+        while self._staged:
+            self._failed(self._staged.popleft().number, "its copy from the device did not end in time")
+
+
+class _Guard:
+    """Reentrant critical section: other threads wait for its end, signal handlers defer their work to it.
+
+    It is reentrant because a handler of the program's own may save in the middle of another save.
+    """
+
+    def __init__(self, released: Callable[[], None]) -> None:
+        """Create a guard that nobody holds.
+
+        Args:
+            released: Called after the outermost section has ended without an exception.
+        """
+        self.depth = 0
+        self._released = released
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        """Enter the section."""
+        # A child that was forked inside of the section has a lock that no thread of it will ever release.
+        if self._pid != os.getpid():
+            self._lock, self._pid, self.depth = threading.RLock(), os.getpid(), 0
+        self._lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Leave the section."""
+        self.depth -= 1
+        self._lock.release()
+        # Not while an exception is on its way out: what was deferred may raise SystemExit in its place.
+        if not self.depth and error is None:
+            self._released()
+
+
+SaveCallback = Callable[[SaveResult], object]
+
+
+class SaveCallbacks:
+    """Callbacks of one manager, and the thread that calls them."""
+
+    def __init__(self) -> None:
+        """Create it without a callback; the thread starts with the first one."""
+        self._callbacks: tuple[SaveCallback, ...] = ()
+        # Not queue.Queue, whose put() a signal handler must not enter while it is interrupted in one: a
+        # handler of the program may save, and hears of earlier saves then.
+        self._results: queue.SimpleQueue[SaveResult | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._pid = os.getpid()
+
+    def add(self, callback: SaveCallback) -> None:
+        """Call this one too, with the results that come from now on.
+
+        Raises:
+            TypeError: It cannot be called.
+        """
+        if not callable(callback):
+            raise TypeError(f"on_saved must get a function, got {callback!r}")
+        self._callbacks = (*self._callbacks, callback)
+        if self._thread is None:
+            # A daemon thread: a callback that hangs must not keep the interpreter from ending.
+            self._thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
+            self._thread.start()
+
+    def notify(self, result: SaveResult) -> None:
+        """Queue a result for the callbacks; costs the caller one append."""
+        if self._callbacks:
+            self._results.put(result)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Wait for calls that are due, at most so long, and begin no other.
+
+        Called by a callback, it does not wait.
+        """
+        # A forked child has no such thread.
+        if self._thread is not None and self._pid == os.getpid():
+            self._results.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout_seconds)
+                if self._thread.is_alive():
+                    log.warning("ciuic: a callback of on_saved is still running; no other is called")
+        self._closed.set()
+
+    def _run(self) -> None:
+        while (result := self._results.get()) is not None:
+            for callback in self._callbacks:
+                if self._closed.is_set():
+                    return
+                try:
+                    callback(result)
+                # Everything: SystemExit would end this thread, and later results would be lost in silence.
+                except BaseException:
+                    log.exception("ciuic: a callback of on_saved failed; the training is unaffected")
