@@ -226,7 +226,7 @@ def test_no_file_is_written_where_none_is_wanted(tmp_path: Path) -> None:
 
 KILLED = """
 import signal
-from ciuic.training.export import destination
+from ciuic.training.convert import destination
 real = os.replace
 def killed(source, target, **options):
     if str(source).endswith(".part") and os.path.basename(source).startswith("."):
