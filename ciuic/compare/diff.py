@@ -19,7 +19,7 @@ from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, find, is_within, join, normalise, resolve, root_of
 from ciuic.repository.trees.tree_reader import Lineage
-from ciuic.restore.files.content import BlockWorker, batches
+from ciuic.restore.content import BlockWorker, batches
 from ciuic.system.linked_path import LinkedPath
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 

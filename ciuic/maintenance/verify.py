@@ -23,8 +23,8 @@ from ciuic.repository.errors import Archived, DamagedTree
 from ciuic.repository.lookup import resolve
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.repository.trees.block_maps import blocks_of
-from ciuic.restore.files.content import BlockWorker
-from ciuic.restore.files.pool import Pool
+from ciuic.restore.content import BlockWorker
+from ciuic.restore.pool import Pool
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 # Up to this size the whole repository is read for one snapshot, too: it takes seconds, and finds damage in unused chunks.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ciuic.maintenance.verify import Verification, VerifyProgress, VerifyResult
 from ciuic.repository import Repository
-from ciuic.restore.files.pool import Pool
+from ciuic.restore.pool import Pool
 from ciuic.types import ChunkId, SnapshotId
 
 

@@ -29,7 +29,7 @@ from ciuic.repository.index.database import INDEX_NAME
 from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.promised import Promise, record_loss
 from ciuic.restore import Overwrite, execute, plan_restore
-from ciuic.restore.files.journal import JOURNAL_NAME
+from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.training.dcp.pointer import CheckpointPointer, pointer_path, write_checkpoint_pointer
 from ciuic.training.export.destination import new_directory, new_file
 from ciuic.types import SnapshotId

@@ -29,10 +29,9 @@ from ciuic.protocol.worker_client import WorkerRefused
 from ciuic.protocol.worker_frames import Share
 from ciuic.protocol.worker_sockets import worker_socket
 from ciuic.repository import Repository
-from ciuic.restore import Overwrite, Result, execute, plan_restore
-from ciuic.restore.files import content
-from ciuic.restore.files.overlay_sharing import OverlaySharing as Way
-from ciuic.restore.files.overlay_sharing import find
+from ciuic.restore import Overwrite, Result, content, execute, plan_restore
+from ciuic.restore.extent_sharing import OverlaySharing as Way
+from ciuic.restore.extent_sharing import find
 from ciuic.types import SnapshotId
 
 pytestmark = [

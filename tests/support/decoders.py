@@ -39,7 +39,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "ciuic/repository/format/tree_format.py": ("tree leaf", "tree node", "link table", "attributes"),
     "ciuic/config/repository_mark.py": ("mark of a repository",),
-    "ciuic/restore/files/attributes.py": ("access ACL",),
+    "ciuic/restore/attributes.py": ("access ACL",),
     **dict.fromkeys(
         (
             "ciuic/verdicts/formats/safetensors.py",
@@ -58,7 +58,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/verdicts/directories/sharded.py": ("directory that is judged",),
     "ciuic/verdicts/directories/orbax.py": ("directory that is judged",),
     "ciuic/verdicts/directories/training.py": ("directory that is judged",),
-    "ciuic/restore/files/journal.py": ("mark of a restore",),
+    "ciuic/restore/journal.py": ("mark of a restore",),
     "ciuic/maintenance/scrub_state.py": ("pass of a scrub",),
     "ciuic/training/compare/stored_tensors.py": ("tensors of a training", "safetensors header"),
     "ciuic/training/dcp/metadata.py": ("DCP metadata",),

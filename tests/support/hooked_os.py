@@ -13,19 +13,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from ciuic.restore import dispatch, run, walk
-from ciuic.restore.files import (
+from ciuic.restore import (
     attributes,
     content,
     destination,
     directory_handles,
     journal,
-    large,
-    link_group,
-    non_directory,
-    private_dir,
-    safe_open,
+    new_files,
+    run,
     targets,
+    workers,
 )
 
 _MODULES = (
@@ -34,15 +31,15 @@ _MODULES = (
     destination,
     directory_handles,
     journal,
-    large,
-    non_directory,
-    link_group,
-    private_dir,
-    dispatch,
+    workers,
+    new_files,
+    new_files,
+    directory_handles,
     run,
-    walk,
+    run,
+    run,
     targets,
-    safe_open,
+    destination,
 )
 CALLS = frozenset(
     [

@@ -38,7 +38,7 @@ from ciuic.repository.disk import lock
 from ciuic.repository.format import snapshot_format
 from ciuic.repository.index.database import IndexDatabase
 from ciuic.repository.promised import Promise
-from ciuic.restore.files.attributes import denied_to_nobody
+from ciuic.restore.attributes import denied_to_nobody
 from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
 from ciuic.training.compare.stored_tensors import described_tensors

@@ -46,7 +46,7 @@ from ciuic.repository.format.tree_format import (
 from ciuic.repository.model import PackRecord
 from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
 from ciuic.repository.trees.block_maps import decode_map_node, encode_map_node
-from ciuic.restore.files.journal import RestoreMark
+from ciuic.restore.journal import RestoreMark
 from ciuic.system.spill import Spill
 from ciuic.training.ranks import rank_messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId

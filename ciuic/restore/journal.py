@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ciuic.errors import Busy
 from ciuic.printable import one_line
-from ciuic.restore.files.destination import unlink_if_there
+from ciuic.restore.destination import unlink_if_there
 
 JOURNAL_NAME = b".ciuic-restore"
 _MAX_BYTES = 65536

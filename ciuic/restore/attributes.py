@@ -1,11 +1,17 @@
 """Set owner, mode, extended attributes, ACLs and times, in the one order in which none of them undoes another.
 
 Guarantees: in between, no user gets access whom both the old and the new attributes deny it. Where something cannot be set, no
-user gets access whom the recorded attributes deny it.
+user gets access whom the recorded attributes deny it. Special attributes are set only where the request allows them.
 
 chown(2) clears setuid bits and file capabilities, so it comes first. Extended attributes of users need write permission, so
 they come before a mode that may take it. An ACL rewrites the group bits, so it follows the mode that agrees with it. Security
 labels follow everything that clears them. Times come last.
+
+Special are device nodes, setuid and setgid bits of files, extended attributes of the namespaces `security` and `trusted`
+(file capabilities, security labels, integrity hashes), and the names that ciuic reserves for its own state. A repository that
+another user may have written can name any owner with any of them, so a restore by root would hand out root's rights.
+Not special: pipes, sockets, symbolic links, ACLs, sticky bits, and the setgid bit of directories (Linux gives the group of
+the directory to new files there, and sets the bit on none of them whose owner is not in the group).
 
 References:
     chown(2), acl(5), xattr(7)
@@ -17,9 +23,14 @@ import errno
 import os
 import stat
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+import msgspec
+
+from ciuic import STATE_DIR_NAME
+from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Entry, recorded_time
 
@@ -229,3 +240,60 @@ def _acls_first(pair: tuple[bytes, bytes]) -> tuple[bool, bytes]:
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
+
+
+_RESERVED: Final = (STATE_DIR_NAME, JOURNAL_NAME)
+# xattr(7): only the kernel, security modules and CAP_SYS_ADMIN may set attributes of these namespaces.
+_NAMESPACES: Final = (b"security.", b"trusted.")
+_DEVICES: Final = {stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
+
+
+def kind_of(entry: Entry) -> str:
+    """Return why the entry as a whole is special, such as "block device 8:0"; empty if it is not."""
+    # Restored over a protected root, such a name would be believed to be state that the daemon or a restore
+    # had left.
+    if entry.name in _RESERVED:
+        return "name reserved for ciuic"
+    device = _DEVICES.get(stat.S_IFMT(entry.mode))
+    return f"{device} {os.major(entry.rdev)}:{os.minor(entry.rdev)}" if device else ""
+
+
+def without_special(entry: Entry, xattrs: Xattrs) -> tuple[Entry, Xattrs, str]:
+    """Return the entry and its attributes without what is special, and a description of that ("setuid bit, …"; or empty)."""
+    found = []
+    if entry.is_file and entry.mode & (stat.S_ISUID | stat.S_ISGID):
+        bits = ((stat.S_ISUID, "setuid bit"), (stat.S_ISGID, "setgid bit"))
+        found += [text for bit, text in bits if entry.mode & bit]
+        entry = msgspec.structs.replace(entry, mode=entry.mode & ~(stat.S_ISUID | stat.S_ISGID))
+    plain = tuple(pair for pair in xattrs if not pair[0].startswith(_NAMESPACES))
+    if len(plain) != len(xattrs):
+        special = [name for name, _ in xattrs if name.startswith(_NAMESPACES)]
+        found += [f"attribute {name.decode('utf-8', 'backslashreplace')}" for name in special]
+    return entry, plain, ", ".join(found)
+
+
+class SpecialFilter:
+    """Decides for one restore which parts of each entry are restored."""
+
+    def __init__(self, special: bool, on_left_out: Callable[[bytes, str], None]) -> None:
+        self._special = special
+        self._on_left_out = on_left_out
+        """Function called with path and description of everything that is left out."""
+
+    def leaves_out(self, path: bytes, entry: Entry, *, top_of_root: bool) -> bool:
+        """Return whether the entry is left out as a whole. What exists under its name stays as it is."""
+        # No capture puts the state directory of a root into a snapshot: one in there can only be meant to deceive the daemon.
+        is_state = entry.name == STATE_DIR_NAME and top_of_root
+        what = kind_of(entry) if is_state or not self._special else ""
+        if what:
+            self._on_left_out(path, what)
+        return bool(what)
+
+    def permitted(self, path: bytes, entry: Entry, xattrs: Xattrs) -> tuple[Entry, Xattrs]:
+        """Return the entry and its attributes as they are to be restored."""
+        if self._special:
+            return entry, xattrs
+        entry, xattrs, what = without_special(entry, xattrs)
+        if what:
+            self._on_left_out(path, what)
+        return entry, xattrs

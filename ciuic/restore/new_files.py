@@ -1,7 +1,8 @@
-"""Anything but a directory: created under a temporary name, filled and synced, then renamed.
+"""Anything but a directory: created under a temporary name, filled and synced, then renamed or linked.
 
 Guarantees: the final name leads at every moment to what was there or to what the snapshot has. The temporary file is gone
-when an attempt ends, however it ends. Several threads may write one large file; the last one to finish renames it.
+when an attempt ends, however it ends. Several threads may write one large file; the last one to finish renames it. Names that
+share an inode share a `LinkGroup`: the first restored one is what the others are linked to.
 """
 
 from __future__ import annotations
@@ -9,30 +10,31 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ciuic.errors import Damaged
 from ciuic.repository.lookup import join
-from ciuic.restore.files import attributes
-from ciuic.restore.files.attributes import Xattrs
-from ciuic.restore.files.content import start_writing_out
-from ciuic.restore.files.destination import (
+from ciuic.restore import attributes
+from ciuic.restore.attributes import Xattrs
+from ciuic.restore.content import start_writing_out
+from ciuic.restore.destination import (
     Remover,
     new_temporary_name,
+    open_below,
     proc_path,
     rename_new,
     unlink_if_there,
 )
-from ciuic.restore.files.pool import RunStopped
+from ciuic.restore.pool import RunStopped
 from ciuic.system.linked_path import MAX_KEPT_BYTES
 from ciuic.types import Entry
 
 if TYPE_CHECKING:
-    from ciuic.restore.files.directory_handles import Folder
-    from ciuic.restore.files.link_group import LinkGroup
+    from ciuic.restore.directory_handles import Folder
     from ciuic.restore.model import Action
+
 
 # O_NONBLOCK: a pipe that was put in the place of a file must not block the open.
 READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -300,3 +302,34 @@ class NonDirectory:
             with suppress(PermissionError):
                 unlink_if_there(self._place, self._temporary)
             self._temporary = b""
+
+
+class LinkGroup:
+    """Group of names that share an inode. Its attributes are guarded by ``Pool.changed``."""
+
+    def __init__(self, base: int, names: Callable[[], Sequence[bytes]]) -> None:
+        self.state: Literal["working", "there", "failed"] = "working"
+        """State of the first name: being restored, restored, or given up."""
+        self.inode = (0, 0)
+        """(device, inode) of the first name once it is restored."""
+        self._base = base
+        self._names = names
+        """Computes the names from the descriptor ``base``, which stays open for the run, to the first name."""
+
+    def link(self, place: int, temporary: bytes) -> None:
+        """Create a hard link named ``temporary`` in the directory ``place``.
+
+        Raises:
+            FileNotFoundError: the first name leads to another inode now.
+            OSError: the link cannot be made.
+        """
+        names = self._names()
+        folder = open_below(self._base, names[:-1])
+        try:
+            # The link is made by name, so a file that somebody put there meanwhile must be told apart by its inode.
+            st = os.stat(names[-1], dir_fd=folder, follow_symlinks=False)
+            if (st.st_dev, st.st_ino) != self.inode:
+                raise FileNotFoundError(errno.ENOENT, "the file to be linked to was replaced meanwhile")
+            os.link(names[-1], temporary, src_dir_fd=folder, dst_dir_fd=place, follow_symlinks=False)
+        finally:
+            os.close(folder)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from ciuic.repository import Repository
-from ciuic.restore.files.content import BlockWorker
+from ciuic.restore.content import BlockWorker
 
 Task = Callable[[BlockWorker], None]
 _MAX_QUEUED_TASKS = 32

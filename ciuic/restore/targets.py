@@ -2,7 +2,7 @@
 
 Guarantees: an original path is reached from the root's own path without following a symbolic link, and missing directories on
 the way are restored with the attributes that they had. A destination that the caller chose is opened as the caller wrote it,
-links included unless they could redirect the restore (restore/files/safe_open.py).
+links included unless they could redirect the restore (destination.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, find, is_within, join, normalise
-from ciuic.restore.files.destination import may_lift
-from ciuic.restore.files.directory_handles import NOT_THERE, Folder
-from ciuic.restore.files.journal import new_run
-from ciuic.restore.files.safe_open import open_way
+from ciuic.restore.destination import may_lift, open_way
+from ciuic.restore.directory_handles import NOT_THERE, Folder
+from ciuic.restore.journal import new_run
 from ciuic.restore.model import RestoreTarget
 from ciuic.types import Snapshot
 
