@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ciuic import STATE_DIR_NAME
 from ciuic.restore.destination import OPEN_DIRECTORY, proc_path, stat_at
-from ciuic.system.mount_border import MountBorders
+from ciuic.system.mountinfo import MountBorders
 from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Entry, recorded_time
 

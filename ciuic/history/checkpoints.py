@@ -13,8 +13,8 @@ from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, find, is_within, join
 from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.types import Snapshot
-from ciuic.verdicts.checkpoint_verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
-from ciuic.verdicts.snapshot_source import SnapshotDirectory
+from ciuic.verdicts.sources import SnapshotDirectory
+from ciuic.verdicts.verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
 
 
 class StoredCheckpoint(NamedTuple):

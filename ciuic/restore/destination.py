@@ -27,7 +27,7 @@ from ciuic.errors import CiuicError
 from ciuic.printable import one_line
 from ciuic.repository.lookup import join
 from ciuic.system.linked_path import LinkedPath
-from ciuic.system.mount_border import LEFT_ALONE, MountBorders
+from ciuic.system.mountinfo import LEFT_ALONE, MountBorders
 
 TEMPORARY_PREFIX = b".ciuic-restore-"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -33,7 +33,7 @@ from ciuic.restore.destination import (
     rename_new,
 )
 from ciuic.system.linked_path import LinkedPath
-from ciuic.system.mount_border import MountBorders
+from ciuic.system.mountinfo import MountBorders
 from ciuic.types import Entry
 
 _NOT_OWNER = stat.S_IRWXG | stat.S_IRWXO

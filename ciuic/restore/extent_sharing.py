@@ -28,8 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, WorkerUnreachable
-from ciuic.protocol.worker_frames import Share
-from ciuic.protocol.worker_sockets import worker_socket
+from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository.disk.extent_sharing import ALIGN_BYTES, clone_range
 from ciuic.system import mountinfo
 

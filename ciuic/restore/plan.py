@@ -19,7 +19,7 @@ from ciuic.restore.directory_handles import NOT_THERE, many_descriptors
 from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget, believed_equal
 from ciuic.restore.targets import check_usable, make_targets, open_parent
 from ciuic.system.linked_path import LinkedPath
-from ciuic.system.mount_border import MountBorders
+from ciuic.system.mountinfo import MountBorders
 from ciuic.system.shell_quoting import shown
 from ciuic.types import Entry, Snapshot
 

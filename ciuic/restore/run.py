@@ -48,7 +48,7 @@ from ciuic.restore.outcomes import Outcomes, ResultCounter
 from ciuic.restore.pool import Pool
 from ciuic.restore.targets import open_parent
 from ciuic.restore.workers import Feeder, Linker, SmallFiles
-from ciuic.system.mount_border import LEFT_ALONE
+from ciuic.system.mountinfo import LEFT_ALONE
 from ciuic.types import FLAG_MOUNTPOINT, Entry
 
 

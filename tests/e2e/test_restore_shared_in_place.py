@@ -26,8 +26,7 @@ from support.trees import Manifest, assert_same, manifest
 
 from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
 from ciuic.protocol.worker_client import WorkerRefused
-from ciuic.protocol.worker_frames import Share
-from ciuic.protocol.worker_sockets import worker_socket
+from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, Result, content, execute, plan_restore
 from ciuic.restore.extent_sharing import OverlaySharing as Way

@@ -25,9 +25,8 @@ from ciuic.errors import Unreachable
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.worker_frames import CutReply, WorkerStatus
 from ciuic.repository.promised import Promise
-from ciuic.system.bypass import Bypasser
-from ciuic.system.bypass_mounts import BypassingMount
-from ciuic.system.mount_users import MountUser
+from ciuic.system.bypass import Bypasser, BypassingMount
+from ciuic.system.open_files import MountUser
 from ciuic.system.urgency import Urgency
 from ciuic.types import SnapshotId
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from support.verdict_files import FORMATS, MemoryFile
 
-from ciuic.verdicts.file_verdict import judge_file
+from ciuic.verdicts.verdict import judge_file
 
 MODES = ("new", "rename", "allocated", "in place", "library")
 _PIECE_BYTES = 4096

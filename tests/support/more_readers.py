@@ -28,7 +28,7 @@ from ciuic.fuse_layer.formats import fuse_protocol as p
 from ciuic.fuse_layer.journal import inherited_session, session_journal
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.maintenance.scrub_state import Pass
+from ciuic.maintenance.verify import Pass
 from ciuic.protocol import control_types
 from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_page
 from ciuic.protocol.stored_remotely import StoredRecord, decode_record, encode_record

@@ -7,8 +7,7 @@ import struct
 
 from support.readers import Reader
 
-from ciuic.verdicts.checkpoint_verdict import checkpoints_in
-from ciuic.verdicts.file_verdict import DEFECT, judge_file
+from ciuic.verdicts.verdict import DEFECT, checkpoints_in, judge_file
 
 _SUFFIXES = (b".safetensors", b".npz", b".npy", b".gguf", b".h5", b".pt", b".bin")
 _INDEXES = (

@@ -96,7 +96,7 @@ def _was_unseen(
 ) -> str:
     """Return why a path was not looked at by the safety snapshot; empty if it was."""
     from ciuic.repository.lookup import find
-    from ciuic.system.mount_border import LEFT_ALONE, first_border
+    from ciuic.system.mountinfo import LEFT_ALONE, first_border
 
     if first_border(root, path) is not None:
         return LEFT_ALONE

@@ -28,7 +28,7 @@ from ciuic.types import (
     not_held,
 )
 from ciuic.verdicts.model import Verdict
-from ciuic.verdicts.snapshot_source import SnapshotFile
+from ciuic.verdicts.sources import SnapshotFile
 
 
 class Tracked:
