@@ -15,8 +15,8 @@ from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 from support.verdict_files import FORMATS
 
 from ciuic.errors import NotFound
-from ciuic.history.last_good import last_good, step_of
-from ciuic.history.timeline import timelines
+from ciuic.history.checkpoints import last_good, step_of
+from ciuic.history.versions import timelines
 from ciuic.repository import Repository
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))

@@ -15,7 +15,7 @@ from support.small_repository import BLOCK
 from support.verdict_files import plain_safetensors
 
 from ciuic.history.checkpoints import checkpoints
-from ciuic.history.timeline import timelines
+from ciuic.history.versions import timelines
 from ciuic.repository import Repository
 from ciuic.repository.lookup import find
 from ciuic.types import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.compare.live_tree import LiveNode, UnreadableFile
+from ciuic.compare.diff import LiveNode, UnreadableFile
 from ciuic.daemon.capture.view import OfflineLog, SealedView
 from ciuic.restore import attributes
 from ciuic.system.spill import Spill
