@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.capture_bench import snapshot_manifest
 from support.ci import needs
-from support.driver import ASKED_FOR
 from support.extents import overlap_bytes, shared_extents
 from support.live import Live
-from support.overlay import Overlay, overlay_over
+from support.overlay import ASKED_FOR, Overlay, overlay_over
 from support.small_disks import missing, small_disk
-from support.snapshot_manifest import snapshot_manifest
 from support.stored import read_file
 from support.trees import Manifest, assert_same, manifest
 

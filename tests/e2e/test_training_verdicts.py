@@ -7,9 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from support.killed_writers import MODES, watch
+from support.checkpoint_files import FORMATS, MODES, MemoryFile, damaged, watch
 from support.live_source import LiveDirectory
-from support.verdict_files import FORMATS, MemoryFile, damaged
 
 from ciuic.verdicts.verdict import checkpoints_in, judge_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from support.verdict_files import MemoryDirectory, MemoryFile
+from support.checkpoint_files import MemoryDirectory, MemoryFile
 
 from ciuic.verdicts import bounded_reader, verdict
 from ciuic.verdicts.bounded_reader import BoundedReader

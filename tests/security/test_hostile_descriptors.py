@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 from support.deep_trees import remove_chain
-from support.driver import DRIVER
 from support.live import wait_for
-from support.overlay import Overlay
+from support.overlay import DRIVER, Overlay
 from support.second_user import MADE_UP
 
 from ciuic.fuse_layer.system.quota import Quota

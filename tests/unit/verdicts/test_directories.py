@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.verdict_files import FORMATS, MemoryDirectory
+from support.checkpoint_files import FORMATS, MemoryDirectory
 
 from ciuic.verdicts.formats.tensor_bundle import crc32c
 from ciuic.verdicts.verdict import Checkpoint, checkpoints_in

@@ -6,8 +6,8 @@ import os
 import random
 from pathlib import Path
 
+from support.checkpoint_files import FORMATS
 from support.live_source import LiveDirectory, open_live_file
-from support.verdict_files import FORMATS
 
 from ciuic.verdicts.verdict import checkpoints_in
 

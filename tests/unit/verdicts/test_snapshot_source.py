@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoint_files import plain_safetensors
 from support.cli_repository import FIRST_NS, SECOND_NS, store_file
 from support.small_repository import BLOCK
-from support.verdict_files import plain_safetensors
 
 from ciuic.history.checkpoints import checkpoints
 from ciuic.history.versions import timelines
