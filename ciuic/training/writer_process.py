@@ -27,8 +27,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, Unreachable
 from ciuic.protocol.heartbeat_page import Goodbye, read_page
-from ciuic.protocol.registration import Registration
-from ciuic.protocol.watch_client import Hello, watch_socket
+from ciuic.protocol.watch_client import Hello, Registration, watch_socket
 from ciuic.repository import Repository, Writer
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.system.poll import readable

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.ranks import Ranks as Processes  # noqa: E402
+from support.sharded_training import Ranks as Processes  # noqa: E402
 
 from ciuic.training import ranks  # noqa: E402
 from ciuic.training.ranks import Ranks, RanksApart  # noqa: E402
