@@ -89,7 +89,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/fuse_layer/journal/name_changes.py": ("session journal of a worker",),
     "ciuic/fuse_layer/formats/sealed_format.py": ("sealed file",),
     "ciuic/fuse_layer/formats/undo_format.py": ("undo log",),
-    "ciuic/remote/format/document.py": (
+    "ciuic/remote/format/documents.py": (
         "log entry of a remote",
         "manifest of a remote",
         "round of a remote",
@@ -107,9 +107,9 @@ OURS: Final[dict[str, str]] = {
     "ciuic/lazy/driver.py": "requests, written by the kernel",
     "ciuic/lazy/layout.py": "a file of root in a directory that only root may enter",
     "ciuic/lazy/progress.py": "files of root in the runtime directory",
-    "ciuic/remote/access/remote.py": "random bytes of this process",
+    "ciuic/remote/access.py": "random bytes of this process",
     "ciuic/training/remote/upload_process.py": "an argument that the trainer gives its own process",
-    "ciuic/remote/log/writer_state.py": "a file in a directory of the uploader's own",
+    "ciuic/remote/log/writer_log.py": "a file in a directory of the uploader's own",
     "ciuic/remote/log/log_reader.py": "a cache in a directory of the uploader's own",
     "ciuic/maintenance/references.py": "numbers of names that treeformat has checked",
     "ciuic/maintenance/chunkset.py": "ids of chunks",
@@ -119,7 +119,6 @@ OURS: Final[dict[str, str]] = {
     "ciuic/training/importing/foreign_files.py": "documents of a folder that the user imports, as far as they are no safetensors",
     "ciuic/system/io_throttle.py": "a figure that a worker, which is root, has published",
     "ciuic/protocol/peer_socket.py": "credentials, written by the kernel",
-    "ciuic/remote/sealing/master_key.py": "a number that is derived from the master key",
     "ciuic/system/processes.py": "an answer of the kernel",
     "ciuic/repository/disk/extent_sharing.py": "an answer of the kernel",
     "ciuic/repository/checking/walk.py": "numbers of names that treeformat has checked",

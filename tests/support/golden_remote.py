@@ -16,15 +16,14 @@ from support import golden_recipe as recipe
 from support import remote_recipe as fixed
 
 from ciuic.config import RemoteConfig
-from ciuic.remote.access.remote import Remote, init_remote
-from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.access import Remote, init_remote
 from ciuic.remote.format.names import slot_name
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.sealing.key_slot import wrap_master_key
-from ciuic.remote.sealing.master_key import MasterKey
-from ciuic.remote.upkeep.collect import collect_remote
-from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+from ciuic.remote.sealing.sealer import MasterKey
+from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collector import CollectionPolicy
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository, Writer

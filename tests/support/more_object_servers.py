@@ -24,8 +24,7 @@ from urllib.parse import quote
 
 from support.object_servers import ACCESS_KEY, SECRET_KEY, connect_s3, environment_for_s3, free_ports
 
-from ciuic.remote.objects.clients import Clients
-from ciuic.remote.objects.obstore_objects import ObstoreObjects
+from ciuic.remote.objects.obstore_objects import Clients, ObstoreObjects
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 _CEPH_PROGRAMS = ("radosgw", "ceph-mon", "ceph-osd", "ceph-mgr", "ceph", "radosgw-admin", "ceph-authtool")

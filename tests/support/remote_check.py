@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from blake3 import blake3
 
-from ciuic.remote.access.remote import Remote
-from ciuic.remote.format.manifest import decode_manifest, object_digest
+from ciuic.remote.access import Remote
+from ciuic.remote.format.documents import decode_manifest, object_digest
 from ciuic.remote.format.names import PACKS_PREFIX, parse_pack
-from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.repository import Walker
 from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_snapshot

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ciuic.remote.collection import collector as collector_module
-from ciuic.remote.collection.collector import CollectionResult, Collector
-from ciuic.remote.format.log_entry import encode_log_entry
+from ciuic.remote.format import documents
+from ciuic.remote.format.documents import StoredRound, encode_log_entry, encode_round
 from ciuic.remote.format.names import log_entry_name, round_name
-from ciuic.remote.format.round import StoredRound, encode_round
-from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log import bounded, writer_log
+from ciuic.remote.log import writer_log
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.upkeep import collector as collector_module
+from ciuic.remote.upkeep.collector import CollectionResult, Collector
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -126,11 +126,11 @@ def overlapping_rounds(patch: pytest.MonkeyPatch) -> None:
             return CollectionResult(-1)
         mine = rounds.last + 1
         self._begin(proposal)
-        content = bounded.create_round(self._objects, self._sealer, mine, "begun", proposal)
+        content = documents.create_round(self._objects, self._sealer, mine, "begun", proposal)
         self._fence_logs(mine)
-        content = bounded.create_round(self._objects, self._sealer, mine, "final", self._decide(content))
+        content = documents.create_round(self._objects, self._sealer, mine, "final", self._decide(content))
         self._delete(content)
-        bounded.create_round(self._objects, self._sealer, mine, "done", StoredRound(nonce=self._new_id()))
+        documents.create_round(self._objects, self._sealer, mine, "done", StoredRound(nonce=self._new_id()))
         return CollectionResult(mine)
 
     def refresh(self: Rounds) -> None:

@@ -13,14 +13,13 @@ from typing import Final
 
 import xxhash
 
-from ciuic.remote.format import log_entry, manifest, names, remote_json
-from ciuic.remote.format.pack_writer import RemotePackWriter
-from ciuic.remote.format.round import StoredRound, encode_round
+from ciuic.remote.format import documents, names, remote_json
+from ciuic.remote.format.documents import StoredRound, encode_round
+from ciuic.remote.format.pack import RemotePackWriter
 from ciuic.remote.sealing import key_slot, slot_secret
-from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.recovery_key import show_recovery_key
-from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.repository.identity import Identity
 from ciuic.repository.model import PackRecord
 from ciuic.types import ChunkId
@@ -110,15 +109,15 @@ def identity() -> Identity:
     return Identity("blake3-128", NAMING_KEY, BORDER_SEED)
 
 
-def entries(digest: str) -> list[log_entry.LogEntry]:
+def entries(digest: str) -> list[documents.LogEntry]:
     """Return one entry of each kind, in the order of the log."""
     nonces = fixed_random("nonces")
-    live = log_entry.LiveManifest(
+    live = documents.LiveManifest(
         repository=REPOSITORY_ID.hex(), snapshot=SNAPSHOT, manifest=MANIFEST, digest=digest
     )
     return [
-        log_entry.LogHello(nonce=nonces(16).hex(), host="node-1", repository=REPOSITORY_ID.hex()),
-        log_entry.LogCommit(
+        documents.LogHello(nonce=nonces(16).hex(), host="node-1", repository=REPOSITORY_ID.hex()),
+        documents.LogCommit(
             nonce=nonces(16).hex(),
             repository=REPOSITORY_ID.hex(),
             snapshot=SNAPSHOT,
@@ -126,9 +125,9 @@ def entries(digest: str) -> list[log_entry.LogEntry]:
             digest=digest,
             packs=(META_PACK, DATA_PACK),
         ),
-        log_entry.LogFence(nonce=nonces(16).hex(), round=0),
-        log_entry.LogRemove(nonce=nonces(16).hex(), manifests=(MANIFEST.replace("12000", "11000"),)),
-        log_entry.LogState(
+        documents.LogFence(nonce=nonces(16).hex(), round=0),
+        documents.LogRemove(nonce=nonces(16).hex(), manifests=(MANIFEST.replace("12000", "11000"),)),
+        documents.LogState(
             nonce=nonces(16).hex(), live=(live,), removed=(MANIFEST.replace("12000", "11000"),)
         ),
     ]
@@ -165,7 +164,7 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
         )
     found[names.pack_name(DATA_PACK)] = pack(sealer, DATA_PACK, DATA_RECORDS)
     found[names.pack_name(META_PACK)] = pack(sealer, META_PACK, META_RECORDS)
-    stored = manifest.RemoteManifest(
+    stored = documents.RemoteManifest(
         snapshot=SNAPSHOT_FILE,
         marks=MARKS_FILE,
         packs=(META_PACK, DATA_PACK),
@@ -176,13 +175,13 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
         step=12000,
         previous="ab" * 32,
     )
-    found[MANIFEST] = manifest.encode_manifest(sealer, MANIFEST, stored)
-    digest = manifest.object_digest(found[MANIFEST])
+    found[MANIFEST] = documents.encode_manifest(sealer, MANIFEST, stored)
+    digest = documents.object_digest(found[MANIFEST])
     for number, entry in enumerate(entries(digest)):
         name = names.log_entry_name(WRITER, number)
-        found[name] = log_entry.encode_log_entry(sealer, WRITER, number, entry)
-    retired = log_entry.LogRetired(nonce="0c" * 16, live=(), removed=())
-    found[names.log_entry_name(RETIRED_WRITER, 0)] = log_entry.encode_log_entry(
+        found[name] = documents.encode_log_entry(sealer, WRITER, number, entry)
+    retired = documents.LogRetired(nonce="0c" * 16, live=(), removed=())
+    found[names.log_entry_name(RETIRED_WRITER, 0)] = documents.encode_log_entry(
         sealer, RETIRED_WRITER, 0, retired
     )
     condemned = StoredRound(nonce="0d" * 16, condemned=("d" + "ee" * 16,), manifests=(MANIFEST,))

@@ -21,12 +21,11 @@ from support.remote_world import (
     make_collector,
 )
 
-from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.compaction import LogRotation
 from ciuic.remote.log.errors import LostCommits, NothingCommitted
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.log_summary import LogSummary
+from ciuic.remote.log.log_reader import LogReader, LogSummary
 from ciuic.remote.objects.model import RemoteUnreachable
-from ciuic.remote.upload.own_log import OwnLog
+from ciuic.remote.remote_index import RemoteIndex
 from ciuic.types import ChunkId
 
 # What happens to a request, and how often if it is not carried out as it should be.
@@ -93,7 +92,7 @@ class WriterMachine(Machine):
         plan = [self._snapshot() for _ in range(rng.randint(1, 4))]
         removals = [rng.random() for _ in plan]
         sums = rng.random() < self.storm.sum_share
-        own_log: list[OwnLog] = []
+        own_log: list[LogRotation] = []
 
         def work() -> None:
             nonlocal own_log
@@ -109,9 +108,9 @@ class WriterMachine(Machine):
 
         return work
 
-    def _own_log(self, uploader: Uploader) -> OwnLog:
+    def _own_log(self, uploader: Uploader) -> LogRotation:
         reader = LogReader(uploader.objects, uploader.sealer, threads=1, skip_damaged=True)
-        return OwnLog(
+        return LogRotation(
             uploader.objects,
             uploader.sealer,
             uploader.log,

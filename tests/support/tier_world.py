@@ -12,11 +12,11 @@ from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
 from ciuic.config import TierRule
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.reading.opening import ReadableRemote
-from ciuic.remote.tiers.mover import PlannedMoves, apply_rules
+from ciuic.remote.upkeep.tier_moves import PlannedMoves, apply_rules
 
 AT_ONCE = TierRule(after_seconds=0, storage_class="GLACIER", keep_newest=1)
 

@@ -68,7 +68,9 @@ class IncompleteListing(RemoteUnreachable):
         )
 
 
-def missing(objects: Objects, prefix: str, name: str, reason: str) -> IncompleteListing | RolledBack:
+def missing_object_error(
+    objects: Objects, prefix: str, name: str, reason: str
+) -> IncompleteListing | RolledBack:
     """Return the error for a known object that a listing lacks: of the listing if the object is there, else of the remote.
 
     Args:
