@@ -80,9 +80,9 @@ from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Identity
 from ciuic.repository.new_directory import unmake_empty
 
-_THREADS: Final = 16
-_BATCH: Final = 256
-_USUAL: Final[dict[SlotKind, tuple[str, ...]]] = {
+_SLOT_THREADS: Final = 16
+_SLOT_BATCH: Final = 256
+_USUAL_SLOTS: Final[dict[SlotKind, tuple[str, ...]]] = {
     "passphrase": ("passphrase",),
     "recovery": ("recovery",),
     "key-file": ("host", "key-file"),
@@ -188,7 +188,7 @@ class KeySlots:
         has_own = secret.kind != "passphrase"
         digits = own_digits(remote_id, secret) if has_own else ""
         own = own_slot(remote_id, secret, self._host) if has_own else ""
-        known = list(dict.fromkeys(filter(is_slot, (first, own, *_USUAL[secret.kind]))))
+        known = list(dict.fromkeys(filter(is_slot, (first, own, *_USUAL_SLOTS[secret.kind]))))
         for slot in known:
             yield from self._slots([slot])
         # The oldest first, by the store's clock: what an attacker plants comes later than what was there.
@@ -229,11 +229,11 @@ class KeySlots:
     def _slots(self, names: Iterable[str]) -> Iterator[KeySlot]:
         """Yield the usable slots of these names in this order, many at a time where they are many."""
         left = [name for name in names if name not in self._unusable]
-        for at in range(0, len(left), _BATCH):
-            batch = left[at : at + _BATCH]
+        for at in range(0, len(left), _SLOT_BATCH):
+            batch = left[at : at + _SLOT_BATCH]
             missing = [name for name in batch if name not in self._read]
             if len(missing) > 1:
-                with ThreadPoolExecutor(min(_THREADS, len(missing))) as threads:
+                with ThreadPoolExecutor(min(_SLOT_THREADS, len(missing))) as threads:
                     self._read.update(zip(missing, threads.map(self._slot, missing), strict=True))
             else:
                 self._read.update((name, self._slot(name)) for name in missing)

@@ -228,12 +228,12 @@ class PackTables:
 
 
 # Packs from which each directory is listed by itself: what was listed until then is listed again.
-_MANY_PACKS: Final = 8000
-_THREADS: Final = 16
+_MANY_LISTED_PACKS: Final = 8000
+_LISTING_THREADS: Final = 16
 _DIRECTORIES: Final = tuple(f"{PACKS_PREFIX}{kind}/{n:02x}/" for kind in ("data", "meta") for n in range(256))
 
 
-def list_packs(objects: Objects, *, many: int = _MANY_PACKS) -> dict[PackRef, ObjectInfo]:
+def list_packs(objects: Objects, *, many: int = _MANY_LISTED_PACKS) -> dict[PackRef, ObjectInfo]:
     """Return every pack that was there before the call; others may be missing.
 
     Args:
@@ -243,20 +243,29 @@ def list_packs(objects: Objects, *, many: int = _MANY_PACKS) -> dict[PackRef, Ob
     Raises:
         RemoteUnreachable: the store does not answer.
     """
-    infos = _packs(objects, PACKS_PREFIX)
+    infos = _list_prefix(objects, PACKS_PREFIX)
     found = dict(islice(infos, many))
     if len(found) < many:
         return found
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="list") as pool:
-        for some in pool.map(lambda directory: dict(_packs(objects, directory)), _DIRECTORIES):
+    with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="list") as pool:
+        for some in pool.map(lambda directory: dict(_list_prefix(objects, directory)), _DIRECTORIES):
             found.update(some)
     return found
 
 
-def _packs(objects: Objects, prefix: str) -> Iterator[tuple[PackRef, ObjectInfo]]:
+def _list_prefix(objects: Objects, prefix: str) -> Iterator[tuple[PackRef, ObjectInfo]]:
     for info in objects.list(prefix):
         if (ref := parse_pack(info.name)) is not None:
             yield ref, info
+
+
+def cold_packs(objects: Objects) -> dict[PackRef, int]:
+    """Return the packs that are cold, or were about to become so, with the time of the copy by the store's clock. One LIST."""
+    return {
+        ref: info.modified_ns
+        for info in objects.list(TABLES_PREFIX)
+        if (ref := parse_table(info.name)) is not None
+    }
 
 
 # SQLite before 3.32 takes 999 parameters.
@@ -563,12 +572,3 @@ def _read_ahead(
 def _batches(chunks: list[bytes]) -> Iterator[list[bytes]]:
     for start in range(0, len(chunks), _MAX_PARAMETERS):
         yield chunks[start : start + _MAX_PARAMETERS]
-
-
-def cold_packs(objects: Objects) -> dict[PackRef, int]:
-    """Return the packs that are cold, or were about to become so, with the time of the copy by the store's clock. One LIST."""
-    return {
-        ref: info.modified_ns
-        for info in objects.list(TABLES_PREFIX)
-        if (ref := parse_table(info.name)) is not None
-    }

@@ -12,8 +12,7 @@ from ciuic.remote.format import documents, names, remote_json
 from ciuic.remote.format.documents import decode_round
 from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.sealing import key_slot, recovery_key, slot_secret
-from ciuic.remote.sealing.check_field import add_check, xxh3_check
-from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.sealer import Sealer, add_check, xxh3_check
 
 # In clear, so that what is fuzzed is the decoder and not the seal.
 _CLEAR = Sealer(recipe.REMOTE_ID, None)

@@ -19,8 +19,7 @@ import msgspec
 
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.format.names import REMOTE_JSON, HexId
-from ciuic.remote.sealing.check_field import Check, add_check, split_check, xxh3_check
-from ciuic.remote.sealing.sealer import MasterKey, Sealer
+from ciuic.remote.sealing.sealer import Check, MasterKey, Sealer, add_check, split_check, xxh3_check
 from ciuic.repository.config import check_block_size
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import HashName, Identity

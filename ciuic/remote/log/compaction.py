@@ -49,21 +49,21 @@ def append_to_log(
     """
     number = summary.next
     created = create_entry(objects, sealer, writer, number, entry)
-    standing = entry if created else _read(objects, sealer, writer, number)
+    standing = entry if created else _read_if_there(objects, sealer, writer, number)
     if standing is None:
         return False
     mine = standing.nonce == entry.nonce
     if mine and number:
         # The name is free also if it was deleted, after all before it (`Collector`): then the log ends elsewhere,
         # and what was created counts for nothing.
-        before = _read(objects, sealer, writer, number - 1)
+        before = _read_if_there(objects, sealer, writer, number - 1)
         if before is None or before.nonce != summary.nonce:
             return False
     summary.apply(number, standing)
     return mine
 
 
-def _read(objects: Objects, sealer: Sealer, writer: str, number: int) -> LogEntry | None:
+def _read_if_there(objects: Objects, sealer: Sealer, writer: str, number: int) -> LogEntry | None:
     try:
         return read_entry(objects, sealer, writer, number)
     except NoSuchObject:
@@ -98,7 +98,7 @@ def sum_up_log(
         removed=tuple(sorted(summary.removed)),
         given_up=summary.kept_given_up(),
     )
-    before = _last(objects, writer, summary.next - 1)
+    before = _identify_entry(objects, writer, summary.next - 1)
     if before is None:
         return False
     if not create_entry(objects, sealer, writer, summary.next, entry):
@@ -109,10 +109,10 @@ def sum_up_log(
             return False
     # Not by its nonce, as elsewhere: the last entry may be the damaged one. While it is there as it was, the new name
     # had not been deleted before.
-    return _last(objects, writer, summary.next - 1) == before
+    return _identify_entry(objects, writer, summary.next - 1) == before
 
 
-def _last(objects: Objects, writer: str, number: int) -> bytes | ObjectInfo | None:
+def _identify_entry(objects: Objects, writer: str, number: int) -> bytes | ObjectInfo | None:
     """Return what tells whether the object is still there as it was; None if it is not there."""
     name = log_entry_name(writer, number)
     try:
@@ -233,9 +233,9 @@ class LogUpkeep:
             self._objects.delete([log_entry_name(writer, number)])
 
 
-MAX_ENTRIES: Final = 1024
+_OWN_MAX_ENTRIES: Final = 1024
 """Entries after which the log is summed up. Each time the uploader lists all logs and reads what is new."""
-MAX_SNAPSHOTS: Final = MAX_MANIFESTS // 2
+_OWN_MAX_SNAPSHOTS: Final = MAX_MANIFESTS // 2
 """Snapshots of one log, about: as many again may come before it is summed up the next time."""
 
 
@@ -247,8 +247,8 @@ class LogRotation:
         sealer: Its seals.
         log: The log, which was begun.
         reader: Reader of all logs.
-        max_entries: See `MAX_ENTRIES`.
-        max_snapshots: See `MAX_SNAPSHOTS`.
+        max_entries: See `_OWN_MAX_ENTRIES`.
+        max_snapshots: See `_OWN_MAX_SNAPSHOTS`.
         new_id: For tests.
     """
 
@@ -259,8 +259,8 @@ class LogRotation:
         log: WriterLog,
         reader: LogReader,
         *,
-        max_entries: int = MAX_ENTRIES,
-        max_snapshots: int = MAX_SNAPSHOTS,
+        max_entries: int = _OWN_MAX_ENTRIES,
+        max_snapshots: int = _OWN_MAX_SNAPSHOTS,
         new_id: Callable[[], str] = new_hex_id,
     ) -> None:
         self._log = log

@@ -214,7 +214,7 @@ def read_provable(
         if number > expected:
             if number - expected > _WIDE and number > _FAR:
                 stray = stray or [log_entry_name(writer, far) for far in sorted(found) if far >= number]
-            problems[log_entry_name(writer, expected)] = _missing(number - expected)
+            problems[log_entry_name(writer, expected)] = _missing_entries(number - expected)
         expected = number + 1
         entry = found[number]
         if isinstance(entry, str):
@@ -226,7 +226,7 @@ def read_provable(
     return DamagedLog(summary, problems, "".join(later[:1]), tuple(stray))
 
 
-def _missing(count: int) -> str:
+def _missing_entries(count: int) -> str:
     return _MISSING if count == 1 else f"it and the {count - 1} entries after it are missing"
 
 
@@ -249,7 +249,7 @@ class InlinePool:
 
 
 # Entries of one log that are asked for at once; more than are needed are at most this many small requests.
-_BATCH: Final = 16
+_ENTRY_BATCH: Final = 16
 # A collector may delete what a listing named before it is read. It does so once a round: three are plenty.
 _ATTEMPTS: Final = 3
 _MAX_CACHE_BYTES: Final = 256 << 20
@@ -479,8 +479,8 @@ class LogReader:
                 return None
 
         entries: list[tuple[int, LogEntry]] = []
-        for last in range(end, first - 1, -_BATCH):
-            numbers = range(last, max(last - _BATCH, first - 1), -1)
+        for last in range(end, first - 1, -_ENTRY_BATCH):
+            numbers = range(last, max(last - _ENTRY_BATCH, first - 1), -1)
             for number, entry in zip(numbers, pool.map(read, numbers), strict=True):
                 if entry is None:
                     raise _GapError(log_entry_name(writer, number))
@@ -556,7 +556,7 @@ def unlogged_manifests(
         if info.name in live or info.name in removed or parse_manifest(info.name) is None:
             continue
         try:
-            manifest, data = read_document(objects, info.name, partial(_decoded, sealer, info.name))
+            manifest, data = read_document(objects, info.name, partial(_decoded_manifest, sealer, info.name))
         except (NoSuchObject, Damaged, UnsupportedFormat):
             continue
         if manifest.writer in logs.damaged:
@@ -571,7 +571,7 @@ def unlogged_manifests(
     return found
 
 
-def _decoded(sealer: Sealer, name: str, data: bytes) -> tuple[RemoteManifest, bytes]:
+def _decoded_manifest(sealer: Sealer, name: str, data: bytes) -> tuple[RemoteManifest, bytes]:
     return decode_manifest(sealer, name, data), data
 
 

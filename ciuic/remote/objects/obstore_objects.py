@@ -263,7 +263,7 @@ _RANGE_NOT_SATISFIABLE: Final = 416
 _READ_CHUNK_BYTES: Final = 1 << 20
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
-T = TypeVar("T")
+_Result = TypeVar("_Result")
 
 
 class ObstoreObjects:
@@ -481,7 +481,7 @@ class ObstoreObjects:
     def close(self) -> None:
         """Do nothing: obstore closes its connections with its clients."""
 
-    def _read(self, name: str, request: Callable[[], T]) -> T:
+    def _read(self, name: str, request: Callable[[], _Result]) -> _Result:
         again = self._retries()
         while True:
             try:

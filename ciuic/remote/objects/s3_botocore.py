@@ -74,7 +74,7 @@ class S3Client:
         self.url: Final = url
         self.bucket: Final = url.bucket
         self._prefix: Final = f"{url.prefix}/" if url.prefix else ""
-        self.client: Final = _make(url, s3_place(url, settings, environment), environment)
+        self.client: Final = _make_client(url, s3_place(url, settings, environment), environment)
         """Client of botocore, that of ``boto3.client("s3")``, whose methods take `bucket` and `key`."""
 
     def key(self, name: str) -> str:
@@ -146,7 +146,7 @@ class _Answer(Exception):
     """Reply of the store with an error."""
 
 
-def _make(url: RemoteUrl, place: S3Place, environment: Mapping[str, str]) -> Any:
+def _make_client(url: RemoteUrl, place: S3Place, environment: Mapping[str, str]) -> Any:
     # Before the library: what is wrong with the shared files is told in our words.
     provider: AlibabaProvider | AwsProvider | None
     provider = AlibabaProvider(environment) if url.scheme == "oss" else aws_provider(environment)
@@ -365,7 +365,7 @@ class S3Classes:
             with self._client.request("list", prefix) as client:
                 page = client.list_objects_v2(**arguments)
             for found in page.get("Contents", ()):
-                yield ListedClass(self._client.name(found["Key"]), _class(found.get("StorageClass")))
+                yield ListedClass(self._client.name(found["Key"]), _class_name(found.get("StorageClass")))
             if not page.get("IsTruncated"):
                 return
             arguments["ContinuationToken"] = page["NextContinuationToken"]
@@ -375,7 +375,7 @@ class S3Classes:
         check_name(name)
         with self._client.request("look at", name) as client:
             found = client.head_object(Bucket=self._client.bucket, Key=self._client.key(name))
-        storage_class, restore = _class(found.get("StorageClass")), found.get("Restore", "")
+        storage_class, restore = _class_name(found.get("StorageClass")), found.get("Restore", "")
         if 'ongoing-request="true"' in restore:
             return ObjectClass(storage_class, "thawing")
         if 'ongoing-request="false"' in restore:
@@ -415,7 +415,7 @@ class S3Classes:
                 raise
 
 
-def _class(name: str | None) -> str:
+def _class_name(name: str | None) -> str:
     return "" if name in (None, "", _DEFAULT_CLASS) else str(name).upper()
 
 

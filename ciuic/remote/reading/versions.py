@@ -422,10 +422,10 @@ def _read_only(url: str) -> RemoteRefused:
     return RemoteRefused(f"{url} is read behind deletions, and nothing is written to it")
 
 
-_THREADS: Final = 16
-_BATCH: Final = 256
+_SLOT_THREADS: Final = 16
+_SLOT_BATCH: Final = 256
 # The oldest versions of slots: an attacker may make up any number.
-_MAX_VERSIONS: Final = 1 << 16
+_MAX_SLOT_VERSIONS: Final = 1 << 16
 
 
 class _RemoteVersions(NamedTuple):
@@ -539,10 +539,10 @@ def _slots(
         for version in found.versions
         if version.size_bytes <= MAX_SLOT_BYTES
     )
-    left = heapq.nsmallest(_MAX_VERSIONS, known, key=order)
-    with ThreadPoolExecutor(_THREADS) as threads:
-        for at in range(0, len(left), _BATCH):
-            for found in threads.map(lambda version: _slot(versions, version), left[at : at + _BATCH]):
+    left = heapq.nsmallest(_MAX_SLOT_VERSIONS, known, key=order)
+    with ThreadPoolExecutor(_SLOT_THREADS) as threads:
+        for at in range(0, len(left), _SLOT_BATCH):
+            for found in threads.map(lambda version: _slot(versions, version), left[at : at + _SLOT_BATCH]):
                 if found is not None:
                     yield found
 

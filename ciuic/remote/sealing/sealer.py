@@ -1,8 +1,13 @@
-"""Seals of a remote: the master key, from which every other key is derived, and authenticated encryption of objects and packs.
+"""Seals of a remote: the master key, authenticated encryption of objects and packs, and the check of JSON that people read.
 
 Guarantees: an object opens under its own name, in its own remote, as a whole and unaltered, or not at all
 (DamagedRemote). Without a master key nothing is encrypted, and the same calls only guard against decay. An
-object that is not sealed never opens in a sealed remote, nor the other way round.
+object that is not sealed never opens in a sealed remote, nor the other way round. Every other key is derived from
+the master key.
+
+The last field of a JSON object that people read is ``check``: hexadecimal digits over the bytes before it. It stands
+in the JSON itself, so that the object stays one JSON document, and covers the bytes as they are written, so that no
+reader has to know in which form another one writes JSON.
 
 References:
     docs/remote-format.md, sections 3 to 5; AES-256-GCM: NIST SP 800-38D; HKDF: RFC 5869
@@ -12,10 +17,12 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import struct
 from collections.abc import Callable
 from typing import Final, NoReturn
 
+import xxhash
 from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -257,3 +264,31 @@ def _nonce(offset: int) -> bytes:
 def _digest(bound: bytes, content: bytes) -> bytes:
     """Return the checksum of an object in clear."""
     return blake3(bound + b"\0" + content).digest()[:TAG_BYTES]
+
+
+_CHECK: Final = re.compile(rb'(\{.*),"check":"([0-9a-f]{16,64})"\}\n?\Z', re.DOTALL)
+Check = Callable[[bytes], str]
+"""Returns the hexadecimal digits of the check over these bytes."""
+
+
+def xxh3_check(data: bytes) -> str:
+    """Return XXH3-64, which guards against decay and typing errors."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def add_check(document: bytes, check: Check) -> bytes:
+    """Return the JSON object with ``check`` as its last field, and a line end."""
+    body = document[:-1]
+    return body + b',"check":"%s"}\n' % check(body).encode()
+
+
+def split_check(name: str, data: bytes, check: Check) -> bytes:
+    """Return the JSON object without ``check``.
+
+    Raises:
+        DamagedRemote: there is none, or it is not that of these bytes.
+    """
+    found = _CHECK.match(data)
+    if found is None or not hmac.compare_digest(check(found[1]).encode(), found[2]):
+        raise DamagedRemote(name, "it does not match its check")
+    return found[1] + b"}"

@@ -32,7 +32,7 @@ from ciuic.types import ChunkId
 from ciuic.units import plural
 
 # Whole packs in memory at once: 64 MiB each.
-_READ_AT_ONCE: Final = 2
+_WHOLE_PACKS_AT_ONCE: Final = 2
 
 
 class _CheckedPack(NamedTuple):
@@ -70,7 +70,7 @@ def check_packs(
     Args:
         objects: The remote.
         sealer: Its seals.
-        packs: Packs to check, as `list_packs` returns them.
+        packs: Packs to check, as `listed_packs` returns them.
         read_share: Share of the packs of which every byte is read and verified, from 0 to 1; of the others only the
             table.
         rng: Chooses those that are read.
@@ -81,7 +81,9 @@ def check_packs(
     whole = set(rng.sample(refs, round(len(refs) * min(max(read_share, 0.0), 1.0))))
     tables = (ref for ref in refs if ref not in whole)
     yield from _in_threads(objects, sealer, packs, tables, threads, whole=False)
-    yield from _in_threads(objects, sealer, packs, sorted(whole), min(threads, _READ_AT_ONCE), whole=True)
+    yield from _in_threads(
+        objects, sealer, packs, sorted(whole), min(threads, _WHOLE_PACKS_AT_ONCE), whole=True
+    )
 
 
 def _in_threads(
@@ -93,7 +95,7 @@ def _in_threads(
     *,
     whole: bool,
 ) -> Iterator[_CheckedPack]:
-    check = partial(_check, objects, sealer, packs, whole=whole)
+    check = partial(_check_pack, objects, sealer, packs, whole=whole)
     waiting = list(refs)
     with ThreadPoolExecutor(threads) as pool:
         # In groups, so that results do not pile up faster than the caller takes them.
@@ -103,7 +105,7 @@ def _in_threads(
                     yield result
 
 
-def _check(
+def _check_pack(
     objects: Objects, sealer: Sealer, packs: dict[PackRef, int], ref: PackRef, *, whole: bool
 ) -> _CheckedPack | None:
     reader = RemotePackReader(sealer, ref)

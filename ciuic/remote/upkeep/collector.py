@@ -66,7 +66,7 @@ from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
 
 # Records that are read at once: a few MiB with blocks of 256 KiB.
-_RECORDS_AT_ONCE = 32
+_REPACKED_AT_ONCE = 32
 
 
 class Repacker:
@@ -114,8 +114,8 @@ class Repacker:
     def _copy(self, ref: PackRef, kind: PackKind, chunks: Collection[bytes]) -> None:
         reader = RemotePackReader(self._sealer, ref)
         records = [record for record in reader.read_table(self._objects) if record.id in chunks]
-        for start in range(0, len(records), _RECORDS_AT_ONCE):
-            some = records[start : start + _RECORDS_AT_ONCE]
+        for start in range(0, len(records), _REPACKED_AT_ONCE):
+            some = records[start : start + _REPACKED_AT_ONCE]
             for record, stored in zip(some, reader.read_records(self._objects, some), strict=True):
                 if not self._writer(kind).fits(record.stored_bytes):
                     self._send(kind)
@@ -152,8 +152,8 @@ class _CountingRepacker(Repacker):
 
 
 # Stored bytes of the records that one request asks for; each thread has as much in memory.
-_READ_BYTES: Final = 4 << 20
-_THREADS: Final = 4
+_READ_BYTES_AT_ONCE: Final = 4 << 20
+_READING_THREADS: Final = 4
 
 
 class _Copy(NamedTuple):
@@ -178,7 +178,7 @@ class _KeptCopies:
         sealer: Sealer,
         index: RemoteIndex,
         trusted: Collection[PackRef] = (),
-        threads: int = _THREADS,
+        threads: int = _READING_THREADS,
     ) -> None:
         self._objects = objects
         self._sealer = sealer
@@ -276,7 +276,7 @@ class _KeptCopies:
             return {}
         return {
             record.id: record.stored_bytes
-            for some in in_runs(records, _READ_BYTES)
+            for some in in_runs(records, _READ_BYTES_AT_ONCE)
             for record in self._whole_of(reader, some)
         }
 

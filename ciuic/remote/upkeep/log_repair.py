@@ -84,7 +84,7 @@ from ciuic.repository.model import PackKind, PackRecord
 from ciuic.types import ChunkId, SnapshotId
 
 
-def contents(
+def sound_contents(
     repository: RemoteRepository, local: Repository | None, chunks: Iterable[ChunkId]
 ) -> Iterator[tuple[ChunkId, Bytes]]:
     """Yield the content of each of the chunks of which any sound copy is found; reading compares it with the id."""
@@ -127,9 +127,9 @@ def store_again(
 
 
 # Manifests that are read at the same time.
-_THREADS: Final = 8
+_READING_THREADS: Final = 8
 # A writer may append to a log while it is mended; it makes one entry for each snapshot.
-_ATTEMPTS: Final = 10
+_COMMIT_ATTEMPTS: Final = 10
 _CACHES: Final = ("logs", "operator.logs")
 
 
@@ -190,8 +190,8 @@ def _find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[_LostCommit
 
     unlogged = {one.name for one in _unlogged(reader, logs)}
     names = [name for name in reader.retry.call(listed) if name not in live and name not in removed]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = [lost for lost in pool.map(partial(_read, reader), names) if lost is not None]
+    with ThreadPoolExecutor(_READING_THREADS) as pool:
+        found = [lost for lost in pool.map(partial(_read_lost_commit, reader), names) if lost is not None]
     known = Manifests(space, reader.cache, reader.retry)
     contents = {content for one in live.values() if (content := _content(known, one)) is not None}
     lost_commits = []
@@ -219,7 +219,7 @@ def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches
         RemoteUnreachable: the store did not answer for too long.
     """
     paths = [*(str(reader.cache.path / name) for name in _CACHES), *caches]
-    for _ in range(_ATTEMPTS):
+    for _ in range(_COMMIT_ATTEMPTS):
         logs = _read_logs(reader)
         if stray := [name for damaged in logs.damaged.values() for name in damaged.stray]:
             reader.retry.call(partial(reader.space.objects.delete, stray))
@@ -254,7 +254,7 @@ def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches
     raise next(iter(logs.damaged.values())).error
 
 
-def _read(reader: SpaceReader, name: str) -> _LostCommit | None:
+def _read_lost_commit(reader: SpaceReader, name: str) -> _LostCommit | None:
     """Return the snapshot of a manifest; None for one that is gone or damaged, or of a later version."""
     space = reader.space
     try:
@@ -351,11 +351,11 @@ def _store_lacking(
         kinds[one.id] = "data" if one.kind == "data" else "meta"
     stored = index.has_many(kinds)
     lacking = {chunk: kind for chunk, kind in kinds.items() if chunk not in stored}
-    sources = contents(repository, local, lacking)
+    sources = sound_contents(repository, local, lacking)
     store_again(reader, sources, lacking)
 
 
-_IN_ORDER: Final[tuple[RoundPart, ...]] = ("begun", "final", "done")
+_PARTS_IN_ORDER: Final[tuple[RoundPart, ...]] = ("begun", "final", "done")
 
 
 def repair_rounds(reader: SpaceReader) -> None:
@@ -365,10 +365,10 @@ def repair_rounds(reader: SpaceReader) -> None:
         RemoteUnreachable: the store did not answer for too long.
         RemoteRefused: these credentials may not write, or not delete.
     """
-    reader.retry.call(lambda: _repair(reader))
+    reader.retry.call(lambda: _repair_rounds(reader))
 
 
-def _repair(reader: SpaceReader) -> None:
+def _repair_rounds(reader: SpaceReader) -> None:
     objects = reader.space.objects
     parts: dict[int, set[RoundPart]] = {}
     for info in objects.list(ROUNDS_PREFIX):
@@ -376,14 +376,14 @@ def _repair(reader: SpaceReader) -> None:
             parts.setdefault(name.round, set()).add(name.part)
     # A round begins only after the one before has ended.
     end = 0
-    while "done" in parts.get(end, ()) and _begins(parts[end]):
+    while "done" in parts.get(end, ()) and _is_whole_round(parts[end]):
         end += 1
     planted = [
         round_name(round_, part)
         for round_, found in parts.items()
-        for at, part in enumerate(_IN_ORDER)
+        for at, part in enumerate(_PARTS_IN_ORDER)
         if part in found
-        and (round_ > end or not found.issuperset(_IN_ORDER[:at]))
+        and (round_ > end or not found.issuperset(_PARTS_IN_ORDER[:at]))
         and not _is_readable(reader, round_, part)
     ]
     objects.delete(planted)
@@ -394,8 +394,8 @@ def _repair(reader: SpaceReader) -> None:
             create_round(objects, reader.space.sealer, end, "done", StoredRound(nonce=new_hex_id()))
 
 
-def _begins(found: set[RoundPart]) -> bool:
-    return found.issuperset(_IN_ORDER)
+def _is_whole_round(found: set[RoundPart]) -> bool:
+    return found.issuperset(_PARTS_IN_ORDER)
 
 
 def _is_readable(reader: SpaceReader, round_: int, part: RoundPart) -> bool:

@@ -29,7 +29,7 @@ from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.check import SpaceDamage, check_remote, check_rounds, check_slots, check_space
 from ciuic.remote.upkeep.collect import open_collector
 from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.upkeep.log_repair import check_logs, contents, repair_logs, repair_rounds, store_again
+from ciuic.remote.upkeep.log_repair import check_logs, repair_logs, repair_rounds, sound_contents, store_again
 from ciuic.remote.upload.outbox import UncommittedPacks
 from ciuic.remote.upload.uploader import Labels, Uploader
 from ciuic.repository import Repository
@@ -136,7 +136,7 @@ def _mend(
             wanted = {**_records(reader, damaged), **damage.chunks}
             stored = index.has_many(wanted)
             lost = {chunk: kind for chunk, kind in wanted.items() if chunk not in stored}
-            mended = store_again(reader, contents(repository, local, lost), lost)
+            mended = store_again(reader, sound_contents(repository, local, lost), lost)
         if local is not None:
             for name in sorted(damage.snapshots):
                 entry = opened.snapshots.entries.get(name)

@@ -32,9 +32,9 @@ from ciuic.repository.notes import read_note, write_note
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry, RootRecord
 
-ROOT_DIRECTORY: Final = Path("/var/lib/ciuic/thaw")
+_ROOT_DIRECTORY: Final = Path("/var/lib/ciuic/thaw")
 """Directory of the jobs of root, unless XDG_STATE_HOME says otherwise."""
-_SUFFIX: Final = ".thaw"
+_JOB_SUFFIX: Final = ".thaw"
 
 PackState = Literal["wanted", "asked", "ready"]
 
@@ -94,7 +94,7 @@ class ThawJobs:
             OSError: the disk refuses.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_note(str(self.path), f"{job.id}{_SUFFIX}", job, durable=True)
+        write_note(str(self.path), f"{job.id}{_JOB_SUFFIX}", job, durable=True)
 
     def all(self) -> list[ThawJob]:
         """Return all jobs, the oldest first; files that are none are passed over."""
@@ -105,13 +105,13 @@ class ThawJobs:
         jobs = [
             job
             for name in names
-            if name.endswith(_SUFFIX) and (job := read_note(str(self.path), name, ThawJob)) is not None
+            if name.endswith(_JOB_SUFFIX) and (job := read_note(str(self.path), name, ThawJob)) is not None
         ]
         return sorted(jobs, key=lambda job: (job.created_ns, job.id))
 
     def remove(self, job: ThawJob) -> None:
         """Forget a job."""
-        (self.path / f"{job.id}{_SUFFIX}").unlink(missing_ok=True)
+        (self.path / f"{job.id}{_JOB_SUFFIX}").unlink(missing_ok=True)
 
 
 def jobs_directory(environ: Mapping[str, str] | None = None) -> Path:
@@ -124,13 +124,13 @@ def jobs_directory(environ: Mapping[str, str] | None = None) -> Path:
     if (home := variables.get("XDG_STATE_HOME", "")).startswith("/"):
         return Path(home) / "ciuic" / "thaw"
     if os.geteuid() == 0:
-        return ROOT_DIRECTORY
+        return _ROOT_DIRECTORY
     return Path(variables.get("HOME") or os.path.expanduser("~")) / ".local" / "state" / "ciuic" / "thaw"
 
 
-_THREADS: Final = 8
+_ASKING_THREADS: Final = 8
 # Packs after which the job is stored: a kill has at most so many asked for twice.
-_BATCH: Final = 64
+_ASKED_BATCH: Final = 64
 _HOUR_NS: Final = 3600 * 10**9
 
 
@@ -198,11 +198,11 @@ def continue_thaw(jobs: ThawJobs, classes: ObjectClasses, job: ThawJob, *, now_n
             return "ready", 0
         if seen.state == "ready":
             return "ready", 0
-        return "asked", hours_of(classes, seen, job.speed)
+        return "asked", _hours_of(classes, seen, job.speed)
 
-    for start in range(0, len(waiting), _BATCH):
-        names = waiting[start : start + _BATCH]
-        with ThreadPoolExecutor(_THREADS) as pool:
+    for start in range(0, len(waiting), _ASKED_BATCH):
+        names = waiting[start : start + _ASKED_BATCH]
+        with ThreadPoolExecutor(_ASKING_THREADS) as pool:
             for name, (state, hours) in zip(names, pool.map(settle, names), strict=True):
                 if state == "asked" and packs[name] == "wanted":
                     ready_by_ns = max(ready_by_ns or 0, now_ns + int(hours * _HOUR_NS))
@@ -233,13 +233,13 @@ def wait_until_ready(
     return job
 
 
-def hours_of(classes: ObjectClasses, seen: ObjectClass, speed: ThawSpeed) -> float:
+def _hours_of(classes: ObjectClasses, seen: ObjectClass, speed: ThawSpeed) -> float:
     """Return the hours that the store's documentation gives for a thaw; those of the slowest where it has not this speed."""
     hours = find_class(classes.scheme, seen.name).thaw_hours
     return hours.get(speed) or max(hours.values(), default=0.0)
 
 
-_LOOK_THREADS: Final = 16
+_READING_THREADS: Final = 16
 
 
 class ColdPack(NamedTuple):
@@ -292,7 +292,7 @@ def unreadable_now(reader: SpaceReader, packs: Sequence[ColdPack]) -> list[ColdP
             return False
         return False
 
-    with ThreadPoolExecutor(_LOOK_THREADS) as pool:
+    with ThreadPoolExecutor(_READING_THREADS) as pool:
         return [pack for pack, archived in zip(packs, pool.map(is_archived, packs), strict=True) if archived]
 
 

@@ -34,16 +34,16 @@ from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackRecord
 from ciuic.repository.notes import read_note, write_note
 
-FIRST_BYTES: Final = 512 << 10
+FIRST_PACK_BYTES: Final = 512 << 10
 """Size of the first pack of a process."""
-MAX_BYTES: Final = 16 << 20
+LARGEST_PACK_BYTES: Final = 16 << 20
 """Largest pack: those that are filled, sent and copied by the client leave the uploader below 200 MiB."""
 # Time that a pack should take.
-_SECONDS: Final = 8.0
+_PACK_SECONDS: Final = 8.0
 # Part of what was stored that one pack may have.
-_STORED_PART: Final = 16
+_PART_OF_STORED: Final = 16
 # Weight of the newest pack in the smoothed rate.
-_WEIGHT: Final = 0.3
+_RATE_WEIGHT: Final = 0.3
 
 
 class PackSize:
@@ -51,11 +51,11 @@ class PackSize:
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         """Begin; ``bytes_per_second`` is the limit of the rate, which small packs keep more evenly."""
-        self._max_bytes = MAX_BYTES
+        self._max_bytes = LARGEST_PACK_BYTES
         if bytes_per_second is not None:
-            self._max_bytes = min(MAX_BYTES, steady_object_bytes(bytes_per_second))
+            self._max_bytes = min(LARGEST_PACK_BYTES, steady_object_bytes(bytes_per_second))
         self._lock = threading.Lock()
-        self._size_bytes = FIRST_BYTES
+        self._size_bytes = FIRST_PACK_BYTES
         self._stored_bytes = 0
         self._rate = 0.0
 
@@ -73,17 +73,17 @@ class PackSize:
         """Note that a pack of this size was stored in this time."""
         rate = size_bytes / max(seconds, 1e-3)
         with self._lock:
-            self._rate = rate if not self._rate else self._rate + _WEIGHT * (rate - self._rate)
-            wanted = int(self._rate * _SECONDS)
+            self._rate = rate if not self._rate else self._rate + _RATE_WEIGHT * (rate - self._rate)
+            wanted = int(self._rate * _PACK_SECONDS)
             self._stored_bytes += size_bytes
-            earned = self._stored_bytes // _STORED_PART
-            self._size_bytes = max(FIRST_BYTES, min(wanted, earned, self._max_bytes))
+            earned = self._stored_bytes // _PART_OF_STORED
+            self._size_bytes = max(FIRST_PACK_BYTES, min(wanted, earned, self._max_bytes))
 
 
 _MAX_WAITING_BYTES: Final = 48 << 20
 """Limit of packs that are being stored or wait for it."""
 # More connections hardly help a single store; each holds a pack in memory.
-_THREADS: Final = 4
+_SENDING_THREADS: Final = 4
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 # With pauses that begin at half a second, half a minute.
@@ -137,7 +137,7 @@ class Outbox:
         self._failure: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._send_all, name=f"outbox-{number}", daemon=True)
-            for number in range(_THREADS)
+            for number in range(_SENDING_THREADS)
         ]
         for thread in self._threads:
             thread.start()
@@ -260,10 +260,10 @@ def persist(
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-_NAME: Final = "uncommitted"
+_UNCOMMITTED_FILE: Final = "uncommitted"
 
 
-class _Note(msgspec.Struct, frozen=True, kw_only=True):
+class _StoredUncommitted(msgspec.Struct, frozen=True, kw_only=True):
     packs: PackRefs
 
 
@@ -273,7 +273,7 @@ class UncommittedPacks:
     def __init__(self, directory: str) -> None:
         """Read what an earlier process left in this directory of the uploader's own."""
         self._directory = directory
-        note = read_note(directory, _NAME, _Note)
+        note = read_note(directory, _UNCOMMITTED_FILE, _StoredUncommitted)
         self._refs: list[PackRef] = [] if note is None else [PackRef(ref) for ref in note.packs]
 
     @property
@@ -292,4 +292,6 @@ class UncommittedPacks:
         self._write()
 
     def _write(self) -> None:
-        write_note(self._directory, _NAME, _Note(packs=tuple(self._refs)), durable=False)
+        write_note(
+            self._directory, _UNCOMMITTED_FILE, _StoredUncommitted(packs=tuple(self._refs)), durable=False
+        )

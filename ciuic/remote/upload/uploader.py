@@ -35,7 +35,14 @@ from ciuic.remote.format.pack import ROW_BYTES, RemotePackWriter
 from ciuic.remote.log.writer_log import WriterLog
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
-from ciuic.remote.upload.outbox import MAX_BYTES, ClosedPack, Outbox, PackSize, UncommittedPacks, persist
+from ciuic.remote.upload.outbox import (
+    LARGEST_PACK_BYTES,
+    ClosedPack,
+    Outbox,
+    PackSize,
+    UncommittedPacks,
+    persist,
+)
 from ciuic.repository import Repository, Walker
 from ciuic.repository import log as events
 from ciuic.repository.checking.walk import Reached
@@ -52,7 +59,7 @@ _BATCH: Final = 2048
 # Tree nodes are small: a pack of them ends with its table at a mebibyte.
 _MAX_RECORDS: Final = (1 << 20) // ROW_BYTES
 # A pack ends with the chunk that reaches its size; that chunk and the table have room behind it.
-_CAPACITY_BYTES: Final = MAX_BYTES + MAX_CHUNK_BYTES + (2 << 20)
+_CAPACITY_BYTES: Final = LARGEST_PACK_BYTES + MAX_CHUNK_BYTES + (2 << 20)
 
 _Result = TypeVar("_Result")
 

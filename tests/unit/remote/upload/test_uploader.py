@@ -244,8 +244,8 @@ def test_an_interrupted_upload_goes_on_at_the_next_object(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after every second pack, an upload still stores each chunk once."""
-    monkeypatch.setattr("ciuic.remote.upload.outbox.FIRST_BYTES", 8 * BLOCK)
-    monkeypatch.setattr("ciuic.remote.upload.outbox.MAX_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.upload.outbox.FIRST_PACK_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.upload.outbox.LARGEST_PACK_BYTES", 8 * BLOCK)
     rng = random.Random(5)
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)
