@@ -32,7 +32,7 @@ _HexSeed = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class StoredRemote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields of remote.json; its last field, ``check``, is that of `check_field`."""
+    """Fields of remote.json; its last field, ``check``, is that of `add_check`."""
 
     version: int
     id: HexId

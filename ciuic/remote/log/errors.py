@@ -1,4 +1,4 @@
-"""Errors of logs."""
+"""Errors of logs: an older state was brought back, commits are lost, or a listing lacks what is there."""
 
 from __future__ import annotations
 
