@@ -29,7 +29,7 @@ from ciuic.errors import Busy, CiuicError, DestinationExists
 from ciuic.lazy.progress import LostFile
 from ciuic.printable import one_line
 from ciuic.protocol.state_directory import own_directory
-from ciuic.restore.files.destination import Remover, rename_new
+from ciuic.restore.destination import Remover, rename_new
 from ciuic.system.mountinfo import LAZY_RESTORE
 
 MARKER: Final = b"INCOMPLETE-RESTORE"

@@ -32,8 +32,8 @@ from ciuic.lazy.turnstile import Turnstile
 from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.repository.lookup import join
-from ciuic.system.mount_users import describe, mount_users
 from ciuic.system.mountinfo import LAZY_FS_TYPE
+from ciuic.system.open_files import describe, mount_users
 
 log = structlog.get_logger(__name__)
 

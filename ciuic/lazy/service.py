@@ -28,8 +28,8 @@ from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.repository.lookup import find, join, normalise
 from ciuic.restore import execute, plan_restore
-from ciuic.restore.files.safe_open import open_way
-from ciuic.restore.limits import many_descriptors
+from ciuic.restore.destination import open_way
+from ciuic.restore.directory_handles import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.system.mountinfo import LAZY_RESTORE
 from ciuic.types import Snapshot

@@ -14,7 +14,7 @@ import structlog
 
 from ciuic.lazy.pending import PendingFiles
 from ciuic.lazy.pending_file import PendingFile
-from ciuic.restore.files.content import start_writing_out
+from ciuic.restore.content import start_writing_out
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class Settler:
     def _run(self) -> None:
         while (files := self._pending.take_filled(_MAX_FILES)) is not None:
             opened: list[tuple[PendingFile, int]] = []
-            # All are on their way to the disk before the first sync waits (restore/files/small.py).
+            # All are on their way to the disk before the first sync waits (restore/workers.py).
             for file in files:
                 try:
                     opened.append((file, self._begin(file)))

@@ -11,9 +11,9 @@ from typing import Final
 
 from ciuic.lazy.pending import PendingFiles
 from ciuic.lazy.pending_file import PendingName
-from ciuic.restore.files import attributes
-from ciuic.restore.files.destination import unlink_if_there
-from ciuic.restore.files.non_directory import NonDirectory
+from ciuic.restore import attributes
+from ciuic.restore.destination import unlink_if_there
+from ciuic.restore.new_files import NonDirectory
 
 # Writing removes file capabilities, also when root writes (capabilities(7)).
 _LOST_BY_WRITING: Final = b"security.capability"

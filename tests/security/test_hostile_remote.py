@@ -32,7 +32,7 @@ from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resol
 from ciuic.remote.upkeep.collector import CollectionPolicy
 from ciuic.repository import Repository
 from ciuic.restore import execute, plan_restore
-from ciuic.restore.files.journal import JOURNAL_NAME
+from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.types import SnapshotId
 
 WORDS = "correct horse battery staple"
