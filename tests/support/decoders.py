@@ -104,7 +104,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
 
 OURS: Final[dict[str, str]] = {
     "ciuic/remote/sealing/passphrase_key.py": "the parent process, through a pipe",
-    "ciuic/lazy/driver.py": "requests, written by the kernel",
+    "ciuic/lazy/filesystem.py": "requests, written by the kernel",
     "ciuic/lazy/layout.py": "a file of root in a directory that only root may enter",
     "ciuic/lazy/progress.py": "files of root in the runtime directory",
     "ciuic/remote/access/remote.py": "random bytes of this process",

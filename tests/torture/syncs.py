@@ -102,11 +102,11 @@ MUTATIONS = (
     Mutation("an object's name", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,), nth=2),
     Mutation("an object's directory", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,)),
     Mutation("an object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,), nth=1),
-    Mutation("a lazily restored file", "ciuic/lazy/settler.py", "os.fsync(fd)", (_LAZY,)),
+    Mutation("a lazily restored file", "ciuic/lazy/filling.py", "os.fsync(fd)", (_LAZY,)),
     Mutation("the record of a lazy restore", "ciuic/lazy/layout.py", "os.fsync(fd)", (_LAZY,)),
     Mutation("the name of that record", "ciuic/lazy/layout.py", "os.fsync(self.directory)", (_LAZY,)),
     Mutation("names that a lazy restore moved", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,)),
-    Mutation("times of the directory", "ciuic/lazy/ending.py", "os.fsync(layout.destination)", (_LAZY,)),
+    Mutation("times of the directory", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,), nth=1),
 )  # fmt: skip
 
 

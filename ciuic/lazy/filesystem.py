@@ -1,7 +1,8 @@
-"""Operations of a lazily restored tree: those of an overlay that tracks nothing, with waits for what is not there yet.
+"""File system of a lazily restored tree: an overlay that tracks nothing, whose requests wait for what is not there yet.
 
 Guarantees: a read is answered from blocks that are there; a file is changed only when it is complete; a file that is cut to nothing
-or loses its last name is not filled any more. Link counts, sizes, blocks and times are shown as if the file was complete.
+or loses its last name is not filled any more. Link counts, sizes, blocks and times are shown as if the file was complete. A request
+whose caller was killed or got a signal while it waited for the store is answered with EINTR.
 """
 
 from __future__ import annotations
@@ -11,17 +12,28 @@ import os
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
 from ciuic.fuse_layer.core.attributes import SetAttr
 from ciuic.fuse_layer.core.core import Attr, OverlayCore
+from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.kernel.driver import KernelDriver
+from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Handler, Reply
 from ciuic.fuse_layer.state.open_rules import OpenPreference
-from ciuic.lazy.pending import PendingFiles
-from ciuic.lazy.pending_file import PendingFile
-from ciuic.lazy.settler import Settler
+from ciuic.lazy.filling import Settler
+from ciuic.lazy.incomplete_files import PendingFile, PendingFiles
 
 _BLOCK_BYTES: Final = 512
+_MAX_COPY_BYTES: Final = 64 << 20
+_NAMED: Final = (
+    *("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"),
+    *("st_blksize", "st_blocks", "st_rdev"),
+)
+_CAN_WAIT: Final = (p.OPEN, p.READ, p.SETATTR, p.COPY_FILE_RANGE, p.COPY_FILE_RANGE_64)
 
 
 class LazyCore(OverlayCore):
@@ -246,8 +258,121 @@ class LazyCore(OverlayCore):
                 self._pending.drop(file)
 
 
-_MAX_COPY_BYTES: Final = 64 << 20
-_NAMED: Final = (
-    *("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"),
-    *("st_blksize", "st_blocks", "st_rdev"),
-)
+class Turnstile:
+    """Counts requests under way. A request that comes while it is closed waits until it opens."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._inside = 0
+        self._closed = False
+
+    def enter(self) -> None:
+        """Wait until the turnstile is open, and count the caller."""
+        with self._changed:
+            while self._closed:
+                self._changed.wait()
+            self._inside += 1
+
+    def leave(self) -> None:
+        """Take the caller's count back."""
+        with self._changed:
+            self._inside -= 1
+            if self._closed:
+                self._changed.notify_all()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Keep callers out during the block, which begins when all have left."""
+        with self._changed:
+            self._closed = True
+            while self._inside:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()
+
+
+class LazyDriver(KernelDriver):
+    """Driver of the connection ``fuse_fd`` for ``core``."""
+
+    def __init__(
+        self,
+        core: LazyCore,
+        fuse_fd: int,
+        negotiated: Negotiated,
+        pending: PendingFiles,
+        turnstile: Turnstile,
+    ) -> None:
+        self._lazy = core
+        self._pending = pending
+        self._turnstile = turnstile
+        self._local = threading.local()
+        self._active: dict[int, bool] = {}
+        """Requests that may wait: True if their caller was interrupted."""
+        super().__init__(core, fuse_fd, negotiated)
+        core.interrupted = self._is_interrupted
+        core.before_wait = self.session.hand_on
+
+    def _handlers(self) -> Mapping[int, Any]:
+        handlers = {
+            opcode: self._interruptible(handler) if opcode in _CAN_WAIT else self._counted(handler)
+            for opcode, handler in super()._handlers().items()
+        }
+        handlers[p.OPEN] = self._prepared(handlers[p.OPEN])
+        handlers[p.INTERRUPT] = self._interrupt
+        return handlers
+
+    def _counted(self, handler: Handler) -> Handler:
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
+            self._turnstile.enter()
+            try:
+                return handler(request, data)
+            finally:
+                self._turnstile.leave()
+
+        return handle
+
+    def _interruptible(self, handler: Handler) -> Handler:
+        counted = self._counted(handler)
+
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
+            self._active[request.unique] = False
+            self._local.unique = request.unique
+            try:
+                return counted(request, data)
+            finally:
+                self._active.pop(request.unique, None)
+
+        return handle
+
+    def _prepared(self, handler: Handler) -> Handler:
+        """Complete a file before it is opened for writing: before the locks of an open, which others need."""
+
+        def prepare(request: FuseRequest, data: memoryview) -> Reply:
+            flags, _ = p.OPEN_IN.unpack_from(data)
+            self._lazy.prepare_open(request.node, flags)
+            return b""
+
+        prepared = self._interruptible(prepare)
+
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
+            prepared(request, data)
+            return handler(request, data)
+
+        return handle
+
+    def _interrupt(self, request: FuseRequest, data: memoryview) -> Reply:
+        # struct fuse_interrupt_in: the number of the request.
+        (unique,) = p.FORGET_IN.unpack_from(data)
+        with self._pending.changed:
+            if unique in self._active:
+                self._active[unique] = True
+                self._pending.changed.notify_all()
+        # No answer: the interrupted request is answered.
+        return None
+
+    def _is_interrupted(self) -> bool:
+        return self._active.get(getattr(self._local, "unique", 0), False)
