@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.attributes import SetAttr
 from ciuic.fuse_layer.core.core import Attr, OverlayCore
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.kernel.session import Handler, Reply

@@ -1,7 +1,7 @@
 """Frames of the worker control channel: u32 little-endian length, then msgpack of a map (architecture.md section 3).
 
 Guarantees: a frame is read whole or not at all. A descriptor sent with a frame is received with that frame and with no other.
-Paths of any length can be bound and connected. The server (fuse_layer/control/server.py) and the client (worker_client.py)
+Paths of any length can be bound and connected. The server (fuse_layer/control_server.py) and the client (worker_client.py)
 define what the maps mean.
 """
 

@@ -14,6 +14,7 @@ from support.core_driver import Operation, operations
 from support.dying_os import DATA_CALLS, NAME_CALLS, DyingOs, Killed, Steps
 
 from ciuic.daemon.capture import content
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.core import (
     attributes,
     content_changes,
@@ -24,7 +25,6 @@ from ciuic.fuse_layer.core import (
     removals,
     truncate_swap,
 )
-from ciuic.fuse_layer.formats import undo_format
 from ciuic.fuse_layer.state import node_paths, overlay_state
 from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links, undo_log, undo_log_file

@@ -21,9 +21,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.core import truncate_swap
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
-from ciuic.fuse_layer.formats import sealed_format, undo_format
 from ciuic.fuse_layer.system import syscalls
 from ciuic.system.spill import Spill
 

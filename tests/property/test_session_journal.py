@@ -16,12 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.journal import journal_writer, session_journal
-from ciuic.fuse_layer.journal.handle_journal import HandleJournal
-from ciuic.fuse_layer.journal.inherited_session import InheritedSession
-from ciuic.fuse_layer.journal.journal_archive import JournalArchive
-from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.journal.session_journal import OpenedDirectory, OpenedFile
+from ciuic.fuse_layer.journal import journal_writer, records
+from ciuic.fuse_layer.journal.inherited_session import InheritedSession, JournalArchive
+from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
+from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
 from ciuic.fuse_layer.system.caller import ROOT
 
 NAMES = [b"a", b"b", b"c", b"d" * 255]
@@ -227,7 +225,7 @@ def test_an_interrupted_archive_changes_no_result(steps: list[Step], slices: int
     with session(1 << 20) as (before, _, base):
         for step in steps:
             before.do(step)
-        base.with_name("ledger.2").write_bytes(session_journal.begin_record(45, 7, 1 << 20))
+        base.with_name("ledger.2").write_bytes(records.begin_record(45, 7, 1 << 20))
         reference = journal_writer.replay(base)
         archive = JournalArchive(base.with_name("ledger.archive-test"))
         for _ in islice(archive.absorb(1, base.with_name("ledger.1").read_bytes()), slices):
@@ -253,11 +251,11 @@ def _facts_of(inherited: InheritedSession, node: int) -> tuple[object, ...] | No
 def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -> None:
     """A node that this worker made and dropped again does not come back from the archive."""
     first = JournalArchive(tmp_path / "l.archive-test")
-    list(first.absorb(1, session_journal.node_record(5, 1, 5, 1, 0o100000, b"old")))
+    list(first.absorb(1, records.node_record(5, 1, 5, 1, 0o100000, b"old")))
     first.close()
     second = JournalArchive(tmp_path / "l.archive-test")
     own = JournalArchive(tmp_path / "l.archive-test", generation=second.generation)
-    list(own.absorb(2, session_journal.node_record(6, 1, 6, 1, 0o100000, b"new")))
+    list(own.absorb(2, records.node_record(6, 1, 6, 1, 0o100000, b"new")))
     assert second.node(5) is not None
     assert second.node(6) is None
     third = JournalArchive(tmp_path / "l.archive-test")
@@ -268,8 +266,8 @@ def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -
 
 def test_inodes_of_nested_file_systems_and_reused_numbers_are_found(tmp_path: Path) -> None:
     """Inodes on nested file systems and reused inode numbers are found in newest file and archive."""
-    data = session_journal.node_record(1 << 62, 9, 5, 1, 0o100000, b"elsewhere")
-    data += session_journal.node_record(7, 1, 7, 1, 0o100000, b"a") + session_journal.replaced_record(7, 1, 8)
+    data = records.node_record(1 << 62, 9, 5, 1, 0o100000, b"elsewhere")
+    data += records.node_record(7, 1, 7, 1, 0o100000, b"a") + records.replaced_record(7, 1, 8)
     newest = InheritedSession()
     list(newest.apply(data))
     archive = JournalArchive(tmp_path / "l.archive-test")
@@ -285,10 +283,10 @@ def test_inodes_of_nested_file_systems_and_reused_numbers_are_found(tmp_path: Pa
 def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path: Path) -> None:
     """An archived node that the newest file renames is found after that file was archived too."""
     archive = JournalArchive(tmp_path / "l.archive-test")
-    list(archive.absorb(1, session_journal.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")))
+    list(archive.absorb(1, records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")))
     archive.close()
     inherited = InheritedSession(JournalArchive(tmp_path / "l.archive-test"))
-    newest = session_journal.renamed_record(1 << 62, 1, b"name", 1, b"new name")
+    newest = records.renamed_record(1 << 62, 1, b"name", 1, b"new name")
     list(inherited.apply(newest))
     assert inherited.archive is not None
     own = JournalArchive(tmp_path / "l.archive-test", generation=inherited.archive.generation)
@@ -300,8 +298,8 @@ def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path:
 
 def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None:
     """The id of a removed node that is still open is not reused: the kernel knows the file by that id."""
-    data = session_journal.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
-    data += session_journal.unlinked_record(1 << 62, 1, b"name", gone=True)
+    data = records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
+    data += records.unlinked_record(1 << 62, 1, b"name", gone=True)
     archive = JournalArchive(tmp_path / "l.archive-test")
     list(archive.absorb(1, data))
     archive.close()
@@ -316,9 +314,7 @@ def test_torn_journal_is_read_up_to_its_last_whole_record(tmp_path: Path) -> Non
     written.begin(45, 0, 4096)
     book = HandleJournal(written)
     for number in range(1, 6):
-        written.append(
-            session_journal.node_record(number + 1, 1, number + 1, 1, 0o100000, b"name %d" % number)
-        )
+        written.append(records.node_record(number + 1, 1, number + 1, 1, 0o100000, b"name %d" % number))
         book.opened(OpenedFile(number, number + 1, number, 0, 0, 0))
     book.directory_opened(OpenedDirectory(9, 2, 9))
     book.listed(9, [b"n%d" % number for number in range(64)])
@@ -343,6 +339,6 @@ def test_journal_that_cannot_be_written_is_abandoned(tmp_path: Path) -> None:
     written.begin(45, 0, 4096)
     os.close(written._fd)
     written._fd = os.open("/dev/full", os.O_WRONLY)
-    written.append(session_journal.dropped_record(5))
+    written.append(records.dropped_record(5))
     assert not written.kept
     assert journal_writer.replay(tmp_path / "l") is None

@@ -19,8 +19,8 @@ from ciuic.daemon.capture import root
 from ciuic.daemon.capture.job import RootJob
 from ciuic.daemon.capture.root import Report
 from ciuic.fuse_layer.core.core import OverlayCore, SealedEpoch
-from ciuic.fuse_layer.formats.undo_format import LogReader
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
+from ciuic.fuse_layer.undo_format import LogReader
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK = 4096

@@ -23,6 +23,7 @@ from unittest import mock
 
 from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core import (
     attributes,
     content_changes,
@@ -33,8 +34,7 @@ from ciuic.fuse_layer.core import (
     removals,
 )
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver

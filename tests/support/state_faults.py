@@ -19,11 +19,11 @@ from support.faulty_os import FaultyOs, Killed, faults_in
 from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.core import truncate_swap
 from ciuic.fuse_layer.cut import epochs
-from ciuic.fuse_layer.formats import undo_format
-from ciuic.fuse_layer.formats.undo_format import UndoLost
 from ciuic.fuse_layer.tracking import hidden_links, undo_log, undo_log_file
+from ciuic.fuse_layer.undo_format import UndoLost
 
 SAVING = (undo_log, undo_log_file, hidden_links, epochs, undo_format)
 """Modules that write saved overlay state."""

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ciuic.fuse_layer.formats.undo_format import HOLD_DIR
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
+from ciuic.fuse_layer.undo_format import HOLD_DIR
 
 # Each costs an lstat(2): from so many on the figures are kept for a while.
 _MANY_INODES = 1000

@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.cut.instant import Instant
 from ciuic.fuse_layer.cut.passthrough_writers import UnseenWriters
-from ciuic.fuse_layer.formats import sealed_format, undo_format
 from ciuic.fuse_layer.state.node import Node
 from ciuic.fuse_layer.state.overlay_state import OverlayState
 from ciuic.fuse_layer.tracking.gate import HoldExpired

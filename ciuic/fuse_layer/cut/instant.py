@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from ciuic.fuse_layer.formats.sealed_format import Unheld
+from ciuic.fuse_layer.sealed_format import Unheld
 from ciuic.fuse_layer.state.node import Node
 from ciuic.fuse_layer.state.overlay_state import OverlayState
 from ciuic.fuse_layer.system import syscalls

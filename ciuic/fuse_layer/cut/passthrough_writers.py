@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ciuic.fuse_layer.cut.instant import CutTarget, Instant, faults_tell, has_fine_times
-from ciuic.fuse_layer.journal import session_journal
+from ciuic.fuse_layer.journal import records
 from ciuic.fuse_layer.state.node import Node
 from ciuic.fuse_layer.state.open_rules import STAYS_SECONDS
 from ciuic.fuse_layer.state.overlay_state import OpenFile, OverlayState
@@ -144,7 +144,7 @@ class UnseenWriters:
     def _note(self, node_id: int, *, lingers: bool) -> None:
         to = self._state.nodes.journal
         if to is not None:
-            to.append(session_journal.lingers_record(node_id, lingers=lingers))
+            to.append(records.lingers_record(node_id, lingers=lingers))
 
     def inherit(self, node_id: int) -> None:
         """Watch a node that a mapping may go on writing to, although the predecessor's last handle on it is closed."""

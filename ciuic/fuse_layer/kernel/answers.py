@@ -12,8 +12,8 @@ import os
 import stat
 from typing import Final
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import Attr
-from ciuic.fuse_layer.formats import fuse_protocol as p
 from ciuic.fuse_layer.system.syscalls import Statx
 
 FOREVER_SECONDS: Final = 86_400

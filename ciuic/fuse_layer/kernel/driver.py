@@ -14,12 +14,11 @@ from contextlib import suppress
 from os import XATTR_CREATE
 from typing import Any
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import Attr, OverlayCore, SetAttr
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
-from ciuic.fuse_layer.journal.handle_journal import HandleJournal
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
-from ciuic.fuse_layer.journal.journal_writer import JournalWriter
+from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
 from ciuic.fuse_layer.kernel.answers import ABSENT, ReplyEncoder, sized, statfs
 from ciuic.fuse_layer.kernel.handles import HandleRequests
 from ciuic.fuse_layer.kernel.modes import OpenModes

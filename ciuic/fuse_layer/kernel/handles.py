@@ -1,6 +1,6 @@
 """Requests about open files and directories, from open to release.
 
-Guarantees: a handle is in the journal (handle_journal.py) before the kernel is told of it, so that a
+Guarantees: a handle is in the journal (`HandleJournal`) before the kernel is told of it, so that a
 successor can go on with it; an open that comes again opens nothing twice; one whose caller was killed is
 closed. ``OpenModes`` decides how data reach the backing file.
 """
@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import Attr, OverlayCore
 from ciuic.fuse_layer.core.listing_habits import ListingHabits
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
-from ciuic.fuse_layer.journal.handle_journal import HandleJournal
-from ciuic.fuse_layer.journal.session_journal import OpenedDirectory, OpenedFile
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.journal.journal_writer import HandleJournal
+from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
 from ciuic.fuse_layer.kernel.answers import ReplyEncoder
 from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan
 from ciuic.fuse_layer.kernel.session import KernelSession, Reply

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Final, NamedTuple
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer import fuse_protocol as p
 
 MAX_WRITE_BYTES: Final = 1 << 20
 # DO_READDIRPLUS without READDIRPLUS_AUTO: listing_habits.py chooses the names that come with attributes.

@@ -26,8 +26,8 @@ from typing import Final
 
 import structlog
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.negotiation import MAX_WRITE_BYTES
 from ciuic.fuse_layer.system.busy_poll import POLL_SECONDS, BusyPoll
 from ciuic.fuse_layer.system.latency_gauge import LatencyGauge

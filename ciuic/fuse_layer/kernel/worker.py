@@ -20,12 +20,12 @@ from typing import Any, Final
 import structlog
 
 import ciuic
-from ciuic.fuse_layer.control.server import ControlServer
+from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core.core import OverlayCore
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.journal.session_claim import SessionClaim
+from ciuic.fuse_layer.journal.succession import SessionClaim
 from ciuic.fuse_layer.kernel import negotiation
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated

@@ -1,13 +1,13 @@
-"""Notes of renames and removals in the session's journal, before the system call and after its failure (name_changes.py)."""
+"""Notes of renames and removals in the session's journal, before the system call and after its failure (journal/records.py)."""
 
 from __future__ import annotations
 
 import os
 import stat
 
-from ciuic.fuse_layer.journal import session_journal
+from ciuic.fuse_layer.journal import records
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.journal.name_changes import ChangedInodes, ChangedNames
+from ciuic.fuse_layer.journal.records import ChangedInodes, ChangedNames
 from ciuic.fuse_layer.state.node import Node
 
 
@@ -39,9 +39,9 @@ def note_changing(
     if goes is not None and stat.S_ISDIR(goes[1].st_mode):
         # Mode and owner end with the directory, and a program that has it open may still ask for them.
         st = goes[1]
-        journal.append(session_journal.emptied_record(goes[0].id, st.st_mode, st.st_uid, st.st_gid))
+        journal.append(records.emptied_record(goes[0].id, st.st_mode, st.st_uid, st.st_gid))
     inodes = ChangedInodes(ino, replaced, exchange)
-    journal.append(session_journal.changing_record(_names(parent, name, to), inodes))
+    journal.append(records.changing_record(_names(parent, name, to), inodes))
 
 
 def note_unchanged(
@@ -56,7 +56,7 @@ def note_unchanged(
 def note_settled(journal: JournalWriter | None, names: ChangedNames) -> None:
     """Note that the outcome of a change of these names is known."""
     if journal is not None:
-        journal.append(session_journal.unchanged_record(names))
+        journal.append(records.unchanged_record(names))
 
 
 def _names(parent: Node, name: bytes, to: tuple[Node, bytes] | None) -> ChangedNames:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ciuic.fuse_layer.journal import session_journal
+from ciuic.fuse_layer.journal import records
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession, NodeFacts
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.state.node import Node
@@ -120,7 +120,7 @@ class NodeTable(NodePaths):
     def _number_reused(self, node: Node) -> None:
         """Note that the node's inode number belongs to another inode now; the kernel has not forgotten the old one yet."""
         if self.journal is not None:
-            self.journal.append(session_journal.unlinked_record(node.id, 0, b"", gone=True))
+            self.journal.append(records.unlinked_record(node.id, 0, b"", gone=True))
         self._unkey(node)
 
     def _unkey(self, node: Node) -> None:
@@ -165,7 +165,7 @@ class NodeTable(NodePaths):
         self._set_key(node)
         if self.journal is not None:
             above = parent.id if name else 0
-            self.journal.append(session_journal.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
+            self.journal.append(records.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
         return node
 
     def adopt_nameless(self, st: os.stat_result) -> Node:
@@ -185,7 +185,7 @@ class NodeTable(NodePaths):
         if node is self.root:
             return
         if self.journal is not None:
-            self.journal.append(session_journal.name_record(node.id, parent.id, name, several=several))
+            self.journal.append(records.name_record(node.id, parent.id, name, several=several))
         if several and node.parent is not None:
             if node.aliases is None:
                 node.aliases = set()
@@ -243,7 +243,7 @@ class NodeTable(NodePaths):
                 return
             self.without_default_acl.discard(node.id)
             if self.journal is not None:
-                self.journal.append(session_journal.dropped_record(node.id))
+                self.journal.append(records.dropped_record(node.id))
             self._forget_key(node)
             if node.kept:
                 self.on_dropped(node.ino)
@@ -342,9 +342,7 @@ class NodeTable(NodePaths):
         """Move one name of the node."""
         with self._lock:
             if self.journal is not None:
-                self.journal.append(
-                    session_journal.renamed_record(node.id, parent.id, name, new_parent.id, new_name)
-                )
+                self.journal.append(records.renamed_record(node.id, parent.id, name, new_parent.id, new_name))
             new_parent.below += 1
             if node.parent is parent and node.name == name:
                 node.parent, node.name = new_parent, new_name
@@ -371,7 +369,7 @@ class NodeTable(NodePaths):
         """
         with self._lock:
             if self.journal is not None:
-                self.journal.append(session_journal.unlinked_record(node.id, parent.id, name, gone=gone))
+                self.journal.append(records.unlinked_record(node.id, parent.id, name, gone=gone))
             if gone:
                 # No name leads to the inode any more, so every other one in the table is out of date.
                 names, node.parent, node.aliases, node.astray = node.names(), None, None, False
@@ -399,7 +397,7 @@ class NodeTable(NodePaths):
         """Give the node the inode that took its name; id and handles stay."""
         with self._lock:
             if self.journal is not None:
-                self.journal.append(session_journal.replaced_record(node.id, st.st_dev, st.st_ino))
+                self.journal.append(records.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)
             node.dev, node.ino = st.st_dev, st.st_ino
             # The number may have belonged to a removed inode that the kernel has not forgotten yet.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import structlog
 
-from ciuic.fuse_layer.journal.name_changes import ChangedInodes, ChangedNames, Changes
+from ciuic.fuse_layer.journal.records import ChangedInodes, ChangedNames, Changes
 from ciuic.fuse_layer.state.change_notes import note_settled
 from ciuic.fuse_layer.state.node import Node
 from ciuic.fuse_layer.state.node_table import NodeTable

@@ -23,14 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ciuic.fuse_layer.formats import undo_format
-from ciuic.fuse_layer.formats.undo_format import (
-    AbandonedRecord,
-    BlocksRecord,
-    InodeRecord,
-    NameRecord,
-    OldStat,
-)
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.file_content import copy_data, write_pieces
 from ciuic.fuse_layer.system.path_handles import Descriptor
@@ -39,6 +32,7 @@ from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks, fresh_directory,
 from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo, read_undo
 from ciuic.fuse_layer.tracking.undo_log_file import UndoLogFile, unlink_quietly
 from ciuic.fuse_layer.tracking.undo_space import UndoSpace
+from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.protocol.state_directory import own_directory
 from ciuic.system.xattrs import read_xattrs
 

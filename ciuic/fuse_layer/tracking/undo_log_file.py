@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 
-from ciuic.fuse_layer.formats import undo_format
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.system.path_handles import Descriptor
 
 

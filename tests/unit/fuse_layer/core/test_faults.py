@@ -12,8 +12,8 @@ from typing import NoReturn
 import pytest
 from support.state_dir import state_of
 
+from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.formats import sealed_format, undo_format
 from ciuic.fuse_layer.tracking import undo_log
 from ciuic.system.spill import Spill
 

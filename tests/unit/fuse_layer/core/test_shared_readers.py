@@ -13,7 +13,7 @@ from support.core_driver import open_backing
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.core.truncate_swap import COPY_LIMIT_BYTES
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
-from ciuic.fuse_layer.journal.session_journal import (
+from ciuic.fuse_layer.journal.records import (
     OpenedDirectory,
     OpenedFile,
     directory_opened_record,

@@ -10,7 +10,7 @@ import pytest
 from support.state_dir import state_of
 
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.formats.undo_format import LogReader
+from ciuic.fuse_layer.undo_format import LogReader
 
 ROOT = Credentials(0, 0)
 

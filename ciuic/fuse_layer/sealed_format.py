@@ -15,7 +15,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 
-from ciuic.fuse_layer.formats.undo_format import SealedChange, UndoDamaged, sealed_name
+from ciuic.fuse_layer.undo_format import SealedChange, UndoDamaged, sealed_name
 from ciuic.system.spill import NameTable, NumberTable, Spill
 
 SEALED_VERSION: Final = 2
