@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.state.node import Node
+from ciuic.fuse_layer.state.node_table import Node
 
 _PIECE_BYTES = 4096
 _BETWEEN_CUTS_SECONDS = 0.01

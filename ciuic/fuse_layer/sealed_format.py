@@ -31,7 +31,7 @@ _NO_NAMES: Final[dict[bytes, int]] = {}
 
 
 class Unheld(msgspec.Struct, array_like=True, frozen=True):
-    """A file that is written past the worker, and whose content the cut could not save (instant.py)."""
+    """A file that is written past the worker, and whose content the cut could not save (core/passthrough_writers.py)."""
 
     ino: int
     size_bytes: int = 0

@@ -22,7 +22,7 @@ from support.driver import PASSES
 from support.overlay import Overlay, overlay_over
 from support.small_disks import missing, small_disk
 
-from ciuic.fuse_layer.cut.instant import MAX_COPIED_BYTES
+from ciuic.fuse_layer.core.passthrough_writers import MAX_COPIED_BYTES
 from ciuic.repository import Repository
 
 pytestmark = [

@@ -24,28 +24,20 @@ from unittest import mock
 from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core import (
-    attributes,
-    content_changes,
-    data,
-    directories,
-    entries,
-    namespace,
-    removals,
-)
+from ciuic.fuse_layer.core import attributes, directories, files, names
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.state import node_paths, overlay_state
+from ciuic.fuse_layer.state import node_table, overlay_state
 from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links
 
 _MODULES = (
-    *(attributes, content_changes, data, directories, entries, hidden_links, namespace, node_paths),
-    *(overlay_state, path_handles, removals),
+    *(attributes, files, files, directories, names, hidden_links, names, node_table),
+    *(overlay_state, path_handles, names),
 )
 _TERMS = Negotiated(45, 0)
 _OTHERS = "others"
@@ -435,10 +427,10 @@ class Run:
         if not self.kernel.files:
             return
         file = self.choose.choice(self.kernel.files)
-        data, offset = self.choose.randbytes(8), self.choose.randrange(100)
-        body = p.WRITE_IN.pack(file.handle, offset, len(data), 0, 0, os.O_RDWR, 0) + data
+        files, offset = self.choose.randbytes(8), self.choose.randrange(100)
+        body = p.WRITE_IN.pack(file.handle, offset, len(files), 0, 0, os.O_RDWR, 0) + files
         self._ask(p.WRITE, file.node, body, f"write {file.handle}")
-        os.pwrite(file.fd, data, offset)
+        os.pwrite(file.fd, files, offset)
 
     def close(self) -> None:
         if not self.kernel.files:

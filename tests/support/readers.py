@@ -28,8 +28,8 @@ from ciuic.daemon.capture.job import (
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer import sealed_format
 from ciuic.fuse_layer import undo_format as undo
-from ciuic.fuse_layer.cut.epochs import Epochs
-from ciuic.fuse_layer.tracking.tracking import Tracker
+from ciuic.fuse_layer.core.epochs import Epochs
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.protocol.pairing import Cut, Taken, decode_answer, decode_question
 from ciuic.protocol.worker_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
 from ciuic.repository.config import StoredConfig, decode_config, encode_config

@@ -20,12 +20,11 @@ from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.core import truncate_swap
-from ciuic.fuse_layer.cut import epochs
-from ciuic.fuse_layer.tracking import hidden_links, undo_log, undo_log_file
+from ciuic.fuse_layer.core import epochs, files
+from ciuic.fuse_layer.tracking import hidden_links, undo_log
 from ciuic.fuse_layer.undo_format import UndoLost
 
-SAVING = (undo_log, undo_log_file, hidden_links, epochs, undo_format)
+SAVING = (undo_log, undo_log, hidden_links, epochs, undo_format)
 """Modules that write saved overlay state."""
 STATE_NAME = STATE_DIR_NAME.decode()
 _SAVED = "tracking"
@@ -173,8 +172,8 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
 
     Raises AssertionError, naming the call, if the job or a snapshot was damaged.
     """
-    limit = truncate_swap.COPY_LIMIT_BYTES
-    truncate_swap.COPY_LIMIT_BYTES = BLOCK  # type: ignore[misc]
+    limit = files.COPY_LIMIT_BYTES
+    files.COPY_LIMIT_BYTES = BLOCK  # type: ignore[misc]
     try:
         undisturbed = life(seed, FaultyOs())
         assert undisturbed.exact > 0
@@ -183,7 +182,7 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
             exact += _survives(seed, undisturbed, FaultyOs(stop_at, **fault))  # type: ignore[arg-type]
         return undisturbed.calls, exact
     finally:
-        truncate_swap.COPY_LIMIT_BYTES = limit  # type: ignore[misc]
+        files.COPY_LIMIT_BYTES = limit  # type: ignore[misc]
 
 
 def _survives(seed: int, undisturbed: Life, faulty: FaultyOs) -> int:

@@ -13,9 +13,8 @@ import stat
 from functools import partial
 from typing import NamedTuple
 
-from ciuic.fuse_layer.core.content_changes import ContentChanges
-from ciuic.fuse_layer.core.times import KernelTimes
-from ciuic.fuse_layer.state.node import Node
+from ciuic.fuse_layer.core.files import ContentChanges, KernelTimes
+from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
 from ciuic.fuse_layer.system import syscalls
 from ciuic.system.mount_border import HIDDEN_MOUNTS, border_names

@@ -3,10 +3,10 @@
 A driver translates requests into these methods and OSError into its replies. Nodes and handles are integers;
 names, link targets and attribute names are bytes; attributes are ``os.stat_result``. The parts:
 
-* operations.py: the operations, with namespace.py, removals.py, data.py, attributes.py and directories.py
-* state/node_table.py, state/node_paths.py: the inodes that the kernel remembers, and how to reach them
-* tracking/gate.py, tracking/tracking.py, tracking/undo_log.py, cut/epochs.py: holds, dirty tracking, old
-  state that sealed epochs still need, and the life of an epoch
+* operations.py: the operations, with names.py, files.py, attributes.py and directories.py
+* state/node_table.py: the inodes that the kernel remembers, and how to reach them
+* tracking/gate.py, tracking/changes.py, tracking/undo_log.py, epochs.py: holds, dirty tracking, old state that
+  sealed epochs still need, and the life of an epoch
 
 Methods that may take long: ``fsync``, ``read`` of data that is not in memory, and every changing operation
 while ``pending`` is true (it may copy old blocks). A driver runs them where other requests do not wait.
@@ -30,23 +30,21 @@ import structlog
 
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.core.attributes import SetAttr
+from ciuic.fuse_layer.core.epochs import Epochs, SealedEpoch, read_saved, write_saved
+from ciuic.fuse_layer.core.free_space import RoomForUnseen, SpaceEstimator
 from ciuic.fuse_layer.core.operations import OverlayOperations
-from ciuic.fuse_layer.core.reclaimable_space import SpaceEstimator
-from ciuic.fuse_layer.core.room_for_unseen import RoomForUnseen
-from ciuic.fuse_layer.cut.epochs import Epochs, SealedEpoch, read_saved, write_saved
-from ciuic.fuse_layer.cut.passthrough_writers import UnseenWriters
+from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.state.node import Node
-from ciuic.fuse_layer.state.node_table import ROOT_ID, NodeTable
+from ciuic.fuse_layer.state.name_changes import settle
+from ciuic.fuse_layer.state.node_table import ROOT_ID, Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
 from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
-from ciuic.fuse_layer.state.settling import settle
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials
 from ciuic.fuse_layer.system.path_handles import Descriptor
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import GateHeld, HoldExpired
-from ciuic.fuse_layer.tracking.tracking import Tracker
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
 from ciuic.protocol import state_directory
 
@@ -80,7 +78,7 @@ class OverlayCore(OverlayOperations):
         session: name of the session.
         block_size: size of a block of dirty tracking, in bytes; a power of two.
         undo_limit_bytes: limit of the undo log.
-        kernel_keeps_times: the driver lets the kernel cache writes (times.py).
+        kernel_keeps_times: the driver lets the kernel cache writes (files.py).
         journal: journal of nodes for a successor.
         inherited: tables of a predecessor whose session goes on.
         plain: nothing is tracked, and no snapshot can be taken.
@@ -274,7 +272,7 @@ class OverlayCore(OverlayOperations):
             node.name, node.ino, flags, lambda: self._state.attr(node).st, fresh=fresh
         )
         # Such a writer meets a full disk without a request, so the undo log could not be given up for it
-        # (room_for_unseen.py).
+        # (free_space.py).
         passes_by = preference is OpenPreference.ANY and fresh and flags & os.O_ACCMODE == os.O_WRONLY
         return OpenPreference.TRACKED if passes_by and self.room_for_unseen.is_short() else preference
 

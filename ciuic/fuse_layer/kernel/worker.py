@@ -234,7 +234,7 @@ class KernelWorker:
         threading.Timer(_LAST_ANSWER_SECONDS, self._driver.session.end).start()
 
     def share(self, request: Share, source_fd: int) -> None:
-        """Give a file that is open for writing extents of ``source_fd`` (core/data.py).
+        """Give a file that is open for writing extents of ``source_fd`` (core/files.py).
 
         Raises:
             OSError: ESTALE for another mount's file, EOPNOTSUPP while the session is handed over, otherwise

@@ -23,13 +23,11 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer.state.allowances import Allowances, SharedReader, owner_of
-from ciuic.fuse_layer.state.node import Node
-from ciuic.fuse_layer.state.node_table import NodeTable
+from ciuic.fuse_layer.state.allowances import Allowances, Quota, SharedReader, owner_of
+from ciuic.fuse_layer.state.node_table import Node, NodeTable
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale
-from ciuic.fuse_layer.system.quota import Quota
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import Gate
-from ciuic.fuse_layer.tracking.tracking import Tracker
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
 
 _T = TypeVar("_T")

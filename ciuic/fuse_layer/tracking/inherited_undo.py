@@ -22,7 +22,7 @@ from typing import Final
 
 from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.sealed_format import SealedHead, read_head
-from ciuic.fuse_layer.tracking.blockset import BlockSet
+from ciuic.fuse_layer.tracking.changes import BlockSet
 from ciuic.fuse_layer.undo_format import (
     AbandonedRecord,
     BlocksRecord,

@@ -2,7 +2,8 @@
 
 Invariants (docs/architecture.md §5, undo_format.py):
 
-* A record is in the log before the change that it protects against happens.
+* A record is in the log, whole, before the change that it protects against happens; otherwise that change must
+  not be relied upon. Nothing is synced: capture reads the same page cache, and a power cut ends the session.
 * A record's epoch is the newest in which its content was true: the last sealed one. A thing is saved once an
   epoch.
 * No failure in here reaches the job. A failure to save (no space, no more links, an I/O error) *abandons* the
@@ -20,22 +21,22 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.system import syscalls
-from ciuic.fuse_layer.system.file_content import copy_data, write_pieces
 from ciuic.fuse_layer.system.path_handles import Descriptor
-from ciuic.fuse_layer.tracking.blockset import MAX_BLOCKS, BlockSet, blocks_of
+from ciuic.fuse_layer.tracking.changes import MAX_BLOCKS, BlockSet, blocks_of
 from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks, fresh_directory, put_in_place
 from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo, read_undo
-from ciuic.fuse_layer.tracking.undo_log_file import UndoLogFile, unlink_quietly
-from ciuic.fuse_layer.tracking.undo_space import UndoSpace
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.protocol.state_directory import own_directory
 from ciuic.system.xattrs import read_xattrs
 
+_ROOM_CHECK_BYTES: Final = 16 << 20
+"""Copied bytes between two checks of the free space: 2 µs of statvfs for 10 ms of copying."""
+_COPY_BYTES: Final = 1 << 20
 UNDO_DIR: Final = b"undo"
 _LOCK_STRIPES: Final = 64
 # Errors that are taken to hold for every file of the file system: cloning is not tried again.
@@ -43,6 +44,205 @@ _CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVA
 MAX_DIRECTORIES: Final = 4096
 """Limit of directories that were moved since the cut and are kept open: each is a descriptor, and a user can
 move any number."""
+
+
+def unlink_quietly(directory_fd: int, name: bytes | str) -> bool:
+    """Remove a file, and return whether its name is free. One that stays is garbage, removed later."""
+    try:
+        os.unlink(name, dir_fd=directory_fd)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return True
+
+
+class UndoLogFile:
+    """The log in one undo directory; made with its first record. Thread-safe."""
+
+    def __init__(self, directory_fd: int) -> None:
+        self._directory_fd = directory_fd
+        self._log: Descriptor | None = None
+        # Held where ``_log`` and the name of the log change: ``_log`` is None or has that name.
+        self._lock = threading.Lock()
+
+    def resume(self, log_bytes: int) -> None:
+        """Go on behind the first ``log_bytes`` of a predecessor's log.
+
+        Raises:
+            OSError: the log cannot be opened or cut.
+        """
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = Descriptor(os.open(undo_format.LOG_NAME, flags, dir_fd=self._directory_fd))
+        # A record that was cut short protects no change: the record comes first.
+        os.ftruncate(log.fd, log_bytes)
+        self._log = log
+
+    def append(self, record: undo_format.Record) -> int:
+        """Write a whole record in one call, visible to readers on return; return its length.
+
+        Raises:
+            OSError: the record is not in the log, or not whole.
+        """
+        log = self._log or self._create()
+        data = undo_format.encode(record)
+        # One write(2) with O_APPEND: records of several threads lie one behind the other, and a reader finds
+        # each whole.
+        written = os.write(log.fd, data)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, "a record of the undo log was cut short")
+        return written
+
+    def remove(self) -> bool:
+        """Remove the log, and return whether its name is free."""
+        with self._lock:
+            self._log = None
+            return unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
+
+    def _create(self) -> Descriptor:
+        # Two operations may save the first thing of an epoch at one instant. Without the lock the second
+        # removed the log of the first, with its record, and a capture that had opened it saw no record at
+        # all.
+        with self._lock:
+            if self._log is None:
+                # A log that could not be removed when its epochs ended may end in an incomplete record: it
+                # goes first.
+                unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+                fd = os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory_fd)
+                self._log = Descriptor(fd)
+            return self._log
+
+
+class UndoSpace:
+    """Space of one undo directory. Threads may count at the same time: the figures are estimates."""
+
+    def __init__(self, directory_fd: int, limit_bytes: int) -> None:
+        self._directory_fd = directory_fd
+        self.limit_bytes = limit_bytes
+        self.kept_bytes = 0
+        """Space that undo takes on the backing file system, removed files that are kept alive included."""
+        self._copied_bytes = 0
+        """Part of ``kept_bytes`` that is new on the disk: written by root, and so charged to no user's
+        quota."""
+        self._checked_at_bytes = 0
+
+    def count(self, size_bytes: int) -> None:
+        """Count records and removed files that are kept alive."""
+        self.kept_bytes += size_bytes
+
+    def count_copy(self, size_bytes: int) -> None:
+        """Count copied content."""
+        self.kept_bytes += size_bytes
+        self._copied_bytes += size_bytes
+
+    def reset(self) -> None:
+        """Start at 0, because everything was removed."""
+        self.kept_bytes = self._copied_bytes = self._checked_at_bytes = 0
+
+    def excess(self) -> str | None:
+        """Return why the undo log takes too much space, in words; None where it does not."""
+        if self.kept_bytes > self.limit_bytes:
+            return f"undo log: over its limit of {self.limit_bytes} bytes"
+        if self._copied_bytes - self._checked_at_bytes < _ROOM_CHECK_BYTES:
+            return None
+        # Other users of the file system need its space too, and the owner of a root could fill it past any
+        # quota. Files that are kept alive do not count: they were there before.
+        self._checked_at_bytes = self._copied_bytes
+        if self._copied_bytes > self._free_bytes():
+            return f"undo log: its {self._copied_bytes} bytes are more than the file system has left"
+        return None
+
+    def has_room_for(self, size_bytes: int) -> bool:
+        """Return whether so much more can be saved within the limit and a quarter of the free space."""
+        # A copy beyond that would give up the very snapshot that it is made for: the file is captured as
+        # found instead, and marked.
+        fits = self._copied_bytes + size_bytes <= self._free_bytes() // 4
+        return fits and self.kept_bytes + size_bytes <= self.limit_bytes
+
+    def _free_bytes(self) -> int:
+        room = os.statvfs(self._directory_fd)
+        return room.f_bavail * room.f_frsize
+
+
+def data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of [start, end) that are not holes.
+
+    A file system without SEEK_DATA calls everything data.
+    """
+    at = start
+    while at < end:
+        try:
+            data = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            # No data behind this offset.
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        if data >= end:
+            return
+        hole = os.lseek(fd, data, os.SEEK_HOLE)
+        yield max(data, at), min(hole, end)
+        at = hole
+
+
+def copy_data(fd: int, out: int, start: int, end: int, on_copied: Callable[[int], None]) -> None:
+    """Copy [start, end) to the same offsets of another file; holes stay holes.
+
+    Args:
+        fd: file to copy from.
+        out: file to copy to.
+        start: first byte.
+        end: byte behind the last one.
+        on_copied: called with the length of each piece that was copied.
+    """
+    for data_start, data_end in data_ranges(fd, start, end):
+        at = data_start
+        while at < data_end:
+            piece = os.pread(fd, min(_COPY_BYTES, data_end - at), at)
+            if not piece:
+                break
+            write_all(out, piece, at)
+            at += len(piece)
+            on_copied(len(piece))
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at an offset, in as many calls as that takes."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def write_pieces(
+    dir_fd: int, name: bytes, pieces: Iterable[bytes | memoryview], size_bytes: int, *, new: bool
+) -> int:
+    """Write pieces one behind the other into a file of at least ``size_bytes``, and return their total length.
+
+    Args:
+        dir_fd: directory of the file.
+        name: name of the file.
+        pieces: content.
+        size_bytes: least length of the file; zeros follow the pieces.
+        new: the file is made, and removed again after a failure; a file that lies there is an error.
+    """
+    made = os.O_CREAT | os.O_EXCL if new else 0
+    out = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made, 0o600, dir_fd=dir_fd)
+    at = 0
+    try:
+        for piece in pieces:
+            write_all(out, piece, at)
+            at += len(piece)
+        if os.fstat(out).st_size < size_bytes:
+            # A reader finds zeros where there is no piece, instead of the end of the file.
+            os.ftruncate(out, size_bytes)
+    except OSError:
+        if new:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=dir_fd)
+        raise
+    finally:
+        os.close(out)
+    return at
 
 
 class UndoLog:
@@ -420,7 +620,7 @@ class UndoLog:
     def create_replacement(self, ino: int) -> tuple[int, bytes]:
         """Make an empty file in the undo directory, to take the name of inode ``ino``; return its descriptor and name there."""
         name = b"new-%d" % ino
-        # Left by a swap on a failing disk (truncate_swap.py).
+        # Left by a swap on a failing disk (core/files.py).
         unlink_quietly(self._directory.fd, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._directory.fd), name

@@ -233,7 +233,7 @@ def test_handle_is_released_although_times_cannot_be_set(job: Job, monkeypatch: 
     """The last close releases the file although its times cannot be set, so removed files free space."""
     job.create(b"a", b"x")
     handle = job.open(b"a")
-    monkeypatch.setattr("ciuic.fuse_layer.core.times.KernelTimes.settle", _failing(errno.ENOSPC))
+    monkeypatch.setattr("ciuic.fuse_layer.core.files.KernelTimes.settle", _failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         job.core.release(handle)
     assert job.core.open_files == 0

@@ -14,8 +14,8 @@ from ciuic.fuse_layer.sealed_format import read_sealed
 from ciuic.fuse_layer.state.node_table import NodeTable
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.path_handles import PathHandle
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import HoldExpired
-from ciuic.fuse_layer.tracking.tracking import Tracker
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, sealed_name
 from ciuic.system.spill import Spill
 

@@ -15,10 +15,9 @@ import pytest
 from support.capture_bench import BLOCK, Bench, bench
 from support.small_disks import missing, small_disk
 
-from ciuic.fuse_layer.core import data as core_data
-from ciuic.fuse_layer.core import truncate_swap
+from ciuic.fuse_layer.core import files, passthrough_writers
+from ciuic.fuse_layer.core import files as core_data
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, SetAttr
-from ciuic.fuse_layer.cut import instant, passthrough_writers
 from ciuic.types import Entry, RootRecord, lag_of
 
 ROOT = Credentials(0, 0)
@@ -165,8 +164,8 @@ def test_truncating_a_file_open_through_passthrough(
     It is cloned, or copied up to a limit, or the epoch is given up. The inode stays, because the kernel reads
     it past the overlay; the job gets no error.
     """
-    monkeypatch.setattr(truncate_swap, "COPY_LIMIT_BYTES", BLOCK)
-    monkeypatch.setattr(truncate_swap, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
+    monkeypatch.setattr(files, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(files, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
     node = made(rig, b"file", os.urandom((20 if large else 6) * BLOCK))
     reader = rig.core.open(node, os.O_RDONLY)
     ino = os.fstat(rig.core.descriptor(reader)).st_ino
@@ -220,10 +219,12 @@ def test_files_changed_during_the_hold_are_copied_again(rig: Bench, monkeypatch:
         rig.core.open(made(rig, name, b"old"), FRESH, unseen=True) for name in (b"first", b"second")
     )
     write = {handle: rig.core.descriptor(handle) for handle in (first, second)}
-    real, pauses_after = instant._copied, 2
+    real, pauses_after = passthrough_writers._copied, 2
     rounds = 0
 
-    def copy_then_write(fd: int, size_bytes: int, budget: instant._Budget) -> list[memoryview] | None:
+    def copy_then_write(
+        fd: int, size_bytes: int, budget: passthrough_writers._Budget
+    ) -> list[memoryview] | None:
         nonlocal rounds
         copy = real(fd, size_bytes, budget)
         if fd == write[first] and rounds < pauses_after:
@@ -231,7 +232,7 @@ def test_files_changed_during_the_hold_are_copied_again(rig: Bench, monkeypatch:
             os.pwrite(fd, b"%d" % rounds, 0)
         return copy
 
-    monkeypatch.setattr(instant, "_copied", copy_then_write)
+    monkeypatch.setattr(passthrough_writers, "_copied", copy_then_write)
     os.pwrite(write[first], b"0", 0)
     os.pwrite(write[second], b"seen", 0)
     record, _ = rig.capture(rig.cut(observe=False))
@@ -252,13 +253,15 @@ def test_a_handle_that_is_released_during_the_hold(rig: Bench, monkeypatch: pyte
     """A handle released during the hold does not wait for the cut, which still holds its file."""
     handle = rig.core.open(made(rig, b"file", b"old"), FRESH, unseen=True)
     os.pwrite(rig.core.descriptor(handle), b"first", 0)
-    real = instant._copied
+    real = passthrough_writers._copied
 
-    def copied_while_released(fd: int, size_bytes: int, budget: instant._Budget) -> list[memoryview] | None:
+    def copied_while_released(
+        fd: int, size_bytes: int, budget: passthrough_writers._Budget
+    ) -> list[memoryview] | None:
         rig.core.release(handle)
         return real(fd, size_bytes, budget)
 
-    monkeypatch.setattr(instant, "_copied", copied_while_released)
+    monkeypatch.setattr(passthrough_writers, "_copied", copied_while_released)
     record, report = rig.capture(rig.cut(observe=False))
     entry = entry_of(rig, record, b"file")
     assert report.errors == []
@@ -294,7 +297,7 @@ def test_without_room_the_file_is_as_found_and_marked(
 
 def test_more_files_than_a_hold_looks_at(rig: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files beyond the limit of a hold are captured as found, and marked."""
-    monkeypatch.setattr(instant, "MAX_FILES", 2)
+    monkeypatch.setattr(passthrough_writers, "MAX_FILES", 2)
     handles = [rig.core.open(made(rig, b"%d" % number, b"old"), FRESH, unseen=True) for number in range(4)]
     for handle in handles:
         os.pwrite(rig.core.descriptor(handle), b"content", 0)
@@ -314,7 +317,7 @@ def test_coarse_times_do_not_vouch_for_files_of_the_last_tick(
     monkeypatch.setattr(rig.core._unseen, "_fine_times", False)
     handle = rig.core.open(made(rig, b"file", b"old"), FRESH, unseen=True)
     for tick_ns, held in ((1 << 50, False), (-(1 << 50), True)):
-        monkeypatch.setattr(instant, "TICK_NS", tick_ns)
+        monkeypatch.setattr(passthrough_writers, "TICK_NS", tick_ns)
         os.pwrite(rig.core.descriptor(handle), b"content", 0)
         record, _ = rig.capture(rig.cut(observe=False))
         assert (lag_of(entry_of(rig, record, b"file")) is None) is held

@@ -12,8 +12,8 @@ import pytest
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.core.data import Data
 from ciuic.fuse_layer.core.directories import Directories
+from ciuic.fuse_layer.core.files import Data
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
