@@ -17,13 +17,18 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.attributes import SetAttr
+from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
 from ciuic.fuse_layer.core.core import Attr, OverlayCore
+from ciuic.fuse_layer.core.directories import Directories
+from ciuic.fuse_layer.core.files import Files, KernelTimes
+from ciuic.fuse_layer.core.names import Names
+from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.kernel.session import Handler, Reply
 from ciuic.fuse_layer.state.open_rules import OpenPreference
+from ciuic.fuse_layer.state.overlay_state import OverlayState
 from ciuic.lazy.filling import Settler
 from ciuic.lazy.incomplete_files import PendingFile, PendingFiles
 
@@ -36,41 +41,64 @@ _NAMED: Final = (
 _CAN_WAIT: Final = (p.OPEN, p.READ, p.SETATTR, p.COPY_FILE_RANGE, p.COPY_FILE_RANGE_64)
 
 
-class LazyCore(OverlayCore):
-    """The core; ``backing_fd`` is the restored tree, and the session's name means nothing."""
+class Incompleteness:
+    """What operations ask of incomplete files: which they are, and the waits for them."""
 
-    def __init__(
-        self, backing_fd: int, pending: PendingFiles, settler: Settler, *, kernel_keeps_times: bool
-    ) -> None:
-        super().__init__(
-            backing_fd, session="lazy-restore", kernel_keeps_times=kernel_keeps_times, plain=True
-        )
-        self._pending = pending
+    def __init__(self, state: OverlayState, pending: PendingFiles, settler: Settler) -> None:
+        self._state = state
+        self.pending = pending
         self._settler = settler
-        self._state.shown = self._shown
-        self._state.undo.hidden.others = pending.by_ino
-        pending.remove_link = self._state.undo.hidden.let_other_go
         self.durable = threading.Event()
         """Set when the names of the tree are durable."""
-        self._opening: Counter[int] = Counter()
+        self.opening: Counter[int] = Counter()
         """Opens under way by inode, guarded by the table's lock."""
         self.before_wait: Callable[[], None] = lambda: None
         """Called before a request waits; the driver lets others go on."""
         self.interrupted: Callable[[], bool] = lambda: False
         """Returns True if the caller of the request that this thread carries out was interrupted."""
 
-    def become(self, directory: int) -> None:
-        """Let the root be another directory, which has everything that was in it; nothing else may be under way."""
-        root = self._state.nodes.root
-        os.dup2(directory, self._state.nodes.root_directory.fd, inheritable=False)
-        root.ino = os.fstat(directory).st_ino
+    def of(self, node_id: int) -> PendingFile | None:
+        """Return the incomplete file of a node; None if it is complete."""
+        return self.pending.find(self._state.nodes.get(node_id).ino)
 
-    # -- what is shown
+    def of_handle(self, handle: int) -> PendingFile | None:
+        """Return the incomplete file of an open handle; None if it is complete."""
+        return self.pending.find(self._state.file(handle).node.ino)
 
-    def _shown(self, st: os.stat_result) -> os.stat_result:
+    def complete(self, node_id: int) -> None:
+        """Wait until a file is complete.
+
+        Raises:
+            OSError: EIO where it cannot be completed, EINTR if the caller was interrupted.
+        """
+        file = self.of(node_id)
+        if file is None:
+            return
+        self.before_wait()
+        self.pending.wait_until_filled(file, self.interrupted)
+        self._settler.settle(file)
+
+    def drop_unnamed(self, file: PendingFile | None) -> None:
+        """Give up a file that has lost its last name and that no program has open."""
+        if file is None or file.gone:
+            return
+        # Under one lock with opens that are under way: a process that has the file open, now or in a moment, may read on. The node
+        # does not tell, because that of a file without a name is found no more.
+        with self.pending.changed:
+            try:
+                if os.stat(file.name, dir_fd=self.pending.directory).st_nlink > 1:
+                    return
+            except FileNotFoundError:
+                return
+            is_open = any(opened.node.ino == file.ino for opened in list(self._state.files.values()))
+            if not is_open and not self.opening[file.ino]:
+                self.pending.drop(file)
+
+    def shown(self, st: os.stat_result) -> os.stat_result:
+        """Return the attributes of a file as if it was complete."""
         if not stat.S_ISREG(st.st_mode) or st.st_dev != self._state.nodes.device:
             return st
-        file = self._pending.find(st.st_ino)
+        file = self.pending.find(st.st_ino)
         if file is None:
             return st
         # Archivers take a file without blocks for one hole, which they do not read. Filling moves the time.
@@ -86,31 +114,16 @@ class LazyCore(OverlayCore):
         fields[stat.ST_MTIME] = seconds
         return os.stat_result(fields, named)
 
-    def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
-        """Return the preference for an open: the kernel must not read past us what is not there yet."""
-        file = self._pending.find(self._state.nodes.get(node_id).ino)
-        if file is not None and not file.filled:
-            return OpenPreference.CACHED
-        return super().preference(node_id, flags, fresh=fresh)
 
-    # -- changes, before which a file is completed
+class LazyFiles(Files):
+    """Operations on open files: blocks are fetched before they are read."""
 
-    def prepare_open(self, node_id: int, flags: int) -> None:
-        """Wait until a file that is opened for writing is complete; called before the open, without any lock.
-
-        Raises:
-            OSError: EIO where it cannot be completed, EINTR if the caller was interrupted.
-        """
-        if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_TRUNC:
-            self._complete(node_id)
-
-    def _complete(self, node_id: int) -> None:
-        file = self._pending.find(self._state.nodes.get(node_id).ino)
-        if file is None:
-            return
-        self.before_wait()
-        self._pending.wait_until_filled(file, self.interrupted)
-        self._settler.settle(file)
+    def __init__(
+        self, state: OverlayState, times: KernelTimes, unseen: UnseenWriters, incomplete: Incompleteness
+    ) -> None:
+        super().__init__(state, times, unseen)
+        self._incomplete = incomplete
+        self._pending = incomplete.pending
 
     def open(
         self,
@@ -124,15 +137,16 @@ class LazyCore(OverlayCore):
         """Open a file and return its handle. One that is emptied needs its content no more."""
 
         def opened() -> int:
-            return super(LazyCore, self).open(
+            return super(LazyFiles, self).open(
                 node_id, flags, keeps_privileges=keeps_privileges, unseen=unseen, uid=uid
             )
 
-        ino = self._state.nodes.get(node_id).ino
+        ino = self._nodes.get(node_id).ino
+        opening = self._incomplete.opening
         with self._pending.changed:
             file = self._pending.find(ino)
             if file is not None:
-                self._opening[ino] += 1
+                opening[ino] += 1
         if file is None:
             return opened()
         try:
@@ -144,29 +158,21 @@ class LazyCore(OverlayCore):
             return handle
         finally:
             with self._pending.changed:
-                self._opening[ino] -= 1
-                if not self._opening[ino]:
-                    del self._opening[ino]
+                opening[ino] -= 1
+                if not opening[ino]:
+                    del opening[ino]
 
-    def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
-        """Change attributes; size and modification time only of a complete file."""
-        file = self._pending.find(self._state.nodes.get(node_id).ino)
-        if file is None:
-            return super().setattr(node_id, change, handle)
-        if change.size == 0:
-            with file.io:
-                attr = super().setattr(node_id, change, handle)
-                self._pending.drop(file)
-            return attr
-        if change.size is not None or change.mtime_ns is not None or change.mtime_now:
-            self._complete(node_id)
-        return super().setattr(node_id, change, handle)
-
-    # -- reads, before which blocks are fetched
+    def release(self, handle: int) -> None:
+        """Close a handle; the last one of a removed file ends its filling."""
+        opened = self._state.files.get(handle)
+        file = self._pending.find(opened.node.ino) if opened is not None else None
+        del opened
+        super().release(handle)
+        self._incomplete.drop_unnamed(file)
 
     def read_nowait(self, handle: int, offset: int, size: int) -> memoryview | None:
         """Read what is in memory; None where that would wait for the disk or the store."""
-        file = self._pending.find(self._state.file(handle).node.ino)
+        file = self._incomplete.of_handle(handle)
         if file is not None and not self._pending.has(file, offset, size):
             return None
         return super().read_nowait(handle, offset, size)
@@ -177,9 +183,9 @@ class LazyCore(OverlayCore):
         return super().read(handle, offset, size)
 
     def _fetch(self, handle: int, offset: int, size: int) -> None:
-        file = self._pending.find(self._state.file(handle).node.ino)
+        file = self._incomplete.of_handle(handle)
         if file is not None and not self._pending.has(file, offset, size):
-            self._pending.wait(file, offset, size, self.interrupted)
+            self._pending.wait(file, offset, size, self._incomplete.interrupted)
 
     def copy_file_range(
         self, source: int, source_offset: int, target: int, target_offset: int, length: int
@@ -192,70 +198,128 @@ class LazyCore(OverlayCore):
 
     def lseek(self, handle: int, offset: int, whence: int) -> int:
         """Find data or a hole; an incomplete file counts as data up to its end."""
-        file = self._pending.find(self._state.file(handle).node.ino)
+        file = self._incomplete.of_handle(handle)
         if file is None or file.filled:
             return super().lseek(handle, offset, whence)
         if offset >= file.shape.size_bytes:
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
         return offset if whence == os.SEEK_DATA else file.shape.size_bytes
 
-    # -- syncs, before which the tree itself is durable
-
     def fsync(self, handle: int, datasync: bool) -> None:
         """Make the content durable, and its name: a later run would make the tree anew where that is not."""
-        self.durable.wait()
+        self._incomplete.durable.wait()
         super().fsync(handle, datasync)
 
-    def fsyncdir(self, handle: int, datasync: bool) -> None:
-        """Make a directory's names durable."""
-        self.durable.wait()
-        super().fsyncdir(handle, datasync)
 
-    # -- names that go
+class LazyAttributes(Attributes):
+    """Operations on attributes: size and modification time change only of a complete file."""
+
+    def __init__(
+        self, state: OverlayState, files: Files, times: KernelTimes, incomplete: Incompleteness
+    ) -> None:
+        super().__init__(state, files, times)
+        self._incomplete = incomplete
+
+    def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
+        """Change attributes; a file that is cut to nothing needs its content no more."""
+        file = self._incomplete.of(node_id)
+        if file is None:
+            return super().setattr(node_id, change, handle)
+        if change.size == 0:
+            with file.io:
+                attr = super().setattr(node_id, change, handle)
+                self._incomplete.pending.drop(file)
+            return attr
+        if change.size is not None or change.mtime_ns is not None or change.mtime_now:
+            self._incomplete.complete(node_id)
+        return super().setattr(node_id, change, handle)
+
+
+class LazyNames(Names):
+    """Operations on names: a file that loses its last one is not filled any more."""
+
+    def __init__(self, state: OverlayState, incomplete: Incompleteness) -> None:
+        super().__init__(state)
+        self._incomplete = incomplete
 
     def unlink(self, parent_id: int, name: bytes) -> None:
-        """Remove a name; a file without another is not filled any more."""
+        """Remove a name."""
         file = self._pending_at(parent_id, name)
         super().unlink(parent_id, name)
-        self._drop_unnamed(file)
+        self._incomplete.drop_unnamed(file)
 
     def rename(self, parent_id: int, name: bytes, new_parent_id: int, new_name: bytes, flags: int) -> None:
-        """Rename; a file that is replaced is not filled any more."""
+        """Rename, possibly over another file."""
         file = self._pending_at(new_parent_id, new_name)
         super().rename(parent_id, name, new_parent_id, new_name, flags)
-        self._drop_unnamed(file)
-
-    def release(self, handle: int) -> None:
-        """Close a handle; the last one of a removed file ends its filling."""
-        opened = self._state.files.get(handle)
-        file = self._pending.find(opened.node.ino) if opened is not None else None
-        del opened
-        super().release(handle)
-        self._drop_unnamed(file)
+        self._incomplete.drop_unnamed(file)
 
     def _pending_at(self, parent_id: int, name: bytes) -> PendingFile | None:
-        if not self._pending.by_ino:
+        if not self._incomplete.pending.by_ino:
             return None
         try:
-            return self._pending.find(self.peek(parent_id, name))
+            return self._incomplete.pending.find(self.peek(parent_id, name))
         except OSError:
             # The operation meets the same error, or none.
             return None
 
-    def _drop_unnamed(self, file: PendingFile | None) -> None:
-        if file is None or file.gone:
-            return
-        # Under one lock with opens that are under way: a process that has the file open, now or in a moment, may read on. The node
-        # does not tell, because that of a file without a name is found no more.
-        with self._pending.changed:
-            try:
-                if os.stat(file.name, dir_fd=self._pending.directory).st_nlink > 1:
-                    return
-            except FileNotFoundError:
-                return
-            is_open = any(opened.node.ino == file.ino for opened in list(self._state.files.values()))
-            if not is_open and not self._opening[file.ino]:
-                self._pending.drop(file)
+
+class LazyDirectories(Directories):
+    """Operations on open directories: syncs wait until the tree itself is durable."""
+
+    def __init__(self, state: OverlayState, incomplete: Incompleteness) -> None:
+        super().__init__(state)
+        self._incomplete = incomplete
+
+    def fsyncdir(self, handle: int, datasync: bool) -> None:
+        """Make a directory's names durable."""
+        self._incomplete.durable.wait()
+        super().fsyncdir(handle, datasync)
+
+
+class LazyCore(OverlayCore):
+    """The core; ``backing_fd`` is the restored tree, and the session's name means nothing."""
+
+    def __init__(
+        self, backing_fd: int, pending: PendingFiles, settler: Settler, *, kernel_keeps_times: bool
+    ) -> None:
+        self._pending = pending
+        self._settler = settler
+        super().__init__(
+            backing_fd, session="lazy-restore", kernel_keeps_times=kernel_keeps_times, plain=True
+        )
+        self._state.shown = self.incomplete.shown
+        self._state.undo.hidden.others = pending.by_ino
+        pending.remove_link = self._state.undo.hidden.let_other_go
+
+    def _make_operations(self, times: KernelTimes) -> None:
+        self.incomplete = Incompleteness(self._state, self._pending, self._settler)
+        self.names = LazyNames(self._state, self.incomplete)
+        self.files = LazyFiles(self._state, times, self._unseen, self.incomplete)
+        self.attributes = LazyAttributes(self._state, self.files, times, self.incomplete)
+        self.directories = LazyDirectories(self._state, self.incomplete)
+
+    def become(self, directory: int) -> None:
+        """Let the root be another directory, which has everything that was in it; nothing else may be under way."""
+        root = self._state.nodes.root
+        os.dup2(directory, self._state.nodes.root_directory.fd, inheritable=False)
+        root.ino = os.fstat(directory).st_ino
+
+    def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
+        """Return the preference for an open: the kernel must not read past us what is not there yet."""
+        file = self.incomplete.of(node_id)
+        if file is not None and not file.filled:
+            return OpenPreference.CACHED
+        return super().preference(node_id, flags, fresh=fresh)
+
+    def prepare_open(self, node_id: int, flags: int) -> None:
+        """Wait until a file that is opened for writing is complete; called before the open, without any lock.
+
+        Raises:
+            OSError: as of `Incompleteness.complete`.
+        """
+        if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_TRUNC:
+            self.incomplete.complete(node_id)
 
 
 class Turnstile:
@@ -313,8 +377,8 @@ class LazyDriver(KernelDriver):
         self._active: dict[int, bool] = {}
         """Requests that may wait: True if their caller was interrupted."""
         super().__init__(core, fuse_fd, negotiated)
-        core.interrupted = self._is_interrupted
-        core.before_wait = self.session.hand_on
+        core.incomplete.interrupted = self._is_interrupted
+        core.incomplete.before_wait = self.session.hand_on
 
     def _handlers(self) -> Mapping[int, Any]:
         handlers = {

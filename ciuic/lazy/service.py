@@ -151,13 +151,15 @@ class MountedRestore:
                 syscalls.syncfs(self._layout.directory)
                 self._record.boot = ""
                 self._layout.write(self._record)
-            core.durable.set()
+            core.incomplete.durable.set()
         except OSError as error:
             self._failure = error
             log.exception("lazy_skeleton_not_durable")
 
     def _until_filled(self, core: LazyCore, driver: LazyDriver) -> None:
-        while not (self._pending.wait_for_end(_STATUS_SECONDS) and core.durable.wait(_STATUS_SECONDS)):
+        while not (
+            self._pending.wait_for_end(_STATUS_SECONDS) and core.incomplete.durable.wait(_STATUS_SECONDS)
+        ):
             self._show()
             if self._failure is not None:
                 raise self._failure

@@ -79,52 +79,52 @@ class Session:
         return node
 
     def _create(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        attr, handle = self.core.create(folder, name, 0o644, os.O_RDWR, ROOT)
+        attr, handle = self.core.names.create(folder, name, 0o644, os.O_RDWR, ROOT)
         self._learn(attr.node)
         self.book.opened(OpenedFile(handle, attr.node, 2 * handle, os.O_RDWR, 0, 0))
 
     def _mkdir(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self.folders.append(self._learn(self.core.mkdir(folder, name, 0o755, ROOT).node))
+        self.folders.append(self._learn(self.core.names.mkdir(folder, name, 0o755, ROOT).node))
 
     def _link(self, folder: int, name: bytes, target: int, other: bytes) -> None:
-        node = self._learn(self.core.lookup(folder, name).node)
-        self._learn(self.core.link(node, target, other).node)
+        node = self._learn(self.core.names.lookup(folder, name).node)
+        self._learn(self.core.names.link(node, target, other).node)
 
     def _rename(self, folder: int, name: bytes, target: int, other: bytes) -> None:
-        self._learn(self.core.lookup(folder, name).node)
-        self.core.rename(folder, name, target, other, 0)
+        self._learn(self.core.names.lookup(folder, name).node)
+        self.core.names.rename(folder, name, target, other, 0)
 
     def _exchange(self, folder: int, name: bytes, target: int, other: bytes) -> None:
-        self.core.rename(folder, name, target, other, _EXCHANGE)
+        self.core.names.rename(folder, name, target, other, _EXCHANGE)
 
     def _unlink(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self.core.unlink(folder, name)
+        self.core.names.unlink(folder, name)
 
     def _rmdir(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self.core.rmdir(folder, name)
+        self.core.names.rmdir(folder, name)
 
     def _lookup(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self._learn(self.core.lookup(folder, name).node)
+        self._learn(self.core.names.lookup(folder, name).node)
 
     def _forget(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        node = self.core.lookup(folder, name).node
-        self.core.forget(node, self.known.pop(node, 0) + 1)
+        node = self.core.names.lookup(folder, name).node
+        self.core.names.forget(node, self.known.pop(node, 0) + 1)
         self.folders = [known for known in self.folders if known != node]
 
     def _open(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        found = self.core.lookup(folder, name)
+        found = self.core.names.lookup(folder, name)
         node = self._learn(found.node)
         if not stat.S_ISREG(found.st.st_mode):
             # A kernel opens nothing else through its server.
             return
-        handle = self.core.open(node, os.O_RDONLY)
+        handle = self.core.files.open(node, os.O_RDONLY)
         self.book.opened(OpenedFile(handle, node, 2 * handle, os.O_RDONLY, 0, 0))
 
     def _close(self, _folder: int, _name: bytes, target: int, _other: bytes) -> None:
         handles = sorted(self.book.files)
         handle = handles[target % len(handles)] if handles else 0
         if self.book.closed(handle):
-            self.core.release(handle)
+            self.core.files.release(handle)
 
     def succeeded(self, inherited: InheritedSession) -> Session:
         """Kill the worker and return the session of its successor."""
@@ -152,7 +152,7 @@ class Session:
 def answer(core: OverlayCore, node: int) -> tuple[int, int, int] | None:
     """Return inode number, mode and visible link count, or None when the node is stale."""
     try:
-        attr = core.getattr(node)
+        attr = core.attributes.getattr(node)
     except OSError:
         return None
     return attr.st.st_ino, attr.st.st_mode, attr.nlink
@@ -200,12 +200,12 @@ def test_a_successor_answers_as_its_predecessor(full_bytes: int, lives: list[lis
             after = before.succeeded(inherited)
             for node, facts in expected.items():
                 if facts is not None and node in lost and stat.S_ISDIR(facts[1]):
-                    assert after.core.getattr(node).nlink == 0
-                    assert list(after.core.readdir(after.core.opendir(node), 0)) == []
+                    assert after.core.attributes.getattr(node).nlink == 0
+                    assert list(after.core.directories.readdir(after.core.directories.opendir(node), 0)) == []
                 elif facts is not None and node not in lost:
                     assert answer(after.core, node) == facts, node
             for opened in open_files.values():
-                assert os.fstat(after.core.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
+                assert os.fstat(after.core.files.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
             before = after
 
 

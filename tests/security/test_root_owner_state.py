@@ -339,15 +339,15 @@ class OwnerMachine(RuleBasedStateMachine):
         assert self.core is not None
         cut = self.core.cut()
         try:
-            attr = self.core.lookup(ROOT_ID, b"file")
+            attr = self.core.names.lookup(ROOT_ID, b"file")
         except OSError:
             return
-        handle = self.core.open(attr.node, os.O_RDWR)
+        handle = self.core.files.open(attr.node, os.O_RDWR)
         try:
-            self.core.write(handle, 0, b"new")
+            self.core.files.write(handle, 0, b"new")
         finally:
-            self.core.release(handle)
-            self.core.forget(attr.node, 1)
+            self.core.files.release(handle)
+            self.core.names.forget(attr.node, 1)
         if not self.core.status()["abandoned"]:
             undo = _find_undo(self.fd)
             assert os.path.exists(f"/proc/self/fd/{undo}/{undo_format.sealed_name(cut.epoch)}")

@@ -120,6 +120,8 @@ class _StubCore:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.pending = True
+        # The groups of operations, too.
+        self.names = self.files = self.attributes = self.directories = self.swaps = self
         self.held_by_kernel: Callable[[int], bool] = lambda node: False
 
     def __getattr__(self, name: str) -> Any:

@@ -35,7 +35,7 @@ anew.
 """
 
 
-def entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
+def _entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
     """Return the entry of a name in the backing directory.
 
     Raises:
@@ -49,7 +49,7 @@ def entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
     return PathHandle(state.nodes.directory(parent), name)
 
 
-def new_entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
+def _new_entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
     """Return the entry of a name that is to be made.
 
     Raises:
@@ -57,10 +57,10 @@ def new_entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
     """
     if is_reserved(state.nodes, parent, name):
         raise PermissionError(errno.EACCES, "this name is reserved")
-    return entry_of(state, parent, name)
+    return _entry_of(state, parent, name)
 
 
-def lstat_or_none(entry: PathHandle) -> os.stat_result | None:
+def _lstat_or_none(entry: PathHandle) -> os.stat_result | None:
     """Return the attributes of what a name leads to; None when it is free."""
     try:
         return entry.stat()
@@ -68,7 +68,7 @@ def lstat_or_none(entry: PathHandle) -> os.stat_result | None:
         return None
 
 
-def adopt_created(
+def _adopt_created(
     state: OverlayState, parent: Node, name: bytes, read: Callable[[], os.stat_result]
 ) -> tuple[Node, Attr]:
     """Return the node of an inode that was just made under a name, marked as created; one lookup is counted."""
@@ -78,12 +78,18 @@ def adopt_created(
     return node, attr
 
 
-class Namespace:
-    """Operations of one root that find or make names."""
+class Names:
+    """Operations of one root on names."""
 
     def __init__(self, state: OverlayState) -> None:
         self._state = state
         self._nodes = state.nodes
+        self.before_freeing: Callable[[], None] = lambda: None
+        """Called before a removal that frees much space, which takes the file system up to seconds; a driver lets other
+        requests go on."""
+        self.after_freeing: Callable[[], None] = lambda: None
+        """Called inside the gate, after a removal that would have freed much space if the undo log had not
+        kept it."""
 
     def lookup(self, parent_id: int, name: bytes) -> Attr:
         """Return the node under a name, and count one lookup of it.
@@ -97,7 +103,7 @@ class Namespace:
             return self._counted(parent)
         if name == b"..":
             return self._counted(parent.parent or self._nodes.root)
-        return self._state.adopt(parent, name, entry_of(self._state, parent, name).stat, count=1)[1]
+        return self._state.adopt(parent, name, _entry_of(self._state, parent, name).stat, count=1)[1]
 
     def _counted(self, node: Node) -> Attr:
         attr = self._state.attr(node)
@@ -107,6 +113,20 @@ class Namespace:
     def forget(self, node_id: int, count: int) -> None:
         """Take ``count`` lookups back, which the kernel has dropped."""
         self._nodes.forget(node_id, count)
+
+    def peek(self, parent_id: int, name: bytes) -> int:
+        """Return the inode number under a name; no lookup is counted.
+
+        Raises:
+            FileNotFoundError: the name is free.
+        """
+        directory = self._nodes.directory(self._nodes.get(parent_id))
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_ino
+
+    def dot(self, node_id: int, name: bytes) -> int:
+        """Return the node id of "." or ".." in a directory; no lookup is counted."""
+        node = self._nodes.get(node_id)
+        return (node if name == b"." else node.parent or self._nodes.root).id
 
     def readlink(self, node_id: int) -> bytes:
         """Return the target of a symbolic link."""
@@ -156,9 +176,9 @@ class Namespace:
     ) -> Attr:
         parent = self._nodes.get(parent_id)
         with self._state.gate:
-            entry = new_entry_of(self._state, parent, name)
+            entry = _new_entry_of(self._state, parent, name)
             # Where the name is taken nothing will change: EEXIST.
-            if lstat_or_none(entry) is None:
+            if _lstat_or_none(entry) is None:
                 self._state.keep_name(parent, entry, None)
             masked = self._masked(parent, entry, mode, caller)
 
@@ -169,7 +189,7 @@ class Namespace:
                     make(entry, masked)
 
             self._state.with_space(change)
-            return adopt_created(self._state, parent, name, entry.stat)[1]
+            return _adopt_created(self._state, parent, name, entry.stat)[1]
 
     def _masked(self, parent: Node, entry: PathHandle, mode: int, caller: Credentials) -> int:
         """Return the mode under the caller's umask, unless the directory has a default ACL (POSIX.1e draft 17, 23.1.2)."""
@@ -198,10 +218,10 @@ class Namespace:
         # Before the creation: a refused open(2) creates nothing.
         self._state.allowances.descriptors.check(caller.uid)
         with self._state.gate:
-            entry = new_entry_of(self._state, parent, name)
+            entry = _new_entry_of(self._state, parent, name)
             # The kernel creates names that it believes to be free. Whether it is right matters before the
             # creation only where the binding has to be saved: one system call less otherwise.
-            is_new = not self._state.undo.active or lstat_or_none(entry) is None
+            is_new = not self._state.undo.active or _lstat_or_none(entry) is None
             if is_new:
                 self._state.keep_name(parent, entry, None)
             masked = self._masked(parent, entry, mode, caller)
@@ -218,7 +238,7 @@ class Namespace:
             file = OpenFile(parent, fd, flags, caller.uid)
             read = partial(os.fstat, fd)
             if is_new:
-                file.node, attr = adopt_created(self._state, parent, name, read)
+                file.node, attr = _adopt_created(self._state, parent, name, read)
             else:
                 file.node, attr = self._state.adopt(parent, name, read, count=1)
             return attr, self._state.add_file(file)
@@ -262,10 +282,10 @@ class Namespace:
         node, parent = self._nodes.get(node_id), self._nodes.get(new_parent_id)
         state = self._state
         with state.gate:
-            entry = new_entry_of(self._state, parent, new_name)
+            entry = _new_entry_of(self._state, parent, new_name)
             source, nameless = self._source_of_link(node)
             state.keep_inode(node)
-            if lstat_or_none(entry) is None:
+            if _lstat_or_none(entry) is None:
                 state.keep_name(parent, entry, None)
             path = b"/proc/self/fd/%d" % source.fd
             state.with_space(lambda: os.link(path, new_name, dst_dir_fd=entry.dir_fd, follow_symlinks=True))
@@ -300,18 +320,7 @@ class Namespace:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return self._nodes.pin(node), False
 
-
-class Removals:
-    """Operations of one root that take or move names."""
-
-    def __init__(self, state: OverlayState) -> None:
-        self._state = state
-        self._nodes = state.nodes
-        self.before_freeing: Callable[[], None] = lambda: None
-        """Called before a removal that frees much space, which takes the file system up to seconds."""
-        self.after_freeing: Callable[[], None] = lambda: None
-        """Called inside the gate, after a removal that would have freed much space if the undo log had not
-        kept it."""
+    # -- removing -----------------------------------------------------------------------------------
 
     def unlink(self, parent_id: int, name: bytes) -> None:
         """Remove the name of anything but a directory."""
@@ -324,7 +333,7 @@ class Removals:
     def _remove(self, parent_id: int, name: bytes, remove: Callable[[PathHandle], None]) -> None:
         parent = self._nodes.get(parent_id)
         with self._state.gate:
-            entry = entry_of(self._state, parent, name)
+            entry = _entry_of(self._state, parent, name)
             target = self._target(entry)
             self._state.keep_name(parent, entry, target.st)
             keep = self._keep_removed(target, entry)
@@ -398,8 +407,8 @@ class Removals:
         parent, new_parent = self._nodes.get(parent_id), self._nodes.get(new_parent_id)
         state = self._state
         with state.gate:
-            entry = entry_of(state, parent, name)
-            new_entry = new_entry_of(state, new_parent, new_name)
+            entry = _entry_of(state, parent, name)
+            new_entry = _new_entry_of(state, new_parent, new_name)
             source, replaced = self._target(entry), self._target_or_none(new_entry)
             if replaced is not None and source.key == replaced.key and not flags:
                 # Two names of one file: rename(2) does nothing.
@@ -427,7 +436,7 @@ class Removals:
             if flags & syscalls.RENAME_WHITEOUT:
                 # The file system has made a new inode under the old name, whose lookup the kernel does not
                 # count.
-                self._nodes.forget(adopt_created(self._state, parent, name, entry.stat)[0].id, 1)
+                self._nodes.forget(_adopt_created(self._state, parent, name, entry.stat)[0].id, 1)
 
     def _target_or_none(self, entry: PathHandle) -> _Target | None:
         try:

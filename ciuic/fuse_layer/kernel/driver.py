@@ -185,7 +185,7 @@ class HandleRequests:
             plan = self.modes.plan(
                 node, flags, fresh=fresh, preference=self._preference(node, flags, fresh=fresh)
             )
-            handle = self.core.open(
+            handle = self.core.files.open(
                 node,
                 flags,
                 keeps_privileges=not open_flags & p.OPEN_KILL_SUIDGID,
@@ -207,7 +207,7 @@ class HandleRequests:
         up, and another one is opened.
         """
         before = self.handle_journal.file_of(request.unique & ~p.UNIQUE_RESEND) if request.resent else None
-        if before is None or self.core.has_file(before.handle):
+        if before is None or self.core.files.has(before.handle):
             return before, False
         self._let_go(before.node, before.handle)
         return None, True
@@ -215,17 +215,17 @@ class HandleRequests:
     def _opened(self, request: FuseRequest, node: int, handle: int, plan: OpenPlan, flags: int) -> bytes:
         write_only = flags & os.O_ACCMODE == os.O_WRONLY
         try:
-            if self.core.appends(handle):
+            if self.core.files.appends(handle):
                 plan = self.modes.appending(plan)
-            final, backing_id = self.modes.commit(node, plan, self.core.descriptor(handle))
+            final, backing_id = self.modes.commit(node, plan, self.core.files.descriptor(handle))
             if final is not plan:
-                self.core.is_seen(handle)
+                self.core.files.is_seen(handle)
             elif final.unseen and not write_only:
                 self.core.note_joined(node)
             if final.passthrough or (write_only and not self._writeback):
-                self.core.needs_no_flush(handle)
+                self.core.files.needs_no_flush(handle)
         except BaseException:
-            self.core.release(handle)
+            self.core.files.release(handle)
             raise
         # In the journal before the answer: from then on the kernel uses the handle, also in a successor's
         # time.
@@ -248,13 +248,13 @@ class HandleRequests:
         if request.resent:
             # A file that is there was made by the predecessor, and empty then.
             flags &= ~(os.O_EXCL | os.O_TRUNC)
-        attr, handle = self.core.create(
+        attr, handle = self.core.names.create(
             request.node, name, mode, flags, Credentials(request.uid, request.gid, umask)
         )
         return self._created(request, data, flags, attr, handle)
 
     def _created_before(self, before: OpenedFile) -> bytes:
-        entry = self._encoder.entry(self.core.getattr(before.node, before.handle))
+        entry = self._encoder.entry(self.core.attributes.getattr(before.node, before.handle))
         return entry + p.OPEN_OUT.pack(before.handle, before.open_flags, before.backing_id)
 
     def _tmpfile(self, request: FuseRequest, data: memoryview) -> Reply:
@@ -262,7 +262,7 @@ class HandleRequests:
         before, _ = self._opened_before(request)
         if before is not None:
             return self._created_before(before)
-        attr, handle = self.core.tmpfile(
+        attr, handle = self.core.names.tmpfile(
             request.node, mode, flags, Credentials(request.uid, request.gid, umask)
         )
         return self._created(request, data, flags, attr, handle)
@@ -275,14 +275,14 @@ class HandleRequests:
                 preference = self._preference(attr.node, flags, fresh=fresh)
                 plan = self.modes.plan(attr.node, flags, fresh=fresh, preference=preference)
                 if plan.unseen:
-                    self.core.is_unseen(handle)
+                    self.core.files.is_unseen(handle)
                 opened = self._opened(request, attr.node, handle, plan, flags)
         except BaseException:
             # The answer is an error, after which no RELEASE and no FORGET come: an open handle would keep the
             # file's space until the unmount. ``_opened`` may have closed it already.
             with suppress(OSError):
-                self.core.release(handle)
-            self.core.forget(attr.node, 1)
+                self.core.files.release(handle)
+            self.core.names.forget(attr.node, 1)
             raise
         return entry + opened
 
@@ -298,14 +298,14 @@ class HandleRequests:
         node, *_ = p.ENTRY_HEAD.unpack_from(reply)
         handle, _, _ = p.OPEN_OUT.unpack_from(reply, len(reply) - p.OPEN_OUT.size)
         self._let_go(node, handle)
-        self.core.forget(node, 1)
+        self.core.names.forget(node, 1)
 
     def _let_go(self, node: int, handle: int) -> None:
         if not self.handle_journal.closed(handle):
             # A release that comes again.
             return
         try:
-            self.core.release(handle)
+            self.core.files.release(handle)
         finally:
             self.modes.released(node)
 
@@ -317,11 +317,11 @@ class HandleRequests:
     def _read(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, offset, size, *_ = p.READ_IN.unpack_from(data)
         # In most cases the data are in memory. A read that waits for a disk gives the turn up first.
-        found = self.core.read_nowait(handle, offset, size)
+        found = self.core.files.read_nowait(handle, offset, size)
         if found is not None:
             return found
         self.session.hand_on()
-        return self.core.read(handle, offset, size)
+        return self.core.files.read(handle, offset, size)
 
     def _write(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, offset, size, flags, *_ = p.WRITE_IN.unpack_from(data)
@@ -330,20 +330,20 @@ class HandleRequests:
             raise p.MalformedRequest(f"{len(payload)} bytes where {size} were announced")
         # Data from the kernel's cache come without their writer; one set-id bit too few is safe.
         kills = bool(flags & (p.WRITE_KILL_SUIDGID | p.WRITE_CACHE))
-        written = self.core.write(handle, offset, payload, keeps_privileges=not kills)
+        written = self.core.files.write(handle, offset, payload, keeps_privileges=not kills)
         return p.WRITE_OUT.pack(written, 0)
 
     def _flush(self, request: FuseRequest, data: memoryview) -> Reply:
         # struct fuse_flush_in begins with the handle; the rest is for servers that keep locks.
         (handle,) = p.FORGET_IN.unpack_from(data)
-        self.core.flush(handle)
+        self.core.files.flush(handle)
         return b""
 
     def _fsync(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, flags, _ = p.FSYNC_IN.unpack_from(data)
         # A sync may take seconds, in which another thread reads.
         self.session.hand_on()
-        self.core.fsync(handle, bool(flags & p.FSYNC_FDATASYNC))
+        self.core.files.fsync(handle, bool(flags & p.FSYNC_FDATASYNC))
         return b""
 
     def _fallocate(self, request: FuseRequest, data: memoryview) -> Reply:
@@ -353,13 +353,13 @@ class HandleRequests:
             # Repeated it would shift the blocks twice. It always changes the size, which therefore tells
             # whether it was done.
             unique = request.unique & ~p.UNIQUE_RESEND
-            size = os.fstat(self.core.descriptor(handle)).st_size
+            size = os.fstat(self.core.files.descriptor(handle)).st_size
             if request.resent and self.handle_journal.intent_of(unique) not in (None, size):
                 return b""
             self.handle_journal.intends(unique, size)
         # Unlike a cached write the request names its caller, whose supplementary groups are known: set-id
         # bits are treated as on a plain file (xfstests generic/683 to 685).
-        self.core.fallocate(
+        self.core.files.fallocate(
             *(handle, mode, offset, length),
             keeps_privileges=request.uid == 0,
             is_outside=lambda group: is_outside(group, request.gid, request.pid),
@@ -371,7 +371,7 @@ class HandleRequests:
         if offset >> 63:
             # Beyond the end of any file.
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
-        return p.LSEEK_OUT.pack(self.core.lseek(handle, offset, whence))
+        return p.LSEEK_OUT.pack(self.core.files.lseek(handle, offset, whence))
 
     def _copied(self, data: memoryview) -> int:
         source, offset, _, target, target_offset, length, flags = p.COPY_FILE_RANGE_IN.unpack_from(data)
@@ -379,7 +379,7 @@ class HandleRequests:
         if flags:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self.session.hand_on()
-        return self.core.copy_file_range(source, offset, target, target_offset, length)
+        return self.core.files.copy_file_range(source, offset, target, target_offset, length)
 
     def _copy_file_range(self, request: FuseRequest, data: memoryview) -> Reply:
         return p.WRITE_OUT.pack(self._copied(data), 0)
@@ -392,11 +392,11 @@ class HandleRequests:
     def _opendir(self, request: FuseRequest, data: memoryview) -> Reply:
         unique = request.unique & ~p.UNIQUE_RESEND
         if request.resent and (before := self.handle_journal.directory_of(unique)) is not None:
-            if self.core.has_directory(before.handle):
+            if self.core.directories.has(before.handle):
                 return p.OPEN_OUT.pack(before.handle, _CACHED_LISTING, 0)
             # The handle is lost, as in ``_opened_before``.
             self.handle_journal.directory_closed(before.handle)
-        handle = self.core.opendir(request.node, uid=request.uid)
+        handle = self.core.directories.opendir(request.node, uid=request.uid)
         self.handle_journal.directory_opened(OpenedDirectory(handle, request.node, unique, request.uid))
         return p.OPEN_OUT.pack(handle, _CACHED_LISTING, 0)
 
@@ -415,8 +415,8 @@ class HandleRequests:
         # Offsets 1 and 2 stand for "." and "..", which the core does not list: its own offsets begin behind
         # them.
         for index, name in enumerate((b".", b"..")[offset:], offset + 1):
-            yield name, self.core.dot(node, name), stat.S_IFDIR, index
-        for name, number, mode, next_offset in self.core.list_names(handle, max(offset - 2, 0)):
+            yield name, self.core.names.dot(node, name), stat.S_IFDIR, index
+        for name, number, mode, next_offset in self.core.directories.list_names(handle, max(offset - 2, 0)):
             yield name, number, mode, next_offset + 2
 
     def _readdirplus(self, request: FuseRequest, data: memoryview) -> Reply:
@@ -424,28 +424,30 @@ class HandleRequests:
         pieces, room = bytearray(), size
         for index, name in enumerate((b".", b"..")[offset:], offset + 1):
             # Without a node: the kernel makes no entry for "." and "..", and counts no lookup.
-            entry = _NO_ENTRY + p.pack_dirent(self.core.dot(request.node, name), stat.S_IFDIR, index, name)
+            entry = _NO_ENTRY + p.pack_dirent(
+                self.core.names.dot(request.node, name), stat.S_IFDIR, index, name
+            )
             if len(entry) > room:
                 return pieces
             pieces += entry
             room -= len(entry)
         first = max(offset - 2, 0)
         if not self.habits.wants_attributes(request.pid, request.node, from_start=offset == 0):
-            for name, number, mode, next_offset in self.core.list_names(handle, first):
+            for name, number, mode, next_offset in self.core.directories.list_names(handle, first):
                 entry = _NO_ENTRY + p.pack_dirent(number, mode, next_offset + 2, name)
                 if len(entry) > room:
                     break
                 pieces += entry
                 room -= len(entry)
             return pieces
-        for name, attr, next_offset in self.core.readdir(handle, first):
+        for name, attr, next_offset in self.core.directories.readdir(handle, first):
             entry = self._encoder.entry(attr) + p.pack_dirent(
                 attr.node, attr.st.st_mode, next_offset + 2, name
             )
             # Only an entry that the reply has room for counts as a lookup: the kernel forgets no other.
             if len(entry) > room:
                 break
-            self.core.remember(attr.node)
+            self.core.directories.remember(attr.node)
             pieces += entry
             room -= len(entry)
         return pieces
@@ -453,13 +455,13 @@ class HandleRequests:
     def _releasedir(self, request: FuseRequest, data: memoryview) -> Reply:
         (handle, *_) = p.RELEASE_IN.unpack_from(data)
         self.handle_journal.directory_closed(handle)
-        self.core.releasedir(handle)
+        self.core.directories.releasedir(handle)
         return b""
 
     def _fsyncdir(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, flags, _ = p.FSYNC_IN.unpack_from(data)
         self.session.hand_on()
-        self.core.fsyncdir(handle, bool(flags & p.FSYNC_FDATASYNC))
+        self.core.directories.fsyncdir(handle, bool(flags & p.FSYNC_FDATASYNC))
         return b""
 
 
@@ -478,13 +480,13 @@ class KernelDriver:
         self.core = core
         self.modes = OpenModes(fuse_fd, passthrough=negotiated.passthrough)
         self.handle_journal = HandleJournal(journal, inherited)
-        core.on_listing = self.handle_journal.listed
+        core.directories.on_listing = self.handle_journal.listed
         if inherited is not None:
             self.modes.inherit(inherited.files.values())
-        core.held_by_kernel = self.modes.is_passthrough
+        core.files.swaps.held_by_kernel = self.modes.is_passthrough
         self._negotiated = negotiated
         self._encoder = ReplyEncoder(writeback=negotiated.writeback)
-        core.before_freeing = lambda: self.session.hand_on()
+        core.names.before_freeing = lambda: self.session.hand_on()
         self._handles = HandleRequests(
             *(core, self.modes, self.handle_journal, self._encoder),
             writeback=negotiated.writeback,
@@ -534,7 +536,7 @@ class KernelDriver:
 
         Not for the session's threads.
         """
-        self.core.share(node, source_fd, source_offset, offset, length)
+        self.core.files.share(node, source_fd, source_offset, offset, length)
         self.session.invalidate_content(node, offset, length)
 
     # -- names and attributes -------------------------------------------------------------------------
@@ -543,31 +545,31 @@ class KernelDriver:
         # A program that looks up what it lists gets attributes with its next listings (`ListingHabits`).
         self._handles.habits.looked_up(request.pid, request.node)
         try:
-            return self._encoder.entry(self.core.lookup(request.node, bytes(data[:-1])))
+            return self._encoder.entry(self.core.names.lookup(request.node, bytes(data[:-1])))
         except FileNotFoundError:
             # An entry without a node and not ENOENT, which the kernel would not remember.
             return ABSENT
 
     def _forget(self, request: FuseRequest, data: memoryview) -> Reply:
-        self.core.forget(request.node, *p.FORGET_IN.unpack_from(data))
+        self.core.names.forget(request.node, *p.FORGET_IN.unpack_from(data))
         return None
 
     def _batch_forget(self, request: FuseRequest, data: memoryview) -> Reply:
         count, _ = p.BATCH_FORGET_IN.unpack_from(data)
         at = p.BATCH_FORGET_IN.size
         for node, lookups in p.FORGET_ONE.iter_unpack(data[at : at + count * p.FORGET_ONE.size]):
-            self.core.forget(node, lookups)
+            self.core.names.forget(node, lookups)
         return None
 
     def _getattr(self, request: FuseRequest, data: memoryview) -> Reply:
         flags, _, handle = p.GETATTR_IN.unpack_from(data)
         return self._encoder.attributes(
-            self.core.getattr(request.node, handle if flags & p.GETATTR_FH else None)
+            self.core.attributes.getattr(request.node, handle if flags & p.GETATTR_FH else None)
         )
 
     def _statx(self, request: FuseRequest, data: memoryview) -> Reply:
         flags, _, handle, _sync, mask = p.STATX_IN.unpack_from(data)
-        attr, extra = self.core.statx(request.node, handle if flags & p.GETATTR_FH else None, mask)
+        attr, extra = self.core.attributes.statx(request.node, handle if flags & p.GETATTR_FH else None, mask)
         return self._encoder.statx(attr, extra)
 
     def _setattr(self, request: FuseRequest, data: memoryview) -> Reply:
@@ -592,11 +594,11 @@ class KernelDriver:
             # Freeing the blocks of a large file takes seconds on some file systems.
             self.session.hand_on()
         return self._encoder.attributes(
-            self.core.setattr(request.node, change, handle if valid & p.FATTR_FH else None)
+            self.core.attributes.setattr(request.node, change, handle if valid & p.FATTR_FH else None)
         )
 
     def _readlink(self, request: FuseRequest, data: memoryview) -> Reply:
-        return self.core.readlink(request.node)
+        return self.core.names.readlink(request.node)
 
     def _labels(self, request: FuseRequest, data: memoryview) -> tuple[tuple[bytes, bytes], ...]:
         """Return the security contexts that a new inode is to be given (SELinux)."""
@@ -606,27 +608,31 @@ class KernelDriver:
 
     def _made(self, request: FuseRequest, data: memoryview, attr: Attr, *, written: bool = False) -> bytes:
         for name, value in self._labels(request, data):
-            self.core.setxattr(attr.node, name, value, 0)
+            self.core.attributes.setxattr(attr.node, name, value, 0)
         return self._encoder.entry(attr, written=written)
 
     def _symlink(self, request: FuseRequest, data: memoryview) -> Reply:
         name, target = p.names_of(data, 2)
         caller = Credentials(request.uid, request.gid, 0)
-        return self._once(request, data, name, lambda: self.core.symlink(request.node, name, target, caller))
+        return self._once(
+            request, data, name, lambda: self.core.names.symlink(request.node, name, target, caller)
+        )
 
     def _mknod(self, request: FuseRequest, data: memoryview) -> Reply:
         mode, rdev, umask, _ = p.MKNOD_IN.unpack_from(data)
         name = p.name_of(data[p.MKNOD_IN.size :])
         caller, device = Credentials(request.uid, request.gid, umask), p.user_device(rdev)
         return self._once(
-            request, data, name, lambda: self.core.mknod(request.node, name, mode, device, caller)
+            request, data, name, lambda: self.core.names.mknod(request.node, name, mode, device, caller)
         )
 
     def _mkdir(self, request: FuseRequest, data: memoryview) -> Reply:
         mode, umask = p.MKDIR_IN.unpack_from(data)
         name = p.name_of(data[p.MKDIR_IN.size :])
         caller = Credentials(request.uid, request.gid, umask)
-        return self._once(request, data, name, lambda: self.core.mkdir(request.node, name, mode, caller))
+        return self._once(
+            request, data, name, lambda: self.core.names.mkdir(request.node, name, mode, caller)
+        )
 
     def _once(self, request: FuseRequest, data: memoryview, name: bytes, make: Callable[[], Attr]) -> bytes:
         """Make a name, once even if the request comes again, and answer with its entry."""
@@ -637,12 +643,12 @@ class KernelDriver:
         except FileExistsError:
             if not request.resent:
                 raise
-            attr = self.core.lookup(request.node, name)
+            attr = self.core.names.lookup(request.node, name)
         try:
             return self._made(request, data, attr)
         except BaseException:
             # The answer is an error, with which the kernel counts no lookup.
-            self.core.forget(attr.node, 1)
+            self.core.names.forget(attr.node, 1)
             raise
 
     def _gone(self, request: FuseRequest, remove: Callable[[], None]) -> bytes:
@@ -656,29 +662,29 @@ class KernelDriver:
         return b""
 
     def _unlink(self, request: FuseRequest, data: memoryview) -> Reply:
-        return self._gone(request, lambda: self.core.unlink(request.node, p.name_of(data)))
+        return self._gone(request, lambda: self.core.names.unlink(request.node, p.name_of(data)))
 
     def _rmdir(self, request: FuseRequest, data: memoryview) -> Reply:
-        return self._gone(request, lambda: self.core.rmdir(request.node, p.name_of(data)))
+        return self._gone(request, lambda: self.core.names.rmdir(request.node, p.name_of(data)))
 
     def _rename(self, request: FuseRequest, data: memoryview) -> Reply:
         (target,) = p.RENAME_IN.unpack_from(data)
         old, new = p.names_of(data[p.RENAME_IN.size :], 2)
-        return self._gone(request, lambda: self.core.rename(request.node, old, target, new, 0))
+        return self._gone(request, lambda: self.core.names.rename(request.node, old, target, new, 0))
 
     def _rename2(self, request: FuseRequest, data: memoryview) -> Reply:
         target, flags, _ = p.RENAME2_IN.unpack_from(data)
         old, new = p.names_of(data[p.RENAME2_IN.size :], 2)
         if flags & syscalls.RENAME_EXCHANGE:
             return self._exchange(request, old, target, new, flags)
-        return self._gone(request, lambda: self.core.rename(request.node, old, target, new, flags))
+        return self._gone(request, lambda: self.core.names.rename(request.node, old, target, new, flags))
 
     def _exchange(self, request: FuseRequest, old: bytes, target: int, new: bytes, flags: int) -> bytes:
         """Exchange two names, once even if the request comes again."""
         # Both names are there before and after: the inode of the first before tells whether the exchange was
         # carried out.
         unique = request.unique & ~p.UNIQUE_RESEND
-        bound_to = self.core.peek(request.node, old)
+        bound_to = self.core.names.peek(request.node, old)
         intended = self.handle_journal.intent_of(unique) if request.resent else None
         # Without a note the predecessor died before the exchange. This process notes it for its own
         # successor.
@@ -687,15 +693,15 @@ class KernelDriver:
         elif intended != bound_to:
             # Carried out. The lookups tell the node table of it.
             for parent, name in ((request.node, old), (target, new)):
-                self.core.forget(self.core.lookup(parent, name).node, 1)
+                self.core.names.forget(self.core.names.lookup(parent, name).node, 1)
             return b""
-        self.core.rename(request.node, old, target, new, flags)
+        self.core.names.rename(request.node, old, target, new, flags)
         return b""
 
     def _link(self, request: FuseRequest, data: memoryview) -> Reply:
         (node,) = p.LINK_IN.unpack_from(data)
         name = p.name_of(data[p.LINK_IN.size :])
-        return self._once(request, data, name, lambda: self.core.link(node, request.node, name))
+        return self._once(request, data, name, lambda: self.core.names.link(node, request.node, name))
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -709,11 +715,11 @@ class KernelDriver:
 
     def _getxattr(self, request: FuseRequest, data: memoryview) -> Reply:
         size, _ = p.GETXATTR_IN.unpack_from(data)
-        return sized(size, self.core.getxattr(request.node, p.name_of(data[p.GETXATTR_IN.size :])))
+        return sized(size, self.core.attributes.getxattr(request.node, p.name_of(data[p.GETXATTR_IN.size :])))
 
     def _listxattr(self, request: FuseRequest, data: memoryview) -> Reply:
         size, _ = p.GETXATTR_IN.unpack_from(data)
-        names = shown_attributes(self.core.listxattr(request.node), request.uid, request.pid)
+        names = shown_attributes(self.core.attributes.listxattr(request.node), request.uid, request.pid)
         return sized(size, b"".join(name + b"\0" for name in names))
 
     def _setxattr(self, request: FuseRequest, data: memoryview) -> Reply:
@@ -731,7 +737,7 @@ class KernelDriver:
             raise p.MalformedRequest("the value is shorter than announced")
         if flags == XATTR_CREATE:
             flags = self._create_flag(request, name)
-        self.core.setxattr(request.node, name, value, flags, drops_group_bit=kills)
+        self.core.attributes.setxattr(request.node, name, value, flags, drops_group_bit=kills)
         return b""
 
     def _create_flag(self, request: FuseRequest, name: bytes) -> int:
@@ -742,7 +748,7 @@ class KernelDriver:
         # An attribute that is there now makes the request fail, also when it comes again. Only an absent one
         # needs a note.
         try:
-            self.core.getxattr(request.node, name)
+            self.core.attributes.getxattr(request.node, name)
         except OSError:
             self.handle_journal.intends(unique, 0)
         return XATTR_CREATE
@@ -754,10 +760,10 @@ class KernelDriver:
         if not request.resent or self.handle_journal.intent_of(unique) is None:
             # Where the attribute is absent, the removal below raises the error.
             with suppress(OSError):
-                self.core.getxattr(request.node, name)
+                self.core.attributes.getxattr(request.node, name)
                 self.handle_journal.intends(unique, 1)
         try:
-            self.core.removexattr(request.node, name)
+            self.core.attributes.removexattr(request.node, name)
         except OSError as error:
             if error.errno != errno.ENODATA or self.handle_journal.intent_of(unique) is None:
                 raise

@@ -161,28 +161,28 @@ class Pyfuse3Driver(pyfuse3.Operations):
     def init(self) -> None:
         """Register the event loop's thread with the core; called on the loop, before any request."""
         self.core.inline_thread = threading.get_ident()
-        self.core.before_freeing = self._not_on_the_loop
+        self.core.names.before_freeing = self._not_on_the_loop
 
     # -- names and attributes -----------------------------------------------------------------------
 
     @_answered
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
         try:
-            return entry_of(await self.dispatch.read(self.core.lookup, parent_inode, name))
+            return entry_of(await self.dispatch.read(self.core.names.lookup, parent_inode, name))
         except FileNotFoundError:
             return absent_entry()
 
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         try:
             for node, count in inode_list:
-                self.core.forget(node, count)
+                self.core.names.forget(node, count)
         except Exception:
             # FORGET has no reply: there is no caller to tell.
             log.exception("forget_failed")
 
     @_answered
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        return entry_of(await self.dispatch.read(self.core.getattr, inode))
+        return entry_of(await self.dispatch.read(self.core.attributes.getattr, inode))
 
     @_answered
     async def setattr(
@@ -207,39 +207,41 @@ class Pyfuse3Driver(pyfuse3.Operations):
             change = SetAttr(chown_by=ctx.uid)
         # Freeing the blocks of a large file takes seconds on some file systems.
         run = self.dispatch.long_change if fields.update_size else self.dispatch.change
-        return entry_of(await run(self.core.setattr, inode, change, fh))
+        return entry_of(await run(self.core.attributes.setattr, inode, change, fh))
 
     @_answered
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
-        return await self.dispatch.read(self.core.readlink, inode)
+        return await self.dispatch.read(self.core.names.readlink, inode)
 
     @_answered
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
         return entry_of(
-            await self.dispatch.change(self.core.mknod, parent_inode, name, mode, rdev, _caller(ctx))
+            await self.dispatch.change(self.core.names.mknod, parent_inode, name, mode, rdev, _caller(ctx))
         )
 
     @_answered
     async def mkdir(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(await self.dispatch.change(self.core.mkdir, parent_inode, name, mode, _caller(ctx)))
+        return entry_of(
+            await self.dispatch.change(self.core.names.mkdir, parent_inode, name, mode, _caller(ctx))
+        )
 
     @_answered
     async def symlink(
         self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         return entry_of(
-            await self.dispatch.change(self.core.symlink, parent_inode, name, target, _caller(ctx))
+            await self.dispatch.change(self.core.names.symlink, parent_inode, name, target, _caller(ctx))
         )
 
     @_answered
     async def link(
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(await self.dispatch.change(self.core.link, inode, new_parent_inode, new_name))
+        return entry_of(await self.dispatch.change(self.core.names.link, inode, new_parent_inode, new_name))
 
     def _not_on_the_loop(self) -> None:
         """Have a removal that takes long run again in a thread, by the exception of an operation that meets a hold."""
@@ -249,11 +251,11 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        await self.dispatch.change(self.core.unlink, parent_inode, name)
+        await self.dispatch.change(self.core.names.unlink, parent_inode, name)
 
     @_answered
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        await self.dispatch.change(self.core.rmdir, parent_inode, name)
+        await self.dispatch.change(self.core.names.rmdir, parent_inode, name)
 
     @_answered
     async def rename(
@@ -266,7 +268,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         ctx: RequestContext,
     ) -> None:
         await self.dispatch.change(
-            self.core.rename, parent_inode_old, name_old, parent_inode_new, name_new, flags
+            self.core.names.rename, parent_inode_old, name_old, parent_inode_new, name_new, flags
         )
 
     # -- files ----------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         # O_TRUNC is carried out by the core (libfuse asks for FUSE_ATOMIC_O_TRUNC).
         operation = functools.partial(
-            self.core.open, inode, flags, keeps_privileges=ctx.uid == 0, uid=ctx.uid
+            self.core.files.open, inode, flags, keeps_privileges=ctx.uid == 0, uid=ctx.uid
         )
         handle = await self.dispatch.change(operation)
         if flags & os.O_ACCMODE != os.O_RDONLY:
@@ -283,7 +285,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
             # (`entry_of`). The kernel may have dropped the inode meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 pyfuse3.invalidate_inode(inode, attr_only=True)
-        if self.core.appends(handle):
+        if self.core.files.appends(handle):
             # The write cache sends whole pages, also what they had before.
             return pyfuse3.FileInfo(fh=handle, direct_io=True)
         # keep_cache: all changes pass through this mount, so pages that are cached stay true.
@@ -294,15 +296,15 @@ class Pyfuse3Driver(pyfuse3.Operations):
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         attr, handle = await self.dispatch.change(
-            self.core.create, parent_inode, name, mode, flags, _caller(ctx)
+            self.core.names.create, parent_inode, name, mode, flags, _caller(ctx)
         )
         return pyfuse3.FileInfo(fh=handle, keep_cache=True), entry_of(attr, written=True)
 
     @_answered
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
-        data = self.core.read_nowait(fh, off, size)
+        data = self.core.files.read_nowait(fh, off, size)
         if data is None:
-            return await self.dispatch.long_read(self.core.read, fh, off, size)
+            return await self.dispatch.long_read(self.core.files.read, fh, off, size)
         # Not copied: pyfuse3 takes any contiguous buffer, whatever its annotation says.
         return cast(bytes, data)
 
@@ -310,25 +312,27 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
         # Copying more than that takes longer than the change of threads, and stops all other requests.
         run = self.dispatch.long_change if len(buf) > INLINE_WRITE_BYTES else self.dispatch.change
-        return await run(self.core.write, fh, off, buf)
+        return await run(self.core.files.write, fh, off, buf)
 
     @_answered
     async def flush(self, fh: FileHandleT) -> None:
-        await self.dispatch.change(self.core.flush, fh)
+        await self.dispatch.change(self.core.files.flush, fh)
 
     @_answered
     async def release(self, fh: FileHandleT) -> None:
-        await self.dispatch.change(self.core.release, fh)
+        await self.dispatch.change(self.core.files.release, fh)
 
     @_answered
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
-        await self.dispatch.sync(self.core.fsync, fh, datasync)
+        await self.dispatch.sync(self.core.files.fsync, fh, datasync)
 
     # -- directories ----------------------------------------------------------------------------------
 
     @_answered
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
-        handle = await self.dispatch.read(functools.partial(self.core.opendir, inode, uid=ctx.uid))
+        handle = await self.dispatch.read(
+            functools.partial(self.core.directories.opendir, inode, uid=ctx.uid)
+        )
         self._directories[handle] = inode
         return handle
 
@@ -342,12 +346,12 @@ class Pyfuse3Driver(pyfuse3.Operations):
         """The core's entries behind "." and "..", which it leaves out; offsets are its own plus two."""
         node = self._directories[handle]
         for name in _DOTS[start_id:]:
-            attr = self.core.lookup(node, name)
+            attr = self.core.names.lookup(node, name)
             # The kernel counts no lookup of the two.
-            self.core.forget(attr.node, 1)
+            self.core.names.forget(attr.node, 1)
             start_id += 1
             yield name, attr, start_id
-        for name, attr, next_id in self.core.readdir(handle, start_id - len(_DOTS)):
+        for name, attr, next_id in self.core.directories.readdir(handle, start_id - len(_DOTS)):
             yield name, attr, next_id + len(_DOTS)
 
     def _list_some(self, entries: Iterator[tuple[bytes, Attr, int]], token: ReaddirToken) -> bool:
@@ -357,18 +361,18 @@ class Pyfuse3Driver(pyfuse3.Operations):
             if not pyfuse3.readdir_reply(token, name, entry_of(attr), next_id):
                 return False
             if name not in _DOTS:
-                self.core.remember(attr.node)
+                self.core.directories.remember(attr.node)
             replied += 1
         return replied == LISTING_STEP
 
     @_answered
     async def releasedir(self, fh: FileHandleT) -> None:
         self._directories.pop(fh, None)
-        self.core.releasedir(fh)
+        self.core.directories.releasedir(fh)
 
     @_answered
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
-        await self.dispatch.sync(self.core.fsyncdir, fh, datasync)
+        await self.dispatch.sync(self.core.directories.fsyncdir, fh, datasync)
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -378,12 +382,12 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        return await self.dispatch.read(self.core.getxattr, inode, name)
+        return await self.dispatch.read(self.core.attributes.getxattr, inode, name)
 
     @_answered
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
         operation = functools.partial(
-            self.core.setxattr, drops_group_bit=self._is_outsider_acl(inode, name, ctx)
+            self.core.attributes.setxattr, drops_group_bit=self._is_outsider_acl(inode, name, ctx)
         )
         # pyfuse3 has already carried out XATTR_CREATE and XATTR_REPLACE by asking for the attribute first.
         await self.dispatch.change(operation, inode, name, value, 0)
@@ -393,7 +397,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         # The kernel could say so, but libfuse does not ask it to (FUSE_SETXATTR_EXT).
         if name != _ACCESS_ACL or ctx.uid == 0:
             return False
-        attr = self.core.getattr(inode)
+        attr = self.core.attributes.getattr(inode)
         if not attr.st.st_mode & stat.S_ISGID or attr.st.st_gid == ctx.gid:
             return False
         try:
@@ -404,9 +408,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        names = await self.dispatch.read(self.core.listxattr, inode)
+        names = await self.dispatch.read(self.core.attributes.listxattr, inode)
         return shown_attributes(names, ctx.uid, ctx.pid)
 
     @_answered
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
-        await self.dispatch.change(self.core.removexattr, inode, name)
+        await self.dispatch.change(self.core.attributes.removexattr, inode, name)

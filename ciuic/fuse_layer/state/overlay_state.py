@@ -103,9 +103,6 @@ class OverlayState:
         self.undo = undo
         self.files: dict[int, OpenFile] = {}
         self.allowances = Allowances(owner_of(nodes.root_directory.fd))
-        self.held_by_kernel: Callable[[int], bool] = lambda node_id: False
-        """True if the kernel itself has the node's backing file open, so that it must not be given another
-        inode."""
         self.shown: Callable[[os.stat_result], os.stat_result] = lambda st: st
         """Attributes to be shown in place of those of the backing file."""
         # For counting alone: threads open files at the same time.

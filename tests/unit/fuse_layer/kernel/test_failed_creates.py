@@ -47,13 +47,13 @@ def _fail(*_arguments: object, **_more: object) -> NoReturn:
 
 
 def _label(driver: KernelDriver, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(driver.core, "setxattr", _fail)
+    patch.setattr(driver.core.attributes, "setxattr", _fail)
 
 
 def _passing_by(driver: KernelDriver, patch: pytest.MonkeyPatch) -> None:
     unseen = OpenPlan(p.FOPEN_PASSTHROUGH, unseen=True)
     patch.setattr(OpenModes, "plan", lambda *_, **__: unseen)
-    patch.setattr(driver.core, "is_unseen", _fail)
+    patch.setattr(driver.core.files, "is_unseen", _fail)
 
 
 def _backing(driver: KernelDriver, patch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ class StubCore:
     def __init__(self, *, answers: bool, fd: int) -> None:
         self._answers, self._fd = answers, fd
         self.pending = True
+        # The groups of operations, too.
+        self.names = self.files = self.attributes = self.directories = self.swaps = self
         self.held_by_kernel: Callable[[int], bool] = lambda node: False
 
     def __getattr__(self, name: str) -> Any:

@@ -81,7 +81,7 @@ def test_the_number_of_a_removed_directory_counts_as_new() -> None:
         os.mkdir(rig.backing / "gone")
         ino = os.stat(rig.backing / "gone").st_ino
         epoch = rig.cut()
-        rig.core.rmdir(1, b"gone")
+        rig.core.names.rmdir(1, b"gone")
         assert rig.succeed()
         assert rig.core._state.tracker.is_fresh(ino)
         rig.check(*rig.capture(epoch))
