@@ -106,7 +106,7 @@ class _Budget:
         return time.monotonic() > self._end
 
 
-class CutTarget:
+class _CutTarget:
     """A file that may be written unseen."""
 
     __slots__ = ("_owner", "cloned", "copied", "copy", "dirty", "fd", "maps", "moving", "node", "st", "whole")
@@ -144,8 +144,8 @@ class Instant:
         self._epoch = epoch
         self._fine_times = fine_times
         self._faults_tell = faults_tell
-        self._targets: list[CutTarget] = []
-        self._late: list[CutTarget] = []
+        self._targets: list[_CutTarget] = []
+        self._late: list[_CutTarget] = []
         self._looked_ns = self._ended_ns = 0
         """Wall clock before the last look but one, and at the end of copying."""
         self._saved = False
@@ -153,7 +153,7 @@ class Instant:
 
     # -- under the hold -------------------------------------------------------------------------------
 
-    def take(self, targets: Sequence[CutTarget]) -> None:
+    def take(self, targets: Sequence[_CutTarget]) -> None:
         """Save what can be saved at once of ``targets``, one for each inode."""
         try:
             self._take(targets)
@@ -162,7 +162,7 @@ class Instant:
             self._targets = self._late = []
             self.unheld = [Unheld(target.ino) for target in targets]
 
-    def _take(self, targets: Sequence[CutTarget]) -> None:
+    def _take(self, targets: Sequence[_CutTarget]) -> None:
         budget = _Budget()
         self.unheld = [Unheld(target.ino) for target in targets[MAX_FILES:]]
         self._looked_ns = time.time_ns()
@@ -182,7 +182,7 @@ class Instant:
             self._record(target)
         self._ended_ns = time.time_ns()
 
-    def _first_look(self, target: CutTarget) -> bool:
+    def _first_look(self, target: _CutTarget) -> bool:
         """Return whether a snapshot can have the file, which needs a name for that."""
         try:
             target.st, nlink = self._state.undo.links(lambda: os.fstat(target.fd))
@@ -217,7 +217,7 @@ class Instant:
                 target.copied = target.st if target.copy is not None else None
                 target.whole = target.copy is not None
 
-    def _record(self, target: CutTarget) -> None:
+    def _record(self, target: _CutTarget) -> None:
         """Note the attributes of a file, and with them the length up to which it is captured, and clone what was not copied."""
         undo = self._state.undo
         # The attributes from before the copy: the file may have grown since.
@@ -245,7 +245,7 @@ class Instant:
                 self.unheld.append(self._judged(target, is_saved))
         self._targets = self._late = []
 
-    def _save_copy(self, target: CutTarget) -> bool:
+    def _save_copy(self, target: _CutTarget) -> bool:
         """Write the copy to the undo log, and return whether it is there."""
         copy, target.copy = target.copy, None
         undo = self._state.undo
@@ -265,7 +265,7 @@ class Instant:
                 return False
         return True
 
-    def _clone(self, target: CutTarget) -> None:
+    def _clone(self, target: _CutTarget) -> None:
         undo, ino = self._state.undo, target.ino
         with undo.lock(ino):
             if undo.true_epoch != self._epoch or not undo.active or self._state.tracker.is_fresh(ino):
@@ -276,14 +276,14 @@ class Instant:
                 target.moving |= _changed(target.st, os.fstat(target.fd))
                 self._ended_ns = time.time_ns()
 
-    def _is_still(self, target: CutTarget) -> bool:
+    def _is_still(self, target: _CutTarget) -> bool:
         """Return whether nothing of the file changed between the last two looks: all such files share an instant."""
         st = target.st
         if target.moving or target.dirty or (target.copied is not None and _changed(target.copied, st)):
             return False
         return self._fine_times or self._looked_ns - max(st.st_mtime_ns, st.st_ctime_ns) > TICK_NS
 
-    def _judged(self, target: CutTarget, is_saved: bool) -> Unheld:
+    def _judged(self, target: _CutTarget, is_saved: bool) -> Unheld:
         """Describe a file that is not held, and what would prove after the capture that it is."""
         st = target.st
         provable = not is_saved and self._is_still(target)
@@ -320,7 +320,7 @@ def _copied(fd: int, size_bytes: int, budget: _Budget) -> list[memoryview] | Non
     return pieces
 
 
-def has_fine_times(directory_fd: int) -> bool:
+def _has_fine_times(directory_fd: int) -> bool:
     """Try whether ctime tells two writes apart however fast one follows the other, once the time was asked for."""
     try:
         fd = os.open(b".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
@@ -340,7 +340,7 @@ def _written_ns(fd: int) -> int:
     return os.fstat(fd).st_ctime_ns
 
 
-def faults_tell(directory_fd: int) -> bool:
+def _faults_tell(directory_fd: int) -> bool:
     """Return whether a store to a clean page of a mapping moves ctime on this file system."""
     with suppress(OSError):
         return syscalls.file_system_type(directory_fd) in _FAULTS_TELL
@@ -369,8 +369,8 @@ class UnseenWriters:
         by, by node id."""
         # Two handles of one file may be released at the same time: the file is watched once.
         self._lingering = threading.Lock()
-        self._fine_times = has_fine_times(state.undo.directory_fd)
-        self._faults_tell = faults_tell(state.undo.directory_fd)
+        self._fine_times = _has_fine_times(state.undo.directory_fd)
+        self._faults_tell = _faults_tell(state.undo.directory_fd)
 
     @property
     def any_open(self) -> bool:
@@ -511,16 +511,16 @@ class UnseenWriters:
             if file is not None and not file.maps and self._since.get(handle, long_ago + 1) < long_ago:
                 self._on_stayed(file.node.name)
 
-    def _targets(self, nodes: dict[int, Node]) -> list[CutTarget]:
-        found: dict[int, CutTarget] = {}
+    def _targets(self, nodes: dict[int, Node]) -> list[_CutTarget]:
+        found: dict[int, _CutTarget] = {}
         for file in list(self._files.values()):
             if file.node.id in nodes:
-                target = CutTarget(file.node, file.fd, maps=file.maps, owner=file)
+                target = _CutTarget(file.node, file.fd, maps=file.maps, owner=file)
                 target = found.setdefault(file.node.id, target)
                 target.maps |= file.maps
         for node_id, (node, asking) in self._mapped.items():
             if node_id in nodes:
-                found.setdefault(node_id, CutTarget(node, asking, maps=True)).maps = True
+                found.setdefault(node_id, _CutTarget(node, asking, maps=True)).maps = True
         return list(found.values())
 
 

@@ -69,10 +69,10 @@ def note_unchanged(
     """Note that the file system refused the change that ``note_changing`` announced."""
     # Without this record a successor, after the name was renamed later, would take it for removed: the file
     # would get a second node, whose attributes the kernel keeps apart from those of the first.
-    note_settled(journal, _names(parent, name, to))
+    _note_settled(journal, _names(parent, name, to))
 
 
-def note_settled(journal: JournalWriter | None, names: ChangedNames) -> None:
+def _note_settled(journal: JournalWriter | None, names: ChangedNames) -> None:
     """Note that the outcome of a change of these names is known."""
     if journal is not None:
         journal.append(records.unchanged_record(names))
@@ -97,7 +97,7 @@ def settle(nodes: NodeTable, changes: Changes, is_gone: Callable[[Node], bool]) 
             break
         waiting = missed
     for names in changes:
-        note_settled(nodes.journal, names)
+        _note_settled(nodes.journal, names)
     if waiting:
         # A directory of theirs was removed later, or never was: no request can name them.
         log.info("name_changes_not_settled", count=len(waiting))

@@ -46,7 +46,7 @@ MAX_DIRECTORIES: Final = 4096
 move any number."""
 
 
-def unlink_quietly(directory_fd: int, name: bytes | str) -> bool:
+def _unlink_quietly(directory_fd: int, name: bytes | str) -> bool:
     """Remove a file, and return whether its name is free. One that stays is garbage, removed later."""
     try:
         os.unlink(name, dir_fd=directory_fd)
@@ -55,7 +55,7 @@ def unlink_quietly(directory_fd: int, name: bytes | str) -> bool:
     return True
 
 
-class UndoLogFile:
+class _UndoLogFile:
     """The log in one undo directory; made with its first record. Thread-safe."""
 
     def __init__(self, directory_fd: int) -> None:
@@ -95,7 +95,7 @@ class UndoLogFile:
         """Remove the log, and return whether its name is free."""
         with self._lock:
             self._log = None
-            return unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
+            return _unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
 
     def _create(self) -> Descriptor:
         # Two operations may save the first thing of an epoch at one instant. Without the lock the second
@@ -105,14 +105,14 @@ class UndoLogFile:
             if self._log is None:
                 # A log that could not be removed when its epochs ended may end in an incomplete record: it
                 # goes first.
-                unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
+                _unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
                 fd = os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory_fd)
                 self._log = Descriptor(fd)
             return self._log
 
 
-class UndoSpace:
+class _UndoSpace:
     """Space of one undo directory. Threads may count at the same time: the figures are estimates."""
 
     def __init__(self, directory_fd: int, limit_bytes: int) -> None:
@@ -163,7 +163,7 @@ class UndoSpace:
         return room.f_bavail * room.f_frsize
 
 
-def data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+def _data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of [start, end) that are not holes.
 
     A file system without SEEK_DATA calls everything data.
@@ -184,7 +184,7 @@ def data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
         at = hole
 
 
-def copy_data(fd: int, out: int, start: int, end: int, on_copied: Callable[[int], None]) -> None:
+def _copy_data(fd: int, out: int, start: int, end: int, on_copied: Callable[[int], None]) -> None:
     """Copy [start, end) to the same offsets of another file; holes stay holes.
 
     Args:
@@ -194,18 +194,18 @@ def copy_data(fd: int, out: int, start: int, end: int, on_copied: Callable[[int]
         end: byte behind the last one.
         on_copied: called with the length of each piece that was copied.
     """
-    for data_start, data_end in data_ranges(fd, start, end):
+    for data_start, data_end in _data_ranges(fd, start, end):
         at = data_start
         while at < data_end:
             piece = os.pread(fd, min(_COPY_BYTES, data_end - at), at)
             if not piece:
                 break
-            write_all(out, piece, at)
+            _write_all(out, piece, at)
             at += len(piece)
             on_copied(len(piece))
 
 
-def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of ``data`` at an offset, in as many calls as that takes."""
     view = memoryview(data)
     while view:
@@ -213,7 +213,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def write_pieces(
+def _write_pieces(
     dir_fd: int, name: bytes, pieces: Iterable[bytes | memoryview], size_bytes: int, *, new: bool
 ) -> int:
     """Write pieces one behind the other into a file of at least ``size_bytes``, and return their total length.
@@ -230,7 +230,7 @@ def write_pieces(
     at = 0
     try:
         for piece in pieces:
-            write_all(out, piece, at)
+            _write_all(out, piece, at)
             at += len(piece)
         if os.fstat(out).st_size < size_bytes:
             # A reader finds zeros where there is no piece, instead of the end of the file.
@@ -280,11 +280,11 @@ class UndoLog:
         """State that was taken over from a predecessor; None where there was none."""
         if self.inherited is None:
             self._directory = fresh_directory(state_fd, UNDO_DIR)
-            self._log = UndoLogFile(self._directory.fd)
+            self._log = _UndoLogFile(self._directory.fd)
             hold = fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
         else:
             hold = Descriptor(own_directory(self._directory.fd, undo_format.HOLD_DIR.encode()))
-        self.space = UndoSpace(self._directory.fd, limit_bytes)
+        self.space = _UndoSpace(self._directory.fd, limit_bytes)
         self.hidden = HiddenLinks(hold)
         if self.inherited is not None:
             self.hidden.held |= self.inherited.held
@@ -298,7 +298,7 @@ class UndoLog:
         found = read_undo(directory.fd, self.block_size)
         if found is None:
             return None
-        log = UndoLogFile(directory.fd)
+        log = _UndoLogFile(directory.fd)
         if found.has_log:
             try:
                 log.resume(found.log_bytes)
@@ -370,7 +370,7 @@ class UndoLog:
             if epoch in self._pending:
                 self._pending.remove(epoch)
             self._unclean = True
-            unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+            _unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
             if self._pending:
                 return
         self._clear()
@@ -390,13 +390,13 @@ class UndoLog:
                 # Also before saving stops: were this process killed now, its successor must not take these
                 # epochs for whole.
                 for epoch in epochs:
-                    unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+                    _unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
             self._unclean = True
             self._pending = []
         # Outside `_io`, because it folds these epochs into the current one under the lock of Epochs.
         self._on_abandon(epochs, reason)
         for epoch in epochs:
-            unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+            _unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
         self._clear()
 
     def _forget_saved(self) -> None:
@@ -430,7 +430,7 @@ class UndoLog:
             names = os.listdir(self._directory.fd)
             ours = ("blocks-", "new-", "sealed-")
             gone += [
-                unlink_quietly(self._directory.fd, os.fsencode(name))
+                _unlink_quietly(self._directory.fd, os.fsencode(name))
                 for name in names
                 if name.startswith(ours)
             ]
@@ -559,7 +559,7 @@ class UndoLog:
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
         out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
         try:
-            copy_data(fd, out, start, end, self.space.count_copy)
+            _copy_data(fd, out, start, end, self.space.count_copy)
             if os.fstat(out).st_size < end:
                 # A reader finds zeros where the old file had a hole, instead of the end of this file.
                 os.ftruncate(out, end)
@@ -586,7 +586,7 @@ class UndoLog:
         try:
             syscalls.clone_file(out, fd)
         except OSError as error:
-            unlink_quietly(self._directory.fd, name)
+            _unlink_quietly(self._directory.fd, name)
             self.clones = error.errno not in _CANNOT_CLONE
             return False
         finally:
@@ -610,7 +610,7 @@ class UndoLog:
         if not self._pending or not size:
             return
         name = undo_format.blocks_name(ino, self.true_epoch).encode()
-        written = write_pieces(self._directory.fd, name, pieces, size, new=ino not in self._blocks)
+        written = _write_pieces(self._directory.fd, name, pieces, size, new=ino not in self._blocks)
         first, count = blocks_of(0, size, self.block_size)
         with self.saving():
             self.space.count_copy(written)
@@ -621,7 +621,7 @@ class UndoLog:
         """Make an empty file in the undo directory, to take the name of inode ``ino``; return its descriptor and name there."""
         name = b"new-%d" % ino
         # Left by a swap on a failing disk (core/files.py).
-        unlink_quietly(self._directory.fd, name)
+        _unlink_quietly(self._directory.fd, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._directory.fd), name
 
