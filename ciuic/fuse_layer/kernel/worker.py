@@ -30,7 +30,7 @@ from ciuic.fuse_layer.kernel import negotiation
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.system import mounts, takeover_priority
-from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Departure, WorkerContext, detach_own
+from ciuic.fuse_layer.worker_lifecycle import STOP_SIGNALS, CoreFactory, Departure, WorkerContext, detach_own
 from ciuic.protocol.worker_frames import Share
 from ciuic.system.io_throttle import WAITS_SUFFIX
 
