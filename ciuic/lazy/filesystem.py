@@ -41,7 +41,7 @@ _NAMED: Final = (
 _CAN_WAIT: Final = (p.OPEN, p.READ, p.SETATTR, p.COPY_FILE_RANGE, p.COPY_FILE_RANGE_64)
 
 
-class Incompleteness:
+class IncompleteFiles:
     """What operations ask of incomplete files: which they are, and the waits for them."""
 
     def __init__(self, state: OverlayState, pending: PendingFiles, settler: Settler) -> None:
@@ -119,7 +119,7 @@ class LazyFiles(Files):
     """Operations on open files: blocks are fetched before they are read."""
 
     def __init__(
-        self, state: OverlayState, times: KernelTimes, unseen: UnseenWriters, incomplete: Incompleteness
+        self, state: OverlayState, times: KernelTimes, unseen: UnseenWriters, incomplete: IncompleteFiles
     ) -> None:
         super().__init__(state, times, unseen)
         self._incomplete = incomplete
@@ -215,7 +215,7 @@ class LazyAttributes(Attributes):
     """Operations on attributes: size and modification time change only of a complete file."""
 
     def __init__(
-        self, state: OverlayState, files: Files, times: KernelTimes, incomplete: Incompleteness
+        self, state: OverlayState, files: Files, times: KernelTimes, incomplete: IncompleteFiles
     ) -> None:
         super().__init__(state, files, times)
         self._incomplete = incomplete
@@ -238,7 +238,7 @@ class LazyAttributes(Attributes):
 class LazyNames(Names):
     """Operations on names: a file that loses its last one is not filled any more."""
 
-    def __init__(self, state: OverlayState, incomplete: Incompleteness) -> None:
+    def __init__(self, state: OverlayState, incomplete: IncompleteFiles) -> None:
         super().__init__(state)
         self._incomplete = incomplete
 
@@ -267,7 +267,7 @@ class LazyNames(Names):
 class LazyDirectories(Directories):
     """Operations on open directories: syncs wait until the tree itself is durable."""
 
-    def __init__(self, state: OverlayState, incomplete: Incompleteness) -> None:
+    def __init__(self, state: OverlayState, incomplete: IncompleteFiles) -> None:
         super().__init__(state)
         self._incomplete = incomplete
 
@@ -293,7 +293,7 @@ class LazyCore(OverlayCore):
         pending.remove_link = self._state.undo.hidden.let_other_go
 
     def _make_operations(self, times: KernelTimes) -> None:
-        self.incomplete = Incompleteness(self._state, self._pending, self._settler)
+        self.incomplete = IncompleteFiles(self._state, self._pending, self._settler)
         self.names = LazyNames(self._state, self.incomplete)
         self.files = LazyFiles(self._state, times, self._unseen, self.incomplete)
         self.attributes = LazyAttributes(self._state, self.files, times, self.incomplete)
@@ -316,7 +316,7 @@ class LazyCore(OverlayCore):
         """Wait until a file that is opened for writing is complete; called before the open, without any lock.
 
         Raises:
-            OSError: as of `Incompleteness.complete`.
+            OSError: as of `IncompleteFiles.complete`.
         """
         if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_TRUNC:
             self.incomplete.complete(node_id)
