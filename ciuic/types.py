@@ -202,7 +202,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The paired snapshot: a training state and the files of the same instant are each other's pair.
 
     The fields say what was known when this half was committed. Whether the other half exists is looked up
-    (`ciuic.protocol.pair_status`).
+    (`ciuic.protocol.pairing`).
     """
 
     of: Literal["training", "filesystem"]

@@ -14,7 +14,6 @@ configuration and need nothing else of it.
 
 from typing import TYPE_CHECKING
 
-from ciuic.config.draft import raise_for
 from ciuic.config.keys import (
     FLAT_NAMES,
     FLAT_ROOTS_NAME,
@@ -35,6 +34,7 @@ from ciuic.config.load import (
     find_file,
     load_config,
     parse_config,
+    raise_for,
     read_text,
 )
 from ciuic.config.model import (
@@ -65,8 +65,7 @@ from ciuic.lazy_names import lazy_attributes
 from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
-    from ciuic.config.edit import add_roots, remove_roots, writable_file
-    from ciuic.config.edit_remotes import write_remote
+    from ciuic.config.edit import add_roots, remove_roots, writable_file, write_remote
     from ciuic.config.owners import alert_flaw, check_file, check_owners
     from ciuic.config.places import (
         canonical_root,
@@ -163,7 +162,7 @@ _LATE = {
         ),
         "places",
     ),
-    "write_remote": "edit_remotes",
+    "write_remote": "edit",
     **dict.fromkeys(("ShownValue", "shown"), "show"),
     **dict.fromkeys(("alert_flaw", "check_file", "check_owners"), "owners"),
 }

@@ -12,21 +12,13 @@ from typing import Any
 import msgspec
 
 from ciuic.config.model import DRIVERS, TIER_KINDS
-from ciuic.config.remote_values import (
-    bandwidth_value,
-    endpoint_value,
-    price_value,
-    remote_name_value,
-    remote_url_value,
-    show_price,
-    window_value,
-    word_value,
-)
 from ciuic.config.values import (
     account_value,
+    bandwidth_value,
     block_size_value,
     count_value,
     duration_value,
+    endpoint_value,
     flag_value,
     interval_value,
     io_priority_value,
@@ -36,10 +28,14 @@ from ciuic.config.values import (
     one_of_value,
     path_value,
     patterns_value,
+    price_value,
     program_value,
+    remote_name_value,
+    remote_url_value,
     show_flag,
     show_list,
     show_optional,
+    show_price,
     show_share,
     show_size_or_share,
     size_or_share_value,
@@ -48,6 +44,8 @@ from ciuic.config.values import (
     trainer_name_value,
     undo_limit_value,
     users_value,
+    window_value,
+    word_value,
 )
 from ciuic.units import format_duration, format_size
 

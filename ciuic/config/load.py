@@ -1,25 +1,575 @@
 """Load the configuration from files and environment; report everything wrong with file and line.
 
 Guarantees: the result is complete, and valid as far as text can tell; whether the directories it names exist
-is checked by ciuic.config.places. Unknown keys are errors. All errors of a file are found in one go. Exactly
-one file is read: ``--config`` or CIUIC_CONFIG; else ``/etc/ciuic/ciuic.toml``; else the flat
+is checked by ciuic.config.places. Unknown keys are errors. All errors of a file are found in one go: the draft of a
+configuration collects values, their origins and every problem, and never stops at one. A remote with an error is left out.
+Exactly one file is read: ``--config`` or CIUIC_CONFIG; else ``/etc/ciuic/ciuic.toml``; else the flat
 ``/etc/ciuric.conf``; else none.
+
+The retention of a remote is at least the local one: a rule of ``[remote.keep]`` that is not set has the larger
+of its default and the value in ``[retention]``, so that a remote forgets a snapshot before the host does only
+if the operator says so.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import tomli
 
-from ciuic.config.draft import Draft
-from ciuic.config.flat import flat_to_toml, is_flat
-from ciuic.config.model import Config, Origin, Problem
+from ciuic.config.flat import FlatSetting, flat_to_toml, is_flat, parse_flat
+from ciuic.config.keys import (
+    DEFAULT_REMOTE_NAME,
+    FLAT_NAMES,
+    FLAT_ROOTS_NAME,
+    KEYS,
+    REMOTE_KEYS,
+    ROOT_KEYS,
+    TIER_KEYS,
+    TRAINER_KEYS,
+    Key,
+)
+from ciuic.config.model import (
+    DEFAULT,
+    AlertConfig,
+    CaptureConfig,
+    Config,
+    ControlConfig,
+    ExporterConfig,
+    HoldsConfig,
+    LogConfig,
+    Origin,
+    OverlayConfig,
+    Problem,
+    RemoteConfig,
+    RemotePrice,
+    RemoteSchedule,
+    RepositoryConfig,
+    RootConfig,
+    ScheduleConfig,
+    TierRule,
+    TrainerConfig,
+    WatchConfig,
+)
 from ciuic.config.owners import refuse_foreign_file
+from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.errors import CiuicError, ConfigError, NotPermitted
+from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
+from ciuic.retention import RetentionPolicy
+
+TABLE = "remote"
+TIER = "tier"
+_SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in REMOTE_KEYS if "." in name))
+_SHOWN = [f"{TABLE}.{name}" for name in REMOTE_KEYS]
+# Default of each rule of [remote.keep], as the keys have them.
+_LEAST = RetentionPolicy(
+    keep_within_seconds=REMOTE_KEYS["keep.keep_within"].parse(REMOTE_KEYS["keep.keep_within"].default),
+    keep_last=int(REMOTE_KEYS["keep.keep_last"].default),
+    keep_emergency=int(REMOTE_KEYS["keep.keep_emergency"].default),
+    keep_safety_seconds=REMOTE_KEYS["keep.keep_safety"].parse(REMOTE_KEYS["keep.keep_safety"].default),
+)
+_COUNTS = (
+    "keep_last",
+    "keep_hourly",
+    "keep_daily",
+    "keep_weekly",
+    "keep_monthly",
+    "keep_yearly",
+    "keep_emergency",
+)
+
+
+class Complaints(Protocol):
+    """Receiver of the errors of a file (`ciuic.config.load.Draft`)."""
+
+    def complain(self, message: str, line: int, hint: str = "") -> None:
+        """Record an error at a line."""
+
+    def unknown(self, name: str, known: Iterable[str], line: int, *, shown: str = "") -> None:
+        """Record an unknown key, with the one of ``known`` that was probably meant."""
+
+    def at(self, line: int) -> Origin:
+        """Return the origin of what stands at a line."""
+
+
+class ReadRemote(NamedTuple):
+    """The valid values of one remote, by their names in ``REMOTE_KEYS``."""
+
+    values: dict[str, Any]
+    origins: dict[str, Origin]
+    origin: Origin
+    tiers: tuple[TierRule, ...] = ()
+
+    def config(self, local: RetentionPolicy) -> RemoteConfig:
+        """Return the remote, beside a local retention of ``local``."""
+        get = self.values.get
+        return RemoteConfig(
+            name=get("name", DEFAULT_REMOTE_NAME),
+            url=self.values["url"],
+            endpoint=get("endpoint"),
+            region=get("region"),
+            bandwidth_bytes=get("bandwidth"),
+            max_lag_seconds=get("max_lag"),
+            encryption=get("encryption", True),
+            key_file=get("key_file"),
+            key_command=get("key_command", ()),
+            storage_class=get("storage_class"),
+            keep=self._keep(local),
+            schedule=RemoteSchedule(get("schedule.interval", 0), get("schedule.window")),
+            price=RemotePrice(get("price.put_per_1000"), get("price.get_per_1000"), get("price.gb_month")),
+            tiers=self.tiers,
+            origin=self.origin,
+            origins=self.origins,
+        )
+
+    def _keep(self, local: RetentionPolicy) -> RetentionPolicy:
+        get = self.values.get
+        return RetentionPolicy(
+            keep_within_seconds=get(
+                "keep.keep_within", max(local.keep_within_seconds, _LEAST.keep_within_seconds)
+            ),
+            keep_safety_seconds=get(
+                "keep.keep_safety", max(local.keep_safety_seconds, _LEAST.keep_safety_seconds)
+            ),
+            keep_tags=get("keep.keep_tags", local.keep_tags),
+            **{
+                name: get(f"keep.{name}", max(getattr(local, name), getattr(_LEAST, name)))
+                for name in _COUNTS
+            },
+        )
+
+
+def read_remotes(value: object, lines: Mapping[TomlPath, int], complaints: Complaints) -> list[ReadRemote]:
+    """Return the remotes of a document without an error; each error goes to ``complaints``."""
+    if isinstance(value, dict):
+        tables: list[tuple[dict[str, object], TomlPath]] = [(value, (TABLE,))]
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        tables = [(table, (TABLE, index)) for index, table in enumerate(value)]
+    else:
+        complaints.complain(
+            f"{TABLE} is a table: write [{TABLE}], or [[{TABLE}]] for each of several",
+            line_of(lines, (TABLE,)),
+        )
+        return []
+    found: list[ReadRemote] = []
+    for table, path in tables:
+        line = line_of(lines, path)
+        read, is_valid = _read_one(
+            {name: item for name, item in table.items() if name != TIER}, path, lines, complaints
+        )
+        if TIER in table:
+            rules, are_valid = _read_tiers(table[TIER], (*path, TIER), lines, complaints)
+            read, is_valid = read._replace(tiers=rules), is_valid and are_valid
+        flaws = list(_flaws(table, read.values, [*found], alone=len(tables) == 1))
+        for flaw, key in flaws:
+            complaints.complain(flaw, read.origins[key].line if key in read.origins else line)
+        if is_valid and not flaws:
+            found.append(read)
+    return found
+
+
+def _read_one(
+    table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int], complaints: Complaints
+) -> tuple[ReadRemote, bool]:
+    """Return the valid values of a table, and whether it had no others."""
+    read = ReadRemote({}, {}, complaints.at(line_of(lines, path)))
+    is_valid = True
+    for parts, raw in _flattened(table):
+        name, line = ".".join(parts), line_of(lines, (*path, *parts))
+        # A key in quotes may have a dot of its own, which makes it none of a table.
+        if name not in REMOTE_KEYS or len(parts) != len(name.split(".")):
+            is_valid = False
+            if name in _SECTIONS:
+                complaints.complain(f"{TABLE}.{name} is a table: write [{TABLE}.{name}]", line)
+            else:
+                complaints.unknown(f"{TABLE}.{name}", _SHOWN, line)
+            continue
+        try:
+            read.values[name] = REMOTE_KEYS[name].parse(raw)
+            read.origins[name] = complaints.at(line)
+        except ValueError as error:
+            is_valid = False
+            complaints.complain(f"{TABLE}.{name}: {error}", line)
+    return read, is_valid
+
+
+def _read_tiers(
+    value: object, path: TomlPath, lines: Mapping[TomlPath, int], complaints: Complaints
+) -> tuple[tuple[TierRule, ...], bool]:
+    """Return the valid rules of ``[[remote.tier]]``, and whether there were no others."""
+    where = f"{TABLE}.{TIER}"
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        complaints.complain(f"{where} is a list of tables: write [[{where}]] for each", line_of(lines, path))
+        return (), False
+    rules: list[TierRule] = []
+    for index, table in enumerate(value):
+        line = line_of(lines, (*path, index))
+        values: dict[str, Any] = {}
+        sound = True
+        for name, raw in table.items():
+            at = line_of(lines, (*path, index, name))
+            if name not in TIER_KEYS:
+                complaints.unknown(f"{where}.{name}", [f"{where}.{known}" for known in TIER_KEYS], at)
+                sound = False
+                continue
+            try:
+                values[name] = TIER_KEYS[name].parse(raw)
+            except ValueError as error:
+                complaints.complain(f"{where}.{name}: {error}", at)
+                sound = False
+        missing = [name for name in ("after", "storage_class") if name not in table]
+        for name in missing:
+            complaints.complain(f"a [[{where}]] without {name}", line)
+        if sound and not missing:
+            rules.append(
+                TierRule(
+                    after_seconds=values["after"],
+                    storage_class=values["storage_class"] or "",
+                    kind=values.get("kind", "all"),
+                    keep_newest=values.get("keep_newest", 1),
+                )
+            )
+    return tuple(rules), len(rules) == len(value)
+
+
+def _flattened(table: dict[str, object]) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Yield each key, behind the name of the table in it that has the key, and its value."""
+    for name, value in table.items():
+        if name in _SECTIONS and isinstance(value, dict):
+            for inner, item in value.items():
+                yield (name, inner), item
+        else:
+            yield (name,), value
+
+
+def _flaws(
+    table: dict[str, object], values: dict[str, Any], before: list[ReadRemote], *, alone: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield what is missing in a table or contradicts another key, and the key that it is about."""
+    if "url" not in table:
+        yield f"a [{TABLE}] without a url", ""
+    if "name" not in table and not alone:
+        yield f"a [[{TABLE}]] without a name: of several, each needs one", ""
+    if any(read.values.get("name") == values["name"] for read in before if "name" in values):
+        yield f"a second [[{TABLE}]] with the name {values['name']}", "name"
+    # Two uploaders of one repository to one place would do everything twice.
+    if any(read.values["url"] == values["url"] for read in before if "url" in values):
+        yield f"a second [[{TABLE}]] with the url {values['url']}", "url"
+    if values.get("key_file") and values.get("key_command"):
+        yield f"{TABLE}.key_file and {TABLE}.key_command must not be set together", "key_command"
+    for key in ("key_file", "key_command"):
+        if values.get("encryption") is False and values.get(key):
+            yield f"{TABLE}.{key} has no use without encryption", key
+    scheme = values.get("url", "").partition(":")[0]
+    for key in ("endpoint", "region", "storage_class"):
+        if scheme == "file" and values.get(key):
+            yield f"{TABLE}.{key} has no use for a directory ({values['url']})", key
+    if scheme in ("file", "gs", "oss") and table.get(TIER):
+        yield (
+            f"{TABLE}.{TIER} has no use for {scheme}://, whose storage classes are not changed from here",
+            "url",
+        )
+    if scheme == "oss" and not values.get("endpoint") and not values.get("region"):
+        yield f'{TABLE}.region must be set for oss://, such as "cn-hangzhou", or {TABLE}.endpoint', "url"
+
+
+def raise_for(problems: Iterable[Problem]) -> None:
+    """Raise the errors among ``problems`` as one, with the exit code of the first; do nothing for none."""
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if len(errors) == 1:
+        raise errors[0].error(str(errors[0]), hint=errors[0].hint)
+    if errors:
+        lines = (f"{problem} ({problem.hint})" if problem.hint else str(problem) for problem in errors)
+        raise errors[0].error("\n".join(lines))
+
+
+@dataclass
+class Draft:
+    """Configuration under construction: values so far, their origins, and the problems found."""
+
+    file: Path | None
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    roots: list[RootConfig] = field(default_factory=list)
+    trainers: list[TrainerConfig] = field(default_factory=list)
+    remotes: list[ReadRemote] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def read(self, text: str) -> None:
+        """Read ``text`` in the format of the file's name."""
+        if self.file is not None and is_flat(self.file):
+            self.read_flat(text)
+        else:
+            self.read_toml(text)
+
+    def finish(self) -> Config:
+        """Return the configuration; raise the problems found."""
+        raise_for(self.problems)
+        return self.build()
+
+    def complain(self, message: str, line: int, hint: str = "") -> None:
+        """Record an error at a line of the file."""
+        self.problems.append(Problem("error", message, hint, self.at(line)))
+
+    def at(self, line: int) -> Origin:
+        """Return the origin of what stands at a line of the file."""
+        return Origin("file", str(self.file), line)
+
+    def put(self, key: Key, raw: object, origin: Origin, *, shown_name: str = "") -> None:
+        """Parse and store the value of a key; record an error if it is invalid."""
+        try:
+            self.values[key.name] = key.parse(raw)
+        except ValueError as error:
+            self.problems.append(Problem("error", f"{shown_name or key.name}: {error}", origin=origin))
+        else:
+            self.origins[key.name] = origin
+
+    def put_path(self, name: str, path: Path, origin: Origin) -> None:
+        """Store a path given on the command line or in the environment."""
+        # Relative to the working directory, where it was typed; it need not be UTF-8.
+        self.values[name] = Path(os.path.abspath(path))
+        self.origins[name] = origin
+
+    # --- TOML
+
+    def read_toml(self, text: str) -> None:
+        """Read a TOML text."""
+        try:
+            document = tomli.loads(text)
+        except tomli.TOMLDecodeError as error:
+            self.complain(f"not TOML: {error.msg}", error.lineno)
+            return
+        # tomli raises it for values nested without end, which coverage-guided fuzzing found.
+        except RecursionError:
+            self.complain("values or names are nested too deeply", 1)
+            return
+        # Only after tomli has accepted the text: for others the positions mean nothing.
+        lines = line_numbers(statements(text))
+        for name, value in document.items():
+            line = line_of(lines, (name,))
+            if name in _LISTS:
+                self.read_tables(name, value, lines)
+            elif name in _TABLES:
+                self.read_table(name, value, lines)
+            elif name == TABLE:
+                self.remotes = read_remotes(value, lines, self)
+            elif name in KEYS:
+                self.put(KEYS[name], value, self.at(line))
+            else:
+                self.unknown(name, [*KEYS, *_TABLES, *_LISTS, TABLE], line)
+
+    def read_table(self, table: str, value: object, lines: Mapping[TomlPath, int]) -> None:
+        """Read the keys of one table."""
+        if not isinstance(value, dict):
+            self.complain(f"{table} is a table: write [{table}]", line_of(lines, (table,)))
+            return
+        for name, item in value.items():
+            dotted, line = f"{table}.{name}", line_of(lines, (table, name))
+            if dotted in KEYS:
+                self.put(KEYS[dotted], item, self.at(line))
+            elif name in KEYS or name in (*_LISTS, TABLE):
+                # The most frequent mistake with TOML: a top-level key written after a table's header belongs
+                # to that table.
+                self.complain(
+                    f"unknown key {dotted}",
+                    line,
+                    f"{name} belongs to no table: move it above the first [table]",
+                )
+            else:
+                self.unknown(dotted, KEYS, line)
+
+    def read_tables(self, kind: str, value: object, lines: Mapping[TomlPath, int]) -> None:
+        """Read a list of tables, such as [[root]]."""
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            self.complain(f"{kind} is a list of tables: write [[{kind}]] for each", line_of(lines, (kind,)))
+            return
+        for index, table in enumerate(value):
+            path: TomlPath = (kind, index)
+            values = self.read_one(kind, table, path, lines)
+            line = line_of(lines, path)
+            if kind == "root":
+                self.add_root(table, values, line)
+            else:
+                self.add_trainer(table, values, line)
+
+    def read_one(
+        self, kind: str, table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int]
+    ) -> dict[str, Any]:
+        """Return the valid values of one table of a list; record an error for each other."""
+        values: dict[str, Any] = {}
+        known = _LISTS[kind]
+        for name, raw in table.items():
+            line = line_of(lines, (*path, name))
+            if name not in known:
+                self.unknown(name, known, line, shown=f"{kind}.{name}")
+                continue
+            try:
+                values[name] = known[name].parse(raw)
+            except ValueError as error:
+                self.complain(f"{kind}.{name}: {error}", line)
+        return values
+
+    def add_root(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
+        """Add a root whose keys have been read."""
+        if "path" in values:
+            self.roots.append(RootConfig(**values, origin=self.at(line)))
+        elif "path" not in table:
+            self.complain("a [[root]] without a path", line)
+
+    def add_trainer(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
+        """Add a trainer whose keys have been read."""
+        if "name" not in table:
+            self.complain("a [[trainer]] without a name", line)
+        elif any(trainer.name == values.get("name") for trainer in self.trainers):
+            self.complain(f"a second [[trainer]] with the name {values['name']}", line)
+        elif ("heartbeat_file" in table) != ("heartbeat" in table):
+            self.complain("heartbeat_file and heartbeat must be set together", line)
+        elif "pid_file" not in table and "heartbeat_file" not in table:
+            self.complain("a [[trainer]] needs a pid_file, or a heartbeat_file and heartbeat", line)
+        # Otherwise an error has been recorded for the invalid value.
+        elif len(values) == len(table):
+            # The field has its unit in its name; the key in the file is a duration with a unit.
+            values["heartbeat_seconds"] = values.pop("heartbeat", 0)
+            self.trainers.append(TrainerConfig(**values, origin=self.at(line)))
+
+    # --- the flat format
+
+    def read_flat(self, text: str) -> list[FlatSetting]:
+        """Read a text in the flat format and return its settings."""
+        settings, errors = parse_flat(text)
+        for error in errors:
+            self.complain(str(error), error.line)
+        for name, value, line in settings:
+            if name == FLAT_ROOTS_NAME:
+                self.read_flat_roots(value, line)
+            elif name in FLAT_NAMES:
+                self.put(KEYS[FLAT_NAMES[name]], value, self.at(line), shown_name=name)
+            elif name.partition(".")[0] == TABLE:
+                hint = "`ciuic config convert` makes a TOML file of this one"
+                self.complain(f"the flat format has no remotes, got {name}", line, hint)
+            else:
+                self.unknown(name, [*FLAT_NAMES, FLAT_ROOTS_NAME], line)
+        return settings
+
+    def read_flat_roots(self, paths: str | list[str], line: int) -> None:
+        """Add the roots of the flat format's list."""
+        for path in paths:
+            try:
+                self.roots.append(RootConfig(ROOT_KEYS["path"].parse(path), origin=self.at(line)))
+            except ValueError as error:
+                self.complain(f"{FLAT_ROOTS_NAME}: {error}", line)
+
+    # --- all
+
+    def unknown(self, name: str, known: Iterable[str], line: int, *, shown: str = "") -> None:
+        """Record an unknown key, with the key that was probably meant."""
+        hint = suggestion(name, known) or "`ciuic config example` prints every key"
+        self.complain(f"unknown key {shown or name}", line, hint)
+
+    def build(self) -> Config:
+        """Return the configuration, with defaults for everything not set."""
+        values: dict[str, Any] = {
+            # Defaults go through the same parsers as values of a file, so both have one form.
+            name: self.values.get(name, key.parse(_default(key)) if key.default else _EMPTY.get(name))
+            for name, key in KEYS.items()
+        }
+        # Its default follows daemon.runtime_dir.
+        if "control.socket" not in self.values:
+            values["control.socket"] = values["daemon.runtime_dir"] / "control.sock"
+        retention = RetentionPolicy(
+            keep_within_seconds=values["retention.keep_within"],
+            keep_safety_seconds=values["retention.keep_safety"],
+            **{name: values[f"retention.{name}"] for name in _POLICY_NAMES},
+        )
+        return Config(
+            roots=tuple(self.roots),
+            exclude=values["exclude"],
+            repository=RepositoryConfig(
+                values["repository.path"],
+                values["repository.block_size"],
+                values["repository.trust_owner"],
+                values["repository.reserve"],
+            ),
+            schedule=ScheduleConfig(values["schedule.interval"]),
+            retention=retention,
+            min_free=values["retention.min_free"],
+            capture=CaptureConfig(
+                values["capture.io_priority"],
+                values["capture.min_share"],
+                values["capture.finish_within"],
+                values["capture.undo_limit"],
+            ),
+            overlay=OverlayConfig(values["overlay.tracked_names"], values["overlay.mapped_names"]),
+            control=ControlConfig(values["control.socket"], values["control.group"]),
+            watch=WatchConfig(values["watch.users"], values["watch.emergency_per_hour"]),
+            exporter=ExporterConfig(values["exporter.listen"]),
+            holds=HoldsConfig(values["holds.max_of_a_user"], values["holds.max_of_a_user_per_hour"]),
+            alert=AlertConfig(values["alert.command"], values["alert.user"], values["alert.timeout"]),
+            trainers=tuple(self.trainers),
+            remotes=tuple(read.config(retention) for read in self.remotes),
+            runtime_dir=values["daemon.runtime_dir"],
+            log=LogConfig(values["log.level"], values["log.format"]),
+            file=self.file,
+            origins={name: self.origins.get(name, DEFAULT) for name in KEYS},
+        )
+
+
+_LISTS: Mapping[str, Mapping[str, Key]] = {"root": ROOT_KEYS, "trainer": TRAINER_KEYS}
+_TABLES = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
+_POLICY_NAMES = (
+    "keep_last",
+    "keep_hourly",
+    "keep_daily",
+    "keep_weekly",
+    "keep_monthly",
+    "keep_yearly",
+    "keep_tags",
+    "keep_emergency",
+)
+# Defaults of the keys whose default is no text that their parser takes.
+_EMPTY: dict[str, Any] = {
+    "exclude": (),
+    "retention.keep_tags": (),
+    "watch.users": (),
+    "alert.command": (),
+    "overlay.tracked_names": DEFAULT_TRACKED_NAMES,
+    "overlay.mapped_names": DEFAULT_MAPPED_NAMES,
+}
+
+
+def _default(key: Key) -> object:
+    # Parsers of counts take integers alone, as TOML has them.
+    return int(key.default) if key.default.isdigit() else key.default
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ``did you mean …?`` for the nearest of ``known``; an empty text when none is near."""
+    by_text = {text.casefold(): text for text in known}
+    for text in list(by_text.values()):
+        # A key without its section, such as `interval`, means the one that ends so.
+        by_text.setdefault(text.rpartition(".")[2].casefold(), text)
+    # The name of one format may have been written in a file of the other.
+    for flat_name, dotted in FLAT_NAMES.items():
+        if dotted in by_text.values():
+            by_text.setdefault(flat_name, dotted)
+        elif flat_name in by_text:
+            by_text.setdefault(dotted, flat_name)
+            by_text.setdefault(dotted.rpartition(".")[2], flat_name)
+    section, _, last = name.casefold().rpartition(".")
+    # A known section is in all of its keys: compared as a whole, every short key of it would be near.
+    is_known_section = bool(section) and any(text.startswith(f"{section}.") for text in by_text)
+    for wanted in (last,) if is_known_section else (name.casefold(), last):
+        near = difflib.get_close_matches(wanted, by_text, n=1, cutoff=0.6)
+        if near:
+            return f"did you mean {by_text[near[0]]}?"
+    return ""
+
 
 TOML_FILE = Path("/etc/ciuic/ciuic.toml")
 FLAT_FILE = Path("/etc/ciuric.conf")
@@ -152,3 +702,21 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} must be UTF-8, but byte {error.start} is not") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def readable_part(file: Path | None = None) -> Config:
+    """Return the configuration with the default for every invalid value.
+
+    A file that others may write is ignored, and so is one that cannot be read.
+
+    Args:
+        file: Value of --config.
+    """
+    path = find_file(file)
+    try:
+        if path is not None:
+            refuse_foreign_file(path)
+    # Another user could otherwise send root's command to a socket of that user.
+    except CiuicError:
+        path = None
+    return parse_leniently(path)

@@ -1,8 +1,10 @@
-"""Check the directories that a configuration names: can they be protected, and do they fit together?
+"""Check what a configuration names on this machine: can the directories be protected, do they fit together, are a remote's keys there?
 
-Guarantees: nothing is opened, mounted or changed; every objection is a Problem with its remedy. ``protect``
-uses this before it writes, the daemon before it mounts, and ``config check``. The overlap rules are pure
-functions of paths and mounts; a check that needs the disk takes the mounts as an argument.
+Guarantees: nothing is opened, mounted, changed or run, and no remote is reached (`ciuic remote test` reaches it); every objection
+is a Problem with its remedy. ``protect`` uses this before it writes, the daemon before it mounts, and ``config check``. What is
+said of remotes are warnings, because snapshots are taken without them as well. A directory that a lazy restore has not completed
+cannot be protected. The overlap rules are pure functions of paths and mounts; a check that needs the disk takes the mounts as an
+argument.
 """
 
 from __future__ import annotations
@@ -11,18 +13,94 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ciuic import STATE_DIR_NAME
-from ciuic.config.incomplete_roots import incomplete_root
-from ciuic.config.model import Config, Problem, RootConfig
-from ciuic.config.owners import check_owners
-from ciuic.config.remote_checks import check_remotes
+from ciuic.config.model import Config, Problem, RemoteConfig, RootConfig
+from ciuic.config.owners import check_owners, command_flaw, file_flaw
 from ciuic.errors import ConfigError, NotFound, NotPermitted, UsageError
 from ciuic.repository.trust import foreign_flaw, hint, refusal
 from ciuic.system import mountinfo
-from ciuic.system.mountinfo import Mount
+from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE, Mount
+
+
+def incomplete_root(root: RootConfig, path: bytes, mounts: Sequence[Mount]) -> Problem | None:
+    """Return the problem of a root that is, contains or lies in a directory which is being restored lazily."""
+    for mount in mounts:
+        if mount.fs_type == LAZY_FS_TYPE and _meet(path, mount.mount_point):
+            return _problem(root, os.fsdecode(mount.mount_point))
+    # Not mounted: its process was killed, or the machine was started anew.
+    if os.path.lexists(os.path.join(path, STATE_DIR_NAME, LAZY_RESTORE)):
+        return _problem(root, os.fsdecode(path))
+    return None
+
+
+def _problem(root: RootConfig, restored: str) -> Problem:
+    message = f"{restored} is being restored lazily, and cannot be protected before it is complete and nobody works in it"
+    hint = "ciuic restore --status shows it and who works in it; an interrupted one goes on with the same ciuic restore --lazy"
+    return Problem("error", message, hint, root.origin, UsageError)
+
+
+def _meet(one: bytes, other: bytes) -> bool:
+    """Return whether one of the paths is the other or lies in it."""
+    first, second = (path.rstrip(b"/") + b"/" for path in (one, other))
+    return first.startswith(second) or second.startswith(first)
+
+
+# Bits of the mode that let others than the owner do anything with a key.
+_OTHERS = 0o077
+
+
+def check_remotes(config: Config) -> list[Problem]:
+    """Return why snapshots would not be sent to a remote unattended, or its key be known to others."""
+    return [problem for remote in config.remotes for problem in _check_one(remote)]
+
+
+def _check_one(remote: RemoteConfig) -> Iterator[Problem]:
+    if remote.key_file is not None:
+        yield from _check_key_file(remote)
+    elif remote.key_command:
+        yield from _check_key_command(remote)
+    elif remote.encryption:
+        message = f"the remote {remote.name} has neither key_file nor key_command"
+        hint = "without one nothing is sent unattended; `ciuic remote keys add` makes a key file"
+        yield Problem("warning", message, hint, remote.origin)
+
+
+def _check_key_file(remote: RemoteConfig) -> Iterator[Problem]:
+    path, origin = remote.key_file, remote.origins.get("key_file", remote.origin)
+    assert path is not None
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        yield Problem("warning", f"remote.key_file: there is no file {path}", origin=origin)
+        return
+    except OSError:
+        # Another user's command may not see it; the process that needs it reports why it cannot be read.
+        return
+    if not stat.S_ISREG(status.st_mode):
+        yield Problem("warning", f"remote.key_file: {path} is not a regular file", origin=origin)
+        return
+    if status.st_mode & _OTHERS:
+        message = f"remote.key_file: {path} has mode {stat.S_IMODE(status.st_mode):04o}, and must be its owner's alone"
+        yield Problem("warning", message, f"chmod 600 {path}", origin)
+    flaw = file_flaw(path)
+    if flaw is not None:
+        message = f"remote.key_file: the {flaw.found}"
+        yield Problem("warning", message, flaw.remedy, origin)
+
+
+def _check_key_command(remote: RemoteConfig) -> Iterator[Problem]:
+    origin = remote.origins.get("key_command", remote.origin)
+    program = remote.key_command[0]
+    if not os.access(program, os.X_OK):
+        message = f"remote.key_command: {program} is no program that can be run"
+        yield Problem("warning", message, origin=origin)
+    flaw = command_flaw(remote.key_command)
+    if flaw is not None:
+        yield Problem("warning", f"remote.key_command: the {flaw.found}", flaw.remedy, origin)
+
 
 CIUIC_FS_TYPE = b"fuse.ciuic"
 DEFAULT_REPOSITORY_NAME = ".ciuic_snapshots"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ciuic.compare.diff import PathChange, diff_snapshots
-from ciuic.history.timeline import Timeline
+from ciuic.history.versions import Timeline
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 

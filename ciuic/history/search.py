@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ciuic.errors import Damaged
-from ciuic.history.timeline import MAX_PATH_BYTES, OnDamage, PathTooLong, Timeline, raise_damage
+from ciuic.history.versions import MAX_PATH_BYTES, OnDamage, PathTooLong, Timeline, raise_damage
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.format.tree_format import TreeNode

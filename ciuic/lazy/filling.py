@@ -23,7 +23,7 @@ from ciuic.lazy.incomplete_files import Load, PendingFile, PendingFiles, Pending
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.trees.block_maps import FANOUT, blocks_of
-from ciuic.restore.files.content import punch_hole, start_writing_out, write_sparse
+from ciuic.restore.content import punch_hole, start_writing_out, write_sparse
 from ciuic.types import ChunkId
 
 log = structlog.get_logger(__name__)

@@ -30,7 +30,7 @@ from ciuic.errors import Busy, CiuicError, DestinationExists
 from ciuic.lazy.progress import LostFile
 from ciuic.printable import one_line
 from ciuic.protocol.state_directory import own_directory, remove_state
-from ciuic.restore.files.destination import Remover, rename_new
+from ciuic.restore.destination import Remover, rename_new
 from ciuic.system.mountinfo import LAZY_RESTORE
 from ciuic.system.xattrs import read_xattrs
 

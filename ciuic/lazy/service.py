@@ -35,15 +35,13 @@ from ciuic.lazy.progress import DEFAULT_DIRECTORY, LazyOutcome, LazyStatus, Lost
 from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.repository.lookup import find, join, normalise
-from ciuic.restore import execute, plan_restore
-from ciuic.restore.files import attributes
-from ciuic.restore.files.destination import unlink_if_there
-from ciuic.restore.files.non_directory import NonDirectory
-from ciuic.restore.files.safe_open import open_way
-from ciuic.restore.limits import many_descriptors
+from ciuic.restore import attributes, execute, plan_restore
+from ciuic.restore.destination import open_way, unlink_if_there
+from ciuic.restore.directory_handles import many_descriptors
 from ciuic.restore.model import Result
-from ciuic.system.mount_users import describe, mount_users
+from ciuic.restore.new_files import NonDirectory
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
+from ciuic.system.open_files import describe, mount_users
 from ciuic.types import Snapshot
 
 log = structlog.get_logger(__name__)

@@ -8,25 +8,94 @@ are, because other tools may still read them.
 
 A check reads the structure of every snapshot, and header, size and footer of every pack; with ``read_data`` also every byte of
 every pack. What was not read is not called sound. ciuic.maintenance.verify names the files of snapshots that damage touches.
+
+Of a live file, a block is accepted only when its id, computed by the writer, is the lost one. Every reference of every readable
+snapshot is tried, under each name of a file that has several, and damage to one hides no other. Only regular files are opened, and no
+link is followed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind, Severity
 from ciuic.maintenance.chunkset import ChunkSet
-from ciuic.maintenance.repair import heal_from_live_files
+from ciuic.maintenance.references import ReferenceFinder
 from ciuic.maintenance.sweep import add_bases, all_listed
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository import log as _log
 from ciuic.repository.checking.walk import Reached
 from ciuic.repository.writing.shared_write_claim import is_claimed
-from ciuic.types import ChunkId, SnapshotId
+from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size, plural
+
+
+def heal_from_live_files(
+    repository: Repository, writer: Writer, lost: Collection[ChunkId]
+) -> Iterator[tuple[ChunkId, bytes]]:
+    """Yield each chunk that was stored anew, with the path of its live file. Durable when the writer has flushed."""
+    left = set(lost)
+    # Newest first: the paths of the newest snapshot are the most likely to exist still.
+    for id_ in repository.snapshots.ids():
+        if not left:
+            return
+        try:
+            snapshot = repository.snapshots.load(id_)
+        except Damaged:
+            # The check has reported it; other snapshots may lead to the same blocks.
+            continue
+        for chunk, path, offset, length in list(_places(repository, snapshot, left)):
+            data = _live_block(path, offset, length) if chunk in left else None
+            # The file may have changed since the snapshot: the id decides.
+            if data is not None and writer.chunk_id(data) == chunk:
+                writer.put_chunk(data)
+                left.discard(chunk)
+                yield chunk, path
+
+
+def _places(
+    repository: Repository, snapshot: Snapshot, lost: Collection[ChunkId]
+) -> Iterator[tuple[ChunkId, bytes, int, int]]:
+    """Yield (chunk, absolute path, offset, length) for every lost block of the snapshot."""
+    bad = set(lost)
+    lengths: dict[ChunkId, int] = {}
+    block_size = repository.block_size
+
+    def unreadable(reached: Reached, _error: Damaged) -> None:
+        # Names below a damaged node cannot be found; all others can.
+        bad.add(reached.id)
+
+    for reached in Walker(repository).walk(snapshot, on_damage=unreadable):
+        if reached.kind == "data" and reached.id in lost and reached.entry is not None:
+            # The last block of a file is shorter than the others.
+            lengths[reached.id] = min(block_size, reached.entry.size_bytes - reached.block * block_size)
+    if not lengths:
+        return
+    for place in ReferenceFinder(repository, bad).references(snapshot):
+        if place.kind == "data" and place.chunk in lengths:
+            yield place.chunk, place.path, place.block * block_size, lengths[place.chunk]
+
+
+def _live_block(path: bytes, offset: int, length: int) -> bytes | None:
+    """Return the block as the live file has it now; None if there is no such file or it is too short."""
+    try:
+        # O_NONBLOCK: the file may have become a FIFO, and opening that would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (OSError, ValueError):
+        # Removed, not readable, or no possible path (ValueError: a null byte).
+        return None
+    try:
+        data = os.pread(descriptor, length, offset) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return data if len(data) == length and length > 0 else None
+
 
 Progress = Callable[[str, int, int], None]
 

@@ -14,7 +14,9 @@ Guarantees, in this order:
 * Removing snapshots and dropping dead packs need no free space.
 
 ciuic.retention decides which snapshots are kept, except that ``min_free`` may go further (``_Run.make_room``), and that snapshots
-which only wait for a remote yield when space becomes short.
+which only wait for a remote yield when space becomes short. Never given up are the newest snapshot of each root, held and tagged ones,
+states of trainings, and a safety snapshot while the restore that it can undo is the newest change. A hold for an ordinary user stands
+against the rules, and yields.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ from types import MappingProxyType
 
 from ciuic.compare.restore_records import undoes_newest_change
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
-from ciuic.maintenance.live_chunks import LiveChunks
-from ciuic.maintenance.space_order import space_order
+from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.maintenance.sweep import (
     HURRIED,
     USUAL,
@@ -39,13 +40,17 @@ from ciuic.maintenance.sweep import (
     SweepResult,
     SweepStopped,
     Thresholds,
+    add_bases,
     survey,
     sweep,
     worth_rewriting,
 )
-from ciuic.repository import Repository, Writer
+from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.writing.shared_write_claim import is_claimed
 from ciuic.retention import (
+    NEWEST,
+    TRAINING,
+    UNDOES,
     Decision,
     MinFree,
     RetentionPlan,
@@ -54,8 +59,86 @@ from ciuic.retention import (
     snapshots_having,
 )
 from ciuic.system.disk_space import available_bytes, total_bytes, unstored_floor_bytes
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size
+
+_CHUNKS_BETWEEN_STOP_CHECKS = 4096
+
+
+class LiveChunks:
+    """Chunks that the snapshots walked so far refer to.
+
+    After a walk that did not reach its end, the object must be thrown away: a node whose children were not all reached counts
+    as seen, and would be skipped by the next walk.
+    """
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+        # Nodes exactly, because a wrong "seen" would skip a subtree; data chunks, hundreds of times as many, by fingerprints.
+        self._nodes: set[ChunkId] = set()
+        self._data = ChunkSet()
+        self.snapshots: set[SnapshotId] = set()
+
+    def live(self, chunk: ChunkId) -> bool:
+        """Return whether a marked snapshot refers to ``chunk``."""
+        return chunk in self._nodes or chunk in self._data
+
+    def add_bases(self, should_stop: StopCheck | None = None) -> None:
+        """Mark the bases of marked chunks, from which these are stored as differences. Called when all snapshots are walked."""
+        add_bases(self._repository, self.live, self._data.add, should_stop)
+
+    def __len__(self) -> int:
+        """Return the number of distinct live chunks."""
+        return len(self._nodes) + len(self._data)
+
+    def mark(self, snapshot: Snapshot, should_stop: StopCheck | None = None, *, measure: bool = False) -> int:
+        """Walk one snapshot; with ``measure`` return the stored bytes of the chunks that no snapshot before it refers to."""
+        walker = Walker(self._repository, seen=self._nodes, seen_data=self._data)
+        chunks = self._repository.chunks
+        new_bytes = 0
+        for count, reached in enumerate(walker.walk(snapshot)):
+            if should_stop is not None and count % _CHUNKS_BETWEEN_STOP_CHECKS == 0 and should_stop():
+                raise SweepStopped
+            # A chunk that no pack holds takes no space; `ciuic check` reports it.
+            if measure and chunks.has(reached.id):
+                new_bytes += chunks.locate(reached.id).stored_bytes
+        self.snapshots.add(snapshot.id)
+        return new_bytes
+
+
+def space_order(
+    plan: RetentionPlan, held_for_users: Container[SnapshotId], *, only_unstored: bool = False
+) -> tuple[list[SnapshotId], list[SnapshotId]]:
+    """Return the kept snapshots that never yield, and the others, of which the last yields first.
+
+    First go the snapshots that only a user's hold keeps: holds must not cost other users what the rules keep for them. Then those
+    that every remote has, then those that a remote lacks, which would be lost for good. Each group goes oldest first.
+
+    Args:
+        plan: decisions, newest first.
+        held_for_users: snapshots held for ordinary users.
+        only_unstored: only snapshots yield that nothing keeps but a remote that has not stored them yet.
+    """
+    safe: list[SnapshotId] = []
+    others: list[Decision] = []
+    for decision in plan.kept:
+        if _stays(decision, held_for_users) or (only_unstored and decision.local_reasons):
+            safe.append(decision.id)
+        else:
+            others.append(decision)
+    # Sorting is stable: within a group the order stays newest first.
+    others.sort(key=lambda decision: (not decision.remotes, decision.local_reasons == ("held",)))
+    return safe, [decision.id for decision in others]
+
+
+def _stays(decision: Decision, held_for_users: Container[SnapshotId]) -> bool:
+    return any(
+        reason in (TRAINING, UNDOES)
+        or reason.startswith((NEWEST, "tag "))
+        or (reason == "held" and decision.id not in held_for_users)
+        for reason in decision.local_reasons
+    )
+
 
 # Snapshots removed with one sync of the directory, which costs the same for one as for many.
 _REMOVAL_BATCH_SNAPSHOTS = 256

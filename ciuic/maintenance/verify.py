@@ -1,31 +1,94 @@
 """Verify that snapshots can be restored: every tree, block map and chunk exists and, on request, every byte is right.
 
 Guarantees: damage is reported with path, block and all snapshots that share it, and never ends the search. Each chunk is read
-once, however many snapshots refer to it. `ciuic.maintenance.check` checks the consistency of the repository itself.
+once, however many snapshots refer to it. A commit that a writer makes meanwhile is never taken for damage: where index and packs
+cannot be told apart from one, nothing is reported. `ciuic.maintenance.check` checks the consistency of the repository itself.
+
+By a sample, all of the structure is read, and each block with the probability that the caller names, independently of the others:
+damage that covers n blocks is missed with the probability (1 - share)^n.
+
+In slices (`--max-duration`), each continues where the one before it stopped. One *pass* reads every pack, lowest number first, then
+checks that every snapshot has all its chunks. Numbers grow and are never used again, so packs that are added meanwhile are read at
+the end of the pass, and removed packs are not missed. Damage is reported before the state file counts its pack or snapshot as
+verified, so a slice that is killed hides none. When its time is up, a slice ends after the pack or snapshot that it is reading. One
+scrub runs at a time (a lock on the state file `scrub`, which lies beside the repository's own files and is no part of the
+repository). A state that is torn, that another version wrote or that belongs to another repository begins a new pass, because an
+extra pass does no harm.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, get_args
 
-from ciuic.errors import CiuicError, Damaged, NotFound
+import msgspec
+
+from ciuic.errors import Busy, CiuicError, Damaged, NotFound, NotPermitted
 from ciuic.maintenance.chunkset import ChunkSet
-from ciuic.maintenance.index_check import NOT_COVERED, index_problems
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
 from ciuic.repository import Repository, Walker
 from ciuic.repository.checking.walk import Reached
+from ciuic.repository.disk.lock import LOCK_NAME
+from ciuic.repository.disk.opening import open_regular
 from ciuic.repository.errors import Archived, DamagedTree
 from ciuic.repository.lookup import resolve
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.repository.trees.block_maps import blocks_of
-from ciuic.restore.files.content import BlockWorker
-from ciuic.restore.files.pool import Pool
+from ciuic.restore.content import BlockWorker
+from ciuic.restore.pool import Pool
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
+
+# Comparisons that a commit may disturb before the result is given up as unknown.
+_MAX_ATTEMPTS: Final = 5
+NOT_COVERED: Final = "the index does not cover"
+"""Beginning of the repository's message for an index that is missing, or behind the packs after a crash or beside a writer.
+
+It is no damage: readers find those chunks without the index.
+"""
+
+
+def index_problems(repository: Repository) -> list[str] | None:
+    """Return the differences between index and packs; None when a writer is changing them."""
+    # A commit may begin right after the check for a writer, so the packs must have the same sizes after the comparison.
+    for _ in range(_MAX_ATTEMPTS):
+        if _writer_at_work(repository):
+            return None
+        before = repository.pack_sizes()
+        problems = repository.check_index()
+        if not problems or (not _writer_at_work(repository) and repository.pack_sizes() == before):
+            return problems
+    return None
+
+
+def _writer_at_work(repository: Repository) -> bool:
+    """Return whether a writer holds the repository's lock, so that the index may be changing."""
+    try:
+        fd = open_regular(repository.path / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        # No lock file, or the caller may not open it: a writer cannot be seen.
+        return False
+    try:
+        # Shared: two checks at once do not take each other for a writer.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        # A file system without locks.
+        return False
+    finally:
+        os.close(fd)
+    return False
+
 
 # Up to this size the whole repository is read for one snapshot, too: it takes seconds, and finds damage in unused chunks.
 _MAX_WHOLE_BYTES = 1 << 30
@@ -421,3 +484,213 @@ class Verification:
 
 def _kind(kind: str) -> DamageKind:
     return next(name for name in get_args(DamageKind) if name == kind)
+
+
+def verify_sample(
+    repository: Repository,
+    ids: Sequence[SnapshotId] | None,
+    share: float,
+    *,
+    rng: random.Random | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
+) -> VerifyResult:
+    """Verify these snapshots, or with None all of them. Damage is returned, never raised.
+
+    Args:
+        repository: Open repository.
+        ids: Snapshots.
+        share: Share of the blocks that are read, from 0 to 1.
+        rng: Chooses the blocks.
+        progress: Called with the progress.
+
+    Raises:
+        NotFound: a snapshot does not exist.
+    """
+    return _Sample(repository, share, rng or random.Random(), progress).run(ids)
+
+
+class _Sample(Verification):
+    """Verification that reads some blocks, and looks the others up."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        share: float,
+        rng: random.Random,
+        progress: Callable[[VerifyProgress], None] | None,
+    ) -> None:
+        def shown(state: VerifyProgress) -> None:
+            if progress is not None:
+                progress(state._replace(bytes_total=int(share * state.bytes_total)))
+
+        super().__init__(repository, False, shown)
+        self._share = share
+        self._rng = rng
+
+    def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
+        """Verify these snapshots, or with None all of them."""
+        snapshots = self._load(self.repository.snapshots.ids() if ids is None else ids)
+        if ids is None:
+            self._verify_repository_files()
+        self._verify_snapshots(snapshots, read=True)
+        self._report_damage()
+        self._show_progress(b"")
+        return self.result
+
+    def _verify_data(self, chunk: ChunkId, length: int, pool: Pool | None) -> None:
+        super()._verify_data(chunk, length, pool if self._rng.random() < self._share else None)
+
+
+NAME: Final = "scrub"
+_VERSION: Final = 1
+_MAX_BYTES: Final = 64 << 20
+
+
+class Pass(msgspec.Struct):
+    """Progress of a pass: packs up to ``last_pack`` are read, and all chunks of the snapshots in ``checked`` were looked up."""
+
+    version: int = _VERSION
+    repository: str = ""
+    began_ns: int = 0
+    """Wall-clock time of its begin; 0: none has begun, or the last one is complete."""
+    last_pack: int = -1
+    bytes_read: int = 0
+    checked: list[str] = []
+    damages: int = 0
+    """Number of damages found in this pass, earlier slices included."""
+    completed_ns: int = 0
+    """Wall-clock time at which the last complete pass ended; 0: there was none."""
+
+
+class ScrubBook:
+    """The locked state file, as a context manager. The caller changes ``state`` and writes it with `save`.
+
+    Raises:
+        Busy: another scrub is running.
+        NotPermitted: the file may not be written.
+        CiuicError: the file cannot be written.
+    """
+
+    def __init__(self, repository: Path, repository_id: str) -> None:
+        self.path = repository / NAME
+        try:
+            # O_NOFOLLOW: root writes here, and the repository may belong to a user.
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except PermissionError as error:
+            raise NotPermitted(
+                f"{self.path} is not writable: a scrub in slices stores its progress there",
+                hint="run it as root, or without --max-duration",
+            ) from error
+        except OSError as error:
+            raise CiuicError(
+                f"{self.path} cannot be written: {error.strerror}", hint="run it without --max-duration"
+            ) from error
+        try:
+            # Not the repository's lock: writers go on while a scrub reads.
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise Busy(
+                f"another scrub of {repository} is running", hint="wait for it to end, or stop it"
+            ) from error
+        self.state = self._read(repository_id)
+
+    def begin(self, now_ns: int) -> None:
+        """Begin a new pass."""
+        self.state = Pass(
+            repository=self.state.repository, began_ns=now_ns, completed_ns=self.state.completed_ns
+        )
+
+    def complete(self, now_ns: int) -> None:
+        """Mark the pass as complete."""
+        self.state.completed_ns, self.state.began_ns = now_ns, 0
+
+    def save(self) -> None:
+        """Write the state. Without a sync: a file that is torn after a crash is not believed, and a new pass begins."""
+        data = msgspec.json.encode(self.state)
+        # In place, not by a rename: the lock is on this very file.
+        os.pwrite(self._fd, data, 0)
+        os.ftruncate(self._fd, len(data))
+
+    def _read(self, repository_id: str) -> Pass:
+        nothing = Pass(repository=repository_id)
+        try:
+            state = msgspec.json.decode(os.pread(self._fd, _MAX_BYTES, 0), type=Pass)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return nothing
+        return state if (state.version, state.repository) == (_VERSION, repository_id) else nothing
+
+    def __enter__(self) -> ScrubBook:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+
+def verify_slice(
+    repository: Repository,
+    book: ScrubBook,
+    *,
+    time_is_up: Callable[[], bool],
+    between: Callable[[], None] = lambda: None,
+    progress: Callable[[VerifyProgress], None] | None = None,
+    now_ns: Callable[[], int] = time.time_ns,
+) -> VerifyResult:
+    """Continue the pass in ``book``, or begin one; a whole pass equals `verify_snapshots` of all snapshots with ``checksum``.
+
+    Args:
+        repository: the open repository.
+        book: the locked state; `book.state` has the progress afterwards.
+        time_is_up: called after each pack and each snapshot; True ends the slice.
+        between: called often, so that the caller can pause.
+        progress: called with the progress.
+        now_ns: wall clock.
+    """
+    return _Slice(repository, True, progress, between).go_on(book, time_is_up, now_ns)
+
+
+class _Slice(Verification):
+    """Verification that notes its progress in the state file."""
+
+    def go_on(
+        self, book: ScrubBook, time_is_up: Callable[[], bool], now_ns: Callable[[], int]
+    ) -> VerifyResult:
+        """Verify until the pass ends or the time is up; see `verify_slice`."""
+        if not book.state.began_ns:
+            book.begin(now_ns())
+            self._verify_repository_files()
+        state, over = book.state, False
+
+        def noted() -> bool:
+            """Note the progress, but not beyond damage that was not reported yet: a kill would hide it."""
+            nonlocal over
+            if not self._bad and not self.result.damages:
+                book.save()
+            over = time_is_up()
+            return not over
+
+        def pack_done(number: int) -> bool:
+            state.last_pack = number
+            state.bytes_read = read_before + self.result.bytes_read
+            return noted()
+
+        def snapshot_done(id_: SnapshotId) -> bool:
+            state.checked.append(str(id_))
+            return noted()
+
+        read_before = state.bytes_read
+        # Packs first, in the order of their numbers: those that are added meanwhile have higher ones and come last.
+        self._scrub(after=state.last_pack, goes_on=pack_done)
+        if not over:
+            # Content was read with the packs, so snapshots need no second read: only lookups.
+            known = set(state.checked)
+            left = [id_ for id_ in self.repository.snapshots.ids() if str(id_) not in known]
+            self._verify_snapshots(self._load(left), read=False, goes_on=snapshot_done)
+        self._report_damage()
+        state.damages += len(self.result.damages)
+        if not over:
+            book.complete(now_ns())
+        self._show_progress(b"")
+        return self.result

@@ -1,4 +1,4 @@
-"""Requests by which a trainer pairs its snapshot with a snapshot of the files of the same instant.
+"""Pairs of snapshots: a trainer asks for a snapshot of the files of the same instant as its own, and looks up how both ended.
 
 The daemon listens on `pair.sock` in its runtime directory, which every user may open; it decides by the kernel's credentials of
 the caller what it does for whom. Each connection carries one question and one answer, one message each (SOCK_SEQPACKET,
@@ -8,21 +8,28 @@ Guarantees of a pair: the snapshot of the files shows an instant at or after the
 been written (in the sense of write(2)) at the boundary is in it; what the training wrote between the two instants may be. Both
 snapshots record both instants. Asking never waits, neither for a daemon nor for its answer (`ask`); the answer may be read in
 another process.
+
+Guarantees of a lookup: states are looked up now, not cached. Only directories are opened, and no lookup takes longer than
+`LOOK_SECONDS`, whatever file system the other repository is on (its path comes from the trainer). A state that cannot be found
+is "unknown".
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable, UsageError
-from ciuic.protocol.runtime_dir import runtime_dir
+from ciuic.protocol.peer_socket import runtime_dir
 from ciuic.system.poll import readable, receive_answer
+from ciuic.types import Pair
 
 # A socket of its own: a user of the control socket can mount and stop, and is an administrator. Here every user can do one thing only.
 SOCKET_NAME: Final = "pair.sock"
@@ -184,3 +191,77 @@ def states_of(path: str, ids: tuple[str, ...], seconds: float) -> States:
     with ask(path, Known(ids[:MAX_IDS])) as connection:
         found = answer(connection, seconds)
     return found if isinstance(found, States) else States({})
+
+
+State = Literal["committed", "pending", "failed", "gone", "unknown"]
+LOOK_SECONDS: Final = 1.0
+_PHASES: Final[dict[str, State]] = {
+    "committed": "committed",
+    "pending": "pending",
+    "capturing": "pending",
+    "failed": "failed",
+    "gone": "gone",
+}
+
+
+def states(
+    pairs: Iterable[Pair], repository: str | Path, names: Iterable[str], socket: str
+) -> Mapping[str, State]:
+    """Return the state of each paired snapshot by its id.
+
+    Args:
+        pairs: the pairs as the snapshots of one repository record them.
+        repository: path of that repository.
+        names: ids of the snapshots that it has.
+        socket: path of the socket on which a daemon may be asked.
+    """
+    wanted: dict[str, set[str]] = {}
+    files: set[str] = set()
+    for pair in pairs:
+        if pair.id:
+            wanted.setdefault(pair.repository, set()).add(pair.id)
+            # The daemon takes snapshots of files only; states of trainings are not its own.
+            if pair.of == "filesystem":
+                files.add(pair.id)
+    found: dict[str, State] = {}
+    own = text_of(os.path.realpath(repository))
+    for path, ids in wanted.items():
+        # Each repository is listed once, however many pairs it has.
+        there = set(names) if path == own else _names(path)
+        if there is not None:
+            found.update((id_, "committed" if id_ in there else "gone") for id_ in ids)
+    # The daemon is asked about missing snapshots too: they may still be pending.
+    open_ = tuple(sorted(id_ for id_ in files if found.get(id_) != "committed"))[:MAX_IDS]
+    if open_:
+        said = _said(socket, open_)
+        for id_ in open_:
+            # The daemon's word counts for its own repository only: another one may have the same ids.
+            if id_ in wanted.get(said.repository, ()):
+                found[id_] = _PHASES.get(said.states.get(id_, ""), "unknown")
+    return {id_: found.get(id_, "unknown") for ids in wanted.values() for id_ in ids}
+
+
+def _said(socket: str, ids: tuple[str, ...]) -> States:
+    try:
+        return states_of(socket, ids, LOOK_SECONDS)
+    except CiuicError:
+        return States({})
+
+
+def _names(repository: str) -> set[str] | None:
+    """Return the ids of a repository's snapshots; None if they cannot be read within `LOOK_SECONDS`."""
+    # In a thread that is abandoned when the time is over: listing a directory on another user's FUSE mount may hang.
+    found: list[set[str]] = []
+
+    def look() -> None:
+        try:
+            # The names are enough: nothing in the repository of another user is decoded.
+            found.append(set(os.listdir(f"{repository}/snapshots")))
+        except OSError:
+            return
+
+    # A daemon thread, so that a look that hangs does not keep the process from ending.
+    looking = threading.Thread(target=look, name="ciuic-pair-status", daemon=True)
+    looking.start()
+    looking.join(LOOK_SECONDS)
+    return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Unix sockets that any user may connect to: the caller's credentials from the kernel, and what is safe to receive.
+"""Unix sockets that any user may connect to: where they are, the caller's credentials from the kernel, and what is safe to receive.
 
 Every user may connect to such a socket and queue descriptors on it. Closing a descriptor of another user can block for ever:
 close(2) of a file on that user's own FUSE mount waits for its server to answer FLUSH, uninterruptibly; the last close of a TCP
@@ -21,8 +21,11 @@ import errno
 import os
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from ciuic.system.ownership import find_flaw
 
 _SO_PEERGROUPS: Final = 59
 _SO_PASSRIGHTS: Final = 83
@@ -176,3 +179,26 @@ def _all_groups(connection: socket.socket) -> bytes:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return buffer.raw[: length.value]
+
+
+_DEFAULT: Final = "/run/ciuic"
+_CONFIG: Final = "/etc/ciuic/ciuic.toml"
+
+
+def runtime_dir(environment: Mapping[str, str]) -> str:
+    """Return the runtime directory of the daemon whose configuration is in force; the default if none can be read."""
+    # Imported here: processes that import this module need not call the function.
+    import tomli
+
+    path = environment.get("CIUIC_CONFIG") or _CONFIG
+    try:
+        # A file that another user may write: the daemon does not read it either.
+        if os.geteuid() == 0 and find_flaw(path) is not None:
+            return _DEFAULT
+        with open(path, "rb") as file:
+            document: Any = tomli.load(file)
+        found = document["daemon"]["runtime_dir"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        # KeyError: the flat format has no such key.
+        return _DEFAULT
+    return found if isinstance(found, str) else _DEFAULT

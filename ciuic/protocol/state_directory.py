@@ -35,7 +35,7 @@ from typing import Final, NamedTuple
 
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import CiuicError
-from ciuic.system.mount_border import mount_id
+from ciuic.system.mountinfo import mount_id
 
 ENTRIES: Final = frozenset(
     {

@@ -1,9 +1,13 @@
-"""Register a process with the daemon, which then watches it: one message with two descriptors, and an answer.
+"""Register a process with the daemon, which then watches it, and keep it registered in a background thread.
 
 The daemon listens on `watch.sock` in its runtime directory, which every user may open; it decides by the kernel's credentials of
-the caller whom it accepts. The message carries a pidfd of the trainer and its heartbeat page (heartbeat_page.py), if it has one. It
+the caller whom it accepts. One message carries a pidfd of the trainer and its heartbeat page (heartbeat_page.py), if it has one. It
 therefore works from a container, too, if the socket is mounted there. After its answer the daemon needs nothing more of the caller;
 a caller that keeps the connection open sees by its end that the daemon is gone.
+
+Guarantees: no caller waits for a daemon that does not answer, and a missing daemon is no error. A daemon that is started later, or
+again, is told within some seconds. The code runs in a process beside the trainer (the writer process, `ciuic watch`) and does not
+touch the trainer itself.
 """
 
 from __future__ import annotations
@@ -11,15 +15,16 @@ from __future__ import annotations
 import array
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
-from ciuic.protocol.runtime_dir import runtime_dir
+from ciuic.protocol.peer_socket import runtime_dir
 from ciuic.system import service_manager
 from ciuic.system.poll import readable, receive_answer
 
@@ -134,3 +139,123 @@ def _send(connection: socket.socket, data: bytes, fds: Sequence[int], deadline: 
             if readable(connection.fileno(), min(pause_seconds, remaining_seconds)):
                 return
             pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+
+
+ANSWER_SECONDS: Final = 10.0
+KNOWN_SECONDS: Final = 1.0
+"""Pause before the next attempt when a daemon was there before: most likely it is being restarted."""
+UNKNOWN_SECONDS: Final = 10.0
+"""Pause before the next attempt when no daemon was there yet."""
+REFUSED_SECONDS: Final = 600.0
+"""Pause before the next attempt after a refusal."""
+# Short beside the second that a daemon takes to start.
+_POLL_SECONDS: Final = 0.05
+
+
+class Registration:
+    """The registration of one trainer.
+
+    Args:
+        path: returns the path of the daemon's socket; asked before each attempt.
+        hello: the message that describes the trainer.
+        fds: pidfd and heartbeat page, which belong to the caller and must stay open.
+        on_trouble: called in the thread, once for each kind of error.
+    """
+
+    def __init__(
+        self,
+        path: Callable[[], str],
+        hello: Hello,
+        fds: Sequence[int],
+        *,
+        on_trouble: Callable[[CiuicError], None] = lambda error: None,
+    ) -> None:
+        self._path = path
+        self._hello = hello
+        self._fds = tuple(fds)
+        self._on_trouble = on_trouble
+        self._hurry = threading.Event()
+        self._was_known = False
+        self._refused = False
+        self._tried = threading.Event()
+        self._connection: socket.socket | None = None
+        """Connection to the daemon that has answered; None while no daemon is known to live."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        # A daemon thread: it never ends by itself, and must not keep the process alive.
+        threading.Thread(target=self._keep, name="ciuic-watched", daemon=True).start()
+
+    def wait_until_known(self, seconds: float) -> None:
+        """Wait until a daemon knows of the trainer, for a trainer that has failed: the daemon then reports its end.
+
+        Waits at most ``seconds`` for a daemon that was there before, and otherwise only for the end of the first attempt.
+        """
+        # From now on the thread does not pause between attempts for longer than a second.
+        self._hurry.set()
+        if not self._was_known or self._refused:
+            self._tried.wait(ANSWER_SECONDS)
+            return
+        deadline = time.monotonic() + seconds
+        while not self._is_known() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def _is_known(self) -> bool:
+        """Return whether a daemon that has answered lives."""
+        # The connection itself is asked: the thread may not have noticed its end yet.
+        connection = self._connection
+        return connection is not None and not _has_ended(connection)
+
+    def _keep(self) -> None:
+        told: set[type[CiuicError]] = set()
+        while True:
+            self._refused = False
+            try:
+                connection = introduce(self._path(), self._hello, self._fds, seconds=ANSWER_SECONDS)
+            except CiuicError as error:
+                self._refused = not isinstance(error, Unreachable)
+                # Retried for ever, reported once: a daemon that refuses every ten minutes must not fill the log.
+                if type(error) not in told:
+                    told.add(type(error))
+                    self._on_trouble(error)
+                self._tried.set()
+                # A refusal stands until the configuration changes; a missing daemon may be started at any time.
+                pause = REFUSED_SECONDS if self._refused else UNKNOWN_SECONDS
+            else:
+                self._was_known = True
+                self._connection = connection
+                self._tried.set()
+                # A refusal after this is of another daemon, or of another configuration, and is reported
+                # again.
+                told.clear()
+                # The end of the connection is the end of the daemon: its successor must be told.
+                _until_gone(connection)
+                self._connection = None
+                pause = KNOWN_SECONDS
+            if self._was_known and not self._refused:
+                pause = KNOWN_SECONDS
+            # Once somebody is in a hurry the wait returns at once, and this sleep is the pause between
+            # attempts.
+            if self._hurry.wait(0 if self._hurry.is_set() else pause):
+                time.sleep(KNOWN_SECONDS)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the other end is closed."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        # Closed by the thread meanwhile.
+        return True
+
+
+def _until_gone(connection: socket.socket) -> None:
+    with connection:
+        try:
+            # The daemon sends nothing after its answer, so that this returns at its end.
+            while connection.recv(1):
+                continue
+        except OSError:
+            return

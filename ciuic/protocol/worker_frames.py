@@ -1,8 +1,8 @@
 """Frames of the worker control channel: u32 little-endian length, then msgpack of a map (architecture.md section 3).
 
 Guarantees: a frame is read whole or not at all. A descriptor sent with a frame is received with that frame and with no other.
-Paths of any length can be bound and connected. The server (fuse_layer/control_server.py) and the client (worker_client.py)
-define what the maps mean.
+Paths of any length can be bound and connected. The path of a root's socket follows from the root, so that it can be found from the
+mount point. The server (fuse_layer/control/server.py) and the client (worker_client.py) define what the maps mean.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
+import xxhash
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REPLY_BYTES = 256 << 20
@@ -208,3 +210,14 @@ def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
     except BlockingIOError as error:
         raise TimeoutError(error.errno, "the queue of the listening socket is full") from error
     sock.settimeout(timeout_seconds)
+
+
+def root_key(root: str | bytes) -> str:
+    """Return 16 hexadecimal digits that name a root in file names. Not secret; collisions are refused when roots are added."""
+    # A hash, because the path of a root may be longer than a socket's name can be (108 bytes, unix(7)).
+    return xxhash.xxh3_64_hexdigest(os.fsencode(root))
+
+
+def worker_socket(runtime_dir: Path, root: str | bytes) -> Path:
+    """Return the path of the control socket of the root's worker (docs/architecture.md, section 3)."""
+    return runtime_dir / f"worker-{root_key(root)}.sock"

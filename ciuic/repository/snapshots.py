@@ -18,8 +18,7 @@ from ciuic.repository.committed_snapshots import CommittedSnapshots
 from ciuic.repository.config import read_file
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.index.catalogue import Catalogue, info_of
-from ciuic.repository.index.database import INDEX_NAME, MARKS_SEEN, SNAPSHOTS_SEEN, IndexDatabase
-from ciuic.repository.index.directory_signature import changed_ns
+from ciuic.repository.index.database import INDEX_NAME, MARKS_SEEN, SNAPSHOTS_SEEN, IndexDatabase, changed_ns
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
 from ciuic.types import Snapshot, SnapshotId
 

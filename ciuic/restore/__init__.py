@@ -5,8 +5,8 @@ hashes, synced and with its attributes, or not at all. What is restored already 
 interrupted or killed at any point can be run again. Only plain file operations are used, so the destination may be any file
 system, a ciuic mount included. The caller makes the safety snapshot and reports to the operator.
 
-The package may import the repository, `ciuic.protocol` and `ciuic.system`. Its layers, from the top: run and plan, which do not
-import each other; walk; dispatch; outcomes; files; model.
+The package may import the repository, `ciuic.protocol` and `ciuic.system`. Neither of `plan` and
+`run` imports the other.
 
 Names are imported when they are first used, because verification and comparison use only a part of the package.
 """

@@ -1,13 +1,184 @@
-"""Outcomes of a restore's parts, recorded under one lock, whichever thread they come from."""
+"""Outcomes of a restore: counted, reported with the progress, and recorded under one lock, whichever thread they come from."""
 
 from __future__ import annotations
 
-from ciuic.restore.files.directory_handles import Folder, Syncer
-from ciuic.restore.files.non_directory import NonDirectory
-from ciuic.restore.files.pool import Pool, RunStopped
-from ciuic.restore.files.result_counter import ResultCounter
-from ciuic.restore.model import Action
-from ciuic.types import Entry
+import errno
+from collections.abc import Callable
+
+from ciuic.errors import CiuicError, Damaged
+from ciuic.printable import one_line
+from ciuic.restore.attributes import OWNER, TIMES
+from ciuic.restore.destination import refusal
+from ciuic.restore.directory_handles import Folder, Syncer
+from ciuic.restore.model import (
+    Action,
+    Failure,
+    OmittedSpecial,
+    RestoreItem,
+    RestorePlan,
+    RestoreProgress,
+    Result,
+)
+from ciuic.restore.new_files import NonDirectory
+from ciuic.restore.pool import Pool, RunStopped
+from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, is_far_time
+from ciuic.units import plural
+
+# Errors that every further path would meet as well.
+_FATAL_ERRORS = {
+    errno.ENOSPC: "the destination is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the destination is on a read-only file system",
+}
+
+
+class ResultCounter:
+    """The result so far. All methods are called under one lock (Pool.changed), so callbacks come one at a time."""
+
+    def __init__(
+        self,
+        plan: RestorePlan,
+        dry_run: bool,
+        progress: Callable[[RestoreProgress], None] | None,
+        report: Callable[[RestoreItem], None] | None,
+    ) -> None:
+        self.result = Result(dry_run=dry_run)
+        self._plan = plan
+        self._progress = progress
+        self._report = report
+        self._bytes_done = 0
+        self._files_done = 0
+        self._without_owner = b""
+        self._without_times = b""
+
+    def left(self, path: bytes, entry: Entry) -> None:
+        """Count a file that was left alone, as asked."""
+        self.result.skipped += 1
+        self._advance(path, entry)
+        self._tell(path, "skipped")
+
+    def done(
+        self, path: bytes, entry: Entry, action: Action, problems: list[str], counted_bytes: int = 0
+    ) -> None:
+        """Count a non-directory that is as it was at the snapshot.
+
+        Args:
+            path: its path in the destination.
+            entry: what the snapshot has.
+            action: how it became so.
+            problems: attributes that could not be set.
+            counted_bytes: bytes of it that `part` has counted already.
+        """
+        if action in ("skipped", "attributes"):
+            self.result.skipped += 1
+        else:
+            self.result.restored += 1
+            self.result.restored_bytes += entry.size_bytes if entry.is_file and action == "restored" else 0
+        if entry.flags & FLAG_OPEN_FOR_WRITING:
+            self.result.open_for_writing.append(path)
+        if self._plan.snapshot.may_be_later(entry):
+            self.result.not_held.append(path)
+        if is_far_time(entry.mtime_ns):
+            self.result.far_times.append(path)
+        self.problems(path, problems)
+        self._advance(path, entry, counted_bytes)
+        self._tell(path, action)
+
+    def directory(self, path: bytes, problems: list[str]) -> None:
+        """Count a directory."""
+        self.result.directories += 1
+        self.problems(path, problems)
+
+    def left_out(self, path: bytes, what: str) -> None:
+        """Count something special that is not restored."""
+        self.result.left_out.append(OmittedSpecial(path, what))
+        self.result.left_out_because = self._plan.foreign_reason
+
+    def conflict(self, path: bytes) -> None:
+        """Report a path that would stop the restore; `RestorePlan.conflicts` lists it."""
+        self._tell(path, "conflict")
+
+    def removed(self, path: bytes) -> None:
+        """Count the top of a removed tree."""
+        self.result.removed.append(path)
+        self._tell(path, "removed")
+
+    def problems(self, path: bytes, problems: list[str]) -> None:
+        """Count attributes that could not be set."""
+        for problem in problems:
+            # Without root every path has this problem: it is counted, and reported once.
+            if problem == OWNER:
+                self._without_owner = self._without_owner or path
+                self.result.owner_failures += 1
+            elif problem == TIMES:
+                self._without_times = self._without_times or path
+                self.result.time_failures += 1
+            else:
+                self.result.failed.append(Failure(path, problem, attribute=True))
+
+    def failed(self, path: bytes, error: BaseException | str) -> bool:
+        """Count a failure; return whether the error ends the whole restore, as a full disk does."""
+        ends = ""
+        if isinstance(error, OSError):
+            ends = _FATAL_ERRORS.get(error.errno or 0, "")
+        self.result.failed.append(Failure(path, reason_of(error), damaged=isinstance(error, Damaged)))
+        self._tell(path, "failed")
+        if ends and not self.result.stopped:
+            self.result.stopped = f"{ends}; paths not restored before that are missing"
+        return bool(ends)
+
+    def finish(self) -> Result:
+        """Return the result, with one failure for all owners that could not be set, and one for all times."""
+        count = self.result.owner_failures
+        if count:
+            others = f" (nor that of {plural(count - 1, 'other')})" if count > 1 else ""
+            reason = f"its owner could not be set{others}: not permitted; run as root for exact owners"
+            self.result.failed.append(Failure(self._without_owner, reason, attribute=True))
+        count = self.result.time_failures
+        if count:
+            others = f" (nor that of {plural(count - 1, 'other')})" if count > 1 else ""
+            reason = (
+                f"its modification time was not kept{others}: the file system holds coarser times, or fewer"
+            )
+            self.result.failed.append(Failure(self._without_times, reason, attribute=True))
+        return self.result
+
+    def part(self, path: bytes, size_bytes: int) -> None:
+        """Report that part of a large file is written; `done` is told not to count it again."""
+        self._bytes_done += size_bytes
+        self._show(path)
+
+    def _advance(self, path: bytes, entry: Entry, counted_bytes: int = 0) -> None:
+        self._files_done += 1
+        if entry.is_file:
+            self._bytes_done += entry.size_bytes - counted_bytes
+        self._show(path)
+
+    def _show(self, path: bytes) -> None:
+        if self._progress is not None:
+            # The totals are 0 when unknown: the progress must not exceed them.
+            bytes_total = max(self._plan.bytes_total, self._bytes_done)
+            files_total = max(self._plan.files_total, self._files_done)
+            self._progress(
+                RestoreProgress(self._bytes_done, bytes_total, self._files_done, files_total, path)
+            )
+
+    def _tell(self, path: bytes, action: Action) -> None:
+        if self._report is not None:
+            self._report(RestoreItem(path, action))
+
+
+def reason_of(error: BaseException | str) -> str:
+    """Return an error as the reason shown to the operator."""
+    if isinstance(error, str):
+        return error
+    if isinstance(error, CiuicError):
+        return error.message
+    if isinstance(error, FileExistsError):
+        return "another process created it during the restore"
+    if isinstance(error, OSError):
+        return refusal(error)
+    return one_line(str(error).encode("utf-8", "surrogateescape"))
 
 
 class Outcomes:

@@ -13,15 +13,13 @@ from ciuic.errors import Damaged, DestinationExists
 from ciuic.repository import Repository
 from ciuic.repository.lookup import join, resolve
 from ciuic.repository.trees.tree_reader import Lineage
-from ciuic.restore.files import journal
-from ciuic.restore.files.destination import open_directory, stat_at
-from ciuic.restore.files.directory_handles import NOT_THERE
-from ciuic.restore.files.targets import check_usable, make_targets, open_parent
-from ciuic.restore.limits import many_descriptors
-from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget
-from ciuic.restore.overwrite_rules import believed_equal
+from ciuic.restore import journal
+from ciuic.restore.destination import open_directory, stat_at
+from ciuic.restore.directory_handles import NOT_THERE, many_descriptors
+from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget, believed_equal
+from ciuic.restore.targets import check_usable, make_targets, open_parent
 from ciuic.system.linked_path import LinkedPath
-from ciuic.system.mount_border import MountBorders
+from ciuic.system.mountinfo import MountBorders
 from ciuic.system.shell_quoting import shown
 from ciuic.types import Entry, Snapshot
 
@@ -52,7 +50,7 @@ def plan_restore(
         delete: remove what the snapshot does not have from restored directories.
         check: raise DestinationExists for conflicts. False: list them in `RestorePlan.conflicts`, for a dry run.
         keep: ``keep(path, is_dir)`` returns True for what ``delete`` must spare, by its path at the snapshot; for excluded paths.
-        special: restore special files and attributes (files/special.py). None: restore them unless another user may have
+        special: restore special files and attributes (attributes.py). None: restore them unless another user may have
             written to the repository; what is left out counts as a failure then.
 
     Raises:

@@ -1,27 +1,123 @@
-"""Find processes that reach a directory without going through the overlay that is (or will be) mounted over it.
+"""Find processes and mounts that reach a directory without going through the overlay that is (or will be) mounted over it.
 
 A process that had a file open, a writable mapping or its working directory below a root before the overlay was mounted goes on
-using the backing directory, unseen. This module finds such processes in /proc.
+using the backing directory, unseen. So does a container that bind-mounted a root, or a directory in it or above it, before; and a
+bind mount of the root, or of a part of it, at another place of the host. Through a bind mount inside the root, changes pass
+the overlay, but under a name that snapshots do not enter.
 
 Guarantees: only the text of /proc (readlink, fdinfo, mountinfo, maps) and O_PATH descriptors are used, and no request goes to a
 mounted file system, so a dead or hanging mount cannot block the search. A descriptor costs a bounded amount of work, however deep
-it leads; what could not be found out is reported as unknown. The directory is recognised in every mount namespace (a container may
-have it bind-mounted elsewhere) by its file system and the path inside, not by its name alone. Descriptors that go through the
-overlay are told apart by their mount id. Root is needed to see other users' processes; processes that may not be examined are left
-out.
+it leads: a directory whose path is longer than the kernel reports (PATH_MAX) is located by climbing 1,365 levels with one system
+call, at most `MAX_JUMPS` times, and all climbs together end at a deadline. What could not be found out is reported as unknown. The
+directory is recognised in every mount namespace (a container may have it bind-mounted elsewhere) by its file system and the path
+inside, not by its name alone. Descriptors that go through the overlay are told apart by their mount id. Root is needed to see other
+users' processes; processes that may not be examined are left out. One process stands for each mount namespace; a namespace that no
+process is in, and a mount that cannot be written through, are left out.
+
+References:
+    mount_namespaces(7), on propagation; proc_pid_mountinfo(5)
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from ciuic.system import mountinfo
-from ciuic.system.long_names import Climber
 from ciuic.system.mountinfo import Mount
+
+LEVELS_PER_JUMP: Final = 1365
+"""Levels of one system call: so many times ``..`` make a path of 4,095 bytes, the longest that the kernel takes."""
+MAX_JUMPS: Final = 64
+"""Limit of system calls of one climb; they reach 87,000 levels, which take a process minutes to create."""
+CLIMBS_SECONDS: Final = 2.0
+"""Time for all climbs of a scan, enough for some ten thousand."""
+_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Climber:
+    """Locates directories during one scan of /proc."""
+
+    def __init__(
+        self, *, seconds: float = CLIMBS_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._left_seconds = seconds
+        """Time left for climbs. Only climbs count: the rest of the scan takes as long as it needs."""
+
+    def nearest_name(self, link: Path) -> bytes | None:
+        """Return the path of the nearest directory, at or above the one that a link of /proc leads to, that has a reportable path.
+
+        Returns None where that is not known: for what is no directory, below too many levels, or when the time is over.
+        """
+        if self._left_seconds <= 0:
+            return None
+        began = self._clock()
+        try:
+            return self._climb(link)
+        finally:
+            self._left_seconds -= self._clock() - began
+
+    def _climb(self, link: Path) -> bytes | None:
+        try:
+            here = os.open(link, _FLAGS)
+        except NotADirectoryError:
+            # A file has no `..` by which to climb.
+            return None
+        try:
+            for _ in range(MAX_JUMPS):
+                above = _up(here, LEVELS_PER_JUMP)
+                if _name(above) is not None:
+                    os.close(above)
+                    return _lowest_named(here)
+                os.close(here)
+                here = above
+            return None
+        finally:
+            os.close(here)
+
+
+def _lowest_named(here: int) -> bytes | None:
+    """Return the path of the lowest directory above ``here`` that has a reportable path."""
+    # Bisection in 11 steps: from some level on, all directories above have a path short enough.
+    low, high, best = 0, LEVELS_PER_JUMP, None
+    while low < high:
+        middle = (low + high) // 2
+        above = _up(here, middle)
+        try:
+            name = _name(above)
+        finally:
+            os.close(above)
+        if name is None:
+            low = middle + 1
+        else:
+            high, best = middle, name
+    if best is not None:
+        return best
+    above = _up(here, low)
+    try:
+        return _name(above)
+    finally:
+        os.close(above)
+
+
+def _up(fd: int, levels: int) -> int:
+    return os.open(b"/".join([b".."] * levels) or b".", _FLAGS, dir_fd=fd)
+
+
+def _name(fd: int) -> bytes | None:
+    """Return the path of a descriptor; None where it is too long."""
+    try:
+        return os.readlink(b"/proc/self/fd/%d" % fd)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return None
+
 
 UseKind = Literal["open", "mapping", "working directory", "root directory"]
 OVERLAY_FS_TYPE = b"fuse.ciuic"
@@ -338,3 +434,151 @@ def is_below(path: bytes, top: bytes) -> bool:
 def joined(top: bytes, rest: bytes) -> bytes:
     """Return a path below another, without a slash at its end."""
     return (top.rstrip(b"/") + b"/" + rest.strip(b"/")).rstrip(b"/") or b"/"
+
+
+REMEDY: Final = (
+    "end the container and start it again now that the root is protected, or unmount the bind mount; "
+    "until then captures compare the whole tree (docs/containers.md)"
+)
+
+
+class BypassingMount(NamedTuple):
+    """A place at which a part of a root is reached without its overlay."""
+
+    place: bytes
+    """Where, as the processes of the mount namespace name it."""
+    shows: bytes
+    """The root, or what of it is reached there, as this process names it."""
+    pid: int
+    """A process of the mount namespace."""
+    command: str
+    elsewhere: bool
+    """True if this process is in another mount namespace."""
+
+    def __str__(self) -> str:
+        """Say what is reached and where."""
+        place, shows = (name.decode("utf-8", "backslashreplace") for name in (self.place, self.shows))
+        owner = f" in the mount namespace of process {self.pid} ({self.command})" if self.elsewhere else ""
+        return f"{shows} at {place}{owner}"
+
+
+class _Namespace(NamedTuple):
+    """The mounts that a process sees."""
+
+    identity: str
+    pid: int
+    mounts: list[Mount]
+
+
+def find_bypassing_mounts(
+    root: Path | str | bytes, *, ignore_pids: Collection[int] = (), proc: Path = Path("/proc")
+) -> list[BypassingMount]:
+    """Return the mounts through which the backing directory of ``root``, or a part of it, can be written past the overlay.
+
+    The result is the same before and after the overlay is mounted: before, it is computed which mounts the overlay will be propagated
+    to. In a chroot where /proc/self/mountinfo does not show the root's file system, nothing can be found.
+
+    Args:
+        root: absolute path, covered by ciuic's overlay or not.
+        ignore_pids: processes that stand for no mount namespace.
+        proc: mount point of proc.
+    """
+    path = real_path(root)
+    own = mountinfo.read(proc / "self")
+    try:
+        location = locate(path, own)
+    except ValueError:
+        return []
+    namespaces = _namespaces(proc, ignore_pids)
+    covered = _receivers(path, location, own, [one.mounts for one in namespaces])
+    here = os.readlink(proc / "self/ns/mnt")
+    found = []
+    for one in namespaces:
+        ways = [
+            (mount, place)
+            for mount in one.mounts
+            if mount.mount_id not in covered
+            and (place := name_inside(location, mount)) is not None
+            and not _is_read_only(mount)
+            and _is_reached(mount, place, one.mounts)
+        ]
+        command = _command(proc / str(one.pid)) if ways else ""
+        for mount, place in ways:
+            below = mount.root[len(location.path) :] if is_below(mount.root, location.path) else b""
+            found.append(
+                BypassingMount(place, joined(path, below), one.pid, command, elsewhere=one.identity != here)
+            )
+    return found
+
+
+def _namespaces(proc: Path, ignore_pids: Collection[int]) -> list[_Namespace]:
+    """Return what is seen in each mount namespace, by its first process that may be examined."""
+    seen: dict[tuple[str, str], _Namespace] = {}
+    for pid in sorted(int(name) for name in os.listdir(proc) if name.isdigit()):
+        if pid in ignore_pids:
+            continue
+        process = proc / str(pid)
+        try:
+            # A chrooted process sees a part of its namespace's mounts.
+            view = os.readlink(process / "ns/mnt"), os.readlink(process / "root")
+            if view not in seen and (view[0], "/") not in seen:
+                seen[view] = _Namespace(view[0], pid, mountinfo.read(process))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            # It has ended, or belongs to another user.
+            continue
+    return [one for (identity, top), one in seen.items() if top == "/" or (identity, "/") not in seen]
+
+
+def _receivers(path: bytes, location: Location, own: list[Mount], tables: Iterable[list[Mount]]) -> set[int]:
+    """Return the mounts on which an overlay will appear when it is mounted over ``path``; none where it is mounted."""
+    if any(mount.fs_type == OVERLAY_FS_TYPE for mount in mountinfo.mounts_at(path, own)):
+        return set()
+    target = mount_beneath(path, own)
+    candidates = [
+        mount
+        for table in tables
+        for mount in table
+        if mount.device == location.device and is_below(location.path, mount.root)
+    ]
+    groups = {target.peers} - {0}
+    while more := {mount.peers for mount in candidates if mount.master in groups and mount.peers} - groups:
+        groups |= more
+    return {target.mount_id} | {
+        mount.mount_id for mount in candidates if groups & {mount.peers, mount.master}
+    }
+
+
+def _is_reached(mount: Mount, place: bytes, mounts: Sequence[Mount]) -> bool:
+    """Return whether a path through a mount is not hidden by another mount, or hidden by overlays alone, which show what they hide."""
+    on_it = [other for other in mounts if other.parent_id == mount.mount_id and other is not mount]
+    if any(is_below(place, other.mount_point) for other in on_it):
+        return False
+    by_id = {other.mount_id: other for other in mounts}
+    # Bounded: a table that is read while mounts change may have a cycle.
+    for _ in mounts:
+        parent = by_id.get(mount.parent_id)
+        if parent is None or parent is mount:
+            return True
+        for other in mounts:
+            hides = other.parent_id == parent.mount_id and other.fs_type != OVERLAY_FS_TYPE
+            if (
+                hides
+                and other.mount_point != mount.mount_point
+                and is_below(mount.mount_point, other.mount_point)
+            ):
+                return False
+        mount = parent
+    return True
+
+
+def _command(process: Path) -> str:
+    """Return the short name of a process; empty when it has ended."""
+    # Not its command line: reading that waits for the process's memory map, which its owner can keep locked.
+    try:
+        return (process / "comm").read_bytes().strip().decode("utf-8", "backslashreplace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _is_read_only(mount: Mount) -> bool:
+    return any(b"ro" in options.split(b",") for options in (mount.options, mount.super_options))

@@ -9,18 +9,65 @@ Guarantees: nice value and autogroup always have the same value, because only on
 session, the nice value counts within its session alone: measured 0.2 % of a processor with autogroup 19 at any nice value, 16 % with
 autogroup 0). Where neither the process nor its parent may raise it again, it is not lowered beyond `MAX_NICE_WITHOUT_RETURN`.
 A missing permission never raises: a snapshot is worth more than its precedence.
+
+The I/O class is set by ioprio_set(2), which Python does not wrap. The idle class has no effect under the `none` scheduler that NVMe
+disks use.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import platform
 import resource
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
-from ciuic.system.ioprio import BEST_EFFORT, IDLE, IoPriority, set_io_priority
 from ciuic.system.sandbox.privileges import Capability, permitted
+
+_CLASS_SHIFT = 13
+_WHO_PROCESS = 1
+BEST_EFFORT = 2
+IDLE = 3
+_CLASSES = {"none": 0, "best-effort": BEST_EFFORT, "idle": IDLE}
+# glibc has no wrapper (ioprio_set(2)), and the number is another one on each architecture.
+_SYSCALLS = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
+
+
+class IoPriority(NamedTuple):
+    """Class and level. `io_class` is 0 none, 2 best effort or 3 idle; `level` (0 highest to 7) matters to best effort alone."""
+
+    io_class: int
+    level: int
+
+    @classmethod
+    def parse(cls, text: str) -> IoPriority:
+        """Parse `idle`, `best-effort`, `best-effort:N` (N 0 to 7) or `none`; ValueError for anything else."""
+        name, colon, level = text.strip().lower().partition(":")
+        if name not in _CLASSES or (colon and (name != "best-effort" or level not in tuple("01234567"))):
+            raise ValueError(f"{text!r} is no I/O priority: idle, best-effort:0 to best-effort:7, or none")
+        # 4 is the kernel's level for a process that has set none (ioprio_set(2)).
+        return cls(_CLASSES[name], int(level) if level else 4 if name == "best-effort" else 0)
+
+
+def set_io_priority(priority: IoPriority, pid: int = 0) -> None:
+    """Set the I/O priority of a process (0: the calling thread and the threads that it starts later).
+
+    Does nothing on a machine whose system call number is not known here.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    number = _SYSCALLS.get(platform.machine())
+    if number is None:
+        return
+    value = priority.io_class << _CLASS_SHIFT | priority.level
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(number), _WHO_PROCESS, pid, value) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
 
 MAX_NICE: Final = 19
 _WEIGHT_STEP: Final = 1.25

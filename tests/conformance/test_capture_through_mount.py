@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.capture_bench import snapshot_manifest
 from support.overlay import Overlay, overlay_over
-from support.snapshot_manifest import snapshot_manifest
 from support.stored import read_file
 from support.trees import Manifest, assert_same, manifest
 

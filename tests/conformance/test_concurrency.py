@@ -2,22 +2,188 @@
 
 The result is that of the same operations one after the other, and an exclusive operation succeeds for exactly
 one caller.
+
+Contests are run by actors and judged by the test: each runs ``threads`` threads in one directory and returns what each of them did.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import mmap
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from support import contests
 from support.actor import ROOT, Actor
+from support.core_driver import FOLDERS, NAMES, Operation
+from support.mount_driver import KINDS, MountDriver
 from support.overlay import Overlay, overlay_over
 from support.sides import tree
+
+from ciuic.fuse_layer.system import syscalls
+
+RECORD_BYTES = 64
+SLOT_BYTES = 64
+"""Bytes of each thread in a mapping that all share: less than a page, so that pages are shared too."""
+_AT_FDCWD = -100
+T = TypeVar("T")
+
+
+def _at_once(threads: int, work: Callable[[int], T]) -> list[T]:
+    results: list[Any] = [None] * threads
+    errors: list[BaseException] = []
+
+    def one(number: int) -> None:
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=one, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def histories(top: str, name: str, threads: int, seed: int, steps: int) -> None:
+    """Carry out random operations, decided by the seed, in one directory for each thread below ``top``."""
+
+    def work(number: int) -> None:
+        folder = f"{top}/{name}-{number}"
+        os.mkdir(folder)
+        rng = random.Random(f"{seed} {name} {number}")
+        driver = MountDriver(Path(folder), 4096)
+        driver.furnish()
+        count = len(FOLDERS) * len(NAMES)
+        for _ in range(steps):
+            operation: Operation = (
+                rng.choice(KINDS),
+                rng.randrange(count),
+                rng.randrange(count),
+                rng.randrange(8),
+            )
+            driver.do(operation)
+        driver.close_all()
+
+    _at_once(threads, work)
+
+
+def appends(top: str, name: str, threads: int, count: int) -> None:
+    """Append numbered records of RECORD_BYTES to one log with O_APPEND."""
+
+    def work(number: int) -> None:
+        fd = os.open(f"{top}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            for i in range(count):
+                record = f"{name} {number} {i} ".encode().ljust(RECORD_BYTES - 1, b".") + b"\n"
+                assert os.write(fd, record) == RECORD_BYTES
+        finally:
+            os.close(fd)
+
+    _at_once(threads, work)
+
+
+def counting(top: str, how: str, threads: int, count: int) -> None:
+    """Add 1 to a number in a file ``count`` times in each thread, under a lock of the kind ``how``."""
+
+    def work(_number: int) -> None:
+        fd = os.open(f"{top}/number", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            for _ in range(count):
+                with _locked(top, fd, how):
+                    value = int(os.pread(fd, 20, 0) or b"0")
+                    os.pwrite(fd, b"%020d" % (value + 1), 0)
+        finally:
+            os.close(fd)
+
+    _at_once(threads, work)
+
+
+@contextlib.contextmanager
+def _locked(top: str, fd: int, how: str) -> Any:
+    if how == "flock":
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    elif how == "lockf":
+        # Locks of processes: threads of one process would not exclude each other.
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        yield
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+    else:
+        while True:
+            try:
+                os.close(os.open(f"{top}/lock", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                break
+            except FileExistsError:
+                continue
+        yield
+        os.unlink(f"{top}/lock")
+
+
+def stores(top: str, first: int, threads: int, count: int) -> None:
+    """Store ``count`` numbers one after the other in each thread's own slot of a shared mapping."""
+
+    def work(number: int) -> None:
+        fd = os.open(f"{top}/shared", os.O_RDWR)
+        at = (first + number) * SLOT_BYTES
+        with mmap.mmap(fd, 0) as mapping:
+            os.close(fd)
+            for i in range(count):
+                mapping[at : at + 8] = b"%08d" % (i + 1)
+            mapping.flush()
+
+    _at_once(threads, work)
+
+
+_RACES: dict[str, Callable[[str, str], Any]] = {
+    "create": lambda place, _: os.close(os.open(f"{place}/one", os.O_CREAT | os.O_EXCL | os.O_WRONLY)),
+    "mkdir": lambda place, _: os.mkdir(f"{place}/one"),
+    "symlink": lambda place, _: os.symlink("nowhere", f"{place}/one"),
+    "link": lambda place, _: os.link(f"{place}/there", f"{place}/one"),
+    "unlink": lambda place, _: os.unlink(f"{place}/there"),
+    "rmdir": lambda place, _: os.rmdir(f"{place}/folder"),
+    "rename": lambda place, me: os.rename(f"{place}/there", f"{place}/{me}"),
+    "noreplace": lambda place, me: syscalls.renameat2(
+        _AT_FDCWD,
+        os.fsencode(f"{place}/own-{me}"),
+        _AT_FDCWD,
+        os.fsencode(f"{place}/one"),
+        syscalls.RENAME_NOREPLACE,
+    ),
+}
+RACES = tuple(_RACES)
+_LOST = (errno.EEXIST, errno.ENOENT)
+
+
+def races(top: str, name: str, threads: int, rounds: int) -> list[tuple[str, int]]:
+    """Return each race (kind, number) that a thread of this process won. The test makes the directories."""
+
+    def work(number: int) -> list[tuple[str, int]]:
+        won = []
+        for kind, race in _RACES.items():
+            for i in range(rounds):
+                try:
+                    race(f"{top}/{kind}-{i}", f"{name}-{number}")
+                    won.append((kind, i))
+                except OSError as error:
+                    if error.errno not in _LOST:
+                        raise
+        return won
+
+    return [one for each in _at_once(threads, work) for one in each]
+
 
 pytestmark = pytest.mark.mount
 
@@ -81,9 +247,7 @@ def test_histories_side_by_side(overlay: Overlay, actors: list[Actor], place: Pa
     seed, steps = 11, 1500
     with _cutting(overlay):
         assert (
-            _run_on_all(
-                actors, contests.histories, lambda n: (os.fspath(place), f"p{n}", THREADS, seed, steps)
-            )
+            _run_on_all(actors, histories, lambda n: (os.fspath(place), f"p{n}", THREADS, seed, steps))
             == [None] * PROCESSES
         )
     # As long as the other path: symbolic links name it.
@@ -91,7 +255,7 @@ def test_histories_side_by_side(overlay: Overlay, actors: list[Actor], place: Pa
     plain.mkdir(parents=True)
     plain.chmod(0o777)
     for number in range(PROCESSES):
-        contests.histories(os.fspath(plain), f"p{number}", THREADS, seed, steps)
+        histories(os.fspath(plain), f"p{number}", THREADS, seed, steps)
     expected = _below(plain, plain)
     assert len(expected) > 3 * WORKERS
     assert _below(place, place) == expected
@@ -117,11 +281,10 @@ def test_concurrent_appends_are_whole_and_in_order(
     count = 300
     with _cutting(overlay):
         assert (
-            _run_on_all(actors, contests.appends, lambda n: (os.fspath(place), f"p{n}", THREADS, count))
-            == [None] * 3
+            _run_on_all(actors, appends, lambda n: (os.fspath(place), f"p{n}", THREADS, count)) == [None] * 3
         )
     data = (place / "log").read_bytes()
-    size = contests.RECORD_BYTES
+    size = RECORD_BYTES
     assert len(data) == WORKERS * count * size
     seen: dict[tuple[bytes, bytes], int] = {}
     for at in range(0, len(data), size):
@@ -137,10 +300,7 @@ def test_concurrent_appends_are_whole_and_in_order(
 def test_locks_exclude(overlay: Overlay, actors: list[Actor], place: Path, how: str) -> None:
     """A number in a file, read and written by all under a lock, counts every step."""
     threads, count = (1 if how == "lockf" else THREADS), 60
-    assert (
-        _run_on_all(actors, contests.counting, lambda _: (os.fspath(place), how, threads, count))
-        == [None] * 3
-    )
+    assert _run_on_all(actors, counting, lambda _: (os.fspath(place), how, threads, count)) == [None] * 3
     assert int((place / "number").read_text()) == PROCESSES * threads * count
 
 
@@ -150,11 +310,11 @@ def test_stores_in_a_mapping_that_all_share(overlay: Overlay, actors: list[Actor
     (place / "shared").write_bytes(bytes(2 * 4096))
     with _cutting(overlay):
         assert (
-            _run_on_all(actors, contests.stores, lambda n: (os.fspath(place), n * THREADS, THREADS, count))
+            _run_on_all(actors, stores, lambda n: (os.fspath(place), n * THREADS, THREADS, count))
             == [None] * 3
         )
     for data in ((place / "shared").read_bytes(), (overlay.backing / place.name / "shared").read_bytes()):
-        slots = [data[at : at + 8] for at in range(0, WORKERS * contests.SLOT_BYTES, contests.SLOT_BYTES)]
+        slots = [data[at : at + 8] for at in range(0, WORKERS * SLOT_BYTES, SLOT_BYTES)]
         assert slots == [b"%08d" % count] * WORKERS
 
 
@@ -166,7 +326,7 @@ def test_exactly_one_of_simultaneous_calls_succeeds(
     O_EXCL, mkdir, symlink, link, unlink, rmdir, rename and RENAME_NOREPLACE.
     """
     rounds = 12
-    for kind in contests.RACES:
+    for kind in RACES:
         for i in range(rounds):
             arena = place / f"{kind}-{i}"
             (arena / "folder").mkdir(parents=True)
@@ -175,8 +335,8 @@ def test_exactly_one_of_simultaneous_calls_succeeds(
                 for worker in range(WORKERS):
                     (arena / f"own-p{worker // THREADS}-{worker % THREADS}").touch()
     with _cutting(overlay):
-        won = _run_on_all(actors, contests.races, lambda n: (os.fspath(place), f"p{n}", THREADS, rounds))
+        won = _run_on_all(actors, races, lambda n: (os.fspath(place), f"p{n}", THREADS, rounds))
     assert all(isinstance(each, list) for each in won), won
     assert sorted(one for each in won for one in each) == sorted(
-        (kind, i) for kind in contests.RACES for i in range(rounds)
+        (kind, i) for kind in RACES for i in range(rounds)
     )

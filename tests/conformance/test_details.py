@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.ci import needs
-from support.driver import PASSES
-from support.overlay import Overlay, overlay_over
+from support.overlay import PASSES, Overlay, overlay_over
 from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer.system import syscalls

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.capture_child import Found, captured
-from support.driver import PASSES
-from support.overlay import Overlay, overlay_over
+from support.overlay import PASSES, Overlay, overlay_over
 from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer.core.passthrough_writers import MAX_COPIED_BYTES

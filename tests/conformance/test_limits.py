@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 from support.actor import ALICE, BOB, ROOT, Actor
 from support.ci import needs
-from support.driver import DRIVER
 from support.faults import MIB, Disk, command
-from support.overlay import Overlay, overlay_over
+from support.overlay import DRIVER, Overlay, overlay_over
 from support.sides import tree
 
 pytestmark = pytest.mark.mount

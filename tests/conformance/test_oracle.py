@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from support import oracle_run
 from support.capture_child import Found
-from support.driver import PASSES
 from support.oracle import _STAMP, History, Moments, Oracle, share_an_instant
-from support.overlay import overlay_over
+from support.overlay import PASSES, overlay_over
 from support.small_disks import missing, small_disk
 
 from ciuic.repository import Repository

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.driver import DRIVER
-from support.overlay import Overlay, overlay_over
+from support.overlay import DRIVER, Overlay, overlay_over
 
 pytestmark = pytest.mark.mount
 

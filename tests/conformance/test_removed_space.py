@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.driver import PASSES
 from support.live import wait_for
-from support.overlay import Overlay
+from support.overlay import PASSES, Overlay
 
 pytestmark = pytest.mark.mount
 MIB = 1 << 20

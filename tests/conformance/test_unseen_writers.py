@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.capture_child import captured
-from support.driver import PASSES
 from support.live import wait_for
-from support.overlay import Overlay, overlay_over
+from support.overlay import PASSES, Overlay, overlay_over
 from support.small_disks import missing, small_disk
 
 from ciuic.repository import Repository

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.actor import ALICE, BOB, CAROL, NOBODY, ROOT, Actor
-from support.driver import DRIVER
-from support.overlay import Overlay, plain_and_overlay
+from support.overlay import DRIVER, Overlay, plain_and_overlay
 from support.sides import tree
 
 from ciuic.fuse_layer.system import syscalls

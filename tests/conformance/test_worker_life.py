@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.driver import DRIVER, PASSES
 from support.live import wait_for
-from support.overlay import Overlay
-from support.state_dir import state_of
+from support.overlay import DRIVER, PASSES, Overlay, state_of
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.protocol.worker_client import WorkerUnreachable

@@ -6,8 +6,7 @@ The job sees no error, and the next snapshots are exact.
 from __future__ import annotations
 
 import pytest
-from support.faulty_os import IO_ERROR, NO_SPACE
-from support.state_faults import survive
+from support.faulty_os import IO_ERROR, NO_SPACE, survive
 
 SEEDS = (2,)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli_repository import Host
 from support.live import installed, wait_for
-from support.remote_commands import Host
 
 from ciuic.remote.access.remote import key_slots
 from ciuic.remote.objects.opening import open_objects

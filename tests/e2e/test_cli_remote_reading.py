@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import trees
-from support.elsewhere import Elsewhere
-from support.remote_host import RemoteHost, new_remote
+from support.remote_host import Elsewhere, RemoteHost, new_remote
 from support.restoring import write
 
 from ciuic.remote.access.remote import add_slot

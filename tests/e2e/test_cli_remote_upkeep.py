@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.remote_commands import Host
+from support.cli_repository import Host
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from support import trees
+from support.cli_repository import Host
 from support.object_servers import Fault, FaultProxy, Request, SeaweedFS, environment_for_s3
-from support.remote_commands import Host
 from support.remote_host import RemoteHost, new_remote
 from support.restoring import write
 from support.versioned_objects import attack

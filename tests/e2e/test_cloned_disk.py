@@ -7,9 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from support.cli_repository import CliRepository
+from support.cli_repository import CliRepository, Host
 from support.live import installed
-from support.remote_commands import Host
 
 
 def clone(host: Host, top: Path) -> Host:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.lost_host import lose_last
-from support.runs import EXAMPLES, remote_for, run, with_url
+from support.runs import EXAMPLES, lose_last, remote_for, run, with_url
 
 missing = find_spec("keras") is None or find_spec("tensorflow") is None
 # In CI .ci/setup has installed it.

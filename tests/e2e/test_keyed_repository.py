@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from support.identities import KEYED
 from support.live import Live, wait_for
+from support.stored import KEYED
 
 from ciuic.repository import Repository
 

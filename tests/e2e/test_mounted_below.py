@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 from support.ci import needs
-from support.driver import DRIVER
 from support.live import Live
+from support.overlay import DRIVER
 from support.small_disks import missing, small_disk
 
 pytestmark = pytest.mark.mount

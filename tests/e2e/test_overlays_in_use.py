@@ -12,7 +12,7 @@ import pytest
 from support.site import Site, ended, site_in, until
 
 from ciuic.system import mountinfo
-from ciuic.system.mount_users import mount_users
+from ciuic.system.open_files import mount_users
 
 pytestmark = pytest.mark.mount
 

@@ -14,25 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.capture_bench import snapshot_manifest
 from support.ci import needs
-from support.driver import ASKED_FOR
 from support.extents import overlap_bytes, shared_extents
 from support.live import Live
-from support.overlay import Overlay, overlay_over
+from support.overlay import ASKED_FOR, Overlay, overlay_over
 from support.small_disks import missing, small_disk
-from support.snapshot_manifest import snapshot_manifest
 from support.stored import read_file
 from support.trees import Manifest, assert_same, manifest
 
 from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
 from ciuic.protocol.worker_client import WorkerRefused
-from ciuic.protocol.worker_frames import Share
-from ciuic.protocol.worker_sockets import worker_socket
+from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository import Repository
-from ciuic.restore import Overwrite, Result, execute, plan_restore
-from ciuic.restore.files import content
-from ciuic.restore.files.overlay_sharing import OverlaySharing as Way
-from ciuic.restore.files.overlay_sharing import find
+from ciuic.restore import Overwrite, Result, content, execute, plan_restore
+from ciuic.restore.extent_sharing import OverlaySharing as Way
+from ciuic.restore.extent_sharing import find
 from ciuic.types import SnapshotId
 
 pytestmark = [

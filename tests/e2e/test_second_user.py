@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from support.live import Live, installed, wait_for
+from support.overlay import state_of
 from support.second_user import MADE_UP, NOBODY, User, everything_below, reach, run_as
-from support.state_dir import state_of
 
 from ciuic.repository import Repository
 from ciuic.system.sandbox.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.overlay import state_of
 from support.site import Site, ended, site_in, until
-from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
 

@@ -176,7 +176,7 @@ def test_of_several_ranks_rank_0_calls(tmp_path: Path) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
     from support import sharded_training
-    from support.ranks import Ranks
+    from support.sharded_training import Ranks
 
     save_dir, result = str(tmp_path / "snapshots"), tmp_path / "result"
     Ranks(tmp_path / "save", 2, sharded_training.note_saves, save_dir, str(result)).check()

@@ -13,7 +13,7 @@ from support.tiny_training import Model
 from ciuic import SnapshotManager
 from ciuic.errors import Damaged, NotFound
 from ciuic.history.checkpoints import checkpoints
-from ciuic.history.timeline import timelines
+from ciuic.history.versions import timelines
 from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training import Best, SnapshotTable

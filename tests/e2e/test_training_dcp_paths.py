@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-from support.ranks import Ranks  # noqa: E402
+from support.sharded_training import Ranks  # noqa: E402
 from torch.distributed import checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
 

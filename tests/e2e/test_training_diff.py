@@ -171,7 +171,7 @@ def test_states_of_several_ranks_are_compared_with_whole_ones(tmp_path: Path) ->
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
     from support import sharded_training
-    from support.ranks import Ranks
+    from support.sharded_training import Ranks
 
     save_dir, result = tmp_path / "snapshots", tmp_path / "result"
     Ranks(tmp_path / "save", 2, sharded_training.save_managed, str(save_dir), str(result)).check()

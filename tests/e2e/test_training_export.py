@@ -226,7 +226,7 @@ def test_sharded_states_are_exported_whole(tmp_path: Path) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
     from support import sharded_training
-    from support.ranks import Ranks
+    from support.sharded_training import Ranks
 
     from ciuic.training.snapshots import TrainingSnapshots
 

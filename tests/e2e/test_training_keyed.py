@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.identities import IDENTITIES, KEYED
+from support.stored import IDENTITIES, KEYED
 
 from ciuic import SnapshotManager
 from ciuic.maintenance.verify import verify_snapshots

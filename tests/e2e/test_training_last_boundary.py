@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 from support import sharded_training  # noqa: E402
-from support.ranks import Ranks  # noqa: E402
+from support.sharded_training import Ranks  # noqa: E402
 
 from ciuic import SnapshotManager  # noqa: E402
 

@@ -144,7 +144,7 @@ def _seen_by_user(daemon: Live, pair: dict[str, Any]) -> str:
     """Return the other half as shown to a user who cannot read the daemon's repository."""
     half = f"Pair(of='filesystem', id={pair['id']!r}, repository={pair['repository']!r})"
     script = f"print(*states([{half}], '/', [], {str(daemon.top / 'run' / SOCKET_NAME)!r}).values())"
-    imports = "from ciuic.protocol.pair_status import states; from ciuic.types import Pair"
+    imports = "from ciuic.protocol.pairing import states; from ciuic.types import Pair"
     return run_as(TRAINER, script, imports=imports).stdout.strip()
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from support import remote_training
 from support.object_servers import SeaweedFS, environment_for_s3, seaweedfs
-from support.remote_training import RemoteHost, host, wait_until
-from support.uploaded_training import stored_states
+from support.remote_training import RemoteHost, host, stored_states, wait_until
 
 from ciuic import SnapshotManager
 from ciuic.errors import CiuicError, UsageError

@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
 from support import sharded_remote  # noqa: E402
-from support.ranks import Ranks  # noqa: E402
+from support.sharded_training import Ranks  # noqa: E402
 
 from ciuic.remote.access.key_file import make_key_file  # noqa: E402
 

@@ -12,7 +12,7 @@ if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
 from support import sharded_training  # noqa: E402
-from support.ranks import Ranks  # noqa: E402
+from support.sharded_training import Ranks  # noqa: E402
 
 from ciuic import SnapshotManager  # noqa: E402
 from ciuic.repository import Repository  # noqa: E402

@@ -7,12 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-from support.killed_writers import MODES, watch
-from support.verdict_files import FORMATS, MemoryFile, damaged
+from support.checkpoint_files import FORMATS, MODES, MemoryFile, damaged, watch
+from support.live_source import LiveDirectory
 
-from ciuic.verdicts.checkpoint_verdict import checkpoints_in
-from ciuic.verdicts.file_verdict import judge_file
-from ciuic.verdicts.live_source import LiveDirectory
+from ciuic.verdicts.verdict import checkpoints_in, judge_file
 
 torch = pytest.importorskip("torch")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.driver import PASSES
+from support.overlay import PASSES
 from support.site import Site, ended, site_in, until
 
 pytestmark = pytest.mark.mount

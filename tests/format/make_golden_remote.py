@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import golden_remote as recipe
+from support import remote_recipe as recipe
 
 
 def main() -> None:

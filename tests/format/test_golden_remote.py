@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import format_page, remote_page
+from support import format_page
 from support import golden_recipe as content
-from support import golden_remote as recipe
 from support import remote_recipe as fixed
+from support import remote_recipe as recipe
 
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access.remote import open_remote
@@ -26,18 +26,18 @@ def golden(request: pytest.FixtureRequest) -> Path:
     return recipe.GOLDEN / str(request.param)
 
 
-def page_spaces(golden: Path) -> list[remote_page.PageRemote]:
+def page_spaces(golden: Path) -> list[format_page.PageRemote]:
     """Return the remote and the spaces of repositories in it, opened by the page's reader."""
     master = None
     if golden.name == "sealed":
         data = (golden / "keys/file").read_bytes()
-        id_ = remote_page.remote_id((golden / "remote.json").read_bytes())
-        master = remote_page.master_key("file", data, id_, fixed.KEY_FILE)
+        id_ = format_page.remote_id((golden / "remote.json").read_bytes())
+        master = format_page.master_key("file", data, id_, fixed.KEY_FILE)
     own = sorted((golden / "repositories").iterdir())
-    return [remote_page.PageRemote(place, master) for place in (golden, *own)]
+    return [format_page.PageRemote(place, master) for place in (golden, *own)]
 
 
-def page_chunks(space: remote_page.PageRemote) -> format_page.PageChunks:
+def page_chunks(space: format_page.PageRemote) -> format_page.PageChunks:
     return format_page.PageChunks(
         space.chunks(), space.chunk_id, space.border_seed, space.config["block_size"]
     )

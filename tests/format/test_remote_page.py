@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from support import remote_page as page
+from support import format_page as page
 from support import remote_recipe as recipe
 
 from ciuic.remote.format import log_entry, manifest, names, remote_json

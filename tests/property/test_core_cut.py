@@ -18,7 +18,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-from support.state_dir import state_of
+from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import sealed_format, undo_format

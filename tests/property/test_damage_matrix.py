@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.damage import Made, judge_all, look, make
-from support.identities import IDENTITIES
+from support.stored import IDENTITIES
 
 
 @pytest.fixture(scope="module", params=IDENTITIES)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from support import trees
-from support.random_trees import STEPS, play
 from support.restoring import take, write
+from support.trees import STEPS, play
 
 from ciuic.compare.diff import PathChange, diff_live, diff_snapshots
 from ciuic.errors import NotFound

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.identities import IDENTITIES
-from support.stored import Tree, read_back, store
+from support.stored import IDENTITIES, Tree, read_back, store
 
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.maintenance import prune as gc

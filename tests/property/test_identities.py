@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.identities import KEYED, SEEDED
-from support.stored import Tree, read_back, store
+from support.stored import KEYED, SEEDED, Tree, read_back, store
 
 from ciuic.compare.diff import diff_snapshots
 from ciuic.errors import Damaged

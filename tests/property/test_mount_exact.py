@@ -13,12 +13,10 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.capture_bench import slow_log
+from support.capture_bench import MemoryRepository, slow_log, snapshot_manifest
 from support.core_driver import Operation
-from support.memory_repository import MemoryRepository
 from support.mount_driver import MountDriver, mount_operations
 from support.overlay import Overlay, overlay_over
-from support.snapshot_manifest import snapshot_manifest
 from support.trees import Manifest, assert_same, manifest
 
 from ciuic.daemon.capture import content

@@ -11,11 +11,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support.remote_bucket import Bucket
-from support.remote_mutations import MORE, OF_LISTINGS, THE_NINE
-from support.remote_search import Contents, Search
-from support.remote_storm import Storm, Violation, WriterMachine, retry
+from support.remote_protocol import (
+    MORE,
+    OF_LISTINGS,
+    THE_NINE,
+    Contents,
+    Search,
+    Storm,
+    Violation,
+    WriterMachine,
+    retry,
+)
 from support.remote_world import (
+    Bucket,
     BucketJudge,
     Ids,
     MemoryState,

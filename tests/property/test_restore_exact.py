@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import trees
-from support.identities import IDENTITIES
-from support.random_trees import STEPS, play
 from support.restoring import take
+from support.stored import IDENTITIES
+from support.trees import STEPS, play
 
 from ciuic.repository import Identity, Repository
 from ciuic.restore import Overwrite, execute, plan_restore

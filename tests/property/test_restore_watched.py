@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.hooked_os import hooked
-from support.restore_enemy import GROUP, OWNER, SWAPS, Enemy, attacked, make_tree, race, restore
+from support.restore_enemy import GROUP, OWNER, SWAPS, Enemy, attacked, hooked, make_tree, race, restore
 from support.restoring import take
 from support.second_user import User, Watcher, everything_below
 

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.capture_bench import Bench, bench
 from support.core_driver import Operation, operations
-from support.state_dir import state_of
+from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
 

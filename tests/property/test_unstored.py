@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from support.stored import read_back, store
 
 from ciuic.maintenance import prune as gc
-from ciuic.maintenance.prune import prune
-from ciuic.maintenance.space_order import space_order
+from ciuic.maintenance.prune import prune, space_order
 from ciuic.repository import Repository
 from ciuic.retention import NEWEST, TRAINING, UNDOES, Decision, MinFree, RetentionPlan, RetentionPolicy
 from ciuic.system.disk_space import unstored_floor_bytes

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.identities import IDENTITIES
 from support.restoring import take, write
+from support.stored import IDENTITIES
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.verify import VerifyResult, verify_snapshots

@@ -30,9 +30,8 @@ from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, notice_of
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
 from ciuic.errors import NotPermitted
-from ciuic.printable import one_line
+from ciuic.printable import escaped, one_line, shown_name
 from ciuic.protocol.control_types import Alert, Event, Incident, StatusDocument, TrainerStatus
-from ciuic.protocol.plain_names import escaped, shown_name
 
 ATTACK = 'a";id>/x;"'
 NAMES = [

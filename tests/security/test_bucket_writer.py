@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.remote_commands import Host
+from support.cli_repository import Host
 
 REPAIR = "ciuic check --remote --repair"
 

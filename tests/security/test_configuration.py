@@ -21,7 +21,7 @@ from ciuic.cli.fast_snapshot import find_socket
 from ciuic.config import AlertConfig, alert_flaw, load_config
 from ciuic.daemon.main import run_daemon
 from ciuic.errors import ConfigError
-from ciuic.protocol.runtime_dir import runtime_dir
+from ciuic.protocol.peer_socket import runtime_dir
 from ciuic.system.ownership import find_flaw
 
 STRANGER = 54321

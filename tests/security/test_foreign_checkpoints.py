@@ -5,15 +5,14 @@ from __future__ import annotations
 import struct
 
 import pytest
-from support.verdict_files import MemoryDirectory, MemoryFile
+from support.checkpoint_files import MemoryDirectory, MemoryFile
 
-from ciuic.verdicts import bounded_reader, checkpoint_verdict, file_verdict
+from ciuic.verdicts import bounded_reader, verdict
 from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.checkpoint_verdict import checkpoints_in
-from ciuic.verdicts.file_verdict import DEFECT, judge_file, judge_structure
-from ciuic.verdicts.formats.opcodes import PickleStream
+from ciuic.verdicts.formats.pickles import PickleStream
 from ciuic.verdicts.model import Piece, Structure
 from ciuic.verdicts.sources import DirectorySource
+from ciuic.verdicts.verdict import DEFECT, checkpoints_in, judge_file, judge_structure
 
 _NAMES = 4 << 20
 
@@ -92,7 +91,7 @@ def test_lines_of_a_pickle_are_found_by_pages() -> None:
 
 def test_pieces_that_lie_over_each_other_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many holes in many pieces of one range are not compared each with each; pieces with and without a checksum can be sorted."""
-    monkeypatch.setattr(file_verdict, "_MAX_STEPS", 10_000)
+    monkeypatch.setattr(verdict, "_MAX_STEPS", 10_000)
     data = (bytes(4096) + b"x" * 4096) * 200
     pieces = tuple(Piece(0, len(data), 0 if number % 2 else None) for number in range(200))
     assert judge_structure(MemoryFile(b"a", data), Structure("", "", pieces)).state == "UNKNOWN"
@@ -113,11 +112,11 @@ def test_a_reader_that_fails_spares_the_other_files(monkeypatch: pytest.MonkeyPa
     def failing_recogniser(directory: DirectorySource, names: list[bytes]) -> object:
         raise RecursionError
 
-    monkeypatch.setattr(file_verdict, "_FORMATS", (failing,))
+    monkeypatch.setattr(verdict, "_FORMATS", (failing,))
     directory = MemoryDirectory({b"bad.npy": b"x", b"good.npy": b"x"})
     found = {one.path: one.verdict for one in checkpoints_in(directory)}
     assert (found[b"/d/bad.npy"].state, found[b"/d/good.npy"].state) == ("UNKNOWN", "GOOD")
     assert "ZeroDivisionError" in found[b"/d/bad.npy"].reason
-    monkeypatch.setattr(checkpoint_verdict, "_RECOGNISERS", (failing_recogniser,))
+    monkeypatch.setattr(verdict, "_RECOGNISERS", (failing_recogniser,))
     found = {one.path: one.verdict for one in checkpoints_in(directory)}
     assert (found[b"/d"].state, found[b"/d/good.npy"].state) == ("UNKNOWN", "GOOD")

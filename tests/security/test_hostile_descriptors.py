@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 from support.deep_trees import remove_chain
-from support.driver import DRIVER
 from support.live import wait_for
-from support.overlay import Overlay
+from support.overlay import DRIVER, Overlay
 from support.second_user import MADE_UP
 
 from ciuic.fuse_layer.state.allowances import Quota
-from ciuic.system import bypass, long_names
+from ciuic.system import bypass
 from ciuic.system.bypass import find_bypassing
 
 DEEP_NAME = b"x" * 200
@@ -80,7 +79,7 @@ def counted_opens(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         opened.append(os.fsencode(path))
         return real(path, *arguments, **more)  # type: ignore[arg-type]
 
-    for module in (bypass, long_names):
+    for module in (bypass, bypass):
         if hasattr(module, "os"):
             monkeypatch.setattr(module.os, "open", counting)
     return opened
@@ -113,7 +112,7 @@ def test_a_process_that_cannot_be_examined_counts_as_unknown(
         assert (found.writes, found.known) == (True, False)
         (found,) = find_bypassing(other_root, only_pids={pid})
         assert found.known
-        monkeypatch.setattr(bypass, "Climber", lambda: long_names.Climber(seconds=0))
+        monkeypatch.setattr(bypass, "Climber", lambda: bypass.Climber(seconds=0))
         (found,) = find_bypassing(root, only_pids={pid})
         assert not found.known
 

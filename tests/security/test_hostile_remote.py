@@ -34,7 +34,7 @@ from ciuic.remote.upkeep.collect import collect_remote
 from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
 from ciuic.repository import Repository
 from ciuic.restore import execute, plan_restore
-from ciuic.restore.files.journal import JOURNAL_NAME
+from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.types import SnapshotId
 
 WORDS = "correct horse battery staple"

@@ -26,7 +26,7 @@ from support.attackers import (
 from support.hostile_files import hostile_files
 from support.live import Live, wait_for
 from support.second_user import User
-from support.served_watch import ServedWatch
+from support.served_sockets import ServedWatch
 
 from ciuic.daemon.peers import server
 from ciuic.daemon.roots.permission import WatchPermission

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.ranks import Ranks as Processes  # noqa: E402
+from support.sharded_training import Ranks as Processes  # noqa: E402
 
 from ciuic.training.ranks import rank_messages  # noqa: E402
 from ciuic.training.ranks.group import Ranks, RanksApart  # noqa: E402

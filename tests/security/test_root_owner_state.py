@@ -3,18 +3,23 @@
 The owner prepares, replaces, links and keeps it open. Root writes nowhere else and reads nothing of the
 owner's as state. Each test checks a directory of mode 0700 that belongs to root: nothing may appear or change
 in it.
+
+The attacker is a living process that carries out one system call at a time, and keeps descriptors.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -22,9 +27,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.ci import needs
-from support.hostile_user import HostileUser
 from support.overlay import Overlay
-from support.second_user import MADE_UP
+from support.second_user import _BECOME, MADE_UP, User
 from support.small_disks import missing, small_disk
 
 from ciuic import STATE_DIR_NAME
@@ -35,6 +39,88 @@ from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import NotTheRoot
 from ciuic.protocol import state_directory
+
+_ACT = """
+uid, gid, groups = json.loads(sys.stdin.readline())
+become(uid, gid, groups)
+os.umask(0)
+kept = {}
+def place(path):
+    name, slash, rest = path.partition("/")
+    return f"/proc/self/fd/{kept.get(name[1:], -1)}{slash}{rest}" if name.startswith("@") else path
+def act(what, arguments):
+    paths = [place(argument) if isinstance(argument, str) else argument for argument in arguments]
+    if what == "keep":
+        kept[arguments[1]] = os.open(paths[0], os.O_PATH)
+    elif what == "symlink":
+        os.symlink(arguments[0], paths[1])
+    elif what == "write":
+        with open(paths[0], "wb") as file:
+            file.write(arguments[1].encode())
+    elif what == "overwrite":
+        with open(paths[0], "r+b", buffering=0) as file:
+            file.write(arguments[1].encode())
+    elif what == "read":
+        with open(paths[0], "rb") as file:
+            return file.read().decode("latin-1")
+    elif what == "listdir":
+        return os.listdir(paths[0])
+    else:
+        return getattr(os, what)(*paths)
+print("ready", flush=True)
+for line in sys.stdin:
+    what, *arguments = json.loads(line)
+    try:
+        result = act(what, arguments)
+        print(json.dumps([0, result if isinstance(result, (str, list)) else None]), flush=True)
+    except OSError as error:
+        print(json.dumps([error.errno, None]), flush=True)
+"""
+
+
+class HostileUser:
+    """Process of ``user``. A path that begins with ``@name`` is below the descriptor kept under that name."""
+
+    def __init__(self, user: User) -> None:
+        self.user = user
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _BECOME + _ACT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        self._request([user.uid, user.gid, list(user.groups)])
+
+    def __call__(self, what: str, *arguments: object) -> int:
+        """Carry out ``os.<what>`` or one of keep, write, overwrite, read, listdir; return 0 or the errno."""
+        number: int = json.loads(self._request([what, *map(_plain, arguments)]))[0]
+        return number
+
+    def read(self, path: os.PathLike[str] | str) -> str | None:
+        """Return the content of a file as the user sees it, or None if it may not be read."""
+        number, text = json.loads(self._request(["read", os.fspath(path)]))
+        return None if number else text
+
+    def _request(self, what: object) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+    def __enter__(self) -> HostileUser:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate(timeout=30)
+
+
+def _plain(argument: object) -> object:
+    return os.fspath(argument) if isinstance(argument, os.PathLike) else argument
+
 
 pytestmark = pytest.mark.mount
 NAME = os.fsdecode(STATE_DIR_NAME)

@@ -22,7 +22,7 @@ from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy
 from ciuic.system.sandbox import seccomp
-from ciuic.system.sandbox.syscall_numbers import NUMBERS
+from ciuic.system.sandbox.seccomp import NUMBERS
 
 pytestmark = [
     pytest.mark.mount,
@@ -252,7 +252,7 @@ def test_roots_are_served_and_captured_without_seccomp(live: Live, root: Path) -
         f"#!{installed('python')}\n"
         "import os, sys\n"
         "from ciuic.system.sandbox import privileges, seccomp\n"
-        "from ciuic.system.sandbox.syscall_numbers import NUMBERS\n"
+        "from ciuic.system.sandbox.seccomp import NUMBERS\n"
         f"profile = seccomp.Profile('no seccomp', frozenset(NUMBERS) - {{'seccomp'}})\n"
         "privileges.keep_only(privileges.permitted())\n"
         "seccomp.install(profile)\n"

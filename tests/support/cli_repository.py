@@ -10,6 +10,7 @@ from typing import Any, Union
 
 import msgspec
 from click.testing import CliRunner, Result
+from support.live import Live
 
 from ciuic.cli.app import cli
 from ciuic.repository import Repository, Writer, is_zero
@@ -118,3 +119,29 @@ class CliRepository:
         # The file /dev/null is an empty configuration: the machine's own must not affect a test.
         environment = {"CIUIC_CONFIG": "/dev/null", "CIUIC_REPO": str(self.path)} | kwargs.pop("env", {})
         return CliRunner().invoke(cli, words, env=environment, **kwargs)
+
+
+class Host(Live):
+    """One host: configuration, key file, repository and state of the upload below a directory of its own."""
+
+    def __init__(self, top: Path) -> None:
+        top.mkdir()
+        super().__init__(top)
+        self.state = top / "upload"
+        self.env["CIUIC_UPLOAD_STATE"] = str(self.state)
+        for name in ("PASSPHRASE", "KEY_FILE", "RECOVERY_KEY"):
+            self.env.pop(f"CIUIC_REMOTE_{name}", None)
+        self.key_file = top / "remote-remote.key"
+
+    def snapshot_of(self, *contents: bytes) -> str:
+        """Commit a snapshot of one file for each content, without a daemon; return the id of the last."""
+        made = CliRepository(self.repository, self.top / "root", make=False)
+        return [str(made.snapshot({b"file": content})) for content in contents][-1]
+
+    def identity(self) -> Any:
+        with Repository.open(self.repository) as repository:
+            return repository.identity
+
+    def fails(self, *arguments: str, code: int) -> str:
+        """Run a command that must fail with this code, and return what it said."""
+        return self.run(*arguments, expect=code).stderr.decode()

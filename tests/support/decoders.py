@@ -39,7 +39,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "ciuic/repository/format/tree_format.py": ("tree leaf", "tree node", "link table", "attributes"),
     "ciuic/config/repository_mark.py": ("mark of a repository",),
-    "ciuic/restore/files/attributes.py": ("access ACL",),
+    "ciuic/restore/attributes.py": ("access ACL",),
     **dict.fromkeys(
         (
             "ciuic/verdicts/formats/safetensors.py",
@@ -47,9 +47,9 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
             "ciuic/verdicts/formats/gguf.py",
             "ciuic/verdicts/formats/npy.py",
             "ciuic/verdicts/formats/hdf5.py",
-            "ciuic/verdicts/formats/hdf5_objects.py",
-            "ciuic/verdicts/formats/lookup3.py",
-            "ciuic/verdicts/formats/opcodes.py",
+            "ciuic/verdicts/formats/hdf5.py",
+            "ciuic/verdicts/formats/hdf5.py",
+            "ciuic/verdicts/formats/pickles.py",
             "ciuic/verdicts/formats/pickles.py",
         ),
         ("checkpoint that is judged",),
@@ -58,8 +58,8 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/verdicts/directories/sharded.py": ("directory that is judged",),
     "ciuic/verdicts/directories/orbax.py": ("directory that is judged",),
     "ciuic/verdicts/directories/training.py": ("directory that is judged",),
-    "ciuic/restore/files/journal.py": ("mark of a restore",),
-    "ciuic/maintenance/scrub_state.py": ("pass of a scrub",),
+    "ciuic/restore/journal.py": ("mark of a restore",),
+    "ciuic/maintenance/verify.py": ("pass of a scrub",),
     "ciuic/training/compare/stored_tensors.py": ("tensors of a training", "safetensors header"),
     "ciuic/training/dcp/metadata.py": ("DCP metadata",),
     "ciuic/training/dcp/pointer.py": ("pointer to a DCP checkpoint",),
@@ -153,7 +153,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/fuse_layer/prefork/messages.py": "a socket pair between processes of root",
     "ciuic/fuse_layer/prefork/service.py": "a socket pair between processes of root",
     "ciuic/fuse_layer/system/syscalls.py": "an answer of the kernel",
-    "ciuic/system/mount_border.py": "an answer of the kernel",
+    "ciuic/system/mountinfo.py": "an answer of the kernel",
 }
 """Map from module to the writer of what it decodes, where that is no attacker."""
 

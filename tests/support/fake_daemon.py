@@ -1,15 +1,24 @@
-"""Stand-ins for workers, store and capture, to test the daemon's own decisions without mounts."""
+"""Stand-ins for workers, store and capture, to test the daemon's own decisions without mounts.
+
+The documents of the control socket are served by a small HTTP server.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import trio
 
 from ciuic.daemon.base.alerts import Alerts
@@ -25,9 +34,8 @@ from ciuic.errors import Unreachable
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.worker_frames import CutReply, WorkerStatus
 from ciuic.repository.promised import Promise
-from ciuic.system.bypass import Bypasser
-from ciuic.system.bypass_mounts import BypassingMount
-from ciuic.system.mount_users import MountUser
+from ciuic.system.bypass import Bypasser, BypassingMount
+from ciuic.system.open_files import MountUser
 from ciuic.system.urgency import Urgency
 from ciuic.types import SnapshotId
 
@@ -435,3 +443,60 @@ class Bench:
         for worker in self.workers:
             worker.kill()
             worker.close()
+
+
+Answer = Callable[[Any], tuple[int, Any]]
+
+
+def hang_up(_: object) -> tuple[int, Any]:
+    """Close the connection in the middle of an answer, as a killed daemon does."""
+    raise ConnectionResetError
+
+
+class FakeDaemon:
+    """Server on a unix socket that returns the test's ``answers`` and keeps the ``requests``."""
+
+    def __init__(self, socket: Path) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.requests: list[tuple[str, Any]] = []
+        daemon = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle(self) -> None:
+                # The caller, or `hang_up`, has closed the connection.
+                with suppress(ConnectionError):
+                    super().handle()
+
+            def do(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(length)) if length else None
+                key = f"{self.command} {self.path}"
+                daemon.requests.append((key, body))
+                code, document = daemon.answers[key](body)
+                payload = msgspec.json.encode(document)
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            do_GET = do_POST = do_DELETE = do  # noqa: N815 - the names that http.server looks for
+
+            def address_string(self) -> str:
+                return "unix"
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Drop the access log, which tests do not need."""
+
+        class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+            daemon_threads = True
+
+        self.server = Server(str(socket), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import leftovers
-from support.driver import DRIVER
+from support.overlay import DRIVER
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from support.driver import DRIVER
+from support.overlay import DRIVER
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.system.poll import readable

@@ -1,4 +1,8 @@
-"""Private overlay worker: a real process that serves a real mount over a directory."""
+"""Private overlay worker: a real process that serves a real mount over a directory.
+
+The driver of the mounts is that of CIUIC_TEST_DRIVER: ``kernel``, ``pyfuse3`` or ``kernel-cached``. The last is the kernel driver as
+on a kernel without passthrough: all data goes through the kernel's write cache.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from support.driver import DRIVER
-
+from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer.driver_choice import WITHOUT_PASSTHROUGH
 from ciuic.fuse_layer.system import mounts
 from ciuic.protocol.worker_client import WorkerControlClient
 from ciuic.system.poll import readable
+
+ASKED_FOR = os.environ.get("CIUIC_TEST_DRIVER", "kernel")
+DRIVER = "kernel" if ASKED_FOR == "kernel-cached" else ASKED_FOR
+"""Driver name, as workers and the configuration use it."""
+PASSES = ASKED_FOR == "kernel"
+"""True if data may bypass the worker (passthrough)."""
+
+if ASKED_FOR == "kernel-cached":
+    # Every worker inherits it, whichever process starts it.
+    os.environ[WITHOUT_PASSTHROUGH] = "1"
+
 
 _READY_SECONDS = 60
 _STOP_SECONDS = 60
@@ -158,3 +173,13 @@ def overlay_over(root: Path, control: Path, *, block_size: int = 4096) -> Iterat
     log = overlay.log()
     assert "Traceback" not in log, log
     assert "_failed" not in log, log
+
+
+def state_of(root: Path) -> Path:
+    """Return the state directory of ``root``, mounted or not: beside it, by inode number, or the only one."""
+    container = root.parent / os.fsdecode(STATE_DIR_NAME)
+    found = [path for path in container.iterdir() if path.is_dir()] if container.exists() else []
+    numbered = [path for path in found if path.name.startswith(f"{root.stat().st_ino}-")]
+    if len(numbered) == 1:
+        return numbered[0]
+    return found[0] if len(found) == 1 else container / "none"

@@ -1,4 +1,7 @@
-"""Trainings with a remote, for tests: their processes, found by a mark in the environment, and an end to all."""
+"""Trainings with a remote, for tests: their processes, found by a mark in the environment, and an end to all.
+
+A training with `SnapshotManager` runs as a process, in one directory or with a remote. CIUIC_RESCUE_STATES is the number of its steps; 0: the story does without it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from ciuic.repository import Repository
+from ciuic.training.remote.uploads import record_of
 
 _MARK = "CIUIC_REMOTE_TEST_MARK"
 _SUPPORT = Path(__file__).parent
@@ -103,3 +109,32 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteHost
         monkeypatch.setenv(name, made.environment[name])
     yield made
     made.kill()
+
+
+TRAINING = Path(__file__).with_name("tiny_training.py")
+STATES_STEPS = int(os.environ.get("CIUIC_RESCUE_STATES", "150"))
+
+
+def run_states(
+    save_dir: str, result: Path, environment: Mapping[str, str], *, step_seconds: float = 0
+) -> subprocess.Popen[bytes]:
+    """Start the training of `tiny_training.py`, which resumes by itself; its messages are beside the result."""
+    with open(f"{result}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(TRAINING), save_dir, str(STATES_STEPS), str(result), str(step_seconds)],
+            env=dict(environment),
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def stored_states(save_dir: Path) -> frozenset[str]:
+    """Return the snapshots that the remotes of a directory have."""
+    remotes = save_dir / "remotes"
+    if not remotes.is_dir() or not Repository.exists(save_dir):
+        return frozenset()
+    with Repository.open(save_dir) as repository:
+        records = [record_of(str(save_dir), one.name, repository.id) for one in remotes.iterdir()]
+    return frozenset().union(*(record.stored for record in records if record is not None))

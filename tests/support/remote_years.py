@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from support.remote_bucket import Bucket
-from support.remote_world import REPOSITORY, Ids, MemoryState, sealer
+from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
 from ciuic.remote.format.names import manifest_name
 from ciuic.remote.log.log_reader import LogReader

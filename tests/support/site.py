@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.driver import DRIVER
+from support.overlay import DRIVER
 
 from ciuic.errors import CiuicError
 from ciuic.protocol.control import ControlClient

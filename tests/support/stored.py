@@ -1,12 +1,17 @@
-"""Snapshots made of plain dictionaries and read back into them, for tests of changes to a repository."""
+"""Snapshots made of plain dictionaries and read back into them, for tests of changes to a repository.
+
+Tests that hold for every identity of a repository are run with each of `IDENTITIES`.
+"""
 
 from __future__ import annotations
 
 import stat
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from ciuic.repository import Repository, Writer, blocks_of, is_zero
+import pytest
+
+from ciuic.repository import Identity, Repository, Writer, blocks_of, is_zero
 from ciuic.types import HOLE, Entry, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef
 
 Tree = Mapping[bytes, Any]
@@ -103,3 +108,10 @@ def read_file(repository: Repository, entry: Entry) -> bytes:
         data[number * size : number * size + len(block)] = block
     assert len(data) == entry.size_bytes
     return bytes(data)
+
+
+SEED: Final = 0xFEDCBA9876543210
+SEEDED: Final = Identity("xxh3-128", None, SEED)
+KEYED: Final = Identity("blake3-128", bytes(range(100, 132)), SEED)
+IDENTITIES: Final = (pytest.param(None, id="xxh3"), pytest.param(KEYED, id="blake3"))
+"""None, with which `Repository.create` makes what it makes by default, and that of a format-3 repository."""

@@ -10,8 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from support.killed_writers import MODES, watch
-from support.verdict_files import FORMATS
+from support.checkpoint_files import FORMATS, MODES, watch
 from torture.figure import Figure
 
 _INSTANTS = 500

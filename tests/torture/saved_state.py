@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from support.faulty_os import IO_ERROR, NO_SPACE
-from support.state_faults import survive
+from support.faulty_os import IO_ERROR, NO_SPACE, survive
 from torture.figure import Figure
 
 _FAULTS = ((None, False), (NO_SPACE, False), (NO_SPACE, True), (IO_ERROR, False))

@@ -75,10 +75,10 @@ MUTATIONS = (
     Mutation("saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
     Mutation("the name of saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
     Mutation("saved tracking that is used up", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
-    Mutation("a restored file before its name", "ciuic/restore/files/non_directory.py", "os.fsync(fd)", (_ORDER,), nth=1),
-    Mutation("a kept file with new attributes", "ciuic/restore/files/non_directory.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("restored directories", "ciuic/restore/files/directory_handles.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("the note of an unfinished restore", "ciuic/restore/files/journal.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("a restored file before its name", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,), nth=1),
+    Mutation("a kept file with new attributes", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("restored directories", "ciuic/restore/directory_handles.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("the note of an unfinished restore", "ciuic/restore/journal.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("a copied pack", "ciuic/maintenance/copying.py", "disk.sync(write_fd)", (_COPY,)),
     Mutation("the names of copied packs", "ciuic/maintenance/copying.py", 'disk.sync_dir(f"{where}/{PACKS_DIR}")', (_COPY,)),
     Mutation("what is gone from a copy", "ciuic/maintenance/copying.py", "disk.sync_dir(directory)", (_COPY,)),
@@ -106,7 +106,7 @@ MUTATIONS = (
     Mutation("the record of a lazy restore", "ciuic/lazy/layout.py", "os.fsync(fd)", (_LAZY,)),
     Mutation("the name of that record", "ciuic/lazy/layout.py", "os.fsync(self.directory)", (_LAZY,)),
     Mutation("names that a lazy restore moved", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,)),
-    Mutation("times of the directory", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,), nth=1),
+    Mutation("times of the directory", "ciuic/lazy/layout.py", "os.fsync(layout.destination)", (_LAZY,)),
 )  # fmt: skip
 
 

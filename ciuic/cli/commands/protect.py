@@ -29,8 +29,7 @@ from ciuic.system import service_manager
 if TYPE_CHECKING:
     from ciuic.config import Config, RootConfig
     from ciuic.config.model import Driver
-    from ciuic.system.bypass import Bypasser
-    from ciuic.system.bypass_mounts import BypassingMount
+    from ciuic.system.bypass import Bypasser, BypassingMount
 
 _SHOWN_PROCESSES = 10
 
@@ -163,7 +162,7 @@ def _going_round(path: Path) -> list[Bypasser]:
 
 
 def _other_mounts(path: Path) -> list[BypassingMount]:
-    from ciuic.system.bypass_mounts import find_bypassing_mounts
+    from ciuic.system.bypass import find_bypassing_mounts
 
     return find_bypassing_mounts(path, ignore_pids={os.getpid()})
 
@@ -284,7 +283,7 @@ def _name_work_tree(path: Path, top: Path | None) -> None:
 
 
 def _name_mounts(path: Path, mounts: Sequence[BypassingMount]) -> None:
-    from ciuic.system.bypass_mounts import REMEDY
+    from ciuic.system.bypass import REMEDY
 
     if not mounts:
         return

@@ -93,11 +93,11 @@ def _await_end(session: Session, before: StatusDocument) -> None:
 
 
 def _lock_file(session: Session) -> Path:
-    from ciuic.config import salvage
+    from ciuic.config import load
 
     # The daemon runs on with the configuration that it read, so that a mistake made in the file since is no
     # reason to fail.
-    return salvage.readable_part(session.config_option).runtime_dir / "daemon.lock"
+    return load.readable_part(session.config_option).runtime_dir / "daemon.lock"
 
 
 def _print(before: StatusDocument, fates: Mapping[str, str | None]) -> None:

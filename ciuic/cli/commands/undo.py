@@ -96,7 +96,7 @@ def _was_unseen(
 ) -> str:
     """Return why a path was not looked at by the safety snapshot; empty if it was."""
     from ciuic.repository.lookup import find
-    from ciuic.system.mount_border import LEFT_ALONE, first_border
+    from ciuic.system.mountinfo import LEFT_ALONE, first_border
 
     if first_border(root, path) is not None:
         return LEFT_ALONE
@@ -142,8 +142,8 @@ def _remove(
     """Remove what the restore has made where nothing was, except for excluded paths, and add it to the result."""
     from ciuic.repository.lookup import root_of
     from ciuic.restore import Failure
-    from ciuic.restore.files.destination import Remover, open_below, stat_at
-    from ciuic.restore.files.directory_handles import Syncer
+    from ciuic.restore.destination import Remover, open_below, stat_at
+    from ciuic.restore.directory_handles import Syncer
 
     own = os.stat(repository.path)
     syncer = Syncer(lambda path, error: result.failed.append(Failure(path, error.strerror or str(error))))

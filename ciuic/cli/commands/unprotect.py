@@ -79,7 +79,7 @@ def _tell_daemon(session: Session, paths: Sequence[Path]) -> bool:
 def _remove_state(session: Session, path: Path) -> None:
     """Remove the saved tracking of a root that no daemon serves; what cannot be removed stays, and harms nothing."""
     from ciuic.protocol.state_directory import remove_state
-    from ciuic.protocol.worker_sockets import worker_socket
+    from ciuic.protocol.worker_frames import worker_socket
 
     if worker_socket(session.config.runtime_dir, str(path)).exists():
         # A worker goes on serving files that a job has open, and needs its state for them.

@@ -139,8 +139,7 @@ def _share(text: str) -> float:
 def _verify(
     session: Session, ids: list[SnapshotId] | None, checksum: bool, share: float | None
 ) -> VerifyResult:
-    from ciuic.maintenance.verify import verify_snapshots
-    from ciuic.maintenance.verify_sample import verify_sample
+    from ciuic.maintenance.verify import verify_sample, verify_snapshots
 
     # Opened here: the question for a passphrase would stand in the middle of a progress bar.
     asked = [(repository, ids) for repository in session.repositories]

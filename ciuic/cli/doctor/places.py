@@ -20,8 +20,7 @@ from ciuic.cli.doctor.inquiry import Inquiry, NoAnswer, not_looked_at
 from ciuic.cli.shared.names import shown, shown_text
 from ciuic.errors import CiuicError
 from ciuic.system.disk_space import Reserve, available_bytes, measurable, reserve_of, total_bytes
-from ciuic.system.mount_border import first_border
-from ciuic.system.mountinfo import Mount
+from ciuic.system.mountinfo import Mount, first_border
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
@@ -98,8 +97,7 @@ def _no_answer(root: RootConfig, mounts: Sequence[Mount]) -> Finding:
 
 
 def _bypassing(root: RootConfig) -> Iterator[Finding]:
-    from ciuic.system.bypass import find_bypassing
-    from ciuic.system.bypass_mounts import REMEDY, find_bypassing_mounts
+    from ciuic.system.bypass import REMEDY, find_bypassing, find_bypassing_mounts
 
     name = shown_text(str(root.path))
     for process in find_bypassing(root.path, ignore_pids={os.getpid()}):

@@ -22,7 +22,7 @@ def in_use(path: str) -> str | None:
     """
     from ciuic.config import is_ciuic_mount
     from ciuic.system import mountinfo
-    from ciuic.system.mount_users import describe, mount_users
+    from ciuic.system.open_files import describe, mount_users
 
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:

@@ -17,7 +17,7 @@ from ciuic.protocol.pairing import PAIRED
 from ciuic.types import Pair, Snapshot
 
 if TYPE_CHECKING:
-    from ciuic.protocol.pair_status import State
+    from ciuic.protocol.pairing import State
     from ciuic.repository import SnapshotInfo
 
 _WORDS: Final = {
@@ -63,7 +63,7 @@ def looked_up(session: Session, snapshots: Iterable[Snapshot]) -> dict[str, Half
     ]
     if not having or session.remote_url is not None:
         return {}
-    from ciuic.protocol.pair_status import states
+    from ciuic.protocol.pairing import states
 
     found = states(
         [pair for _, pair in having],

@@ -106,7 +106,7 @@ class Session:
     def _hint_without_file(self, hint: str) -> str:
         """The hint of a configuration that is not valid, and how snapshots are read while it is not."""
         from ciuic.cli.shared.names import shown_text
-        from ciuic.config.salvage import readable_part
+        from ciuic.config.load import readable_part
         from ciuic.errors import CiuicError
 
         try:
@@ -280,7 +280,7 @@ class Session:
         try:
             return self.config.control.socket
         except ConfigError as error:
-            from ciuic.config.salvage import readable_part
+            from ciuic.config.load import readable_part
             from ciuic.protocol.control import ControlClient
 
             socket = readable_part(self.config_option).control.socket

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from ciuic.cli.shared import times
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.output import out, out_prose
-from ciuic.protocol.plain_names import shown_name
+from ciuic.printable import shown_name
 from ciuic.units import human_duration
 
 if TYPE_CHECKING:

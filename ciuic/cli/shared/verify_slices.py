@@ -14,9 +14,7 @@ from ciuic.cli.shared.output import out, out_json
 from ciuic.cli.shared.session import Session
 from ciuic.cli.shared.verify_result import as_document, print_damages, reporting
 from ciuic.errors import Damaged
-from ciuic.maintenance.scrub_state import Pass, ScrubBook
-from ciuic.maintenance.verify import VerifyResult
-from ciuic.maintenance.verify_slice import verify_slice
+from ciuic.maintenance.verify import Pass, ScrubBook, VerifyResult, verify_slice
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files
 from ciuic.units import human_size
 

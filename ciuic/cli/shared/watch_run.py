@@ -18,8 +18,7 @@ from typing import Final
 from ciuic.cli.shared.messages import complain
 from ciuic.errors import CiuicError, NotFound, NotPermitted, Unreachable
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage
-from ciuic.protocol.registration import Registration
-from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, Hello
+from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, Hello, Registration
 from ciuic.system import processes
 
 _PASSED_ON: Final = (

@@ -29,9 +29,8 @@ from ciuic.daemon.base.alert_command import Prepared, prepare, remove_left_over
 from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
 from ciuic.daemon.base.events import EventBus
 from ciuic.errors import NotPermitted
-from ciuic.printable import one_line
+from ciuic.printable import escaped, one_line
 from ciuic.protocol.control_types import Event
-from ciuic.protocol.plain_names import escaped, trainer_key
 
 # An event that repeats is told three times at once, and then every ten minutes.
 BURST: Final = 3
@@ -49,6 +48,11 @@ _KILL_SECONDS: Final = 2.0
 _LAST_WORDS_SECONDS: Final = 0.1
 _OF_TRAINERS: Final = "trainer:"
 log = structlog.get_logger(__name__)
+
+
+def trainer_key(name: str, where: str) -> str:
+    """Return the key of alerts about one training; it stays the same when the training is started again."""
+    return f"trainer:{escaped(name)}:{escaped(where)}"
 
 
 class AlertNotice(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -20,7 +20,7 @@ from ciuic.config.repository_mark import RepositoryMark, absent_mount_point, mar
 from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules, upkeep_need
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import RemoteStatus, RepositoryStatus, SnapshotSummary, rfc3339
-from ciuic.protocol.remote_lag import remote_lag
+from ciuic.protocol.stored_remotely import remote_lag
 from ciuic.repository import Repository, promised
 from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own

@@ -19,7 +19,7 @@ import structlog
 
 from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.peer_socket import allow_descriptors
-from ciuic.protocol.worker_sockets import worker_socket
+from ciuic.protocol.worker_frames import worker_socket
 from ciuic.types import Pair
 
 # Connections that the kernel queues: a command that finds the queue full takes the daemon for absent.

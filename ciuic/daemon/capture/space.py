@@ -26,7 +26,7 @@ from ciuic.repository import Repository, Writer
 from ciuic.repository.disk.extent_sharing import can_share
 from ciuic.repository.disk.reserved_disk import ReservedDisk
 from ciuic.system.disk_space import available_bytes
-from ciuic.system.mount_border import MountBorders
+from ciuic.system.mountinfo import MountBorders
 from ciuic.units import human_size
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)

@@ -18,8 +18,7 @@ import trio
 from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.roots.mount_hooks import MountHooks
 from ciuic.protocol.control_types import BypassingMountReport, BypassReport
-from ciuic.system.bypass import Bypasser
-from ciuic.system.bypass_mounts import REMEDY, BypassingMount
+from ciuic.system.bypass import REMEDY, Bypasser, BypassingMount
 
 # Time limit of one search. A host with ten thousand processes takes ten seconds; reading the memory map of a
 # process that its owner keeps locked takes for ever.

@@ -27,9 +27,8 @@ from ciuic.daemon.roots.worker_process import (
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system.mounts import MovedMounts, mounts_in_overlay_at
-from ciuic.system.bypass import Bypasser, find_bypassing
-from ciuic.system.bypass_mounts import BypassingMount, find_bypassing_mounts
-from ciuic.system.mount_users import MountUser, mount_users
+from ciuic.system.bypass import Bypasser, BypassingMount, find_bypassing, find_bypassing_mounts
+from ciuic.system.open_files import MountUser, mount_users
 
 # Threads that search through /proc at a time, including abandoned ones that still wait: they must not use up
 # the threads that everything else in the daemon needs.

@@ -22,8 +22,7 @@ import trio
 
 from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.systemd_slice import SliceWeight
-from ciuic.system.ioprio import IoPriority
-from ciuic.system.precedence import place
+from ciuic.system.precedence import IoPriority, place
 from ciuic.system.urgency import Urgency
 
 # Pause between two rounds: a deadline of five minutes changes the nice value every fifteen seconds.

@@ -37,7 +37,7 @@ from ciuic.fuse_layer.journal.succession import (
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.control_types import MountState, RootStatus
 from ciuic.system.bypass import Bypasser
-from ciuic.system.mount_users import describe
+from ciuic.system.open_files import describe
 
 # The first attempts follow at once, because the root is unprotected meanwhile; a lasting cause is tried twice
 # a minute.

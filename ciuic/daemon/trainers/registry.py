@@ -21,8 +21,8 @@ from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.trainer import ProcessIdentity, TrainerEnd, WatchedTrainer
 from ciuic.daemon.trainers.watch_journal import WatchRecord
 from ciuic.errors import Busy
+from ciuic.printable import escaped
 from ciuic.protocol.control_types import TrainerStatus
-from ciuic.protocol.plain_names import escaped
 from ciuic.protocol.watch_client import Hello
 from ciuic.system import processes
 from ciuic.system.sandbox.privileges import may_trace

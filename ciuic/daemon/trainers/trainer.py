@@ -15,9 +15,10 @@ from typing import Final, Literal, NamedTuple
 import trio
 
 from ciuic.daemon.base.accounts import user_name
+from ciuic.daemon.base.alert_hook import trainer_key
+from ciuic.printable import shown_name
 from ciuic.protocol.control_types import IncidentKind, TrainerStatus, rfc3339
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_page
-from ciuic.protocol.plain_names import shown_name, trainer_key
 from ciuic.protocol.watch_client import Kind
 from ciuic.system import processes
 

@@ -17,8 +17,7 @@ from ciuic.fuse_layer.core.files import Files, KernelTimes
 from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
 from ciuic.fuse_layer.system import syscalls
-from ciuic.system.mount_border import HIDDEN_MOUNTS, border_names
-from ciuic.system.mountinfo import MountTable
+from ciuic.system.mountinfo import HIDDEN_MOUNTS, MountTable, border_names
 
 _GROUP_PRIVILEGE = stat.S_ISGID | stat.S_IXGRP
 """Bits of a set-group-id privilege: without group execution set-group-id is none, and marks mandatory locking

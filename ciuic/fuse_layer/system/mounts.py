@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.system import syscalls
 from ciuic.protocol import state_directory
-from ciuic.system.mount_border import mount_id
-from ciuic.system.mountinfo import is_served_by_a_user
+from ciuic.system.mountinfo import is_served_by_a_user, mount_id
 
 FS_TYPE = "fuse.ciuic"
 

@@ -19,12 +19,11 @@ from ciuic.remote.format.log_entry import LiveManifest
 from ciuic.remote.format.names import ManifestName, PackRef, as_label, parse_manifest
 from ciuic.remote.reading.manifests import Manifests
 from ciuic.repository import log as events
-from ciuic.repository.committed_snapshots import CommittedSnapshots
+from ciuic.repository.committed_snapshots import CommittedSnapshots, resolve
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.repository.index.catalogue import info_of
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
-from ciuic.repository.resolve import resolve
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.types import Snapshot, SnapshotId
 

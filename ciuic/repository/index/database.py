@@ -3,6 +3,11 @@
 It is a cache: packs and snapshot files say everything in it, and nothing in it is believed unchecked (a
 chunk's bytes are checked against its id, a snapshot's file must exist). A row is written only when the bytes
 it points to are durable.
+
+An unchanged directory is known by its ctime, which saves reading every pack and snapshot on open. Guarantee: a time that
+`settled_ns` returned is not that of any later change, on a local file system whose
+clock is the machine's and is not set back. A copy of the repository has other times, and is read completely
+once.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import errno
 import functools
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Literal
@@ -24,7 +30,7 @@ INDEX_NAME = "index.sqlite"
 PACKS_SEEN: Final = "packs_seen_ns"
 SNAPSHOTS_SEEN: Final = "snapshots_seen_ns"
 MARKS_SEEN: Final = "marks_seen_ns"
-"""Facts: ctime (directory_signature.py) of the directory when the index had all that is in it."""
+"""Facts: ctime (`settled_ns`) of the directory when the index had all that is in it."""
 
 NO_SNAPSHOTS: Final = "no_snapshots"
 """Fact: 1 while there is no snapshot and none is missing, because none was ever made or the last was removed
@@ -434,3 +440,28 @@ def discard(path: str) -> None:
     for suffix in _SUFFIXES:
         with suppress(FileNotFoundError):
             os.unlink(path + suffix)
+
+
+# CLOCK_REALTIME_COARSE of clock_gettime(2): the clock of file systems, which moves by ticks of some
+# milliseconds.
+_REALTIME_COARSE: Final = 5
+# Five waits of 2 ms cover a tick of 10 ms (100 Hz), the longest that kernels are built with.
+_TICK_SECONDS: Final = 0.002
+_MAX_TICKS: Final = 5
+
+
+def changed_ns(directory: str) -> int:
+    """Return when a name in the directory was last made, removed or replaced."""
+    return os.stat(directory).st_ctime_ns
+
+
+def settled_ns(directory: str, *, wait: bool) -> int:
+    """Return `changed_ns` once every later change must have another time, else 0; waits at most 10 ms."""
+    for left in range(_MAX_TICKS if wait else 0, -1, -1):
+        found_ns = changed_ns(directory)
+        # Within one tick of the file system's clock a later change would get the same ctime and pass unseen.
+        if time.clock_gettime_ns(_REALTIME_COARSE) > found_ns:
+            return found_ns
+        if left:
+            time.sleep(_TICK_SECONDS)
+    return 0

@@ -16,8 +16,7 @@ from ciuic.repository import log
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.format import pack_format as pf
-from ciuic.repository.index.database import PACKS_SEEN
-from ciuic.repository.index.directory_signature import changed_ns, settled_ns
+from ciuic.repository.index.database import PACKS_SEEN, changed_ns, settled_ns
 from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.repository.packs.chunk_reader import BadCopyError, location_of, read_stored

@@ -37,8 +37,12 @@ from ciuic.repository.writing.chunk_store import ChunkStore
 from ciuic.repository.writing.recoding import Begun, Recoded, recode
 from ciuic.repository.writing.recovery import Tail, reconcile
 from ciuic.repository.writing.shared_write_claim import is_claimed
-from ciuic.repository.writing.snapshot_records import changed_marks, committed_snapshot, read_marks
-from ciuic.repository.writing.writer_catalogue import WriterCatalogue
+from ciuic.repository.writing.writer_catalogue import (
+    WriterCatalogue,
+    changed_marks,
+    committed_snapshot,
+    read_marks,
+)
 from ciuic.types import (
     FLAG_XATTRS_CHUNK,
     ChunkId,

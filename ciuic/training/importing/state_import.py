@@ -19,7 +19,7 @@ import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, UsageError
 from ciuic.system.child_process import environment, module_command
-from ciuic.system.sandbox.resources import limit_resources
+from ciuic.system.sandbox.privileges import limit_resources
 from ciuic.training.export.state_source import LOOPS, RANDOM, missing_package
 from ciuic.training.format.results import EXIT_SECONDS
 from ciuic.training.manager import SnapshotManager

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from ciuic.config import RemoteConfig, load_config
 from ciuic.config.keys import REMOTE_KEYS
+from ciuic.config.load import ReadRemote
 from ciuic.config.model import DEFAULT
-from ciuic.config.remotes import ReadRemote
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 from ciuic.retention import RetentionPolicy

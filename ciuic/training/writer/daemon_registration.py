@@ -11,8 +11,7 @@ from typing import Final, Protocol
 
 from ciuic.errors import CiuicError, Unreachable
 from ciuic.protocol.heartbeat_page import Goodbye, read_page
-from ciuic.protocol.registration import Registration
-from ciuic.protocol.watch_client import Hello, watch_socket
+from ciuic.protocol.watch_client import Hello, Registration, watch_socket
 from ciuic.training.protocol.messages import FromWriter, Note
 
 # Time for a restarting daemon to come back and hear how the trainer ended.

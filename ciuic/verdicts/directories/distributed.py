@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ciuic.verdicts.bounded_reader import BoundedReader
 from ciuic.verdicts.directories.parts import MAX_PARTS, PartsNeeded
-from ciuic.verdicts.formats.opcodes import Opcode, PickleStream
+from ciuic.verdicts.formats.pickles import Opcode, PickleStream
 from ciuic.verdicts.model import NotJudged, TornContent
 from ciuic.verdicts.sources import DirectorySource, FileSource
 

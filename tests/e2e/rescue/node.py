@@ -1,6 +1,6 @@
 """Host of `make rescue-remote`: the first one, which is lost, or the second one, which goes on.
 
-Runs as process 1 of namespaces of its own (support/lonely_host.py). Its disk is a tmpfs that no other process sees. It
+Runs as process 1 of namespaces of its own (remote_story.py). Its disk is a tmpfs that no other process sees. It
 narrates on standard output; lines that begin with ``@`` are for the story.
 """
 
@@ -30,7 +30,7 @@ from acts import (
 )
 from support.live import Live, installed, wait_for
 from support.object_servers import environment_for_s3
-from support.uploaded_training import STATES_STEPS, run_states, stored_states
+from support.remote_training import STATES_STEPS, run_states, stored_states
 
 from ciuic.protocol.stored_remotely import STATE_VARIABLE, read_record
 from ciuic.repository import Repository

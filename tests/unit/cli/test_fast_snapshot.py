@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_http_daemon import FakeDaemon, hang_up
+from support.fake_daemon import FakeDaemon, hang_up
 
 from ciuic import types
 from ciuic.cli.fast_snapshot import Request, find_socket, parse

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cli_repository import CliRepository
-from support.fake_http_daemon import FakeDaemon
+from support.fake_daemon import FakeDaemon
 from support.terminal import on_terminal
 
 from ciuic.cli.shared.progress import _TerminalLine

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from support.fake_http_daemon import FakeDaemon
+from support.fake_daemon import FakeDaemon
 
 from ciuic.cli.app import cli
 from ciuic.protocol.control_types import (

@@ -23,7 +23,7 @@ from ciuic.config import (
     shown,
 )
 from ciuic.config.load import parse_leniently
-from ciuic.config.remote_values import window_value
+from ciuic.config.values import window_value
 from ciuic.errors import ConfigError
 from ciuic.retention import RetentionPolicy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from support.state_dir import state_of
+from support.overlay import state_of
 
 from ciuic.config.repository_mark import absent_mount_point, mark_of, read_mark, read_mark_at, write_mark
 from ciuic.daemon.base import repository_store as store_module

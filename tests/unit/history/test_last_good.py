@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoint_files import FORMATS
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
-from support.verdict_files import FORMATS
 
 from ciuic.errors import NotFound
-from ciuic.history.last_good import last_good, step_of
-from ciuic.history.timeline import timelines
+from ciuic.history.checkpoints import last_good, step_of
+from ciuic.history.versions import timelines
 from ciuic.repository import Repository
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))

@@ -13,8 +13,7 @@ from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository, Tree
 
 from ciuic.history.changes import changes_since
 from ciuic.history.search import GlobMatcher, search
-from ciuic.history.timeline import Timeline, timelines
-from ciuic.history.versions import versions
+from ciuic.history.versions import Timeline, timelines, versions
 from ciuic.repository import Repository
 
 NAMES = [b"a.pt", b"b.pt", b"c.log"]

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.identities import IDENTITIES
-from support.stored import read_back, store
+from support.stored import IDENTITIES, read_back, store
 
 from ciuic.errors import Busy
 from ciuic.maintenance.check import check

@@ -11,9 +11,7 @@ from support.cli_repository import CliRepository
 from support.small_repository import BLOCK, content, make_snapshot
 
 from ciuic.errors import Busy
-from ciuic.maintenance.scrub_state import NAME, ScrubBook
-from ciuic.maintenance.verify import VerifyResult
-from ciuic.maintenance.verify_slice import verify_slice
+from ciuic.maintenance.verify import NAME, ScrubBook, VerifyResult, verify_slice
 from ciuic.repository import Repository
 from ciuic.types import SnapshotId
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ciuic.protocol.remote_lag import remote_lag
-from ciuic.protocol.stored_remotely import StoredRecord, write_record
+from ciuic.protocol.stored_remotely import StoredRecord, remote_lag, write_record
 
 REPOSITORY = "ab" * 16
 SECOND_NS = 10**9

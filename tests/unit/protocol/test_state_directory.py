@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.state_dir import state_of
+from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.protocol.state_directory import open_state, remove_state

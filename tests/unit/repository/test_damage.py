@@ -8,8 +8,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from support.identities import IDENTITIES
 from support.small_repository import BLOCK, content, make_snapshot, read_files
+from support.stored import IDENTITIES
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.prune import prune

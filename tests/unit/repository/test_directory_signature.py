@@ -12,7 +12,7 @@ import pytest
 from support.stored import read_back, store
 
 from ciuic.repository import Repository
-from ciuic.repository.index import directory_signature as seen_module
+from ciuic.repository.index import database as seen_module
 from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.packs.pack_directory import Packs
 from ciuic.repository.snapshots import SnapshotStore

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.identities import IDENTITIES, KEYED, SEED, SEEDED
 from support.small_repository import BLOCK, content, make_snapshot, read_files
+from support.stored import IDENTITIES, KEYED, SEED, SEEDED
 
 from ciuic.repository import DamagedRepository, Identity, Repository, UnsupportedFormat
 from ciuic.repository.codecs.codec import Codec

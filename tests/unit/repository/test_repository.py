@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.identities import IDENTITIES
 from support.small_repository import BLOCK, content, make_snapshot, put_file, read_files
+from support.stored import IDENTITIES
 
 from ciuic.errors import Busy, NotFound, UsageError
 from ciuic.repository import Repository, RepositoryExists, Walker, is_zero, new_snapshot_id

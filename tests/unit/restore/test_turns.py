@@ -12,9 +12,8 @@ from support.restoring import take
 
 from ciuic.repository import Repository
 from ciuic.repository.packs.bulk_reader import ReadChunk
-from ciuic.restore import Overwrite, execute, plan_restore
-from ciuic.restore.files import content
-from ciuic.restore.files.content import BlockWorker, FileBlock
+from ciuic.restore import Overwrite, content, execute, plan_restore
+from ciuic.restore.content import BlockWorker, FileBlock
 
 
 def test_no_more_threads_work_at_once_than_there_are_processors(

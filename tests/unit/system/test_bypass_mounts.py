@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ciuic.system.bypass_mounts import BypassingMount, find_bypassing_mounts
+from ciuic.system.bypass import BypassingMount, find_bypassing_mounts
 
 _ROOT = "21 1 8:1 / / rw shared:1 - ext4 /dev/x rw\n"
 _OVERLAY = "90 21 0:50 / /srv/root rw shared:9 - fuse.ciuic /srv/root rw\n"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ciuic.system.ioprio import IoPriority
+from ciuic.system.precedence import IoPriority
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_kernel_has_it_afterwards(text: str, shown: str) -> None:
     """A process has the I/O priority afterwards, as ionice(1) reads it."""
     program = (
         "import os, subprocess\n"
-        "from ciuic.system.ioprio import IoPriority, set_io_priority\n"
+        "from ciuic.system.precedence import IoPriority, set_io_priority\n"
         f"set_io_priority(IoPriority.parse({text!r}))\n"
         "subprocess.run(['ionice', '-p', str(os.getpid())], check=True)\n"
     )

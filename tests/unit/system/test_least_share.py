@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.daemon.roots.systemd_slice import MAX_WEIGHT, weight_of
-from ciuic.system.ioprio import BEST_EFFORT, IDLE, IoPriority
-from ciuic.system.precedence import io_priority_of, nice_of
+from ciuic.system.precedence import BEST_EFFORT, IDLE, IoPriority, io_priority_of, nice_of
 from ciuic.system.urgency import MIN_SHARE, Urgency, default_finish_within_seconds
 
 _SHARES = st.floats(0.0001, 1.0)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.system import mount_border, mountinfo
-from ciuic.system.mount_border import MountBorders, border_names, first_border, mount_id
+from ciuic.system import mountinfo
+from ciuic.system.mountinfo import MountBorders, border_names, first_border, mount_id
 
 pytestmark = pytest.mark.mount
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mount
 def test_every_mount_is_a_border(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, statx: bool) -> None:
     """A tmpfs, a bind mount of the same file system and one over a file are borders; plain names, links and missing ones are none."""
     if not statx:
-        monkeypatch.setattr(mount_border, "_statx_call", None)
+        monkeypatch.setattr(mountinfo, "_statx_call", None)
     top = short_tmp / "top"
     for name in ("plain", "tmpfs", "bound", "source"):
         (top / name).mkdir(parents=True)

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from support.live import wait_for
 
-from ciuic.system.ioprio import _SYSCALLS, BEST_EFFORT, IDLE, IoPriority
-from ciuic.system.precedence import MAX_NICE_WITHOUT_RETURN, place
+from ciuic.system.precedence import _SYSCALLS, BEST_EFFORT, IDLE, MAX_NICE_WITHOUT_RETURN, IoPriority, place
 from ciuic.system.sandbox.privileges import Capability, permitted
 
 _IDLE = IoPriority(IDLE, 0)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.verdict_files import FORMATS, MemoryDirectory
+from support.checkpoint_files import FORMATS, MemoryDirectory
 
-from ciuic.verdicts.checkpoint_verdict import Checkpoint, checkpoints_in
 from ciuic.verdicts.formats.tensor_bundle import crc32c
+from ciuic.verdicts.verdict import Checkpoint, checkpoints_in
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))
 PICKLE = FORMATS["pickle"].make(random.Random(1))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.verdict_files import FORMATS, MemoryFile, damaged, plain_safetensors
+from support.checkpoint_files import FORMATS, MemoryFile, damaged, plain_safetensors
 
-from ciuic.verdicts.file_verdict import judge_file
+from ciuic.verdicts.verdict import judge_file
 
 HERE = [
     name

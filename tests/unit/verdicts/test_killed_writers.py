@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.killed_writers import MODES, watch
+from support.checkpoint_files import MODES, watch
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,10 +6,10 @@ import os
 import random
 from pathlib import Path
 
-from support.verdict_files import FORMATS
+from support.checkpoint_files import FORMATS
+from support.live_source import LiveDirectory, open_live_file
 
-from ciuic.verdicts.checkpoint_verdict import checkpoints_in
-from ciuic.verdicts.live_source import LiveDirectory, open_live_file
+from ciuic.verdicts.verdict import checkpoints_in
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoint_files import plain_safetensors
 from support.cli_repository import FIRST_NS, SECOND_NS, store_file
 from support.small_repository import BLOCK
-from support.verdict_files import plain_safetensors
 
 from ciuic.history.checkpoints import checkpoints
-from ciuic.history.timeline import timelines
+from ciuic.history.versions import timelines
 from ciuic.repository import Repository
 from ciuic.repository.lookup import find
 from ciuic.types import (
@@ -28,7 +28,7 @@ from ciuic.types import (
     not_held,
 )
 from ciuic.verdicts.model import Verdict
-from ciuic.verdicts.snapshot_source import SnapshotFile
+from ciuic.verdicts.sources import SnapshotFile
 
 
 class Tracked:

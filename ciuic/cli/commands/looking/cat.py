@@ -25,7 +25,7 @@ def command(snapshot_id: str, path: bytes) -> None:
     Nothing is printed to a terminal if the file is not text: redirect it.
     """
     from ciuic.repository.lookup import find
-    from ciuic.verdicts.snapshot_source import SnapshotFile
+    from ciuic.verdicts.sources import SnapshotFile
 
     session = current()
     snapshot = session.snapshots.load(session.snapshots.resolve(snapshot_id))

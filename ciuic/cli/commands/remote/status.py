@@ -24,7 +24,7 @@ from ciuic.units import human_duration, human_size
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.config.model import RemotePrice
-    from ciuic.protocol.remote_lag import RemoteLag
+    from ciuic.protocol.stored_remotely import RemoteLag
     from ciuic.remote.access.remote import Remote
     from ciuic.remote.upload.upload_status import UploadStatus
 
@@ -90,7 +90,7 @@ def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
 
 
 def _lag(session: Session, config: RemoteConfig) -> tuple[RemoteLag | None, str]:
-    from ciuic.protocol.remote_lag import remote_lag
+    from ciuic.protocol.stored_remotely import remote_lag
 
     try:
         repository = session.repository

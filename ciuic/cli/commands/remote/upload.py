@@ -21,7 +21,7 @@ from ciuic.errors import CiuicError, ConfigError, NotFound, Partial
 
 if TYPE_CHECKING:
     from ciuic.config import Config
-    from ciuic.protocol.remote_lag import RemoteLag
+    from ciuic.protocol.stored_remotely import RemoteLag
     from ciuic.remote.upload.upload_status import UploadStatus
     from ciuic.remote.upload.uploader import Labels
     from ciuic.repository import Repository
@@ -149,7 +149,7 @@ def _say_sent(config: Config) -> None:
 
 def _lags(session: Session, config: Config) -> dict[str, RemoteLag]:
     """Return how far each remote is behind, by its name."""
-    from ciuic.protocol.remote_lag import remote_lag
+    from ciuic.protocol.stored_remotely import remote_lag
 
     repository = session.repository
     infos = repository.snapshots.list()

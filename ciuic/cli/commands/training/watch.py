@@ -16,7 +16,7 @@ from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import note
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, NotFound
-from ciuic.protocol.plain_names import shown_name
+from ciuic.printable import shown_name
 
 _ANSWER_SECONDS: Final = 10.0
 

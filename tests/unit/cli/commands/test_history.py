@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoint_files import FORMATS
 from support.cli_repository import CliRepository
 from support.terminal import on_terminal
-from support.verdict_files import FORMATS
 
 WEIGHTS = FORMATS["safetensors"].make(random.Random(1))
 

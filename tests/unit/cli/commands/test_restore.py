@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.checkpoint_files import FORMATS
 from support.cli_repository import FIRST_NS, CliRepository
-from support.verdict_files import FORMATS
 
 from ciuic.cli.shared import safety_snapshot
 from ciuic.repository import Repository

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.fake_http_daemon import FakeDaemon
+from support.fake_daemon import FakeDaemon
 
 from ciuic.cli.app import cli
 from ciuic.protocol.control_types import (
@@ -22,7 +22,7 @@ from ciuic.protocol.control_types import (
     StatusDocument,
 )
 from ciuic.system import service_manager
-from ciuic.system.mount_users import MountUser
+from ciuic.system.open_files import MountUser
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_stop_names_who_is_in_a_root(
 ) -> None:
     """A root that is served on because somebody is in it is named with the processes, and is no failure."""
     monkeypatch.setattr("ciuic.config.is_ciuic_mount", lambda path, mounts: True, raising=False)
-    monkeypatch.setattr("ciuic.system.mount_users.mount_users", lambda path: [MountUser(5, "python3")])
+    monkeypatch.setattr("ciuic.system.open_files.mount_users", lambda path: [MountUser(5, "python3")])
     answers = iter([(200, status_document(roots=[RootStatus(path="/data/a")]))])
     daemon.answers["GET /v1/status"] = lambda _: next(
         answers, (503, ErrorDocument(error="the daemon is stopping", code=5))

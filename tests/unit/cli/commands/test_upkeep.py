@@ -17,7 +17,7 @@ from ciuic.cli.app import cli
 from ciuic.cli.shared import marks
 from ciuic.protocol.state_directory import open_state
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
-from ciuic.protocol.worker_sockets import worker_socket
+from ciuic.protocol.worker_frames import worker_socket
 from ciuic.repository import Repository
 
 # httpcore drops a unix socket that could not connect without closing it; the collector does.

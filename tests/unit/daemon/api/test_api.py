@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
-from support.served_api import FakeOperations, served
+from support.served_sockets import FakeOperations, served
 
 from ciuic import __version__
 from ciuic.daemon.api import server

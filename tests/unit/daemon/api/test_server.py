@@ -13,7 +13,7 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 from support.live import wait_for
-from support.served_api import FakeOperations, served
+from support.served_sockets import FakeOperations, served
 
 from ciuic.daemon.api import server
 from ciuic.errors import Busy, Unreachable

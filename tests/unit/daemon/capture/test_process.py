@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.capture_bench import snapshot_manifest
 from support.core_driver import open_backing
 from support.live import wait_for
-from support.snapshot_manifest import snapshot_manifest
 from support.stored import read_file
 from support.trees import assert_same, make_everything, manifest
 

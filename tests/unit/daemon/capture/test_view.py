@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.memory_repository import MemoryRepository
+from support.capture_bench import MemoryRepository
 
 from ciuic.daemon.capture.job import RootJob
 from ciuic.daemon.capture.root import Report, capture_root

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.capture_bench import BLOCK, ROOT_PATH, SESSION, Bench, bench
+from support.capture_bench import BLOCK, ROOT_PATH, SESSION, Bench, MemoryRepository, bench, snapshot_manifest
 from support.core_driver import PATHS, path_of
-from support.memory_repository import MemoryRepository
-from support.snapshot_manifest import snapshot_manifest
 from support.trees import assert_same, make_everything, manifest
 
 from ciuic.daemon.capture import content, view

@@ -15,8 +15,8 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from support.peers import connected, send_descriptors
 from support.second_user import User, reach
+from support.served_sockets import connected, send_descriptors
 
 from ciuic.daemon.base import accounts as accounts_module
 from ciuic.daemon.base.accounts import AccountNames, Accounts

@@ -19,8 +19,7 @@ from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.errors import CiuicError, NotFound
 from ciuic.fuse_layer.system.mounts import MountsInside, MovedMounts
-from ciuic.system.bypass import Bypasser, Use
-from ciuic.system.bypass_mounts import BypassingMount
+from ciuic.system.bypass import Bypasser, BypassingMount, Use
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -13,15 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.live import wait_for
-from support.peers import connected, send_descriptors
-from support.served_watch import ServedWatch
+from support.served_sockets import ServedWatch, connected, send_descriptors
 
 from ciuic.daemon.trainers.registry import MAX_TRAINERS_OF_A_USER
 from ciuic.errors import Busy, CiuicError, Unreachable, UsageError
-from ciuic.protocol import registration
+from ciuic.protocol import watch_client
 from ciuic.protocol.heartbeat_page import HeartbeatPage
-from ciuic.protocol.registration import Registration
-from ciuic.protocol.watch_client import Hello, introduce, watch_socket
+from ciuic.protocol.watch_client import Hello, Registration, introduce, watch_socket
 from ciuic.system.poll import receive_answer
 from ciuic.system.processes import start_ticks
 
@@ -96,8 +94,8 @@ def test_user_has_a_limited_number_of_slots(served: ServedWatch, monkeypatch: py
 
 def test_trainer_registers_with_later_daemons(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer registers with a daemon that comes later and with the next; its last words wait for it."""
-    monkeypatch.setattr("ciuic.protocol.registration.UNKNOWN_SECONDS", 0.05)
-    monkeypatch.setattr("ciuic.protocol.registration.KNOWN_SECONDS", 0.05)
+    monkeypatch.setattr("ciuic.protocol.watch_client.UNKNOWN_SECONDS", 0.05)
+    monkeypatch.setattr("ciuic.protocol.watch_client.KNOWN_SECONDS", 0.05)
     page = HeartbeatPage()
     troubles: list[CiuicError] = []
     with life() as mine:
@@ -123,14 +121,14 @@ def test_the_last_words_wait_for_the_next_daemon_before_its_end_was_noticed(
 
     The thread that watches the daemon has not run since, so its end was not noticed.
     """
-    monkeypatch.setattr("ciuic.protocol.registration.KNOWN_SECONDS", 0.05)
-    has_run, until_gone = threading.Event(), registration._until_gone
+    monkeypatch.setattr("ciuic.protocol.watch_client.KNOWN_SECONDS", 0.05)
+    has_run, until_gone = threading.Event(), watch_client._until_gone
 
     def noticed_late(connection: socket.socket) -> None:
         has_run.wait()
         until_gone(connection)
 
-    monkeypatch.setattr(registration, "_until_gone", noticed_late)
+    monkeypatch.setattr(watch_client, "_until_gone", noticed_late)
     page = HeartbeatPage()
     with life() as mine:
         known = Registration(lambda: str(short_tmp / "watch.sock"), ME, [mine, page.fd])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from support.state_dir import state_of
+from support.overlay import state_of
 
 from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore

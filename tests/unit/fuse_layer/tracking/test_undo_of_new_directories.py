@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.state_dir import state_of
+from support.overlay import state_of
 
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.undo_format import LogReader

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from support.remote_bucket import DAY_NS, Bucket, Killed, Party
 from support.remote_world import (
+    DAY_NS,
     EAGER,
+    Bucket,
     BucketJudge,
     Ids,
+    Killed,
     MemoryState,
+    Party,
     Uploader,
     chunk,
     chunks_of,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from support.remote_bucket import DAY_NS, Bucket
 from support.remote_world import (
+    DAY_NS,
     EAGER,
+    Bucket,
     BucketJudge,
     Ids,
     MemoryState,

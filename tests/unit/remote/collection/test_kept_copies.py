@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.remote_bucket import Bucket
-from support.remote_world import Ids, MemoryState, Uploader, chunk, make_collector, record, sealer, store_pack
+from support.remote_world import (
+    Bucket,
+    Ids,
+    MemoryState,
+    Uploader,
+    chunk,
+    make_collector,
+    record,
+    sealer,
+    store_pack,
+)
 
 from ciuic.errors import Damaged
 from ciuic.remote.collection.collector import CollectionPolicy, CollectionResult

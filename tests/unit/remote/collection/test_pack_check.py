@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.remote_bucket import Bucket
-from support.remote_world import Ids, chunk, record, sealer, store_pack
+from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
 from ciuic.remote.collection.pack_check import check_packs, list_packs
 from ciuic.remote.format.names import PackRef, pack_name

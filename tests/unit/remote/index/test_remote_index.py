@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.remote_bucket import Bucket
-from support.remote_world import Ids, chunk, record, sealer, store_pack
+from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
 from ciuic.remote.format.names import PackRef, pack_name
 from ciuic.remote.format.round import StoredRound

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.remote_bucket import Bucket
-from support.remote_world import REPOSITORY, Ids, MemoryState, sealer
+from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import LogCommit, LogEntry, LogFence, LogHello, LogRemove

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.remote_bucket import Bucket
-from support.remote_world import REPOSITORY, Ids, sealer
+from support.remote_world import REPOSITORY, Bucket, Ids, sealer
 
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format import document

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.remote_bucket import Bucket
-from support.remote_world import Ids, sealer
+from support.remote_world import Bucket, Ids, sealer
 
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.names import RoundPart, round_name

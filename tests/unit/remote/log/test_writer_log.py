@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.remote_bucket import Bucket
-from support.remote_world import REPOSITORY, Ids, MemoryState, sealer
+from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
 from ciuic.errors import UsageError
 from ciuic.remote.format.log_entry import LogCommit, LogEntry, LogFence, LogHello, LogRetired, LogState

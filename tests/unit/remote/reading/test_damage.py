@@ -24,7 +24,7 @@ from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedSnapshot
 from ciuic.restore import execute, plan_restore
-from ciuic.restore.files.journal import JOURNAL_NAME
+from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.types import Snapshot
 
 RESTORE_MARK = os.fsdecode(JOURNAL_NAME)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from support import trees
 from support.object_servers import SeaweedFS
-from support.random_trees import STEPS, play
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
+from support.trees import STEPS, play
 
 from ciuic.compare.diff import diff_live, diff_snapshots
 from ciuic.maintenance.verify import verify_snapshots

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.archiving_objects import ArchivingClasses
+from support.archiving_objects import AT_ONCE, ArchivingClasses, World, make_world
 from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, reading
 from support.restoring import write
-from support.tier_world import AT_ONCE, World, make_world
 
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.collection.collector import CollectionPolicy

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.archiving_objects import ArchivingClasses, ArchivingStore
+from support.archiving_objects import ArchivingClasses, ArchivingStore, World, make_world
 from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, reading
-from support.tier_world import World, make_world
 
 from ciuic.remote.collection.repacking import Repacker
 from ciuic.remote.format.names import PackRef, pack_name, parse_pack, table_name

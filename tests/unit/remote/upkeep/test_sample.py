@@ -10,7 +10,7 @@ import pytest
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
-from ciuic.maintenance.verify_sample import verify_sample
+from ciuic.maintenance.verify import verify_sample
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 
 BLOCKS = 400

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.remote_bucket import Bucket
-from support.remote_world import REPOSITORY, Ids, MemoryState, sealer
+from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 from support.remote_years import live_for_years
 
 from ciuic.remote.format.log_entry import GivenUp

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.identities import IDENTITIES
+from support.stored import IDENTITIES
 
 from ciuic.repository import Repository
 from ciuic.repository.codecs.codec import Codec

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.compare.live_tree import LiveNode, UnreadableFile
+from ciuic.compare.diff import LiveNode, UnreadableFile
 from ciuic.daemon.capture.view import OfflineLog, SealedView
-from ciuic.restore.files import attributes
+from ciuic.restore import attributes
 from ciuic.system.spill import Spill
 from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Entry

@@ -15,9 +15,8 @@ from support.restoring import take
 from support.trees import assert_same, manifest
 
 from ciuic.repository import Repository
-from ciuic.restore import Overwrite, Result, execute, plan_restore
-from ciuic.restore.files import content
-from ciuic.restore.files.extent_sharing import Sharing
+from ciuic.restore import Overwrite, Result, content, execute, plan_restore
+from ciuic.restore.extent_sharing import Sharing
 from ciuic.types import Snapshot
 
 # The file system is on a loop device.

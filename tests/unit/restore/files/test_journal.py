@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ciuic.errors import Busy
-from ciuic.restore.files import journal as journals
-from ciuic.restore.files.journal import JOURNAL_NAME, Journal
+from ciuic.restore import journal as journals
+from ciuic.restore.journal import JOURNAL_NAME, Journal
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.identities import IDENTITIES
+from support.stored import IDENTITIES
 
 from ciuic import SnapshotManager
 from ciuic.repository import Identity, Repository

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.coded_later import STATE_BLOCK, Saves
-from support.raw_states import content_of, drifting
+from support.raw_states import STATE_BLOCK, Saves, content_of, drifting
 
 from ciuic.repository import Repository
 from ciuic.repository.codecs.codec import Codec, Coded

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.coded_later import STATE_BLOCK, Saves
-from support.raw_states import chunks_of, content_of, drifting
+from support.raw_states import STATE_BLOCK, Saves, chunks_of, content_of, drifting
 
 from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune

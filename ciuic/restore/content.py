@@ -1,0 +1,387 @@
+"""Content of regular files: chunks written to a new file, or compared with an existing one.
+
+Guarantees: every chunk is checked against its id before a byte of it is written, and against the length that its position in
+the file implies. Zeros become holes. Memory is one buffer, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.repository.errors import DamagedTree
+from ciuic.repository.ids import is_zero
+from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.restore.extent_sharing import ALIGN_BYTES, Sharing
+from ciuic.types import ChunkId, Entry
+
+if TYPE_CHECKING:
+    from ciuic.repository import Repository
+    from ciuic.repository.model import ChunkLocation
+    from ciuic.repository.packs.bulk_reader import ReadChunk
+
+
+# Size of a batch: looked up with one query, announced to the kernel (WILLNEED) and written at once.
+_MAX_BATCH_BYTES = 8 << 20
+_MAX_BATCH_BLOCKS = 128
+_PAGE_BYTES = 4096
+_SYNC_FILE_RANGE_WRITE = 2
+_PUNCH_HOLE = 2 | 1
+"""FALLOC_FL_PUNCH_HOLE with FALLOC_FL_KEEP_SIZE, without which fallocate(2) refuses it."""
+_ZERO_PAGE = bytes(_PAGE_BYTES)
+# Searched for before a page of zeros: hardly any data has so many, and the search takes half the time (4 us for 256 KiB).
+_SOME_ZEROS = bytes(256)
+_READ_BYTES = 1 << 20
+# Reading more zeros than this to compare a hole costs more than writing the file anew.
+_MAX_ZEROS_READ_BYTES = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# Python has no wrapper for these calls. Without the types ctypes passes an integer as 32 bits, which cuts off
+# offsets from 2 GiB on.
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+class Batch(NamedTuple):
+    """A range of a file: consecutive blocks with data, and the holes around them."""
+
+    start: int
+    """Offset of the first byte in the range."""
+    end: int
+    """Offset of the first byte after the range."""
+    blocks: list[tuple[int, ChunkId]]
+    """(block number, chunk) of each block with data."""
+
+
+def batch_blocks(block_size: int) -> int:
+    """Return the number of blocks in a batch: the unit of work of a thread, and what is written at once."""
+    return max(1, min(_MAX_BATCH_BLOCKS, _MAX_BATCH_BYTES // block_size))
+
+
+def batches(repository: Repository, entry: Entry) -> Iterator[Batch]:
+    """Divide the whole file into batches; a file without data is one batch without blocks."""
+    size, block_size = entry.size_bytes, repository.block_size
+    ids = repository.block_maps.ids(entry.content, entry.map_height, blocks_of(size, block_size))
+    max_blocks = batch_blocks(block_size)
+    start, blocks = 0, []
+    for block, chunk in ids:
+        blocks.append((block, chunk))
+        if len(blocks) == max_blocks:
+            end = min((block + 1) * block_size, size)
+            yield Batch(start, end, blocks)
+            start, blocks = end, []
+    if blocks or start < size:
+        yield Batch(start, size, blocks)
+
+
+class WritableFile(Protocol):
+    """A file that is being written."""
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file; -1 when it is given up."""
+        ...
+
+    def fail(self, error: OSError | Damaged) -> None:
+        """Give the file up because of an error."""
+        ...
+
+
+class FileBlock(NamedTuple):
+    """A block that is to be written to a file."""
+
+    file: WritableFile
+    offset: int
+    length: int
+    block: int
+    chunk: ChunkId
+
+
+class _Unshared(NamedTuple):
+    """A block that was read and verified, and is to be shared as extents of its pack."""
+
+    part: FileBlock
+    location: ChunkLocation
+    length: int
+
+
+class BlockWorker:
+    """Reads chunks of one repository, and writes or compares files; for one thread."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        check: Callable[[], None],
+        runtime_dir: Path | None = None,
+        turns: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self.repository = repository
+        self.check = check
+        """Function called between blocks; raises when the work is to end."""
+        self._turns = turns or nullcontext()
+        self._has_turn = False
+        self._buffer = bytearray()
+        self._sharing = Sharing(runtime_dir)
+        self._unshared: list[_Unshared] = []
+        """Blocks that are adjacent in the pack and in the file."""
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Occupy one of the places for threads that compute; the disk should be asked before, by readahead."""
+        # Small files are compared within a turn: waiting for a second one could wait for ever.
+        if self._has_turn:
+            yield
+            return
+        with self._turns:
+            self._has_turn = True
+            try:
+                yield
+            finally:
+                self._has_turn = False
+
+    def close(self) -> None:
+        """Close the repository and the connections to overlay workers."""
+        self.repository.close()
+        self._sharing.close()
+
+    def write(self, parts: Sequence[FileBlock]) -> None:
+        """Write blocks to files that read as zeros so far, in the order of their positions in the packs.
+
+        An error of one file is given to its `fail`, and the others go on.
+
+        Raises:
+            OSError: the repository cannot be read.
+        """
+        # Returned in the order of their positions in the packs, so that the disk reads forwards.
+        pieces = self.repository.bulk.read([part.chunk for part in parts])
+        with self.turn():
+            for piece in pieces:
+                part = parts[piece.position]
+                # A file that has failed is closed, and its descriptor number may belong to another file by now.
+                if part.file.fd < 0:
+                    continue
+                try:
+                    self._write(part, piece)
+                except (OSError, Damaged) as error:
+                    part.file.fail(error)
+            self._share_waiting()
+
+    def _write(self, part: FileBlock, piece: ReadChunk) -> None:
+        source, start, end = piece.source, piece.start, piece.end
+        if source is None:
+            source = self.repository.chunks.get(part.chunk)
+            start, end = 0, len(source)
+        if end - start != part.length:
+            text = f"block {part.block} must have {part.length} bytes, its chunk has {end - start}"
+            raise DamagedTree(part.chunk, text)
+        # Shared only now, after the chunk was read and checked: sharing without reading would restore a damaged sector as the file.
+        shared = self._sharable(part, piece)
+        if shared:
+            assert piece.location is not None
+            self._wait_to_be_shared(part, piece.location, shared)
+        if shared < part.length:
+            write_sparse(part.file.fd, source, start + shared, end, part.offset + shared)
+
+    def _sharable(self, part: FileBlock, piece: ReadChunk) -> int:
+        """Return how many bytes at the block's beginning can be shared as extents of the pack."""
+        location, source = piece.location, piece.source
+        # A compressed chunk, or one that is stored as a difference, has no extents with the file's bytes.
+        if location is None or not piece.is_raw or source is None:
+            return 0
+        # FICLONERANGE takes whole blocks of both files only.
+        if location.offset % ALIGN_BYTES or part.offset % ALIGN_BYTES or part.length < ALIGN_BYTES:
+            return 0
+        # Blocks with pages of zeros are written, so that these pages become holes.
+        if not self._sharing.may(part.file.fd) or has_zero_page(source, piece.start, piece.end):
+            return 0
+        # The first block on a file system is tried with one unit, before many are gathered for one call.
+        if self._sharing.is_known(part.file.fd) or self._share(part, location, ALIGN_BYTES):
+            return part.length - part.length % ALIGN_BYTES
+        return 0
+
+    def _wait_to_be_shared(self, part: FileBlock, location: ChunkLocation, length: int) -> None:
+        """Gather the block: adjacent blocks are shared with one system call."""
+        last = self._unshared[-1] if self._unshared else None
+        if last is not None and not (
+            last.part.file is part.file
+            and last.location.pack == location.pack
+            and last.location.offset + last.length == location.offset
+            and last.part.offset + last.length == part.offset
+        ):
+            self._share_waiting()
+        self._unshared.append(_Unshared(part, location, length))
+
+    def _share_waiting(self) -> None:
+        waiting, self._unshared = self._unshared, []
+        # The file may have failed since its blocks were gathered, and its descriptor number may belong to another file.
+        if not waiting or waiting[0].part.file.fd < 0:
+            return
+        first = waiting[0]
+        try:
+            if not self._share(first.part, first.location, sum(unshared.length for unshared in waiting)):
+                # Refused after it had worked before: the blocks are read again and written, one by one.
+                for part, _, length in waiting:
+                    data = self.repository.chunks.get(part.chunk)
+                    write_sparse(part.file.fd, data, 0, length, part.offset)
+        except (OSError, Damaged) as error:
+            first.part.file.fail(error)
+
+    def _share(self, part: FileBlock, location: ChunkLocation, length: int) -> bool:
+        try:
+            pack = self.repository.bulk.pack_descriptor(location.pack)
+        except NotFound:
+            # `ciuic prune` removed the pack meanwhile, after it had copied the live chunks to another one.
+            return False
+        return self._sharing.share(pack, location.offset, part.file.fd, part.offset, length)
+
+    def equal(self, fd: int, entry: Entry, batch: Batch, *, patient: bool = False) -> bool:
+        """Return whether the file has the batch's content.
+
+        Unless ``patient``, also False where so many zeros are stored as data that writing the file anew costs less than
+        reading them.
+        """
+        limit = batch.end if patient else _MAX_ZEROS_READ_BYTES
+        at = batch.start
+        # Before the turn: the disk works while this thread waits for one.
+        will_need(fd, batch)
+        with self.turn():
+            for block, chunk in batch.blocks:
+                self.check()
+                start, end = self._extent(entry, block)
+                if not zeros(fd, at, start, limit) or not self._has(fd, start, end, chunk):
+                    return False
+                at = end
+            return zeros(fd, at, batch.end, limit)
+
+    def repair(self, file: WritableFile, entry: Entry, batch: Batch) -> int:
+        """Correct the batch's content in a file that no other process writes; return how many bytes were different."""
+        fd, at, wrong, wrong_bytes = file.fd, batch.start, [], 0
+        will_need(fd, batch)
+        with self.turn():
+            for block, chunk in batch.blocks:
+                self.check()
+                start, end = self._extent(entry, block)
+                wrong_bytes += self._cleared(fd, at, start)
+                if not self._has(fd, start, end, chunk):
+                    # `write` leaves pages of zeros out, so the old content must be gone before.
+                    punch_hole(fd, start, end)
+                    wrong.append((block, chunk))
+                    wrong_bytes += end - start
+                at = end
+            wrong_bytes += self._cleared(fd, at, batch.end)
+        if wrong:
+            self.write(
+                list(file_blocks(file, entry, batch._replace(blocks=wrong), self.repository.block_size))
+            )
+        return wrong_bytes
+
+    def replace(self, file: WritableFile, entry: Entry, batch: Batch) -> None:
+        """Write the whole batch without comparing it first."""
+        punch_hole(file.fd, batch.start, batch.end)
+        self.write(list(file_blocks(file, entry, batch, self.repository.block_size)))
+
+    def _extent(self, entry: Entry, block: int) -> tuple[int, int]:
+        start = block * self.repository.block_size
+        return start, min(start + self.repository.block_size, entry.size_bytes)
+
+    def _has(self, fd: int, start: int, end: int, chunk: ChunkId) -> bool:
+        """Return whether the range has the content of this chunk."""
+        if len(self._buffer) < end - start:
+            self._buffer = bytearray(end - start)
+        view = memoryview(self._buffer)[: end - start]
+        # A short read means that the file ends before the block: then it is different.
+        return os.preadv(fd, [view], start) == len(view) and self.repository.chunks.id_of(view) == chunk
+
+    def _cleared(self, fd: int, start: int, end: int) -> int:
+        """Make the range a hole unless it reads as zeros; return how many bytes were different."""
+        if zeros(fd, start, end, _MAX_ZEROS_READ_BYTES):
+            return 0
+        punch_hole(fd, start, end)
+        return end - start
+
+
+def file_blocks(file: WritableFile, entry: Entry, batch: Batch, block_size: int) -> Iterator[FileBlock]:
+    """Return the blocks of a batch with their positions in the file."""
+    for block, chunk in batch.blocks:
+        offset = block * block_size
+        yield FileBlock(file, offset, min(block_size, entry.size_bytes - offset), block, chunk)
+
+
+def has_zero_page(source: bytes | bytearray, start: int, end: int) -> bool:
+    """Return whether there is a run of zeros as long as a page, at any offset."""
+    return source.find(_SOME_ZEROS, start, end) >= 0 and source.find(_ZERO_PAGE, start, end) >= 0
+
+
+def write_sparse(fd: int, source: bytes | bytearray, start: int, end: int, offset: int) -> None:
+    """Write source[start:end] to a file that reads as zeros; pages of zeros are not written, so they stay holes."""
+    view = memoryview(source)
+    if not has_zero_page(source, start, end):
+        _write_all(fd, view[start:end], offset)
+        return
+    shift = offset - start
+    at = start
+    while at < end:
+        if source.startswith(_ZERO_PAGE, at, end):
+            _write_all(fd, view[start:at], start + shift)
+            start = at + _PAGE_BYTES
+        at += _PAGE_BYTES
+    _write_all(fd, view[start:end], start + shift)
+
+
+def will_need(fd: int, batch: Batch) -> None:
+    """Start readahead of the batch.
+
+    Several threads read one file in several places, which the kernel's own readahead takes for random access.
+    """
+    # Advice only: without it the batch is read when it is needed.
+    with suppress(OSError):
+        os.posix_fadvise(fd, batch.start, batch.end - batch.start, os.POSIX_FADV_WILLNEED)
+
+
+def punch_hole(fd: int, start: int, end: int) -> None:
+    """Make a range read as zeros and release its space. OSError."""
+    if end > start and _libc.fallocate(fd, _PUNCH_HOLE, start, end - start):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def start_writing_out(fd: int, offset: int, length: int) -> None:
+    """Start writing a range to the disk, so that a later sync finds little left to do."""
+    # The result is ignored: fsync reports the same write errors.
+    _libc.sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+def zeros(fd: int, start: int, end: int, limit_bytes: int) -> bool:
+    """Return whether a range reads as zeros; False after ``limit_bytes`` of data. Holes are skipped unread."""
+    read_bytes = 0
+    while start < end:
+        try:
+            start = max(start, os.lseek(fd, start, os.SEEK_DATA))
+        except OSError as error:
+            # ENXIO: no data from here to the end of the file. The other codes: the file system knows no holes.
+            if error.errno == errno.ENXIO:
+                return True
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        if start >= end:
+            return True
+        # Data that may still be zeros: an unwritten extent, or zeros that were written.
+        data = os.pread(fd, min(_READ_BYTES, end - start), start)
+        read_bytes += len(data)
+        if not data or not is_zero(data) or read_bytes > limit_bytes:
+            return False
+        start += len(data)
+    return True
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    # pwrite(2) may write less than asked for, after a signal or on a disk that is nearly full.
+    while len(view):
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written

@@ -1,0 +1,174 @@
+"""Journal of an unfinished restore: the file `.ciuic-restore` in the directory that is being restored.
+
+Guarantees: while it is locked, no second restore works there. When it is found unlocked, the run that made it was cut short:
+what that run restored is recognised (it is no conflict), and its temporary files are removed. Where no journal can be
+written, a restore works all the same, but after an interruption it must be repeated with an overwrite mode.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from ciuic.errors import Busy
+from ciuic.printable import one_line
+from ciuic.restore.destination import unlink_if_there
+
+JOURNAL_NAME = b".ciuic-restore"
+_MAX_BYTES = 65536
+# Errors of open(2) for a directory, a socket or a pipe with the journal's name, which any user may put there.
+_SOMETHING_ELSE = (errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
+# Errors with which a restore goes on without a journal.
+_NO_JOURNAL = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ELOOP,
+    *_SOMETHING_ELSE,
+)
+# Each attempt but the last means that another restore finished in between; a few follow each other by chance.
+_MAX_LOCK_ATTEMPTS = 20
+_RUN = re.compile(r"[0-9a-f]{16}\Z")
+
+
+@dataclass(frozen=True)
+class RestoreMark:
+    """Content of a journal: which restore of which snapshot is unfinished."""
+
+    snapshot: str
+    source: bytes
+    run: str
+    """16 hexadecimal digits in the names of the run's temporary files."""
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file."""
+        document = {"snapshot": self.snapshot, "source": self.source.hex(), "run": self.run}
+        return json.dumps(document).encode("ascii")
+
+    @classmethod
+    def decode(cls, data: bytes) -> RestoreMark | None:
+        """Decode the file; None for anything that is not complete, because the run was cut short while writing it."""
+        try:
+            document = json.loads(data)
+            mark = cls(str(document["snapshot"]), bytes.fromhex(document["source"]), str(document["run"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return mark if _RUN.match(mark.run) else None
+
+
+def read_mark(folder: int) -> RestoreMark | None:
+    """Return the mark in a directory, None if there is none that can be read."""
+    try:
+        fd = _open(folder, os.O_RDONLY)
+    except OSError:
+        # Absent, unreadable for the caller, or something else with that name.
+        return None
+    try:
+        return RestoreMark.decode(os.pread(fd, _MAX_BYTES, 0))
+    finally:
+        os.close(fd)
+
+
+def new_run() -> str:
+    """Return a new identifier of a run: 16 hexadecimal digits."""
+    return os.urandom(8).hex()
+
+
+class Journal:
+    """The locked journal of a running restore; ended by `finish` when everything is restored, otherwise by `close`."""
+
+    def __init__(self, folder: int, fd: int, mark: RestoreMark, resumed: bool) -> None:
+        self._folder = os.dup(folder)
+        self._fd = fd
+        self.mark = mark
+        self.resumed = resumed
+        """True if the same restore was begun before and cut short."""
+
+    @classmethod
+    def begin(cls, folder: int, path: bytes, snapshot: str, source: bytes) -> Journal | None:
+        """Create and lock the journal; None where no journal can be kept.
+
+        Raises:
+            Busy: another restore works in the directory.
+        """
+        try:
+            fd = _open_locked(folder, path)
+        except OSError as error:
+            if error.errno in _NO_JOURNAL:
+                return None
+            raise
+        before = RestoreMark.decode(os.pread(fd, _MAX_BYTES, 0))
+        # The id of the dead run is taken over: by it its temporary files are recognised and removed.
+        mark = RestoreMark(snapshot, source, before.run if before else new_run())
+        try:
+            data = mark.encode()
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, data, 0)
+            # Durable before the first file: after a power cut, files of an unknown run would be conflicts.
+            os.fsync(fd)
+        except OSError:
+            # A full disk, for instance: the restore meets the same error with the first file and reports it.
+            unlink_if_there(folder, JOURNAL_NAME)
+            os.close(fd)
+            return None
+        return cls(folder, fd, mark, before is not None and before == mark)
+
+    def finish(self) -> None:
+        """Remove the journal: everything is restored."""
+        unlink_if_there(self._folder, JOURNAL_NAME)
+        self.close()
+
+    def close(self) -> None:
+        """Close the journal and leave it for the next run."""
+        os.close(self._fd)
+        os.close(self._folder)
+
+
+def _open_locked(folder: int, path: bytes) -> int:
+    """Create or open the journal and lock it. Raises Busy while another run has the lock, and OSError as `_open`."""
+    for _ in range(_MAX_LOCK_ATTEMPTS):
+        fd = _open(folder, os.O_RDWR | os.O_CREAT)
+        # The kernel drops the lock when the process dies, so a journal that is found unlocked is that of a dead run.
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            break
+        except OSError:
+            # A file system without locks: there the operator must not run two restores at once.
+            return fd
+        # A run that finished between open and flock has removed the file: a lock on it keeps nobody out, because
+        # the next run makes a new file. The name that leads here now stays, as only the lock's holder removes it.
+        if _is_named(folder, fd):
+            return fd
+        os.close(fd)
+    raise Busy(f"another restore into {one_line(path)} is running", hint="wait for it to end")
+
+
+def _is_named(folder: int, fd: int) -> bool:
+    """Return whether the journal's name leads to the open file."""
+    try:
+        named = os.stat(JOURNAL_NAME, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
+
+
+def _open(folder: int, flags: int) -> int:
+    """Open the journal; OSError for a file that another user made or may write."""
+    # O_NONBLOCK: a pipe with the journal's name must not block the open.
+    fd = os.open(JOURNAL_NAME, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    st = os.fstat(fd)
+    # A journal that another user may write could declare any file to be the result of an earlier run.
+    others = st.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISREG(st.st_mode) or st.st_nlink != 1 or st.st_uid != os.geteuid() or others:
+        os.close(fd)
+        raise OSError(errno.ELOOP, "the journal belongs to, or can be written by, another user")
+    return fd

@@ -1,0 +1,325 @@
+"""Verdict on a checkpoint: a file, or a directory with an index, a marker or several files that belong together.
+
+A file is GOOD with all of: a structure that is complete; no hole, and no zero at the very end, where the headers promise data,
+unless a checksum proves that it belongs there; no open writer at the instant, and no sign that an older version of the content is
+left in it. A structure that is incomplete is TORN also while a writer has it open. Everything else is UNKNOWN.
+
+A directory is GOOD with its index or marker, every file that it names, and GOOD for each of these files. Where one is TORN or
+missing the checkpoint is TORN, else UNKNOWN.
+
+Limits: of a file without checksums that several threads wrote into allocated space at once, a gap smaller than a block that neither
+touches the headers nor the end is not seen; nor is an end that was cut within an integer.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from ciuic.errors import Damaged
+from ciuic.units import human_size, plural
+from ciuic.verdicts.bounded_reader import BoundedReader
+from ciuic.verdicts.directories import deepspeed, distributed, orbax, sharded, tensorflow, training
+from ciuic.verdicts.directories.parts import PartsNeeded, shown_name
+from ciuic.verdicts.formats.gguf import read_gguf
+from ciuic.verdicts.formats.hdf5 import read_hdf5
+from ciuic.verdicts.formats.npy import read_npy
+from ciuic.verdicts.formats.pickles import read_pickle
+from ciuic.verdicts.formats.safetensors import read_safetensors
+from ciuic.verdicts.formats.zip_archive import read_zip
+from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent, Verdict
+from ciuic.verdicts.sources import DirectorySource, FileSource
+
+# Formats with a mark at their beginning first; pickles and safetensors have hardly any.
+_FORMATS: Final[tuple[Callable[[BoundedReader], Structure], ...]] = (
+    read_zip,
+    read_hdf5,
+    read_gguf,
+    read_npy,
+    read_safetensors,
+    read_pickle,
+)
+_MAX_CHECKED_BYTES: Final = 256 << 20
+"""Limit of content that is read to compare checksums, where holes leave a doubt."""
+_MAX_STEPS: Final = 2_000_000
+"""Limit of pairs of a hole and a piece that are compared: pieces of a crafted file lie over each other."""
+DEFECT: Final = "its reader failed, which is a defect in ciuic"
+"""Beginning of the reason of a file that a reader has not refused as it should."""
+_STEP_BYTES: Final = 1 << 20
+_NUMBER_BYTES: Final = 8
+"""Size of the largest number of a file format."""
+_MAX_HOLES: Final = 1 << 16
+
+
+def judge_file(source: FileSource) -> Verdict:
+    """Return the verdict on a file, without its directory. Reads a few kilobytes of most files."""
+    reader = BoundedReader(source.read, source.size_bytes, source.name)
+    try:
+        return judge_structure(source, read_structure(reader))
+    except OtherFormat:
+        return Verdict("UNKNOWN", "its format is not known here")
+    except TornContent as error:
+        return Verdict("TORN", str(error))
+    except NotJudged as error:
+        return Verdict("UNKNOWN", str(error))
+    except (Damaged, OSError) as error:
+        return Verdict("UNKNOWN", f"it cannot be read: {error}")
+    # No file ends the look at all others. The fuzzer looks for this reason.
+    except Exception as error:
+        return Verdict("UNKNOWN", f"{DEFECT} ({type(error).__name__})")
+
+
+def read_structure(reader: BoundedReader) -> Structure:
+    """Return the structure of a file; raise TornContent, OtherFormat or NotJudged."""
+    if not reader.size_bytes:
+        raise TornContent("it is empty")
+    for read in _FORMATS:
+        try:
+            return read(reader)
+        except OtherFormat:
+            continue
+    raise OtherFormat
+
+
+def judge_structure(source: FileSource, structure: Structure) -> Verdict:
+    """Return the verdict on a file whose structure is complete."""
+    try:
+        if source.is_committed:
+            # Its block map alone is read, of which a part may be lost.
+            for _ in source.holes(0, source.size_bytes):
+                pass
+            return Verdict("GOOD", structure.content, structure.format)
+        found = _gap(source, structure)
+        if found is not None:
+            return found._replace(format=structure.format)
+        doubt = source.doubt()
+        if not doubt and (doubt := source.mixture()):
+            checked = _checked(source, structure)
+            if checked is not None:
+                return checked
+    except (Damaged, OSError) as error:
+        return Verdict("UNKNOWN", f"it cannot be read: {error}", structure.format)
+    if doubt:
+        return Verdict("UNKNOWN", doubt, structure.format)
+    return Verdict("GOOD", structure.content, structure.format)
+
+
+def _gap(source: FileSource, structure: Structure) -> Verdict | None:
+    """Return the verdict that a gap in the data leads to; None for none."""
+    # Not by checksum: two pieces of the same range may have one and none.
+    pieces = sorted(structure.pieces, key=lambda piece: (piece.start, piece.stop))
+    if not pieces:
+        return None
+    checked: set[Piece] = set()
+    left_bytes = _MAX_CHECKED_BYTES
+    at = 0
+    left_steps = _MAX_STEPS
+    for number, (start, stop) in enumerate(
+        source.holes(pieces[0].start, max(piece.stop for piece in pieces))
+    ):
+        if number >= _MAX_HOLES:
+            return Verdict("UNKNOWN", "it has more holes than are looked at for a verdict")
+        # Both ascend, so that each piece is passed once.
+        while at < len(pieces) and pieces[at].stop <= start:
+            at += 1
+        for index in range(at, len(pieces)):
+            piece = pieces[index]
+            left_steps -= 1
+            if left_steps < 0:
+                return Verdict("UNKNOWN", "it has more holes than are looked at for a verdict")
+            if piece.start >= stop:
+                break
+            if piece in checked or piece.stop <= start:
+                continue
+            # The end of a number that lies in the file's last block: no writer stops within a number.
+            if stop >= source.size_bytes and stop - start < _NUMBER_BYTES and piece.start < start:
+                continue
+            left_bytes -= piece.stop - piece.start
+            if piece.crc32 is None or left_bytes < 0:
+                size = min(stop, piece.stop) - max(start, piece.start)
+                return Verdict(
+                    "UNKNOWN", f"{human_size(size)} of its data are a hole: zeros, or never written"
+                )
+            if _crc32(source, piece) != piece.crc32:
+                return Verdict("TORN", "a part of its data was never written: it does not match its checksum")
+            checked.add(piece)
+    if structure.last_item is not None:
+        start, stop = structure.last_item
+        start = max(start, stop - _STEP_BYTES)
+        if not any(source.read(start, stop - start)):
+            return Verdict("UNKNOWN", "its data end in zeros, as if the end was never written")
+    return None
+
+
+def _checked(source: FileSource, structure: Structure) -> Verdict | None:
+    """Return the verdict of the checksums, if there is one of all data and not too much of it."""
+    total = sum(piece.stop - piece.start for piece in structure.pieces)
+    if total > _MAX_CHECKED_BYTES or any(piece.crc32 is None for piece in structure.pieces):
+        return None
+    if any(_crc32(source, piece) != piece.crc32 for piece in structure.pieces):
+        reason = "it was overwritten in part: it does not match its checksums"
+        return Verdict("TORN", reason, structure.format)
+    return Verdict("GOOD", structure.content, structure.format)
+
+
+def _crc32(source: FileSource, piece: Piece) -> int:
+    value = 0
+    for at in range(piece.start, piece.stop, _STEP_BYTES):
+        value = zlib.crc32(source.read(at, min(_STEP_BYTES, piece.stop - at)), value)
+    return value
+
+
+SUFFIXES: Final = (
+    *(b".safetensors", b".pt", b".pth", b".ckpt", b".bin", b".npz", b".npy", b".h5", b".hdf5", b".keras"),
+    *(b".gguf", b".pkl"),
+)
+"""Ends of the names of files that may be checkpoints."""
+MARKS: Final = (
+    b".distcp",
+    b".index",
+    b".index.json",
+    b".metadata",
+    b"latest",
+    b"_CHECKPOINT_METADATA",
+    b"manifest.ocdbt",
+    training.STATE_FILE,
+)
+"""Ends of the names of files that show a checkpoint of several files."""
+_STEP_DIRECTORY: Final = re.compile(
+    rb"(?:checkpoint|ckpt|step|epoch|global_step|iter)[-_]?\d+\Z", re.IGNORECASE
+)
+_RECOGNISERS: Final[tuple[Callable[[DirectorySource, list[bytes]], Iterator[PartsNeeded]], ...]] = (
+    training.recognise,
+    distributed.recognise,
+    orbax.recognise,
+    deepspeed.recognise,
+    tensorflow.recognise,
+    sharded.recognise,
+)
+JudgeFile = Callable[[FileSource], Verdict]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint and the verdict on it."""
+
+    path: bytes
+    """Absolute path of the file or directory; of a TensorFlow checkpoint, its prefix."""
+    verdict: Verdict
+    size_bytes: int
+    files: tuple[bytes, ...]
+    """Relative paths of its files, from the directory in which it was found."""
+
+
+def may_hold_checkpoints(names: list[bytes]) -> bool:
+    """Return whether a directory with these names is worth a look."""
+    return any(name.endswith((*SUFFIXES, *MARKS)) for name in names)
+
+
+def checkpoints_in(directory: DirectorySource, judge: JudgeFile = judge_file) -> list[Checkpoint]:
+    """Return the checkpoints in a directory, without those below its directories, by path.
+
+    Args:
+        directory: The directory.
+        judge: Judges one file; a caller with a cache gives its own.
+    """
+    names = directory.names()
+    found: list[Checkpoint] = []
+    taken: set[bytes] = set()
+    for recognise in _RECOGNISERS:
+        for parts in _recognised(recognise, directory, names):
+            taken |= parts.taken
+            found.append(_judge_parts(directory, parts, judge))
+        if directory.holds_state and found:
+            return found
+    single = [name for name in names if name.endswith(SUFFIXES) and name not in taken]
+    # What a trainer writes into a directory of one step belongs together.
+    if _STEP_DIRECTORY.match(directory.path.rpartition(b"/")[2]) and (len(single) > 1 or (found and single)):
+        needed = PartsNeeded("directory", files=tuple(single))
+        found = [_together(directory, [*found, _judge_parts(directory, needed, judge)])]
+        single = []
+    for name in single:
+        source = directory.file(name)
+        if source is not None:
+            path = _path(directory, name)
+            found.append(Checkpoint(path, judge(source), source.size_bytes, (name,)))
+    return sorted(found)
+
+
+def _recognised(
+    recognise: Callable[[DirectorySource, list[bytes]], Iterator[PartsNeeded]],
+    directory: DirectorySource,
+    names: list[bytes],
+) -> Iterator[PartsNeeded]:
+    """Yield what a recogniser finds; one that fails makes the directory UNKNOWN, and does not end the look at others."""
+    try:
+        yield from recognise(directory, names)
+    except (Damaged, OSError):
+        raise
+    except Exception as error:
+        yield PartsNeeded("directory", doubt=f"{DEFECT} ({type(error).__name__})")
+
+
+def _path(directory: DirectorySource, name: bytes) -> bytes:
+    return directory.path.rstrip(b"/") + b"/" + name if name else directory.path
+
+
+def _together(directory: DirectorySource, found: list[Checkpoint]) -> Checkpoint:
+    verdict = _worst([one.verdict for one in found])
+    files = tuple(sorted({file for one in found for file in one.files}))
+    good = Verdict("GOOD", plural(len(files), "file"), "directory")
+    return Checkpoint(
+        directory.path,
+        good if verdict.is_good else verdict._replace(format="directory"),
+        sum(one.size_bytes for one in found),
+        files,
+    )
+
+
+def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFile) -> Checkpoint:
+    verdicts = []
+    size_bytes = 0
+    needed = [*((name, -1) for name in parts.files), *parts.raw]
+    for name, least_bytes in needed:
+        source = directory.below(name)
+        if source is None:
+            verdicts.append(Verdict("TORN", f"{shown_name(name)} is missing"))
+            continue
+        size_bytes += source.size_bytes
+        verdict = judge(source) if least_bytes < 0 else _judge_raw(source, least_bytes, parts.tail_bytes)
+        if not verdict.is_good:
+            verdict = verdict._replace(reason=f"{shown_name(name)}: {verdict.reason}")
+        verdicts.append(verdict)
+    if parts.torn:
+        verdicts.append(Verdict("TORN", parts.torn))
+    if parts.doubt:
+        verdicts.append(Verdict("UNKNOWN", parts.doubt))
+    # The index itself, which may be open as well.
+    for name in sorted(parts.taken - {name for name, _ in needed}):
+        source = directory.file(name)
+        if source is not None and (doubt := source.doubt()):
+            verdicts.append(Verdict("UNKNOWN", f"{shown_name(name)}: {doubt}"))
+    verdict = _worst(verdicts)
+    if verdict.is_good:
+        verdict = Verdict("GOOD", plural(len(needed), "file"))
+    files = tuple(sorted({name for name, _ in needed} | parts.taken))
+    return Checkpoint(_path(directory, parts.name), verdict._replace(format=parts.format), size_bytes, files)
+
+
+def _judge_raw(source: FileSource, least_bytes: int, tail_bytes: int) -> Verdict:
+    """Return the verdict on a file of which an index says only how long it is."""
+    if source.size_bytes < least_bytes:
+        return Verdict("TORN", f"its index promises {least_bytes} bytes, the file has {source.size_bytes}")
+    if not least_bytes:
+        return Verdict("GOOD", "no data")
+    last_item = (max(0, least_bytes - tail_bytes), least_bytes)
+    return judge_structure(source, Structure("data", "data", (Piece(0, least_bytes),), last_item))
+
+
+def _worst(verdicts: list[Verdict]) -> Verdict:
+    for state in ("TORN", "UNKNOWN"):
+        for verdict in verdicts:
+            if verdict.state == state:
+                return verdict
+    return Verdict("GOOD", "")
