@@ -52,7 +52,7 @@ def make(top: Path, mib: int, small: int) -> None:
     from support.restoring import take
 
     from ciuic.config import RemoteConfig
-    from ciuic.remote.access.remote import init_remote
+    from ciuic.remote.access import init_remote
     from ciuic.remote.objects.directory_objects import DirectoryObjects
     from ciuic.remote.upload.replication import Replication
     from ciuic.remote.upload.uploader import Labels
@@ -91,7 +91,7 @@ def restore(top: Path, way: str, dest: Path, cache: Path, delay_seconds: float) 
         from ciuic.lazy import preload
 
         preload()
-    from ciuic.remote.access.remote import open_remote
+    from ciuic.remote.access import open_remote
     from ciuic.remote.objects.directory_objects import DirectoryObjects
     from ciuic.remote.reading.opening import read_remote
 

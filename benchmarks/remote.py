@@ -268,10 +268,10 @@ def measure_kills(bench: Bench, mib: int) -> dict[str, float]:
 def child(what: str, top: Path) -> None:
     """Do one step of ciuic's in a process of its own."""
     from ciuic.config import Config, RemoteConfig
-    from ciuic.remote.access.remote import add_slot, init_remote
+    from ciuic.remote.access import add_slot, init_remote
     from ciuic.remote.objects.opening import open_objects
     from ciuic.remote.objects.urls import StoreSettings
-    from ciuic.remote.sealing.master_key import MasterKey
+    from ciuic.remote.sealing.sealer import MasterKey
     from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
     from ciuic.remote.upload import process
     from ciuic.repository import Repository
@@ -348,7 +348,7 @@ def _store(top: Path, source: Path) -> None:
 def _check(top: Path, url: str, endpoint: str) -> None:
     from unit.remote.upload.test_uploader import StoredChunks, assert_whole
 
-    from ciuic.remote.access.remote import open_remote
+    from ciuic.remote.access import open_remote
     from ciuic.remote.format.names import PACKS_PREFIX
     from ciuic.remote.objects.opening import open_objects
     from ciuic.remote.objects.urls import StoreSettings

@@ -21,14 +21,20 @@ import time
 from pathlib import Path
 from typing import Final
 
-from ciuic.remote.access.remote import Remote, add_slot, init_remote, open_remote
-from ciuic.remote.format.log_entry import LogCommit, LogHello, encode_log_entry
-from ciuic.remote.format.manifest import RemoteManifest, encode_manifest, object_digest
+from ciuic.remote.access import Remote, add_slot, init_remote, open_remote
+from ciuic.remote.format.documents import (
+    LogCommit,
+    LogHello,
+    RemoteManifest,
+    encode_log_entry,
+    encode_manifest,
+    object_digest,
+)
 from ciuic.remote.format.names import log_entry_name, manifest_name, new_hex_id, new_pack_ref
-from ciuic.remote.index.pack_tables import PackTables, RemotePack
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.reading.opening import read_remote
-from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.remote_index import PackTables, RemotePack
+from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
 from ciuic.repository.format.snapshot_format import encode_snapshot
 from ciuic.repository.index.database import IndexDatabase

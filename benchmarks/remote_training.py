@@ -36,9 +36,9 @@ BESIDE: Final = ("nothing", "an upload")
 def prepare(top: Path, mib: int) -> None:
     """Make a remote in memory, and a repository with a snapshot of so much noise."""
     from benchmarks.remote import _store as store
-    from ciuic.remote.access.remote import add_slot, init_remote
+    from ciuic.remote.access import add_slot, init_remote
     from ciuic.remote.objects.opening import open_objects
-    from ciuic.remote.sealing.master_key import MasterKey
+    from ciuic.remote.sealing.sealer import MasterKey
     from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
     from ciuic.repository import Repository
 

@@ -19,7 +19,7 @@ import pytest
 from support.cli_repository import Host
 from support.live import installed, wait_for
 
-from ciuic.remote.access.remote import key_slots
+from ciuic.remote.access import key_slots
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing.recovery_key import show_recovery_key
 from ciuic.repository import Repository

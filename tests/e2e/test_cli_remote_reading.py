@@ -16,7 +16,7 @@ from support import trees
 from support.remote_host import Elsewhere, RemoteHost, new_remote
 from support.restoring import write
 
-from ciuic.remote.access.remote import add_slot
+from ciuic.remote.access import add_slot
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing.slot_secret import new_key_text, passphrase_secret, read_key_file
 from ciuic.system.poll import readable

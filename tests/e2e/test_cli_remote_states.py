@@ -21,12 +21,11 @@ from ciuic import SnapshotManager
 from ciuic.cli.shared import candidates
 from ciuic.cli.shared.remotes.opening import open_named_remote
 from ciuic.cli.shared.session import Session
-from ciuic.remote.access.key_file import make_key_file
-from ciuic.remote.access.remote import add_slot, open_remote
+from ciuic.remote.access import add_slot, open_remote
 from ciuic.remote.errors import WrongKey
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing.recovery_key import show_recovery_key
-from ciuic.remote.sealing.slot_secret import SlotSecret, read_key_file
+from ciuic.remote.sealing.slot_secret import SlotSecret, make_key_file, read_key_file
 from ciuic.training.remote.uploads import is_uploading, state_dir
 
 SAVED = (("first", 10), ("first", 20), ("second", 20), ("first", 20))

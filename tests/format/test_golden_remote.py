@@ -14,7 +14,7 @@ from support import remote_recipe as fixed
 from support import remote_recipe as recipe
 
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import open_remote
+from ciuic.remote.access import open_remote
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.reading.opening import ReadableRemote, read_remote
 

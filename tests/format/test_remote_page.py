@@ -9,11 +9,11 @@ import pytest
 from support import format_page as page
 from support import remote_recipe as recipe
 
-from ciuic.remote.format import log_entry, manifest, names, remote_json
-from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.format.round import decode_round
+from ciuic.remote.format import documents, names, remote_json
+from ciuic.remote.format.documents import decode_round
+from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.sealing import key_slot
-from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import SlotKind, SlotSecret
 from ciuic.repository.identity import Identity
 
@@ -148,11 +148,11 @@ def test_ciuic_reads_the_known_answers(kind: str) -> None:
     remote = remote_json.open_remote(known["remote.json"], master)
     sealer = remote.sealer
     data = known[recipe.MANIFEST]
-    digest = manifest.object_digest(data)
+    digest = documents.object_digest(data)
     for number, entry in enumerate(recipe.entries(digest)):
         name = names.log_entry_name(recipe.WRITER, number)
-        assert log_entry.decode_log_entry(sealer, recipe.WRITER, number, known[name]) == entry
-    assert manifest.decode_manifest(sealer, recipe.MANIFEST, data).snapshot == recipe.SNAPSHOT_FILE
+        assert documents.decode_log_entry(sealer, recipe.WRITER, number, known[name]) == entry
+    assert documents.decode_manifest(sealer, recipe.MANIFEST, data).snapshot == recipe.SNAPSHOT_FILE
     assert decode_round(sealer, 0, "final", known["gc/0000000000.final"]).manifests == (recipe.MANIFEST,)
     records = RemotePackReader(sealer, recipe.META_PACK).check(known[names.pack_name(recipe.META_PACK)])
     assert [record.id for record in records] == [record.id for record in recipe.META_RECORDS]

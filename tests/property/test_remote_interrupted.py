@@ -14,11 +14,10 @@ from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import Remote
-from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.upkeep.collect import collect_remote
-from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collector import CollectionPolicy
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository
 from ciuic.types import Snapshot

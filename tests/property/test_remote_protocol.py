@@ -35,13 +35,12 @@ from support.remote_world import (
     store_pack,
 )
 
-from ciuic.remote.collection.collector import CollectionPolicy, Collector
-from ciuic.remote.format.log_entry import LogRemove
+from ciuic.remote.format.documents import LogRemove, create_entry
 from ciuic.remote.format.names import PackRef
-from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.bounded import create_entry
 from ciuic.remote.log.errors import DamagedRemote, LostCommits, NothingCommitted
 from ciuic.remote.objects.model import Objects
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.upkeep.collector import CollectionPolicy, Collector
 
 WANTED = chunk(1)
 OLD_PACK = PackRef("d" + "11" * 16)

@@ -20,14 +20,14 @@ from ciuic.remote.format.pack import (
     MAX_PACK_BYTES,
     MAX_ROWS,
     ROW_BYTES,
+    TAIL_GUESS_BYTES,
     TRAILER_BYTES,
     PackLayout,
+    RemotePackReader,
+    RemotePackWriter,
 )
-from ciuic.remote.format.pack_reader import TAIL_GUESS_BYTES, RemotePackReader
-from ciuic.remote.format.pack_writer import RemotePackWriter
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo
-from ciuic.remote.sealing.master_key import MasterKey
-from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackRecord

@@ -15,12 +15,12 @@ from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
 from ciuic.config import TierRule
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.objects.storage_classes import ListedClass, ObjectClass, ThawSpeed, find_class
 from ciuic.remote.reading.opening import ReadableRemote
-from ciuic.remote.tiers.mover import PlannedMoves, apply_rules
+from ciuic.remote.upkeep.tier_moves import PlannedMoves, apply_rules
 from ciuic.repository.ids import Bytes
 
 

@@ -19,7 +19,7 @@ import structlog
 
 from ciuic.errors import CiuicError
 from ciuic.lazy.service import LazyRestore
-from ciuic.remote.access.remote import open_remote
+from ciuic.remote.access import open_remote
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.remote.reading.opening import read_remote
@@ -73,7 +73,7 @@ def main() -> int:
     began = time.monotonic()
     objects: Any = ControlledObjects(DirectoryObjects(remote_dir), Path(control))
     with read_remote(
-        open_remote(objects, []), cache_root=Path(cache), patience_seconds=1, close_objects=True
+        open_remote(objects, []), cache_root=Path(cache), retry_seconds=1, close_objects=True
     ) as opened:
         found = opened.snapshots.load(opened.snapshots.resolve(snapshot))
         restore = LazyRestore(

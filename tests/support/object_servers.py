@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 import pytest
 from support.ci import needs
 
-from ciuic.remote.objects.clients import Clients
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
-from ciuic.remote.objects.obstore_objects import ObstoreObjects
-from ciuic.remote.objects.s3_client import S3Client
+from ciuic.remote.objects.obstore_objects import Clients, ObstoreObjects
+from ciuic.remote.objects.s3_botocore import S3Client
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 ACCESS_KEY = "test-access-key"

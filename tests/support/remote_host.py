@@ -19,10 +19,10 @@ from support import trees
 from support.restoring import take
 
 from ciuic.config import RemoteConfig
-from ciuic.remote.access.remote import Remote, init_remote
+from ciuic.remote.access import Remote, init_remote
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.reading.opening import ReadableRemote, read_remote
-from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository
@@ -96,7 +96,7 @@ class RemoteHost:
 def reading(remote: Remote, cache: Path, **options: Any) -> Iterator[ReadableRemote]:
     """Read a remote with a cache of the caller's, as a machine that has nothing but the key."""
     os.makedirs(cache, exist_ok=True)
-    with read_remote(remote, cache_root=cache, patience_seconds=1, **options) as opened:
+    with read_remote(remote, cache_root=cache, retry_seconds=1, **options) as opened:
         yield opened
 
 

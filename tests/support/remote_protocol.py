@@ -34,20 +34,19 @@ from support.remote_world import (
     make_collector,
 )
 
-from ciuic.remote.collection import collector as collector_module
-from ciuic.remote.collection.collector import CollectionResult, Collector
-from ciuic.remote.format.log_entry import encode_log_entry
+from ciuic.remote.format import documents
+from ciuic.remote.format.documents import StoredRound, encode_log_entry, encode_round
 from ciuic.remote.format.names import log_entry_name, round_name
-from ciuic.remote.format.round import StoredRound, encode_round
-from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log import bounded, writer_log
+from ciuic.remote.log import writer_log
+from ciuic.remote.log.compaction import LogRotation
 from ciuic.remote.log.errors import LostCommits, NothingCommitted
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.log_summary import LogSummary
+from ciuic.remote.log.log_reader import LogReader, LogSummary
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
-from ciuic.remote.upload.own_log import OwnLog
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.upkeep import collector as collector_module
+from ciuic.remote.upkeep.collector import CollectionResult, Collector
 from ciuic.repository.ids import Bytes
 from ciuic.types import ChunkId
 
@@ -367,11 +366,11 @@ def overlapping_rounds(patch: pytest.MonkeyPatch) -> None:
             return CollectionResult(-1)
         mine = rounds.last + 1
         self._begin(proposal)
-        content = bounded.create_round(self._objects, self._sealer, mine, "begun", proposal)
+        content = documents.create_round(self._objects, self._sealer, mine, "begun", proposal)
         self._fence_logs(mine)
-        content = bounded.create_round(self._objects, self._sealer, mine, "final", self._decide(content))
+        content = documents.create_round(self._objects, self._sealer, mine, "final", self._decide(content))
         self._delete(content)
-        bounded.create_round(self._objects, self._sealer, mine, "done", StoredRound(nonce=self._new_id()))
+        documents.create_round(self._objects, self._sealer, mine, "done", StoredRound(nonce=self._new_id()))
         return CollectionResult(mine)
 
     def refresh(self: Rounds) -> None:
@@ -531,7 +530,7 @@ class WriterMachine(Machine):
         plan = [self._snapshot() for _ in range(rng.randint(1, 4))]
         removals = [rng.random() for _ in plan]
         sums = rng.random() < self.storm.sum_share
-        own_log: list[OwnLog] = []
+        own_log: list[LogRotation] = []
 
         def work() -> None:
             nonlocal own_log
@@ -547,9 +546,9 @@ class WriterMachine(Machine):
 
         return work
 
-    def _own_log(self, uploader: Uploader) -> OwnLog:
+    def _own_log(self, uploader: Uploader) -> LogRotation:
         reader = LogReader(uploader.objects, uploader.sealer, threads=1, skip_damaged=True)
-        return OwnLog(
+        return LogRotation(
             uploader.objects,
             uploader.sealer,
             uploader.log,

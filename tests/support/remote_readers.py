@@ -8,12 +8,11 @@ import xxhash
 from support import remote_recipe as recipe
 from support.readers import Reader
 
-from ciuic.remote.format import log_entry, manifest, names, remote_json
-from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.format.round import decode_round
+from ciuic.remote.format import documents, names, remote_json
+from ciuic.remote.format.documents import decode_round
+from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.sealing import key_slot, recovery_key, slot_secret
-from ciuic.remote.sealing.check_field import add_check, xxh3_check
-from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.sealer import Sealer, add_check, xxh3_check
 
 # In clear, so that what is fuzzed is the decoder and not the seal.
 _CLEAR = Sealer(recipe.REMOTE_ID, None)
@@ -23,11 +22,11 @@ _ROUND = names.round_name(0)
 
 
 def _log_entry(data: bytes) -> object:
-    return log_entry.decode_log_entry(_CLEAR, recipe.WRITER, 0, _CLEAR.seal(_ENTRY, data))
+    return documents.decode_log_entry(_CLEAR, recipe.WRITER, 0, _CLEAR.seal(_ENTRY, data))
 
 
 def _manifest(data: bytes) -> object:
-    return manifest.decode_manifest(_CLEAR, recipe.MANIFEST, _CLEAR.seal(recipe.MANIFEST, data))
+    return documents.decode_manifest(_CLEAR, recipe.MANIFEST, _CLEAR.seal(recipe.MANIFEST, data))
 
 
 def _round(data: bytes) -> object:

@@ -21,22 +21,20 @@ import xxhash
 from support import golden_recipe as recipe
 
 from ciuic.config import RemoteConfig
-from ciuic.remote.access.remote import Remote, init_remote
-from ciuic.remote.collection.collector import CollectionPolicy
-from ciuic.remote.format import log_entry, manifest, names, remote_json
+from ciuic.remote.access import Remote, init_remote
+from ciuic.remote.format import documents, names, remote_json
+from ciuic.remote.format.documents import StoredRound, encode_round
 from ciuic.remote.format.names import slot_name
-from ciuic.remote.format.pack_writer import RemotePackWriter
-from ciuic.remote.format.round import StoredRound, encode_round
+from ciuic.remote.format.pack import RemotePackWriter
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.sealing import key_slot, slot_secret
 from ciuic.remote.sealing.key_slot import wrap_master_key
-from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.recovery_key import show_recovery_key
-from ciuic.remote.sealing.sealer import Sealer
-from ciuic.remote.upkeep.collect import collect_remote
-from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+from ciuic.remote.sealing.sealer import MasterKey, Sealer
+from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collector import CollectionPolicy
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository, Writer
@@ -131,15 +129,15 @@ def identity() -> Identity:
     return Identity("blake3-128", NAMING_KEY, BORDER_SEED)
 
 
-def entries(digest: str) -> list[log_entry.LogEntry]:
+def entries(digest: str) -> list[documents.LogEntry]:
     """Return one entry of each kind, in the order of the log."""
     nonces = fixed_random("nonces")
-    live = log_entry.LiveManifest(
+    live = documents.LiveManifest(
         repository=REPOSITORY_ID.hex(), snapshot=SNAPSHOT, manifest=MANIFEST, digest=digest
     )
     return [
-        log_entry.LogHello(nonce=nonces(16).hex(), host="node-1", repository=REPOSITORY_ID.hex()),
-        log_entry.LogCommit(
+        documents.LogHello(nonce=nonces(16).hex(), host="node-1", repository=REPOSITORY_ID.hex()),
+        documents.LogCommit(
             nonce=nonces(16).hex(),
             repository=REPOSITORY_ID.hex(),
             snapshot=SNAPSHOT,
@@ -147,9 +145,9 @@ def entries(digest: str) -> list[log_entry.LogEntry]:
             digest=digest,
             packs=(META_PACK, DATA_PACK),
         ),
-        log_entry.LogFence(nonce=nonces(16).hex(), round=0),
-        log_entry.LogRemove(nonce=nonces(16).hex(), manifests=(MANIFEST.replace("12000", "11000"),)),
-        log_entry.LogState(
+        documents.LogFence(nonce=nonces(16).hex(), round=0),
+        documents.LogRemove(nonce=nonces(16).hex(), manifests=(MANIFEST.replace("12000", "11000"),)),
+        documents.LogState(
             nonce=nonces(16).hex(), live=(live,), removed=(MANIFEST.replace("12000", "11000"),)
         ),
     ]
@@ -186,7 +184,7 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
         )
     found[names.pack_name(DATA_PACK)] = pack(sealer, DATA_PACK, DATA_RECORDS)
     found[names.pack_name(META_PACK)] = pack(sealer, META_PACK, META_RECORDS)
-    stored = manifest.RemoteManifest(
+    stored = documents.RemoteManifest(
         snapshot=SNAPSHOT_FILE,
         marks=MARKS_FILE,
         packs=(META_PACK, DATA_PACK),
@@ -197,13 +195,13 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
         step=12000,
         previous="ab" * 32,
     )
-    found[MANIFEST] = manifest.encode_manifest(sealer, MANIFEST, stored)
-    digest = manifest.object_digest(found[MANIFEST])
+    found[MANIFEST] = documents.encode_manifest(sealer, MANIFEST, stored)
+    digest = documents.object_digest(found[MANIFEST])
     for number, entry in enumerate(entries(digest)):
         name = names.log_entry_name(WRITER, number)
-        found[name] = log_entry.encode_log_entry(sealer, WRITER, number, entry)
-    retired = log_entry.LogRetired(nonce="0c" * 16, live=(), removed=())
-    found[names.log_entry_name(RETIRED_WRITER, 0)] = log_entry.encode_log_entry(
+        found[name] = documents.encode_log_entry(sealer, WRITER, number, entry)
+    retired = documents.LogRetired(nonce="0c" * 16, live=(), removed=())
+    found[names.log_entry_name(RETIRED_WRITER, 0)] = documents.encode_log_entry(
         sealer, RETIRED_WRITER, 0, retired
     )
     condemned = StoredRound(nonce="0d" * 16, condemned=("d" + "ee" * 16,), manifests=(MANIFEST,))

@@ -14,29 +14,28 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ciuic.remote.collection.collector import CollectionPolicy, Collector
-from ciuic.remote.collection.log_upkeep import LogUpkeep
-from ciuic.remote.collection.repacking import Repacker
-from ciuic.remote.format.log_entry import (
+from ciuic.remote.format.documents import (
     LiveManifest,
     LogCommit,
     LogRemove,
     LogRetired,
     LogState,
+    RemoteManifest,
     decode_log_entry,
+    decode_manifest,
+    encode_manifest,
+    object_digest,
 )
-from ciuic.remote.format.manifest import RemoteManifest, decode_manifest, encode_manifest, object_digest
 from ciuic.remote.format.names import PackRef, manifest_name, parse_log_entry, parse_pack
-from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.format.pack_writer import RemotePackWriter
-from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.log_summary import LogSummary
+from ciuic.remote.format.pack import RemotePackReader, RemotePackWriter
+from ciuic.remote.log.compaction import LogUpkeep
+from ciuic.remote.log.log_reader import LogReader, LogSummary
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.log.writer_state import WriterPosition
+from ciuic.remote.log.writer_log import WriterLog, WriterPosition
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
+from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.upkeep.collector import CollectionPolicy, Collector, Repacker
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.types import ChunkId

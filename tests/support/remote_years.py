@@ -19,11 +19,11 @@ from typing import NamedTuple
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
 from ciuic.remote.format.names import manifest_name
+from ciuic.remote.log.compaction import LogRotation
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
 from ciuic.remote.objects.model import ObjectInfo
-from ciuic.remote.upload.own_log import OwnLog
 
 _KEPT_ENTRIES = 8192
 _PAGE = 1000
@@ -92,7 +92,7 @@ def live_for_years(commits: int, keep: int, *, max_entries: int = 1024, cache: s
     )
     log.hello()
     reader = LogReader(bucket, seals, threads=1, skip_damaged=True)
-    own = OwnLog(bucket, seals, log, reader, max_entries=max_entries, new_id=ids.hex)
+    own = LogRotation(bucket, seals, log, reader, max_entries=max_entries, new_id=ids.hex)
     kept: deque[str] = deque()
     for number in range(commits):
         name = manifest_name(job="files", epoch=0, step=0, host="host", random=ids.hex())

@@ -57,9 +57,8 @@ from support.object_servers import (
 from support.upload_trials import Server
 from torture.figure import Figure
 
-from ciuic.remote.objects.clients import Clients
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
-from ciuic.remote.objects.obstore_objects import ObstoreObjects
+from ciuic.remote.objects.obstore_objects import Clients, ObstoreObjects
 from ciuic.remote.objects.prove import CreateOnlyNotKept, prove_create_only
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 

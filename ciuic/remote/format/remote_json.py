@@ -19,9 +19,7 @@ import msgspec
 
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.format.names import REMOTE_JSON, HexId
-from ciuic.remote.sealing.check_field import Check, add_check, split_check, xxh3_check
-from ciuic.remote.sealing.master_key import MasterKey
-from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.sealer import Check, MasterKey, Sealer, add_check, split_check, xxh3_check
 from ciuic.repository.config import check_block_size
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import HashName, Identity
@@ -34,7 +32,7 @@ _HexSeed = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class StoredRemote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields of remote.json; its last field, ``check``, is that of `check_field`."""
+    """Fields of remote.json; its last field, ``check``, is that of `add_check`."""
 
     version: int
     id: HexId

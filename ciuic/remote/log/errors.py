@@ -1,4 +1,4 @@
-"""Errors of logs."""
+"""Errors of logs: an older state was brought back, commits are lost, or a listing lacks what is there."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class IncompleteListing(RemoteUnreachable):
         )
 
 
-def missing(objects: Objects, prefix: str, name: str, reason: str) -> IncompleteListing | RolledBack:
+def missing_object_error(
+    objects: Objects, prefix: str, name: str, reason: str
+) -> IncompleteListing | RolledBack:
     """Return the error for a known object that a listing lacks: of the listing if the object is there, else of the remote.
 
     Args:

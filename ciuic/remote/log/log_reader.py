@@ -6,28 +6,49 @@ lies before a summary counts for nothing, whether it was deleted, or created lat
 Guarantees: every entry that was there before `LogReader.refresh` was called is taken in. A log that is shorter
 than it was is an error. So is one with an entry that is missing or cannot be read, and nothing is taken in of that log then:
 a collector must not delete what an unread commit needs. Readers pass over such entries (``skip_damaged``).
+
+Of a damaged log the provable content is read (`read_provable`). Every entry is sealed by itself: one that opens is what its
+writer or a collector put there. All of them count from the last readable one that sums up those before it. What a lost
+entry removed may therefore show again, which costs nothing but space; what it committed is not there before the log is
+repaired.
+
+A log never vanishes, and never becomes shorter; but the store, or a user who may delete in it, can bring back an older state.
+Then manifests show which no log accounts for (`unlogged_manifests`). A manifest names the log that its writer wrote when it
+was stored. It was committed in that log, if at all, before anything that the writer wrote later.
+
+References:
+    docs/remote-format.md, sections 6 and 7
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
+from ciuic.errors import Damaged
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.log_entry import (
+from ciuic.remote.format.documents import (
+    MAX_MANIFESTS,
+    GivenUp,
     LiveManifest,
     LogCommit,
     LogEntry,
+    LogFence,
     LogHello,
     LogMove,
     LogRemove,
     LogRetired,
     LogState,
+    RemoteManifest,
+    decode_manifest,
+    read_document,
+    read_entry,
 )
 from ciuic.remote.format.names import (
     LOGS_PREFIX,
@@ -37,21 +58,198 @@ from ciuic.remote.format.names import (
     log_entry_name,
     log_prefix,
     parse_log_entry,
+    parse_manifest,
 )
-from ciuic.remote.log.bounded import read_entry
-from ciuic.remote.log.damaged_log import DamagedLog, read_provable
-from ciuic.remote.log.errors import IncompleteListing, RolledBack, missing
-from ciuic.remote.log.inline_pool import InlinePool
-from ciuic.remote.log.log_summary import LogSummary
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.log.errors import IncompleteListing, RolledBack, missing_object_error
+from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
 from ciuic.repository.disk.opening import open_regular
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import UnsupportedFormat
 
+
+class LogSummary(msgspec.Struct, kw_only=True):
+    """Log up to the entry before ``next``."""
+
+    next: int = 0
+    """Number of the first entry that was not read."""
+    committed: dict[str, LiveManifest] = {}
+    """Snapshots that this log committed, by manifest; some may be removed, by this log or another."""
+    removed: set[str] = set()
+    """Manifests that this log removed."""
+    given_up: set[GivenUp] = set()
+    """Snapshots that operators gave up in this log."""
+    fence: int = -1
+    """Last round whose fence was read in this log; -1 for none."""
+    state: int = -1
+    """Number of the last entry that sums up those before it; -1 for none."""
+    own: int = -1
+    """Number of the last entry that the writer itself made, as far as it is there; -1 for none."""
+    moving: frozenset[str] = frozenset()
+    """Packs that this writer moves to another storage class or place: no collector deletes them meanwhile."""
+    nonce: str = ""
+    """Nonce of the entry before ``next``."""
+    retired: bool = False
+
+    def copy(self) -> LogSummary:
+        """Return a copy that can be changed."""
+        return msgspec.structs.replace(
+            self, committed=dict(self.committed), removed=set(self.removed), given_up=set(self.given_up)
+        )
+
+    def kept_given_up(self) -> tuple[GivenUp, ...]:
+        """Return what an entry that sums up the log says of snapshots that operators gave up."""
+        # Beyond the limit of a document their hosts may upload them again, which costs nothing but space.
+        return tuple(sorted(self.given_up, key=lambda one: (one.repository, one.snapshot))[:MAX_MANIFESTS])
+
+    def apply(self, number: int, entry: LogEntry) -> tuple[PackRef, ...]:
+        """Take in entry ``number``, which follows what was read; return the packs that it names."""
+        packs: tuple[PackRef, ...] = ()
+        if isinstance(entry, LogState | LogRetired):
+            self.committed = {live.manifest: live for live in entry.live}
+            self.removed = set(entry.removed)
+            self.given_up = set(entry.given_up)
+            self.state = number
+            self.moving = frozenset()
+            self.retired = isinstance(entry, LogRetired)
+        elif isinstance(entry, LogFence):
+            self.fence = max(self.fence, entry.round)
+        elif isinstance(entry, LogCommit):
+            self.committed[entry.manifest] = LiveManifest(
+                entry.repository, entry.snapshot, entry.manifest, entry.digest
+            )
+            packs = tuple(PackRef(ref) for ref in entry.packs)
+        elif isinstance(entry, LogRemove):
+            self.removed.update(entry.manifests)
+            self.given_up.update(entry.snapshots)
+        elif isinstance(entry, LogMove):
+            self.moving = frozenset(entry.packs)
+        if isinstance(entry, LogHello | LogCommit | LogRemove | LogMove):
+            self.own = number
+        self.next = number + 1
+        self.nonce = entry.nonce
+        return packs
+
+
+_PROVABLE_BATCH = 16
+# A log has no gaps, and an entry for each snapshot: no writer gets here, least of all over so many missing entries.
+_FAR = 1 << 32
+_WIDE = 1 << 20
+_MISSING = "it is missing"
+
+Found = LogEntry | str
+"""Entry, or the reason why it cannot be read."""
+Reads = Callable[[Callable[[int], Found], Iterable[int]], Iterable[Found]]
+"""Function that applies a function to numbers, such as the ``map`` of a pool of threads."""
+
+
+class DamagedLog(NamedTuple):
+    """Log of which entries cannot be read or are missing."""
+
+    summary: LogSummary
+    """All of it that can be proved."""
+    problems: dict[str, str]
+    """Reasons by the names of entries; of several missing ones the first."""
+    later: str = ""
+    """Reason of an entry that has a later version; empty for none. A process that cannot read it must not sum up this log."""
+
+    stray: tuple[str, ...] = ()
+    """Unreadable objects whose numbers no writer reaches. After the last number nothing can be appended any more, so that a
+    repair deletes them."""
+
+    @property
+    def error(self) -> DamagedRemote:
+        """The first problem as an error."""
+        name, reason = next(iter(self.problems.items()))
+        return DamagedRemote(name, reason)
+
+
+def read_provable(
+    objects: Objects, sealer: Sealer, writer: str, known: LogSummary, reads: Reads = map
+) -> DamagedLog:
+    """Return what can be proved of a log.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        writer: Name of the log.
+        known: What was read of it while it was whole; not changed.
+        reads: Reads several entries at a time.
+
+    """
+    later: list[str] = []
+
+    def read(number: int) -> Found:
+        try:
+            return read_entry(objects, sealer, writer, number)
+        except NoSuchObject:
+            return _MISSING
+        except DamagedRemote as error:
+            return error.reason
+        except UnsupportedFormat as error:
+            # Or a user without a key wrote it: then it must not stop readers either.
+            later.append(error.message)
+            return error.message
+
+    numbers = [
+        position.number
+        for info in objects.list(log_prefix(writer))
+        if (position := parse_log_entry(info.name)) and position.number >= known.next
+    ]
+    found: dict[int, Found] = {}
+    begin = known.next
+    for end in range(len(numbers), 0, -_PROVABLE_BATCH):
+        some = numbers[max(end - _PROVABLE_BATCH, 0) : end][::-1]
+        found.update(zip(some, reads(read, some), strict=True))
+        sums = [number for number in some if isinstance(found[number], LogState | LogRetired)]
+        if sums:
+            begin = sums[0]
+            break
+    summary = known.copy()
+    problems: dict[str, str] = {}
+    stray: list[str] = []
+    expected = begin
+    for number in sorted(number for number in found if number >= begin):
+        if number > expected:
+            if number - expected > _WIDE and number > _FAR:
+                stray = stray or [log_entry_name(writer, far) for far in sorted(found) if far >= number]
+            problems[log_entry_name(writer, expected)] = _missing_entries(number - expected)
+        expected = number + 1
+        entry = found[number]
+        if isinstance(entry, str):
+            problems[log_entry_name(writer, number)] = entry
+        else:
+            stray = []
+            summary.apply(number, entry)
+    summary.next = expected
+    return DamagedLog(summary, problems, "".join(later[:1]), tuple(stray))
+
+
+def _missing_entries(count: int) -> str:
+    return _MISSING if count == 1 else f"it and the {count - 1} entries after it are missing"
+
+
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
+
+
+class InlinePool:
+    """Stand-in for a pool: calls one after the other, and none whose result is not asked for."""
+
+    def __enter__(self) -> InlinePool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, call: Callable[[_Argument], _Result], arguments: Iterable[_Argument]) -> Iterable[_Result]:
+        """Yield the results, in order."""
+        return map(call, arguments)
+
+
 # Entries of one log that are asked for at once; more than are needed are at most this many small requests.
-_BATCH: Final = 16
+_ENTRY_BATCH: Final = 16
 # A collector may delete what a listing named before it is read. It does so once a round: three are plenty.
 _ATTEMPTS: Final = 3
 _MAX_CACHE_BYTES: Final = 256 << 20
@@ -247,7 +445,9 @@ class LogReader:
         if end < next_ - 1:
             found = f"its last entry is {end}" if end >= 0 else "it is gone"
             reason = f"this log had the entry {next_ - 1}, now {found}"
-            raise missing(self._objects, log_prefix(writer), log_entry_name(writer, next_ - 1), reason)
+            raise missing_object_error(
+                self._objects, log_prefix(writer), log_entry_name(writer, next_ - 1), reason
+            )
 
     def _read(
         self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, end: int
@@ -279,8 +479,8 @@ class LogReader:
                 return None
 
         entries: list[tuple[int, LogEntry]] = []
-        for last in range(end, first - 1, -_BATCH):
-            numbers = range(last, max(last - _BATCH, first - 1), -1)
+        for last in range(end, first - 1, -_ENTRY_BATCH):
+            numbers = range(last, max(last - _ENTRY_BATCH, first - 1), -1)
             for number, entry in zip(numbers, pool.map(read, numbers), strict=True):
                 if entry is None:
                     raise _GapError(log_entry_name(writer, number))
@@ -320,3 +520,64 @@ def read_log_cache(path: str) -> dict[str, LogSummary]:
         # A cache: the logs say all that is in it.
         log.warning("remote_log_cache_unreadable", path=path, error=str(error))
         return {}
+
+
+UPLOADING_NS: Final = 3600 * 10**9
+"""Age by the store's clock from which a manifest of a writer that has a log is no longer about to be committed."""
+
+
+class UnloggedManifest(NamedTuple):
+    """Manifest whose commit may be lost."""
+
+    name: str
+    manifest: RemoteManifest
+    data: bytes
+    reason: str
+    """Fault of its writer's log, in words."""
+
+
+def unlogged_manifests(
+    objects: Objects, sealer: Sealer, stored: Iterable[ObjectInfo], logs: LogReader, young_since: int
+) -> list[UnloggedManifest]:
+    """Return the manifests that no log commits or removes, though nothing shows that they were never committed.
+
+    Left out are those of damaged logs, which are damage of their own, and those that do not open: nobody could read them.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        stored: Listing of manifests, made before the logs were read.
+        logs: Logs, read.
+        young_since: Time by the store's clock; younger manifests count only if their writer has no log.
+    """
+    live, removed = logs.live(), logs.removed()
+    found = []
+    for info in stored:
+        if info.name in live or info.name in removed or parse_manifest(info.name) is None:
+            continue
+        try:
+            manifest, data = read_document(objects, info.name, partial(_decoded_manifest, sealer, info.name))
+        except (NoSuchObject, Damaged, UnsupportedFormat):
+            continue
+        if manifest.writer in logs.damaged:
+            continue
+        if manifest.writer not in logs.logs:
+            reason = f"w/{manifest.writer}/, the log of its writer, is gone"
+        elif info.modified_ns < young_since and not _went_on(objects, logs, manifest.writer, info):
+            reason = f"w/{manifest.writer}/, the log of its writer, ends before it"
+        else:
+            continue
+        found.append(UnloggedManifest(info.name, manifest, data, reason))
+    return found
+
+
+def _decoded_manifest(sealer: Sealer, name: str, data: bytes) -> tuple[RemoteManifest, bytes]:
+    return decode_manifest(sealer, name, data), data
+
+
+def _went_on(objects: Objects, logs: LogReader, writer: str, manifest: ObjectInfo) -> bool:
+    """Return whether a writer wrote to its log after it had stored the manifest: then it was never committed."""
+    own = logs.last_own(writer)
+    entry = objects.info(log_entry_name(writer, own)) if own >= 0 else None
+    # Stores tell whole seconds: an entry of the same second may be the one before.
+    return entry is not None and entry.modified_ns > manifest.modified_ns

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.documents import StoredRound, read_round
 from ciuic.remote.format.names import (
     MAX_NUMBER,
     ROUNDS_PREFIX,
@@ -20,9 +21,7 @@ from ciuic.remote.format.names import (
     parse_round,
     round_name,
 )
-from ciuic.remote.format.round import StoredRound
-from ciuic.remote.log.bounded import read_round
-from ciuic.remote.log.errors import IncompleteListing, missing
+from ciuic.remote.log.errors import IncompleteListing, missing_object_error
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
 
@@ -127,10 +126,14 @@ class Rounds:
                 parts.setdefault(name.round, set()).add(name.part)
         if self.finished >= 0 and "done" not in parts.get(self.finished, ()):
             known = round_name(self.finished, "done")
-            raise missing(self._objects, ROUNDS_PREFIX, known, "this round had ended, and is missing now")
+            raise missing_object_error(
+                self._objects, ROUNDS_PREFIX, known, "this round had ended, and is missing now"
+            )
         if self.last > self.finished and self.last not in parts:
             known = round_name(self.last)
-            raise missing(self._objects, ROUNDS_PREFIX, known, "this round was there, and is missing now")
+            raise missing_object_error(
+                self._objects, ROUNDS_PREFIX, known, "this round was there, and is missing now"
+            )
         return {
             round_: found for round_, found in parts.items() if round_ > self.finished or self._skip_ended
         }

@@ -1,4 +1,4 @@
-"""Log of this host in a remote: say hello, commit snapshots, remove them.
+"""Log of this host in a remote: say hello, commit snapshots, remove them, and remember where it ends.
 
 Create-only orders every entry against the fences that collectors put into the same log. An entry is created at the
 first free number only, by a party that has read all entries before it. What a fence condemns therefore counts as
@@ -8,20 +8,25 @@ After an entry was created, the entry before it is read once more. Collectors de
 ascending, so that it is still there unless the new name had been deleted and was free for that reason alone: the
 log has gone on without this process, which then takes a new name.
 
+The name of the log and the number of its next entry are kept in a local file (`WriterState`): after `WriterState.save`
+returned, a bucket whose log is shorter is noticed, also after a power cut.
+
 References:
     docs/remote-format.md, section 6
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from ciuic.errors import UsageError
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.log_entry import (
+from ciuic.remote.format.documents import (
     GivenUp,
     LogCommit,
     LogEntry,
@@ -31,15 +36,54 @@ from ciuic.remote.format.log_entry import (
     LogRemove,
     LogRetired,
     LogState,
+    create_entry,
+    read_entry,
 )
-from ciuic.remote.format.names import log_entry_name, log_prefix, new_hex_id, parse_log_entry
-from ciuic.remote.log.bounded import create_entry, read_entry
-from ciuic.remote.log.errors import missing
+from ciuic.remote.format.names import HexId, Number, log_entry_name, log_prefix, new_hex_id, parse_log_entry
+from ciuic.remote.log.errors import missing_object_error
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_state import WriterPosition, WriterState
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
+from ciuic.repository import log
+from ciuic.repository.disk.opening import open_regular
+from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import UnsupportedFormat
+
+_MAX_BYTES: Final = 4096
+
+
+class WriterPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """Log of this host, up to the entry before ``next``."""
+
+    writer: HexId
+    next: Number
+
+
+class WriterState:
+    """File with the `WriterPosition`; ``path`` is in a directory of the caller's own."""
+
+    def __init__(self, path: str, disk: Disk | None = None) -> None:
+        self._path = path
+        self._disk = disk or Disk()
+
+    def load(self) -> WriterPosition | None:
+        """Return what was saved; None if there is nothing, or nothing readable."""
+        try:
+            fd = open_regular(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        try:
+            return msgspec.json.decode(data, type=WriterPosition)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            # Without the file the host takes a new name, which is always allowed.
+            log.warning("remote_writer_state_unreadable", path=self._path, error=str(error))
+            return None
+
+    def save(self, position: WriterPosition) -> None:
+        """Replace what was saved; durable on return."""
+        self._disk.replace_file(self._path, msgspec.json.encode(position))
 
 
 class WriterLog:
@@ -238,7 +282,7 @@ class WriterLog:
         if end < known.next - 1:
             reason = f"this host's log had the entry {known.next - 1}, now its last is {end}"
             name = log_entry_name(known.writer, known.next - 1)
-            raise missing(self._objects, log_prefix(known.writer), name, reason)
+            raise missing_object_error(self._objects, log_prefix(known.writer), name, reason)
         self._become(known.writer, end, "")
         last = self._read(end)
         if last is None or isinstance(last, LogRetired):

@@ -1,19 +1,29 @@
-"""Interface of an object store, as the remote uses it, and its errors.
+"""Interface of an object store as the remote uses it: objects, their versions, errors, and how ranges and damaged replies are read.
 
 A name is relative to the remote's prefix: parts of ``A-Z a-z 0-9 . _ -`` separated by single slashes, none
 of which begins with a dot (`check_name`). A name is never the directory of another one: some stores keep
 directories. Every operation of an implementation may be called from several threads at once. What comes from
-a store may be hostile: no object of more than MAX_OBJECT_BYTES is read whole.
+a store may be hostile: no object of more than MAX_OBJECT_BYTES is read whole, and `group_versions` bounds what
+is held of a name with very many versions: the oldest and the newest are kept, because what is written once is
+the oldest version of its name.
+
+What was read and does not verify is read again, over fresh connections, before it is called damaged
+(`read_verified`). A bit that flips on the way, a body that was cut, or the page of a proxy looks like damage,
+and the next reply is mostly sound. A connection may lead to the one bad server or proxy of many, so the next
+read takes another.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
-from ciuic.repository.errors import Archived
+from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.ids import Bytes
 
 MAX_OBJECT_BYTES = 128 << 20
@@ -181,3 +191,181 @@ class Objects(Reconnecting, Protocol):
 
     def close(self) -> None:
         """Close connections."""
+
+
+MAX_KEPT_VERSIONS: Final = 200
+"""Limit of the versions of one name that are held and tried: half of them the oldest, half the newest."""
+
+
+class Version(NamedTuple):
+    """Version of an object, or the mark of its deletion."""
+
+    name: str
+    id: str
+    """Name of the version for the store."""
+    size_bytes: int
+    modified_ns: int
+    """Time at which it was stored, by the store's clock, which a user of the bucket cannot choose; UTC."""
+    digest: str
+    """Mark of the content by the store (ETag): equal for equal contents that were sent in one piece."""
+    is_current: bool
+    is_deletion: bool = False
+
+
+class NameVersions(NamedTuple):
+    """Versions of one name."""
+
+    name: str
+    total: int
+    """Number of versions, without marks of deletion."""
+    versions: tuple[Version, ...]
+    """Versions with different contents, the oldest first; at most `MAX_KEPT_VERSIONS`."""
+    current: Version | None
+    """Version that a plain GET returns; None where the name is deleted."""
+
+
+class ObjectVersions(Protocol):
+    """Versions of the objects of one remote. May be used by several threads.
+
+    Methods raise RemoteUnreachable after their own retries, and RemoteRefused.
+    """
+
+    @property
+    def url(self) -> str:
+        """URL of the prefix for messages, without credentials."""
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[Version]:
+        """Yield all versions and marks of deletion of names that begin with ``prefix``.
+
+        Names ascend as in `Objects.list`, those of one name follow each other, and its versions come newest first.
+        """
+
+    def read(self, version: Version, offset: int, length: int) -> Bytes:
+        """Return bytes of a version; fewer where it ends.
+
+        Raises:
+            NoSuchObject: the version is gone.
+        """
+
+    def lock(self, version: Version, until_ns: int) -> None:
+        """Have the store refuse to delete the version before this time (ns since 1970); never shortens a lock.
+
+        Raises:
+            RemoteRefused: the bucket has no locks, or these credentials may not set them.
+        """
+
+    def delete_marks(self, name: str) -> None:
+        """Delete a name as `Objects.delete` does: its versions stay."""
+
+    def close(self) -> None:
+        """Close connections."""
+
+
+def group_versions(versions: Iterable[Version], before_ns: int | None = None) -> Iterator[NameVersions]:
+    """Yield the versions of each name; memory is bounded however many there are.
+
+    Args:
+        versions: As `ObjectVersions.list` yields them.
+        before_ns: Leave out what was stored at this time or later (ns since 1970); None for nothing.
+    """
+    for name, several in groupby(versions, key=lambda version: version.name):
+        newest: list[Version] = []
+        oldest: deque[Version] = deque(maxlen=MAX_KEPT_VERSIONS // 2)
+        current: Version | None = None
+        total = 0
+        for version in several:
+            if version.is_deletion:
+                continue
+            if version.is_current:
+                current = version
+            if before_ns is not None and version.modified_ns >= before_ns:
+                continue
+            total += 1
+            (newest if len(newest) < MAX_KEPT_VERSIONS // 2 else oldest).append(version)
+        different: dict[tuple[str, int], Version] = {}
+        for version in (*reversed(oldest), *reversed(newest)):
+            # The oldest of equal ones, at its place in time: a copy that was stored again changes nothing.
+            different.setdefault((version.digest, version.size_bytes), version)
+        yield NameVersions(name, total, tuple(different.values()), current)
+
+
+READS: Final = 3
+"""Reads after which what does not verify is damaged."""
+
+_Result = TypeVar("_Result")
+
+
+def read_verified(
+    objects: Reconnecting,
+    read: Callable[[], _Result],
+    *,
+    also: tuple[type[CiuicError], ...] = (),
+) -> _Result:
+    """Return the result of ``read``, which reads and verifies; where that fails it is called again, `READS` times in all.
+
+    Args:
+        objects: Store that is read.
+        read: Raises Damaged or UnsupportedFormat for what does not verify: the number of a version has no check of its own.
+        also: Further errors that a spoilt reply may cause.
+
+    Raises:
+        Damaged, UnsupportedFormat: no read verified; the error of the last one.
+    """
+    errors: tuple[type[CiuicError], ...] = (Damaged, UnsupportedFormat, *also)
+    for _ in range(READS - 1):
+        try:
+            return read()
+        except errors:
+            objects.reconnect()
+    return read()
+
+
+MERGE_GAP_BYTES = 256 << 10
+"""Bytes that are read in vain sooner than another request is made: 10 ms of a stream of 25 MiB/s."""
+MAX_MERGED_BYTES = 16 << 20
+"""Largest merged read. Longer ranges stay as they are."""
+
+
+def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return fewer (offset, length) that cover all of ``ranges``, ascending by offset.
+
+    Every range lies whole in one of the results. Empty ranges are left out.
+
+    Raises:
+        ValueError: an offset or a length is negative.
+    """
+    merged: list[tuple[int, int]] = []
+    for offset, length in sorted(ranges):
+        if offset < 0 or length < 0:
+            raise ValueError(f"not a range of bytes: offset {offset}, length {length}")
+        if not length:
+            continue
+        if merged:
+            start, size = merged[-1]
+            end = max(start + size, offset + length)
+            near = offset <= start + size + MERGE_GAP_BYTES and end - start <= MAX_MERGED_BYTES
+            # What lies inside is merged at any size.
+            if near or offset + length <= start + size:
+                merged[-1] = (start, end - start)
+                continue
+        merged.append((offset, length))
+    return merged
+
+
+def slices_of(
+    merged: Sequence[tuple[int, int]], bodies: Sequence[memoryview], ranges: Sequence[tuple[int, int]]
+) -> list[Bytes]:
+    """Return each range as a view of a body.
+
+    Args:
+        merged: what `merge_ranges` made of ``ranges``.
+        bodies: bytes of each of these; shorter where the object ended.
+        ranges: what is wanted.
+    """
+    starts = [start for start, _ in merged]
+    found: list[Bytes] = []
+    for offset, length in ranges:
+        # The last one that begins at or before a range contains it: it was merged into that one, or began it.
+        at = bisect_right(starts, offset) - 1
+        found.append(bodies[at][offset - starts[at] :][:length] if length else b"")
+    return found

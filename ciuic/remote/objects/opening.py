@@ -1,4 +1,4 @@
-"""Open the objects of a remote from its URL."""
+"""Open the objects of a remote from its URL, their versions, and their storage classes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 
 from ciuic.errors import UsageError
+from ciuic.remote.objects.azure_classes import AzureClasses
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects
-from ciuic.remote.objects.model import Objects
+from ciuic.remote.objects.model import Objects, ObjectVersions
 from ciuic.remote.objects.obstore_objects import ObstoreObjects
-from ciuic.remote.objects.s3_client import S3Client
-from ciuic.remote.objects.s3_versions import S3Versions
+from ciuic.remote.objects.s3_botocore import S3Classes, S3Client, S3Versions
+from ciuic.remote.objects.storage_classes import ObjectClasses
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings, parse_url
-from ciuic.remote.objects.versions import ObjectVersions
 
 
 def open_objects(
@@ -55,3 +55,22 @@ def open_versions(
             hint="docs/remote.md, Ransomware and mistakes, says how to bring them back with the store's own tools",
         )
     return S3Versions(S3Client(where, settings or StoreSettings(), environment))
+
+
+def open_classes(url: str | RemoteUrl, settings: StoreSettings | None = None) -> ObjectClasses:
+    """Return the storage classes of the objects below a URL. Nothing is asked of the store yet.
+
+    Raises:
+        UsageError: the store has no classes that can be set from here, or its library is not installed.
+        NoCredentials: there are none.
+    """
+    where = parse_url(url) if isinstance(url, str) else url
+    if where.scheme == "s3":
+        return S3Classes(S3Client(where, settings or StoreSettings()))
+    if where.scheme == "az":
+        return AzureClasses(where, settings or StoreSettings())
+    hint = ""
+    if where.scheme in ("gs", "oss"):
+        # Google reads all classes at once; the S3 interface of OSS has no RestoreObject.
+        hint = "a lifecycle rule of the bucket for packs/data/ does it, with classes that are read at once"
+    raise UsageError(f"storage classes of {where.scheme}:// are not changed from here", hint=hint)

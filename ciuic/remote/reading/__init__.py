@@ -2,5 +2,5 @@
 
 Guarantees: content that does not match its seal and its chunk id is never returned; memory is bounded whatever the bucket
 holds; what is kept on this host is a cache, verified when it is used, and may be deleted at any time. The room may
-import access, index, log and what lies below them; it writes nothing to the remote.
+import access, remote_index, log and what lies below them; it writes nothing to the remote.
 """

@@ -18,7 +18,7 @@ from typing import Final
 import xxhash
 
 from ciuic.errors import NotPermitted
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.repository import log as events
 from ciuic.repository.disk.opening import open_regular
 from ciuic.system.ownership import find_flaw, temporary_directory

@@ -13,27 +13,24 @@ from types import TracebackType
 from typing import Final
 
 from ciuic.errors import UsageError
-from ciuic.remote.access import configured as access
-from ciuic.remote.access.remote import Remote, open_remote, repository_spaces
+from ciuic.remote import access
+from ciuic.remote.access import Remote, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.names import MANIFESTS_PREFIX
 from ciuic.remote.log.errors import naming_memory
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.unlogged import UPLOADING_NS, UnloggedManifest, unlogged_manifests
+from ciuic.remote.log.log_reader import UPLOADING_NS, LogReader, UnloggedManifest, unlogged_manifests
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
 from ciuic.remote.reading.cache_directory import check_own, open_cache
-from ciuic.remote.reading.manifests import Manifests
-from ciuic.remote.reading.patience import DEFAULT_PATIENCE_SECONDS, Patience
 from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
-from ciuic.remote.reading.remote_repository import RemoteRepository
-from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshots, named_entries
-from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
+from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots, named_entries
+from ciuic.remote.reading.retry_policy import DEFAULT_RETRY_SECONDS, RetryPolicy
+from ciuic.remote.reading.versions import open_remote_versions
 from ciuic.remote.sealing.key_slot import GoesOn
 from ciuic.remote.sealing.slot_secret import SlotSecret
-from ciuic.remote.versions.opening import open_remote_versions
 from ciuic.repository import log as events
 from ciuic.types import SnapshotId
 
@@ -153,7 +150,7 @@ def open_remote_repository(
         settings: What the URL does not say.
         secrets: Passphrases and keys; none for a remote that is not sealed.
         require_sealed: Refuse a remote in clear, whose configuration says that it is encrypted.
-        goes_on: As in `ciuic.remote.access.remote.open_remote`.
+        goes_on: As in `ciuic.remote.access.open_remote`.
         cache_root: Where caches lie; None for the usual place.
         wrap: Wraps the store, such as for counting.
 
@@ -247,7 +244,7 @@ def read_remote(
     remote: Remote,
     *,
     cache_root: Path | None = None,
-    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    retry_seconds: float = DEFAULT_RETRY_SECONDS,
     threads: int = DEFAULT_THREADS,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     close_objects: bool = False,
@@ -258,7 +255,7 @@ def read_remote(
     Args:
         remote: Open remote.
         cache_root: Where caches lie; None for the usual place.
-        patience_seconds: Time for which a request without an answer is repeated.
+        retry_seconds: Time for which a request without an answer is repeated.
         threads: Ranges that are read at the same time.
         memory_bytes: Limit of what is read ahead.
         close_objects: Close the remote's store at the end, or here after an error.
@@ -268,18 +265,18 @@ def read_remote(
         RolledBack: the remote is older than this host has seen it.
         RemoteUnreachable: the store does not answer.
     """
-    patience = Patience(patience_seconds)
+    retry = RetryPolicy(retry_seconds)
     entries: list[CommittedEntry] = []
     readers: list[SpaceReader] = []
     with ExitStack() as closing:
         if close_objects:
             closing.callback(remote.objects.close)
-        for space in [remote, *patience.of(lambda: repository_spaces(remote))]:
+        for space in [remote, *retry.call(lambda: repository_spaces(remote))]:
             cache = closing.enter_context(open_cache(remote, space, cache_root))
             reader = SpaceReader(
                 space,
                 cache,
-                patience,
+                retry,
                 threads=threads,
                 memory_bytes=memory_bytes,
                 skips_unreadable=skips_unreadable,
@@ -290,20 +287,20 @@ def read_remote(
                 space.objects, space.sealer, cache_path=str(cache.path / "logs"), skip_damaged=True
             )
             # What collections deleted is there as well where every version is read.
-            stored = () if skips_unreadable else patience.of(partial(_listed, space))
+            stored = () if skips_unreadable else retry.call(partial(_listed, space))
             with naming_memory(str(cache.path)):
-                patience.of(logs.refresh)
+                retry.call(logs.refresh)
             reader.damaged_logs = logs.damaged
-            reader.unlogged = patience.of(partial(_unlogged, space, stored, logs))
+            reader.unlogged = retry.call(partial(_unlogged, space, stored, logs))
             for one in reader.unlogged:
                 events.warning(
                     "remote_commit_lost", remote=space.objects.url, manifest=one.name, reason=one.reason
                 )
             for damaged in logs.damaged.values():
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
-            manifests = Manifests(space, cache, patience, logs, prefer=reader.lookup.prefer)
+            manifests = Manifests(space, cache, retry, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
-        closing.callback(patience.end)
+        closing.callback(retry.end)
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)
         opened.keep_open(closing)
     return opened

@@ -14,9 +14,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from ciuic.remote.objects.model import Objects
-from ciuic.remote.objects.ranges import MERGE_GAP_BYTES
-from ciuic.remote.reading.patience import Patience
+from ciuic.remote.objects.model import MERGE_GAP_BYTES, Objects
+from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository.ids import Bytes
 
 DEFAULT_THREADS: Final = 8
@@ -71,7 +70,7 @@ class RangePrefetch:
 
     Args:
         objects: Store.
-        patience: For requests without an answer.
+        retry: For requests without an answer.
         threads: Announced ranges that are read at the same time.
         memory_bytes: Limit of what is held; half of it is for what was announced and not yet asked for.
     """
@@ -79,13 +78,13 @@ class RangePrefetch:
     def __init__(
         self,
         objects: Objects,
-        patience: Patience,
+        retry: RetryPolicy,
         *,
         threads: int = DEFAULT_THREADS,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
         self._objects = objects
-        self._patience = patience
+        self._retry = retry
         self._threads = threads
         self._memory_bytes = memory_bytes
         self._changed = threading.Condition()
@@ -230,7 +229,7 @@ class RangePrefetch:
         data: Bytes | None = None
         error: BaseException | None = None
         try:
-            (data,) = self._patience.of(
+            (data,) = self._retry.call(
                 lambda: self._objects.get_ranges(body.name, [(body.start, body.length)])
             )
         except BaseException as failure:

@@ -2,7 +2,13 @@
 
 The index only says where to look. It may be behind the bucket, and its file may have decayed: a chunk that it lacks, or whose
 copies cannot be read, leads to a new listing of packs, then to the tables of the packs that it was said to be in, and at last
-to an index that is made anew. Until an index is complete, tables are read as chunks are asked for (`TableOrder`).
+to an index that is made anew.
+
+Until an index is complete, tables are read as chunks are asked for, in the order of `TableOrder`. Every table of a remote of
+5 TB takes minutes; a restore needs those of the packs that hold its chunks. First come the packs that were uploaded for the
+snapshots that were chosen, which their manifests name: for a training state these are nearly all. What they lack was stored
+for an earlier snapshot, or by another host at about the same time, or in the very first one, as weights that a training never
+changes. Tables of trees come before those of data, because a restore walks trees first.
 """
 
 from __future__ import annotations
@@ -11,25 +17,101 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain, zip_longest
 from typing import Final, TypeVar
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.remote.access.remote import Remote
-from ciuic.remote.format.names import PackRef, pack_name
-from ciuic.remote.index.pack_tables import RemotePack
-from ciuic.remote.index.remote_index import IndexRefresh, RemoteIndex
+from ciuic.remote.access import Remote
+from ciuic.remote.format.names import PackRef, pack_name, split_ref
 from ciuic.remote.log.errors import RolledBack
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.reading.cache_directory import CacheDirectory
-from ciuic.remote.reading.patience import Patience
-from ciuic.remote.reading.table_order import TableOrder
+from ciuic.remote.reading.retry_policy import RetryPolicy
+from ciuic.remote.remote_index import IndexRefresh, RemoteIndex, RemotePack
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.index.database import discard
 from ciuic.repository.model import ChunkLocation
+
+# Tables that are read before the lookup is asked again; twice as many each time.
+_FIRST_BATCH: Final = 64
+_MAX_BATCH: Final = 4096
+
+
+class TableOrder:
+    """Packs whose tables are to be read. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._preferred: dict[PackRef, None] = {}
+        self._ever_preferred: dict[PackRef, None] = {}
+        self._left: deque[PackRef] = deque()
+        self._around_ns: int | None = None
+        self._batch = _FIRST_BATCH
+        self.listed: Mapping[PackRef, ObjectInfo] | None = None
+        """Packs by a listing, once there was one."""
+
+    def prefer(self, refs: Iterable[PackRef], around_ns: int) -> None:
+        """Read these packs first, then others that were stored at about this time."""
+        new = dict.fromkeys(refs)
+        self._preferred.update(new)
+        self._ever_preferred.update(new)
+        if self._around_ns is None:
+            self._around_ns = around_ns
+
+    def restart(self) -> None:
+        """Begin again, for an empty index: with all packs that were ever preferred, and before any listing."""
+        self._preferred = dict(self._ever_preferred)
+        self._left.clear()
+        self._batch = _FIRST_BATCH
+        self.listed = None
+
+    def found(self, listed: Mapping[PackRef, ObjectInfo], known: Container[PackRef]) -> None:
+        """Take the packs of a listing; those that are known are left out."""
+        self.listed = listed
+        new = [ref for ref in listed if ref not in known]
+        self._left = deque(
+            chain.from_iterable(
+                _ordered([ref for ref in new if split_ref(ref)[0] == kind], listed, self._around_ns)
+                for kind in ("meta", "data")
+            )
+        )
+
+    def take_preferred(self, known: Container[PackRef]) -> list[PackRef]:
+        """Return the packs that are preferred and not known; once."""
+        refs, self._preferred = self._preferred, {}
+        return [ref for ref in refs if ref not in known]
+
+    def take(self, known: Container[PackRef]) -> list[PackRef]:
+        """Return the next packs that are not known; none at the end."""
+        taken: list[PackRef] = []
+        while self._left and len(taken) < self._batch:
+            ref = self._left.popleft()
+            if ref not in known:
+                taken.append(ref)
+        self._batch = min(2 * self._batch, _MAX_BATCH)
+        return taken
+
+    def put_back(self, refs: Iterable[PackRef]) -> None:
+        """Take back packs whose tables could not be read now."""
+        self._preferred = dict.fromkeys(refs) | self._preferred
+
+
+def _ordered(
+    refs: list[PackRef], listed: Mapping[PackRef, ObjectInfo], around_ns: int | None
+) -> Iterable[PackRef]:
+    """Return packs by turns: backwards from a moment, forwards from it, and from the first one on."""
+    by_age = sorted(refs, key=lambda ref: (listed[ref].modified_ns, ref))
+    times = [listed[ref].modified_ns for ref in by_age]
+    at = len(times) if around_ns is None else bisect_right(times, around_ns)
+    turns = zip_longest(reversed(by_age[:at]), by_age[at:], by_age[:at])
+    return dict.fromkeys(ref for turn in turns for ref in turn if ref is not None)
+
 
 _Result = TypeVar("_Result")
 # A remote without a thousand chunks would otherwise be listed a thousand times.
@@ -45,13 +127,13 @@ class RemoteLookup:
         self,
         space: Remote,
         cache: CacheDirectory,
-        patience: Patience,
+        retry: RetryPolicy,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space = space
         self._cache = cache
-        self._patience = patience
+        self._retry = retry
         self._now = now
         # SQLite's connection is used by one thread at a time.
         self._lock = threading.RLock()
@@ -126,7 +208,7 @@ class RemoteLookup:
         refs = order.take_preferred(known)
         if not refs:
             if order.listed is None:
-                listed, _ = self._patience.of(lambda: index.drop_missing(self._space.objects))
+                listed, _ = self._retry.call(lambda: index.drop_missing(self._space.objects))
                 self._listed_at = self._now()
                 order.found(listed, known)
             refs = order.take(known)
@@ -156,9 +238,7 @@ class RemoteLookup:
         self._reread |= refs
         space = self._space
         if refs:
-            self._ask(
-                lambda index: self._patience.of(lambda: index.reread(space.objects, space.sealer, refs))
-            )
+            self._ask(lambda index: self._retry.call(lambda: index.reread(space.objects, space.sealer, refs)))
         return bool(refs)
 
     def _make_anew(self, found: list[ChunkLocation]) -> bool:
@@ -251,14 +331,14 @@ class RemoteLookup:
 
     def _new(self, path: str | None) -> RemoteIndex:
         """Return an index of everything that the logs name."""
-        space, patience = self._space, self._patience
+        space, retry = self._space, self._retry
         index = RemoteIndex.open(path)
         self._closing.callback(index.close)
         self._is_fresh = index.rounds_finished is None and not index.known
         rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
         sound = True
         try:
-            patience.of(rounds.refresh)
+            retry.call(rounds.refresh)
             index.follow(rounds)
         except RolledBack:
             raise
@@ -273,7 +353,7 @@ class RemoteLookup:
             cache_path=None if path is None else f"{path}.logs",
             skip_damaged=True,
         )
-        news = patience.of(reader.refresh)
+        news = retry.call(reader.refresh)
         self._order.restart()
         self._incomplete_since = None
         if index.rounds_finished is None and sound:
@@ -286,12 +366,12 @@ class RemoteLookup:
 
     def _learn(self, index: RemoteIndex, refs: Iterable[PackRef]) -> None:
         space, listed = self._space, self._order.listed
-        result = self._patience.of(lambda: index.learn(space.objects, space.sealer, refs, listed))
+        result = self._retry.call(lambda: index.learn(space.objects, space.sealer, refs, listed))
         self._unreadable.update(result.unreadable)
         self._warn(result)
 
     def _list(self, index: RemoteIndex) -> IndexRefresh:
-        result = self._patience.of(lambda: index.refresh(self._space.objects, self._space.sealer))
+        result = self._retry.call(lambda: index.refresh(self._space.objects, self._space.sealer))
         self._listed_at = self._now()
         self._incomplete_since = None
         self._unreadable = dict(result.unreadable)

@@ -1,4 +1,4 @@
-"""Space of a remote as a repository that can be read.
+"""Space of a remote as a repository that can be read, the state that its readers share, and the check of every byte of its packs.
 
 Everything that only reads works on it: list, show, diff, verify, restore. Guarantees: content is compared with its chunk id by
 the same readers as that of a local repository; nothing is written to the remote.
@@ -6,23 +6,186 @@ the same readers as that of a local repository; nothing is written to the remote
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
-from ciuic.errors import NotFound, NotPermitted
-from ciuic.remote.access.remote import Remote
+from ciuic.errors import Damaged, NotFound, NotPermitted
+from ciuic.remote.access import Remote
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.names import PACKS_PREFIX, PackRef, pack_name, parse_pack, split_ref
-from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.format.pack import HEADER_BYTES, RemotePackReader, in_runs
+from ciuic.remote.log.log_reader import DamagedLog, UnloggedManifest
+from ciuic.remote.objects.model import ArchivedObject, read_verified
+from ciuic.remote.reading.cache_directory import CacheDirectory
+from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS, RangePrefetch
 from ciuic.remote.reading.remote_lookup import RemoteLookup
-from ciuic.remote.reading.remote_packs import RemotePacks
-from ciuic.remote.reading.remote_scrub import scrub_remote
+from ciuic.remote.reading.remote_packs import MetaPacks, RemotePacks
 from ciuic.remote.reading.remote_snapshots import RemoteSnapshots
-from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository import Repository
 from ciuic.repository.config import CODECS_VERSION, KEYED_VERSION, StoredConfig
 from ciuic.repository.disk.operations import Disk
+from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
+from ciuic.repository.packs.chunk_reader import BadCopyError, read_base, unpack
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.repository.writing.writer import Writer
+
+
+class SpaceReader:
+    """State that all readers of one space share: its index, its cache, and what is read ahead.
+
+    Args:
+        space: A remote, or the space of one repository in it.
+        cache: Cache of the space.
+        retry: For requests without an answer.
+        threads: Ranges that are read at the same time.
+        memory_bytes: Limit of what is read ahead.
+        skips_unreadable: Say nothing of packs whose table cannot be read, unless a snapshot needs them.
+    """
+
+    def __init__(
+        self,
+        space: Remote,
+        cache: CacheDirectory,
+        retry: RetryPolicy,
+        *,
+        threads: int = DEFAULT_THREADS,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        skips_unreadable: bool = False,
+    ) -> None:
+        self.space = space
+        self.skips_unreadable = skips_unreadable
+        self.cache = cache
+        self.retry = retry
+        self.lookup = RemoteLookup(space, cache, retry)
+        self.ranges = RangePrefetch(space.objects, retry, threads=threads, memory_bytes=memory_bytes)
+        self.meta = MetaPacks(space.objects, cache, retry, self.ranges)
+        self.archived: set[str] = set()
+        """Names of packs that could not be read because they are archived."""
+        self.packs = RemotePacks(
+            space.objects,
+            space.sealer,
+            self.lookup.ref,
+            self.ranges,
+            self.meta,
+            on_archived=self.archived.add,
+        )
+        self.damaged_logs: Mapping[str, DamagedLog] = {}
+        """Logs that were damaged when the remote was opened, by writer."""
+
+        self.unlogged: Sequence[UnloggedManifest] = ()
+        """Manifests that no log accounted for when the remote was opened."""
+
+    def close(self) -> None:
+        """Close the index and the cache, and end what is read ahead."""
+        self.ranges.close()
+        self.meta.close()
+        self.lookup.end()
+
+
+# Bytes that are asked for at once, and how many such ranges are read ahead.
+_RUN_BYTES: Final = 4 << 20
+_AHEAD: Final = 6
+
+
+def _scrub_remote(
+    reader: SpaceReader,
+    repository: Repository,
+    sizes: Mapping[int, int],
+    progress: Callable[[int, int], None] | None,
+    goes_on: Callable[[int], bool],
+    between: Callable[[], None],
+) -> Iterator[PackDamage]:
+    """Yield the damage of these packs; see `Repository.scrub`.
+
+    Args:
+        reader: Reader of the space.
+        repository: The same as a repository, from which bases are read.
+        sizes: Size of each pack that is to be checked, by number and in that order.
+        progress: Called with (bytes done, bytes in all).
+        goes_on: Called with each checked pack.
+        between: Called often.
+    """
+    done_bytes, all_bytes = 0, sum(sizes.values())
+    for number, size_bytes in sizes.items():
+        # Those below 0 have no table: the caller has reported them.
+        if number >= 0:
+            try:
+                for damage in _scrub_pack(reader, repository, number):
+                    between()
+                    if damage is not None:
+                        yield damage
+            except NotFound:
+                # A collection removed it meanwhile; what was live in it was copied before.
+                pass
+            except ArchivedObject as error:
+                # Not read, and no damage.
+                reader.archived.add(error.name)
+            except (DamagedRemote, UnsupportedFormat) as error:
+                yield PackDamage(number, 0, None, error.message)
+        done_bytes += size_bytes
+        if progress is not None:
+            progress(done_bytes, all_bytes)
+        if not goes_on(number):
+            return
+
+
+def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Iterator[PackDamage | None]:
+    """Yield damage, and None for each run of sound records."""
+    pack = RemotePackReader(reader.space.sealer, reader.lookup.ref(number))
+    objects, tag_bytes = reader.space.objects, pack.layout.seal.tag_bytes
+    records = reader.retry.call(lambda: pack.read_table(objects))
+
+    def check_header() -> None:
+        (header,) = objects.get_ranges(pack.name, [(0, HEADER_BYTES)])
+        pack.layout.check_header(bytes(header))
+
+    reader.retry.call(lambda: read_verified(objects, check_header))
+    runs = list(in_runs(records, _RUN_BYTES))
+    for at, run in enumerate(runs):
+        for ahead in runs[at : at + _AHEAD]:
+            reader.ranges.announce(pack.name, *_span(ahead, tag_bytes))
+        start, length = _span(run, tag_bytes)
+        data = memoryview(reader.ranges.read(pack.name, start, length))
+        for record in run:
+            begin = record.offset - start
+            stored = data[begin : begin + record.stored_bytes + tag_bytes]
+            try:
+                content = _opened(reader, pack, record, stored)
+                _check_content(repository, record, content)
+            except DamagedRemote as error:
+                yield PackDamage(number, record.offset, record.id, error.reason)
+            except BadCopyError as error:
+                yield PackDamage(number, record.offset, record.id, str(error))
+        yield None
+
+
+def _opened(reader: SpaceReader, pack: RemotePackReader, record: PackRecord, stored: memoryview) -> bytes:
+    """Return the content of a record, which is read again where these bytes do not verify."""
+    try:
+        return pack.layout.open_record(record.offset, record.stored_bytes, stored, record.checksum)
+    except DamagedRemote:
+        (content,) = reader.retry.call(lambda: list(pack.read_records(reader.space.objects, [record])))
+        return content
+
+
+def _check_content(repository: Repository, record: PackRecord, stored: bytes) -> None:
+    try:
+        base = read_base(record.base, repository.chunks.get)
+    except Damaged as error:
+        raise BadCopyError(error.message) from None
+    except Archived:
+        # Its bytes are as they were sealed; whether they are the chunk's takes the base.
+        return
+    content = unpack(stored, record.raw_bytes, record.flags, base=base)
+    if repository.identity.chunk_id(content) != record.id:
+        raise BadCopyError("its bytes do not match its id")
+
+
+def _span(run: list[PackRecord], tag_bytes: int) -> tuple[int, int]:
+    start, last = run[0].offset, run[-1]
+    return start, last.offset + last.stored_bytes + tag_bytes - start
 
 
 class RemoteRepository(Repository):
@@ -80,7 +243,7 @@ class RemoteRepository(Repository):
         """Return the records of a pack, from its table. Nothing of a damaged table can be salvaged."""
         ref = self._ref(number)
         reader = RemotePackReader(self.reader.space.sealer, ref)
-        return iter(self.reader.patience.of(lambda: reader.read_table(self.reader.space.objects)))
+        return iter(self.reader.retry.call(lambda: reader.read_table(self.reader.space.objects)))
 
     def pack_path(self, number: int) -> str:
         """Return the URL of a pack."""
@@ -103,7 +266,7 @@ class RemoteRepository(Repository):
                 if (ref := parse_pack(info.name)) is not None and ref in numbers
             }
 
-        return reader.patience.of(listed)
+        return reader.retry.call(listed)
 
     def scrub(
         self,
@@ -119,7 +282,7 @@ class RemoteRepository(Repository):
         for number, ref in self._unreadable().items():
             yield PackDamage(number, 0, None, reasons[ref])
         chosen = {number: size for number, size in sorted(sizes.items()) if number > max(after, -1)}
-        yield from scrub_remote(self.reader, self, chosen, progress, goes_on, between)
+        yield from _scrub_remote(self.reader, self, chosen, progress, goes_on, between)
 
     def check_index(self) -> list[str]:
         """Return nothing: the index is a cache of this host, and made from the packs."""

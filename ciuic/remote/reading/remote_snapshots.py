@@ -1,23 +1,37 @@
-"""Snapshots of a remote: those of all hosts, or of some.
+"""Snapshots of a remote, those of all hosts or of some, from their manifests in the cache or the bucket.
 
 The id of a snapshot is chosen by its repository, so that two hosts may have one id. Within a remote such snapshots are named
 ``HOST/cs-…``, and every other one by its id. ``HOST/`` may stand before any text that names a snapshot, and restricts it to that
 host.
+
+Guarantee: a manifest is returned only if its bytes have the digest that the log names, and its seal opens.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 import msgspec
 
 from ciuic.errors import Damaged, NotFound, UsageError
-from ciuic.remote.format.log_entry import LiveManifest
+from ciuic.remote.access import Remote
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.documents import (
+    LiveManifest,
+    RemoteManifest,
+    decode_manifest,
+    object_digest,
+    read_document,
+)
 from ciuic.remote.format.names import ManifestName, PackRef, as_label, parse_manifest
-from ciuic.remote.reading.manifests import Manifests
+from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.objects.model import NoSuchObject
+from ciuic.remote.reading.cache_directory import CacheDirectory
+from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository import log as events
 from ciuic.repository.committed_snapshots import CommittedSnapshots, resolve
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
@@ -26,6 +40,94 @@ from ciuic.repository.index.catalogue import info_of
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.types import Snapshot, SnapshotId
+
+
+class Manifests:
+    """Manifests of one space of a remote. May be used from several threads."""
+
+    def __init__(
+        self,
+        space: Remote,
+        cache: CacheDirectory,
+        retry: RetryPolicy,
+        logs: LogReader | None = None,
+        *,
+        prefer: Callable[[Iterable[PackRef], int], None] = lambda refs, around_ns: None,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            space: A remote, or the space of one repository in it.
+            cache: Cache of the space.
+            retry: For requests without an answer.
+            logs: Reader of its logs, which says of a missing manifest whether its snapshot was removed; None: it was not.
+            prefer: Told of the packs that were uploaded for a snapshot that is to be read, and of its time.
+        """
+        self._space = space
+        self._cache = cache
+        self._retry = retry
+        self._logs = logs
+        self.prefer: Final = prefer
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """URL of the space, for messages."""
+        return self._space.objects.url
+
+    def read(self, live: LiveManifest) -> RemoteManifest:
+        """Return the manifest of a snapshot.
+
+        Raises:
+            NotFound: the snapshot was removed since the logs were read.
+            DamagedSnapshot: it is missing, or not what was committed.
+            UnsupportedFormat: a later version of ciuic wrote it.
+            RemoteUnreachable: the store did not answer for too long.
+        """
+        name = live.manifest
+        data = self._cache.load(live.digest)
+        # Named by its digest: whatever else lies there is no manifest.
+        if data is None or object_digest(data) != live.digest:
+            data = self._fetch(live)
+            self._cache.store(live.digest, data)
+        try:
+            return decode_manifest(self._space.sealer, name, data)
+        except DamagedRemote as error:
+            raise DamagedSnapshot(live.snapshot, error.message) from None
+
+    def _fetch(self, live: LiveManifest) -> bytes:
+        try:
+            return self._retry.call(
+                lambda: read_document(self._space.objects, live.manifest, lambda data: _committed(live, data))
+            )
+        except NoSuchObject:
+            if not self._is_live(live):
+                raise NotFound(
+                    f"the snapshot {live.snapshot} was removed from the remote meanwhile"
+                ) from None
+            raise DamagedSnapshot(
+                live.snapshot, f"its manifest {live.manifest} is missing in the remote"
+            ) from None
+        except DamagedRemote as error:
+            raise DamagedSnapshot(live.snapshot, error.message) from None
+
+    def _is_live(self, live: LiveManifest) -> bool:
+        """Return whether logs commit the snapshot still; reads what is new in them."""
+        if self._logs is None:
+            return True
+        with self._lock:
+            self._retry.call(self._logs.refresh)
+            return live.manifest in self._logs.live()
+
+
+def _committed(live: LiveManifest, data: bytes) -> bytes:
+    """Return the bytes if they are those that were committed. DamagedSnapshot otherwise."""
+    if object_digest(data) != live.digest:
+        raise DamagedSnapshot(
+            live.snapshot, f"its manifest {live.manifest} in the remote is not the one that was committed"
+        )
+    return data
+
 
 # Manifests that are read at the same time.
 _THREADS: Final = 8

@@ -21,9 +21,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.sealing.check_field import add_check, split_check, xxh3_check
-from ciuic.remote.sealing.master_key import MasterKey, hkdf
 from ciuic.remote.sealing.passphrase_key import Argon2Cost, derive_key
+from ciuic.remote.sealing.sealer import MasterKey, add_check, hkdf, split_check, xxh3_check
 from ciuic.remote.sealing.slot_secret import SlotKind, SlotSecret
 from ciuic.repository.errors import UnsupportedFormat
 

@@ -1,29 +1,92 @@
-"""Seal and open objects and packs of one remote.
+"""Seals of a remote: the master key, authenticated encryption of objects and packs, and the check of JSON that people read.
 
 Guarantees: an object opens under its own name, in its own remote, as a whole and unaltered, or not at all
 (DamagedRemote). Without a master key nothing is encrypted, and the same calls only guard against decay. An
-object that is not sealed never opens in a sealed remote, nor the other way round.
+object that is not sealed never opens in a sealed remote, nor the other way round. Every other key is derived from
+the master key.
+
+The last field of a JSON object that people read is ``check``: hexadecimal digits over the bytes before it. It stands
+in the JSON itself, so that the object stays one JSON document, and covers the bytes as they are written, so that no
+reader has to know in which form another one writes JSON.
 
 References:
-    docs/remote-format.md, sections 4 and 5; AES-256-GCM: NIST SP 800-38D
+    docs/remote-format.md, sections 3 to 5; AES-256-GCM: NIST SP 800-38D; HKDF: RFC 5869
 """
 
 from __future__ import annotations
 
 import hmac
 import os
+import re
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
+import xxhash
 from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.sealing.master_key import REMOTE_ID_BYTES, MasterKey
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.ids import Bytes
+
+MASTER_KEY_BYTES: Final = 32
+REMOTE_ID_BYTES: Final = 16
+_NAMING_INFO: Final = b"ciuic naming key v1"
+_BORDER_INFO: Final = b"ciuic border seed v1"
+
+
+def hkdf(secret: bytes, salt: bytes, info: bytes, length: int = 32) -> bytes:
+    """Return ``length`` bytes of HKDF-SHA256 (RFC 5869) of the secret."""
+    return HKDF(algorithm=SHA256(), length=length, salt=salt, info=info).derive(secret)
+
+
+class MasterKey:
+    """32 secret bytes. They appear in no repr and no pickle; `reveal` is for wrapping them alone."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != MASTER_KEY_BYTES:
+            raise ValueError(f"a master key must have {MASTER_KEY_BYTES} bytes, got {len(secret)}")
+        self._secret = bytes(secret)
+
+    @classmethod
+    def generate(cls) -> MasterKey:
+        """Return a new random key."""
+        return cls(os.urandom(MASTER_KEY_BYTES))
+
+    def derive(self, salt: bytes, info: bytes, length: int = 32) -> bytes:
+        """Return ``length`` bytes of HKDF-SHA256 of this key."""
+        return hkdf(self._secret, salt, info, length)
+
+    def naming_key(self, remote_id: bytes) -> bytes:
+        """Return the BLAKE3 key of chunk ids of the remote, 32 bytes."""
+        return self.derive(remote_id, _NAMING_INFO)
+
+    def border_seed(self, remote_id: bytes) -> int:
+        """Return the seed of tree borders of the remote, a 64-bit number."""
+        return int.from_bytes(self.derive(remote_id, _BORDER_INFO, 8), "big")
+
+    def reveal(self) -> bytes:
+        """Return the secret bytes, for a key slot or a recovery key."""
+        return self._secret
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MasterKey) and hmac.compare_digest(self._secret, other._secret)
+
+    # Not hashable: a key in a set or dict would be compared by hash, which depends on the secret.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "MasterKey(<secret>)"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a master key cannot be pickled or copied")
+
 
 TAG_BYTES: Final = 16
 """Bytes by which AES-GCM lengthens what it seals; also the size of the checksum of an object in clear."""
@@ -201,3 +264,31 @@ def _nonce(offset: int) -> bytes:
 def _digest(bound: bytes, content: bytes) -> bytes:
     """Return the checksum of an object in clear."""
     return blake3(bound + b"\0" + content).digest()[:TAG_BYTES]
+
+
+_CHECK: Final = re.compile(rb'(\{.*),"check":"([0-9a-f]{16,64})"\}\n?\Z', re.DOTALL)
+Check = Callable[[bytes], str]
+"""Returns the hexadecimal digits of the check over these bytes."""
+
+
+def xxh3_check(data: bytes) -> str:
+    """Return XXH3-64, which guards against decay and typing errors."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def add_check(document: bytes, check: Check) -> bytes:
+    """Return the JSON object with ``check`` as its last field, and a line end."""
+    body = document[:-1]
+    return body + b',"check":"%s"}\n' % check(body).encode()
+
+
+def split_check(name: str, data: bytes, check: Check) -> bytes:
+    """Return the JSON object without ``check``.
+
+    Raises:
+        DamagedRemote: there is none, or it is not that of these bytes.
+    """
+    found = _CHECK.match(data)
+    if found is None or not hmac.compare_digest(check(found[1]).encode(), found[2]):
+        raise DamagedRemote(name, "it does not match its check")
+    return found[1] + b"}"

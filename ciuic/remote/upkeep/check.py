@@ -1,29 +1,126 @@
-"""Check a remote: key slots, rounds, manifests, tables of packs, the structure of snapshots and, on request, every byte.
+"""Check a remote: key slots, rounds, manifests, tables and records of packs, the structure of snapshots and, on request, every byte.
 
 Guarantee: damage is reported, never raised, and does not end the check.
 """
 
 from __future__ import annotations
 
+import random
 import shlex
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged
 from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind, Severity
 from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
-from ciuic.remote.access.slots import KeySlots
-from ciuic.remote.collection.pack_check import check_packs, list_packs
-from ciuic.remote.format.names import PackRef, is_slot, parse_pack, split_ref
+from ciuic.remote.access import KeySlots
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.documents import read_document
+from ciuic.remote.format.names import PACKS_PREFIX, PackRef, is_slot, parse_pack, split_ref
+from ciuic.remote.format.pack import MAX_PACK_BYTES, RemotePackReader
 from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
 from ciuic.remote.reading.opening import ReadableRemote
-from ciuic.remote.reading.remote_repository import RemoteRepository
-from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
+from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.log_repair import check_logs
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.model import PackKind
+from ciuic.repository.model import PackKind, PackRecord
 from ciuic.types import ChunkId
 from ciuic.units import plural
+
+# Whole packs in memory at once: 64 MiB each.
+_WHOLE_PACKS_AT_ONCE: Final = 2
+
+
+class _CheckedPack(NamedTuple):
+    """Result of the check of one pack."""
+
+    ref: PackRef
+    size_bytes: int
+    """Size as the listing says."""
+    records: list[PackRecord]
+    """Its table; empty if it is damaged."""
+    problem: str
+    """Defect in words; empty if there is none."""
+
+
+def listed_packs(objects: Objects) -> dict[PackRef, int]:
+    """Return the packs that are there, with their sizes."""
+    return {
+        ref: info.size_bytes
+        for info in objects.list(PACKS_PREFIX)
+        if (ref := parse_pack(info.name)) is not None
+    }
+
+
+def check_packs(
+    objects: Objects,
+    sealer: Sealer,
+    packs: dict[PackRef, int],
+    *,
+    read_share: float = 0.0,
+    rng: random.Random | None = None,
+    threads: int = 8,
+) -> Iterator[_CheckedPack]:
+    """Yield each pack with what is wrong with it. A pack that was deleted meanwhile is left out.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        packs: Packs to check, as `listed_packs` returns them.
+        read_share: Share of the packs of which every byte is read and verified, from 0 to 1; of the others only the
+            table.
+        rng: Chooses those that are read.
+        threads: Tables that are read at the same time.
+    """
+    rng = rng or random.Random()
+    refs = list(packs)
+    whole = set(rng.sample(refs, round(len(refs) * min(max(read_share, 0.0), 1.0))))
+    tables = (ref for ref in refs if ref not in whole)
+    yield from _in_threads(objects, sealer, packs, tables, threads, whole=False)
+    yield from _in_threads(
+        objects, sealer, packs, sorted(whole), min(threads, _WHOLE_PACKS_AT_ONCE), whole=True
+    )
+
+
+def _in_threads(
+    objects: Objects,
+    sealer: Sealer,
+    packs: dict[PackRef, int],
+    refs: Iterable[PackRef],
+    threads: int,
+    *,
+    whole: bool,
+) -> Iterator[_CheckedPack]:
+    check = partial(_check_pack, objects, sealer, packs, whole=whole)
+    waiting = list(refs)
+    with ThreadPoolExecutor(threads) as pool:
+        # In groups, so that results do not pile up faster than the caller takes them.
+        for start in range(0, len(waiting), 4 * threads):
+            for result in pool.map(check, waiting[start : start + 4 * threads]):
+                if result is not None:
+                    yield result
+
+
+def _check_pack(
+    objects: Objects, sealer: Sealer, packs: dict[PackRef, int], ref: PackRef, *, whole: bool
+) -> _CheckedPack | None:
+    reader = RemotePackReader(sealer, ref)
+    try:
+        if packs[ref] > MAX_PACK_BYTES:
+            raise DamagedRemote(reader.name, f"it has {packs[ref]} bytes, which no pack has")
+        if whole:
+            records = read_document(objects, reader.name, reader.check, MAX_PACK_BYTES)
+            return _CheckedPack(ref, packs[ref], records, "")
+        return _CheckedPack(ref, packs[ref], reader.read_table(objects), "")
+    except NoSuchObject:
+        return None
+    except (Damaged, UnsupportedFormat, ArchivedObject) as error:
+        return _CheckedPack(ref, packs[ref], [], error.message)
+
 
 _REPAIR_HINT = "ciuic check --remote --repair, on a host whose repository has it"
 _KINDS: dict[str, Kind] = {
@@ -75,7 +172,7 @@ def check_remote(
 def check_slots(opened: ReadableRemote, report: CheckReport) -> None:
     """Add the key slots that cannot be used to the report."""
     slots = KeySlots(opened.remote.objects)
-    opened.readers[0].patience.of(slots.all)
+    opened.readers[0].retry.call(slots.all)
     for one in slots.unusable:
         # Another name is nobody's slot.
         is_ours = is_slot(one.slot)
@@ -97,7 +194,7 @@ def check_space(
     """Check one space, add what is found to the report, and return what a repair has to mend."""
     space = reader.space
     check_rounds(reader, report)
-    packs = reader.patience.of(lambda: list_packs(space.objects))
+    packs = reader.retry.call(lambda: listed_packs(space.objects))
     damaged: set[PackRef] = set()
     for pack in check_packs(space.objects, space.sealer, packs):
         if pack.problem:
@@ -150,7 +247,7 @@ def check_rounds(reader: SpaceReader, report: CheckReport) -> None:
     """Add a round that cannot be read, or that is under way, to the report."""
     rounds = Rounds(reader.space.objects, reader.space.sealer)
     try:
-        reader.patience.of(rounds.refresh)
+        reader.retry.call(rounds.refresh)
     except (Damaged, UnsupportedFormat) as error:
         hint = "" if isinstance(error, UnsupportedFormat) else "ciuic check --remote --repair"
         report.findings.append(CheckFinding("error", "round", error.message, hint))

@@ -1,33 +1,35 @@
-"""Free the space of a remote that no snapshot needs, in the remote itself and in the space of each repository in it.
+"""Free the space of a remote that no snapshot needs, and give up snapshots so that their space becomes free.
 
-Guarantees: those of `Collector`. Interrupted at any request, the next collection of any host goes on.
+Both work in the remote itself and in the space of each repository in it, through the operator's own log.
+
+Guarantees: those of `Collector`. Interrupted at any request, the next collection of any host goes on. A snapshot counts
+as given up everywhere when `give_up_snapshots` has returned. The log says so for ever: a host that still has it uploads
+it again only when told to (``ciuic remote upload --again``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
-from ciuic.errors import Damaged
-from ciuic.remote.collection.collector import (
-    DEFAULT_POLICY,
-    CollectionPolicy,
-    CollectionResult,
-    Collector,
-)
-from ciuic.remote.format.log_entry import LiveManifest
+from ciuic.errors import CiuicError, Damaged
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.documents import GivenUp, LiveManifest
 from ciuic.remote.format.names import PackRef
-from ciuic.remote.index.cold_packs import cold_packs
-from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.log.writer_state import WriterState
-from ciuic.remote.reading.marking import NeededChunks, live_chunks
+from ciuic.remote.log.writer_log import WriterLog, WriterState
 from ciuic.remote.reading.opening import ReadableRemote
-from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.reading.remote_repository import SpaceReader
+from ciuic.remote.reading.remote_snapshots import CommittedEntry
+from ciuic.remote.remote_index import RemoteIndex, cold_packs
+from ciuic.remote.upkeep.collector import DEFAULT_POLICY, CollectionPolicy, CollectionResult, Collector
+from ciuic.remote.upkeep.marking import NeededChunks, live_chunks
 from ciuic.repository import log as events
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.types import SnapshotId
 
 # A round that deletes nothing may be one of another collector, or all that it condemned is needed again.
 _MAX_EMPTY_ROUNDS = 2
@@ -163,7 +165,7 @@ def open_collector(
         reader.lookup.refresh()
         return marked(snapshots)
 
-    policy = policy._replace(cold=reader.patience.of(lambda: cold_packs(space.objects)))
+    policy = policy._replace(cold=reader.retry.call(lambda: cold_packs(space.objects)))
     with reader.cache.index_path() as path:
         index = RemoteIndex.open(path)
         try:
@@ -186,12 +188,12 @@ def _collect(
     reader: SpaceReader, host: str, policy: CollectionPolicy, between: Callable[[], None]
 ) -> CollectedSpace:
     sizes: dict[PackRef, int] = {}
-    cold = reader.patience.of(lambda: cold_packs(reader.space.objects))
+    cold = reader.retry.call(lambda: cold_packs(reader.space.objects))
     results: list[CollectionResult] = []
     with open_collector(reader, host=host, policy=policy, between=between) as collector:
         empty = 0
         while empty < _MAX_EMPTY_ROUNDS:
-            result = reader.patience.of(collector.run)
+            result = reader.retry.call(collector.run)
             # The reader's index still has what the round deleted.
             sizes |= {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
             results.append(result)
@@ -218,8 +220,8 @@ def _preview(
     reader: SpaceReader, now_ns: int, policy: CollectionPolicy, between: Callable[[], None]
 ) -> CollectedSpace:
     with open_collector(reader, host="", policy=policy, between=between) as collector:
-        found = reader.patience.of(lambda: collector.preview(now_ns))
-    cold = reader.patience.of(lambda: cold_packs(reader.space.objects))
+        found = reader.retry.call(lambda: collector.preview(now_ns))
+    cold = reader.retry.call(lambda: cold_packs(reader.space.objects))
     sizes = {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
     return CollectedSpace(
         reader.space.id,
@@ -234,3 +236,78 @@ def _preview(
         0,
         found.unfinished,
     )
+
+
+_ENTRIES_AT_ONCE: Final = 4096
+
+
+def resolve_snapshots(
+    opened: ReadableRemote, texts: Sequence[str], *, held: bool = False
+) -> list[SnapshotId]:
+    """Return the names of the snapshots that are meant, each once; full names are enough for those that cannot be read.
+
+    Args:
+        opened: The remote.
+        texts: What the operator named.
+        held: Allow snapshots that were held when they were uploaded.
+
+    Raises:
+        NotFound: no snapshot fits.
+        UsageError: a text is ambiguous.
+        CiuicError: a snapshot is held.
+    """
+    chosen = list(
+        dict.fromkeys(
+            SnapshotId(text) if text in opened.snapshots.entries else opened.snapshots.resolve(text)
+            for text in texts
+        )
+    )
+    refused = [] if held else [id_ for id_ in chosen if _is_held(opened, id_)]
+    if refused:
+        raise CiuicError(
+            f"{', '.join(refused)} {'is' if len(refused) == 1 else 'are'} held; nothing was removed",
+            hint="--held gives up held snapshots as well: a release after the upload is not known here",
+        )
+    return chosen
+
+
+def _is_held(opened: ReadableRemote, id_: SnapshotId) -> bool:
+    try:
+        snapshot = opened.snapshots.load(id_)
+    except (Damaged, UnsupportedFormat):
+        return False
+    return snapshot.held and snapshot.hold_uid is None
+
+
+def give_up_snapshots(opened: ReadableRemote, ids: Sequence[SnapshotId], *, host: str) -> None:
+    """Give up these snapshots, which `resolve_snapshots` returned; durable on return.
+
+    Raises:
+        DamagedRemote: an entry of a log cannot be read: another commit of the same content may be the one to keep.
+        RolledBack: the remote is older than this host has seen it.
+        RemoteUnreachable: the store did not answer for too long.
+    """
+    if opened.log_damage:
+        raise DamagedRemote(
+            opened.log_damage[0].name,
+            f"{opened.log_damage[0].reason}; nothing was given up",
+            hint="first: ciuic check --remote --repair",
+        )
+    by_space: dict[str, list[CommittedEntry]] = {}
+    for id_ in ids:
+        entry = opened.snapshots.entries[id_]
+        by_space.setdefault(entry.manifests.url, []).append(entry)
+    for reader in opened.readers:
+        _remove(reader, by_space.get(reader.space.objects.url, []), host)
+
+
+def _remove(reader: SpaceReader, entries: Sequence[CommittedEntry], host: str) -> None:
+    if not entries:
+        return
+    log = operator_log(reader, host)
+    reader.retry.call(log.hello)
+    for start in range(0, len(entries), _ENTRIES_AT_ONCE):
+        some = entries[start : start + _ENTRIES_AT_ONCE]
+        manifests = [name for entry in some for name in (entry.live.manifest, *entry.also)]
+        snapshots = [GivenUp(entry.live.repository, entry.live.snapshot) for entry in some]
+        reader.retry.call(partial(log.remove, manifests, snapshots))

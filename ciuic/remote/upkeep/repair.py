@@ -17,24 +17,20 @@ from functools import partial
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.check_report import CheckFinding, CheckReport
 from ciuic.maintenance.verify import VerifyProgress
-from ciuic.remote.collection.collector import CollectionPolicy
 from ciuic.remote.format.names import PackRef, parse_manifest, split_ref
-from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.log.writer_state import WriterState
+from ciuic.remote.log.writer_log import WriterLog, WriterState
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.opening import ReadableRemote
-from ciuic.remote.reading.remote_repository import RemoteRepository
+from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry
-from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.check import SpaceDamage, check_remote, check_rounds, check_slots, check_space
 from ciuic.remote.upkeep.collect import open_collector
-from ciuic.remote.upkeep.log_repair import check_logs, repair_logs
-from ciuic.remote.upkeep.mending import contents, store_again
-from ciuic.remote.upkeep.round_repair import repair_rounds
-from ciuic.remote.upload.uncommitted import UncommittedPacks
+from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.log_repair import check_logs, repair_logs, repair_rounds, sound_contents, store_again
+from ciuic.remote.upload.outbox import UncommittedPacks
 from ciuic.remote.upload.uploader import Labels, Uploader
 from ciuic.repository import Repository
 from ciuic.repository.errors import Archived, UnsupportedFormat
@@ -135,12 +131,12 @@ def _mend(
         with closing(index):
             rounds = _rounds(reader)
             index.follow(rounds)
-            reader.patience.of(lambda: index.refresh(reader.space.objects, reader.space.sealer))
+            reader.retry.call(lambda: index.refresh(reader.space.objects, reader.space.sealer))
             index.drop(damaged)
             wanted = {**_records(reader, damaged), **damage.chunks}
             stored = index.has_many(wanted)
             lost = {chunk: kind for chunk, kind in wanted.items() if chunk not in stored}
-            mended = store_again(reader, contents(repository, local, lost), lost)
+            mended = store_again(reader, sound_contents(repository, local, lost), lost)
         if local is not None:
             for name in sorted(damage.snapshots):
                 entry = opened.snapshots.entries.get(name)
@@ -156,7 +152,7 @@ def _sharing(local: Repository | None, reader: SpaceReader) -> Repository | None
 
 def _rounds(reader: SpaceReader) -> Rounds:
     rounds = Rounds(reader.space.objects, reader.space.sealer, known=None)
-    reader.patience.of(rounds.refresh)
+    reader.retry.call(rounds.refresh)
     return rounds
 
 
@@ -166,7 +162,7 @@ def _records(reader: SpaceReader, packs: frozenset[PackRef]) -> dict[ChunkId, Pa
     for ref in packs:
         pack = RemotePackReader(reader.space.sealer, ref)
         try:
-            records = reader.patience.of(partial(pack.read_table, reader.space.objects))
+            records = reader.retry.call(partial(pack.read_table, reader.space.objects))
         except (NoSuchObject, Damaged, UnsupportedFormat, Archived):
             continue
         found.update((record.id, split_ref(ref)[0]) for record in records)
@@ -226,7 +222,7 @@ def _delete_packs(reader: SpaceReader, damaged: frozenset[PackRef], host: str) -
         # The first may end the round of another, which has nothing to do with these packs.
         for _ in range(_MAX_COLLECTIONS):
             try:
-                reader.patience.of(collector.run)
+                reader.retry.call(collector.run)
             except (Damaged, NotFound, Archived):
                 # Something of a snapshot is still lost: all that is there is left as it is.
                 return

@@ -18,11 +18,9 @@ from typing import Final
 from ciuic.config import Config, RemoteConfig
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.stored_remotely import upload_state_dir
-from ciuic.remote.access.configured import configured_objects, open_configured
-from ciuic.remote.access.secrets import configured_secrets
-from ciuic.remote.objects.counting import CountingObjects
+from ciuic.remote.access import configured_objects, configured_secrets, open_configured
 from ciuic.remote.objects.model import Objects
-from ciuic.remote.objects.rate import LimitedObjects, RateLimit
+from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.upload.outbox import Stopped, persist
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.upload_status import StatusWriter

@@ -18,17 +18,15 @@ from typing import Final, NamedTuple
 from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
-from ciuic.remote.access.remote import Remote, repository_space
-from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.access import Remote, repository_space
+from ciuic.remote.log.compaction import LogRotation
 from ciuic.remote.log.errors import naming_memory
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.log.writer_state import WriterState
-from ciuic.remote.upload.outbox import Stopped, persist
-from ciuic.remote.upload.own_log import OwnLog
+from ciuic.remote.log.writer_log import WriterLog, WriterState
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.upload.outbox import Stopped, UncommittedPacks, persist
 from ciuic.remote.upload.stored_facts import FactsOfRemote, StoredFacts, content_digest
-from ciuic.remote.upload.uncommitted import UncommittedPacks
 from ciuic.remote.upload.uploader import Labels, UploadedSnapshot, Uploader
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
@@ -112,7 +110,7 @@ class Replication:
         self._unwanted: set[str] = set()
         self._facts: FactsOfRemote
         self._logs: LogReader
-        self._own_log: OwnLog
+        self._own_log: LogRotation
         self._tail_ns = 0
         # Snapshots that could not be uploaded, and when they are tried again.
         self._failed: dict[str, float] = {}
@@ -204,7 +202,7 @@ class Replication:
         )
         self._facts = facts
         self._logs = reader
-        self._own_log = OwnLog(space.objects, space.sealer, log, reader)
+        self._own_log = LogRotation(space.objects, space.sealer, log, reader)
         self._given_up = reader.given_up(self._repository.id) - self._again
         for damaged in reader.damaged.values():
             # Snapshots whose commits are lost are uploaded again: their packs are there.

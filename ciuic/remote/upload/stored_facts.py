@@ -12,10 +12,8 @@ import msgspec
 from blake3 import blake3
 
 from ciuic.errors import Damaged
-from ciuic.remote.access.remote import Remote
-from ciuic.remote.format.log_entry import LiveManifest
-from ciuic.remote.format.manifest import decode_manifest
-from ciuic.remote.log.bounded import read_document
+from ciuic.remote.access import Remote
+from ciuic.remote.format.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.repository import SnapshotInfo
 from ciuic.repository import log as events

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ciuic.remote.objects.counting import CountingObjects
+from ciuic.remote.objects.wrappers import CountingObjects
 from ciuic.remote.upload.replication import Waiting
 from ciuic.remote.upload.uploader import UploadedSnapshot
 from ciuic.repository.notes import read_note, write_note

@@ -1,4 +1,4 @@
-"""Replication of one repository to one remote.
+"""Replication of one repository to one remote: find the chunks of a snapshot that are missing there, pack them, store them, commit.
 
 Guarantees: a snapshot's commit is created only when every chunk that it refers to, with all bases, is in a
 pack that is stored and that no collection has condemned as far as this log knows; a collection that the log
@@ -7,34 +7,287 @@ next process goes on at the next object: packs that were stored and not committe
 again. The repository is only read.
 
 The newest snapshot goes first: it is what a lost host is resumed from.
+
+A chunk counts as stored only where its own pack and those of all its bases do: a base may lie in a pack that a
+collection has condemned, while the chunk does not. Subtrees of snapshots that the remote has whole are skipped
+without a look at their chunks, which makes the cost of a snapshot that of its changes (`_WholeSnapshots`). What is known
+to be whole ends with `forget`: a collection may remove what only a removed snapshot still needed.
+
+Stored bytes of local chunks are checked before they go into a pack (`_LocalCopies`): one damaged copy would otherwise
+take the chunk's name on the remote, where other hosts rely on it. A chunk that was put into a pack is found from then on,
+so that no chunk is sent twice; the index learns of a pack only when it is stored.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
+from typing import Final, Literal, NamedTuple, TypeVar
 
-from ciuic.errors import NotFound
-from ciuic.remote.access.remote import Remote
-from ciuic.remote.format.manifest import RemoteManifest, encode_manifest, object_digest
-from ciuic.remote.format.names import PackRef, manifest_name
-from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.errors import Damaged, NotFound
+from ciuic.remote.access import Remote
+from ciuic.remote.format.documents import RemoteManifest, encode_manifest, object_digest
+from ciuic.remote.format.names import PackRef, manifest_name, new_pack_ref
+from ciuic.remote.format.pack import ROW_BYTES, RemotePackWriter
 from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.upload.local_copies import LocalCopies
-from ciuic.remote.upload.missing import WholeSnapshots
-from ciuic.remote.upload.outbox import Outbox, persist
-from ciuic.remote.upload.pack_size import PackSize
-from ciuic.remote.upload.packing import Packing
-from ciuic.remote.upload.uncommitted import UncommittedPacks
-from ciuic.repository import Repository
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.upload.outbox import (
+    LARGEST_PACK_BYTES,
+    ClosedPack,
+    Outbox,
+    PackSize,
+    UncommittedPacks,
+    persist,
+)
+from ciuic.repository import Repository, Walker
 from ciuic.repository import log as events
+from ciuic.repository.checking.walk import Reached
 from ciuic.repository.config import read_file
+from ciuic.repository.format.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
+from ciuic.repository.ids import Bytes
+from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
+from ciuic.repository.packs.chunk_reader import BadCopyError, read_base, read_stored, unpack
 from ciuic.repository.packs.pack_directory import Packs
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import ChunkId, Snapshot, SnapshotId
+
+# Chunks that are looked up at once.
+_BATCH: Final = 2048
+# Tree nodes are small: a pack of them ends with its table at a mebibyte.
+_MAX_RECORDS: Final = (1 << 20) // ROW_BYTES
+# A pack ends with the chunk that reaches its size; that chunk and the table have room behind it.
+_CAPACITY_BYTES: Final = LARGEST_PACK_BYTES + MAX_CHUNK_BYTES + (2 << 20)
 
 _Result = TypeVar("_Result")
+
+
+class _MissingHere(NamedTuple):
+    """Chunk that the remote lacks, with its place in the local repository."""
+
+    id: ChunkId
+    kind: PackKind
+    location: ChunkLocation
+
+
+class _WholeSnapshots:
+    """Nodes of snapshots that are whole on the remote, as long as no collection has condemned anything.
+
+    Takes 98 bytes of memory a node: 2 MB for a tree of a million files.
+    """
+
+    def __init__(self) -> None:
+        self._whole: set[ChunkId] = set()
+        self._walked: set[ChunkId] = set()
+
+    def missing(
+        self, repository: Repository, packing: _Packing, snapshot: Snapshot
+    ) -> Iterator[_MissingHere]:
+        """Yield each chunk that the remote lacks, bases before what needs them.
+
+        The caller hands each over for upload before it takes the next, and calls `add` after the commit. Until then
+        nothing is remembered: a walk that was given up leaves no trace.
+
+        Raises:
+            Damaged: a chunk of the snapshot cannot be found, or a tree cannot be read.
+        """
+        nodes = _Nodes(self._whole)
+        # Data is looked up wherever it occurs: a set of all its ids would take 2 GB for 5 TB, and one of fingerprints may
+        # leave a chunk out.
+        walker = Walker(repository, seen=nodes, seen_data=_Nothing())
+        reached = walker.walk(snapshot)
+        while batch := list(islice(reached, _BATCH)):
+            yield from _lacking(repository, packing, batch)
+        self._walked = nodes.walked
+
+    def add(self) -> None:
+        """Remember the snapshot of the last completed `missing` as whole; its commit stands in the log."""
+        self._whole |= self._walked
+        self._walked = set()
+
+    def forget(self) -> None:
+        """Forget everything: a collection has condemned packs."""
+        self._whole = set()
+        self._walked = set()
+
+
+class _Nodes:
+    """Tree and map nodes to skip: those of whole snapshots, and those that this walk has reached."""
+
+    def __init__(self, whole: set[ChunkId]) -> None:
+        self._whole = whole
+        self.walked: set[ChunkId] = set()
+
+    def __contains__(self, chunk: object) -> bool:
+        return chunk in self._whole or chunk in self.walked
+
+    def add(self, chunk: ChunkId) -> None:
+        self.walked.add(chunk)
+
+
+class _Nothing:
+    """Empty set that stays empty."""
+
+    def __contains__(self, chunk: object) -> bool:
+        return False
+
+    def add(self, chunk: ChunkId) -> None:
+        """Do not add the chunk."""
+
+
+def _lacking(repository: Repository, packing: _Packing, batch: list[Reached]) -> Iterator[_MissingHere]:
+    stored = packing.has_many([one.id for one in batch])
+    given: set[bytes] = set()
+    for one in batch:
+        if one.id in stored or one.id in given:
+            continue
+        kind: PackKind = "data" if one.kind == "data" else "meta"
+        places = repository.chunks.locate_all(one.id)
+        ids = [one.id, *(ChunkId(place.base) for place in places if place.base)]
+        present = packing.has_many(ids[1:]) if ids[1:] else set()
+        # The deepest base first: whatever is interrupted, a stored difference has its base.
+        for id_, place in zip(reversed(ids), reversed(places), strict=True):
+            if id_ not in present and id_ not in given:
+                given.add(id_)
+                yield _MissingHere(id_, kind, place)
+
+
+class _StoredBytes(NamedTuple):
+    """Chunk as it is stored."""
+
+    id: ChunkId
+    data: Bytes
+    raw_bytes: int
+    flags: int
+    base: ChunkId | Literal[b""]
+
+
+class _LocalCopies:
+    """Reader of stored bytes of one repository. Not thread-safe."""
+
+    def __init__(self, repository: Repository, packs: Packs) -> None:
+        self._repository = repository
+        self._packs = packs
+
+    def read(self, wanted: _MissingHere) -> _StoredBytes:
+        """Return the stored bytes of this copy, or the content as it is where that copy is bad.
+
+        Raises:
+            Damaged: no copy of the chunk is good.
+        """
+        location = wanted.location
+        chunks = self._repository.chunks
+        try:
+            stored = read_stored(self._packs, location)
+            content: Bytes = stored
+            if location.flags & CODED_FLAGS:
+                base = read_base(ChunkId(location.base) if location.base else b"", chunks.get)
+                content = unpack(stored, location.raw_bytes, location.flags, base=base)
+            if chunks.id_of(content) == wanted.id:
+                return _StoredBytes(
+                    wanted.id, stored, location.raw_bytes, location.flags, location.base or b""
+                )
+        except (BadCopyError, Damaged):
+            # Another copy, or prune has moved this one.
+            pass
+        content = chunks.get(wanted.id)
+        return _StoredBytes(wanted.id, content, len(content), 0, b"")
+
+
+class _Packing:
+    """Packs of one upload. For one thread."""
+
+    def __init__(
+        self,
+        sealer: Sealer,
+        index: RemoteIndex,
+        outbox: Outbox,
+        size: PackSize,
+        stored: Callable[[ClosedPack], None],
+    ) -> None:
+        """Begin.
+
+        Args:
+            sealer: Seals of the remote.
+            index: Index of the remote; gets each pack when it is stored.
+            outbox: Sends packs.
+            size: Size at which a pack is closed.
+            stored: Called with each pack that was stored, in the thread that calls `put` and `finish`.
+        """
+        self._sealer = sealer
+        self._index = index
+        self._outbox = outbox
+        self._size = size
+        self._stored = stored
+        self._writers: dict[PackKind, RemotePackWriter] = {}
+        # Buffers of packs under way, and those that may be used again: fresh pages cost as much as a seal.
+        self._buffers: dict[PackRef, mmap.mmap] = {}
+        self._free: list[mmap.mmap] = []
+        # Chunks that are not in the index yet, and the base of each.
+        self._waiting: dict[bytes, bytes] = {}
+        self.sent_bytes = 0
+        """Bytes of the packs that were handed over."""
+
+    def has_many(self, chunks: Collection[bytes]) -> set[bytes]:
+        """Return those of the chunks that are on the remote, or on their way there, with all their bases. Condemned packs do not count."""
+        # A chunk was put after its bases, and what was put stays in an index or here until the upload ends.
+        here = {chunk for chunk in chunks if chunk in self._waiting}
+        return here | self._index.has_many([chunk for chunk in chunks if chunk not in here])
+
+    def put(self, chunk: _StoredBytes, kind: PackKind) -> None:
+        """Put a chunk into the pack of its kind, and send the pack when it is large enough.
+
+        Raises:
+            Stopped: the uploader was told to end.
+        """
+        writer = self._writers.get(kind)
+        if writer is None:
+            writer = self._writers[kind] = RemotePackWriter(
+                self._sealer,
+                new_pack_ref(kind),
+                capacity_bytes=_CAPACITY_BYTES,
+                buffer=self._free.pop() if self._free else None,
+            )
+        record = PackRecord(
+            ChunkId(chunk.id),
+            0,
+            len(chunk.data),
+            chunk.raw_bytes,
+            chunk.flags,
+            checksum(chunk.data),
+            chunk.base,
+        )
+        if writer.add(record, chunk.data) is None:
+            raise AssertionError("a pack that is not closed has room for a chunk")
+        self._waiting[chunk.id] = chunk.base
+        if writer.size_bytes >= self._size.size_bytes or len(writer.records) >= _MAX_RECORDS:
+            self._close(kind)
+
+    def finish(self) -> None:
+        """Send what is left and return when everything is stored. Raises like `put`."""
+        for kind in list(self._writers):
+            self._close(kind)
+        self._outbox.wait()
+        self.settle()
+
+    def settle(self) -> None:
+        """Tell the index of packs that were stored since."""
+        for pack in self._outbox.take_stored():
+            self._free.append(self._buffers.pop(pack.ref))
+            self._index.add(pack.ref, pack.size_bytes, list(pack.records))
+            for record in pack.records:
+                self._waiting.pop(record.id, None)
+            self._stored(pack)
+
+    def _close(self, kind: PackKind) -> None:
+        writer = self._writers.pop(kind)
+        pack = ClosedPack(PackRef(writer.ref), writer.finish(), writer.size_bytes, tuple(writer.records))
+        self._buffers[pack.ref] = writer.buffer
+        self._outbox.hand_over(pack)
+        self.sent_bytes += pack.size_bytes
+        self.settle()
 
 
 class Labels(NamedTuple):
@@ -93,7 +346,7 @@ class Uploader:
             sent: Told of bytes that were handed over to be sent.
         """
         self._repository = repository
-        self._copies = LocalCopies(repository, packs)
+        self._copies = _LocalCopies(repository, packs)
         self._remote = remote
         self._log = log
         self._index = index
@@ -104,7 +357,7 @@ class Uploader:
         self._step = step
         self._problem = problem
         self._sent = sent
-        self._whole = WholeSnapshots()
+        self._whole = _WholeSnapshots()
         self._size = PackSize(bytes_per_second)
         self._checked = -1
         self._previous = ""
@@ -165,7 +418,7 @@ class Uploader:
 
     def _store_chunks(self, snapshot: Snapshot) -> int:
         outbox = Outbox(self._remote.objects, self._stop, self._size, problem=self._problem)
-        packing = Packing(self._remote.sealer, self._index, outbox, self._size, self._uncommitted.add)
+        packing = _Packing(self._remote.sealer, self._index, outbox, self._size, self._uncommitted.add)
         try:
             for missing in self._whole.missing(self._repository, packing, snapshot):
                 self._step()

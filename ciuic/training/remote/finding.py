@@ -114,7 +114,7 @@ class RemoteTraining:
     def _repositories(self, name: str) -> list[Repository]:
         if name not in self._opened:
             # Only here: a training that has its snapshots needs no client of a store.
-            from ciuic.remote.access.secrets import configured_secrets
+            from ciuic.remote.access import configured_secrets
             from ciuic.remote.reading.opening import open_remote_repository
             from ciuic.training.remote.joining import settings_of
 

@@ -16,15 +16,21 @@ from typing import Final
 
 from ciuic.config import RemoteConfig
 from ciuic.errors import NotFound, UsageError
-from ciuic.remote.access.remote import Remote, RemoteExists, add_slot, init_remote, open_remote
-from ciuic.remote.access.secrets import configured_secrets
-from ciuic.remote.access.slots import KeySlots
+from ciuic.remote.access import (
+    KeySlots,
+    Remote,
+    RemoteExists,
+    add_slot,
+    configured_secrets,
+    init_remote,
+    open_remote,
+)
 from ciuic.remote.errors import WrongKey
 from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.prove import prove_create_only
 from ciuic.remote.objects.urls import StoreSettings
-from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.repository.repository import DEFAULT_BLOCK_SIZE
 from ciuic.training.util.logs import log

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import remote_recipe as recipe
 
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format import document, log_entry, manifest, names
-from ciuic.remote.format.log_entry import (
+from ciuic.remote.format import documents, names
+from ciuic.remote.format.documents import (
     LiveManifest,
     LogCommit,
     LogEntry,
@@ -21,13 +21,16 @@ from ciuic.remote.format.log_entry import (
     LogRemove,
     LogRetired,
     LogState,
+    RemoteManifest,
+    StoredRound,
     decode_log_entry,
+    decode_manifest,
+    decode_round,
     encode_log_entry,
+    encode_manifest,
+    encode_round,
 )
-from ciuic.remote.format.manifest import RemoteManifest, decode_manifest, encode_manifest
-from ciuic.remote.format.round import StoredRound, decode_round, encode_round
-from ciuic.remote.sealing.master_key import MasterKey
-from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.sealer import MasterKey, Sealer
 
 SEALER = Sealer(recipe.REMOTE_ID, MasterKey(recipe.MASTER))
 CLEAR = Sealer(recipe.REMOTE_ID, None)
@@ -118,7 +121,7 @@ def test_manifests_are_read_as_they_were_written(content: RemoteManifest, name: 
     """A manifest comes back under its own name, and its digest is that of its bytes."""
     data = encode_manifest(SEALER, name, content)
     assert decode_manifest(SEALER, name, data) == content
-    assert manifest.object_digest(data) != manifest.object_digest(encode_manifest(SEALER, name, content))
+    assert documents.object_digest(data) != documents.object_digest(encode_manifest(SEALER, name, content))
     with pytest.raises(DamagedRemote):
         decode_manifest(SEALER, name + "0", data)
 
@@ -205,10 +208,10 @@ def test_an_entry_that_no_reader_accepts_is_not_written(entry: LogEntry) -> None
 
 def test_a_list_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A document with more packs or manifests than the page allows, or that is larger, is refused."""
-    many = {**_COMMIT, "packs": ["d" + "0e" * 16] * (log_entry.MAX_PACKS + 1)}
+    many = {**_COMMIT, "packs": ["d" + "0e" * 16] * (documents.MAX_PACKS + 1)}
     with pytest.raises(DamagedRemote, match="length"):
         read_entry(many)
-    monkeypatch.setattr(document, "MAX_DOCUMENT_BYTES", 300)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 300)
     with pytest.raises(DamagedRemote, match="300 are the limit"):
         read_entry(_COMMIT)
     with pytest.raises(ValueError, match="300 are the limit"):
@@ -220,6 +223,6 @@ def test_the_longest_documents_fit() -> None:
     longest = names.manifest_name(
         job="j" * 64, epoch=names.MAX_STEP, step=names.MAX_STEP, host="h" * 64, random="00" * 16
     )
-    packs = ("d" + "0e" * 16,) * log_entry.MAX_PACKS
-    content = StoredRound(nonce="0a" * 16, condemned=packs, manifests=(longest,) * log_entry.MAX_MANIFESTS)
-    assert len(encode_round(CLEAR, 0, "final", content)) < document.MAX_DOCUMENT_BYTES
+    packs = ("d" + "0e" * 16,) * documents.MAX_PACKS
+    content = StoredRound(nonce="0a" * 16, condemned=packs, manifests=(longest,) * documents.MAX_MANIFESTS)
+    assert len(encode_round(CLEAR, 0, "final", content)) < documents.MAX_DOCUMENT_BYTES

@@ -10,10 +10,9 @@ from support import remote_recipe as recipe
 
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.sealing import key_slot
-from ciuic.remote.sealing.check_field import add_check, xxh3_check
 from ciuic.remote.sealing.key_slot import decode_slot, unlock, unwrap_master_key, wrap_master_key
-from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
+from ciuic.remote.sealing.sealer import MasterKey, add_check, xxh3_check
 from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
 from ciuic.repository.errors import UnsupportedFormat
 

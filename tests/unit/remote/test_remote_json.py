@@ -16,8 +16,7 @@ from ciuic.remote.format.remote_json import (
     open_remote,
     read_remote_id,
 )
-from ciuic.remote.sealing.check_field import add_check, xxh3_check
-from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.sealer import MasterKey, add_check, xxh3_check
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Identity
 

@@ -12,7 +12,7 @@ import pytest
 
 from ciuic.errors import CiuicError, NotFound, NotPermitted, UsageError
 from ciuic.remote.sealing import slot_secret
-from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret, read_key_file, run_key_command
 
 KEY = bytes(range(32))

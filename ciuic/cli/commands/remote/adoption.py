@@ -20,7 +20,7 @@ from ciuic.errors import CiuicError, ConfigError, NotPermitted, Unreachable, Usa
 if TYPE_CHECKING:
     from ciuic.cli.shared.session import Session
     from ciuic.config import RemoteConfig
-    from ciuic.remote.access.remote import Remote
+    from ciuic.remote.access import Remote
     from ciuic.remote.sealing.slot_secret import SlotSecret
 
 _UPLOAD_UNIT = "ciuic-upload.service"
@@ -76,8 +76,7 @@ def host_secret(config: RemoteConfig, path: Path) -> SlotSecret:
     Raises:
         UsageError: there is a file already, and the configuration does not name it.
     """
-    from ciuic.remote.access.key_file import make_key_file
-    from ciuic.remote.sealing.slot_secret import read_key_file, run_key_command
+    from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file, run_key_command
 
     if config.key_command:
         return run_key_command(config.key_command)
@@ -136,7 +135,7 @@ def adopt(session: Session, config: RemoteConfig, remote: Remote, file: Path) ->
 
 
 def _repository(session: Session, remote: Remote, *, daemon_runs: bool) -> tuple[Path | None, str]:
-    from ciuic.remote.access.joining import join_repository, shares_chunks
+    from ciuic.remote.access import join_repository, shares_chunks
     from ciuic.repository import Repository
 
     path = _repository_place(session)

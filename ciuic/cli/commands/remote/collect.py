@@ -28,8 +28,8 @@ def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: b
         as_json: Print a document.
     """
     from ciuic.cli.shared.progress import progress
-    from ciuic.remote.collection.collector import DEFAULT_POLICY
     from ciuic.remote.upkeep.collect import collect_remote, preview_collection
+    from ciuic.remote.upkeep.collector import DEFAULT_POLICY
 
     # Opened here: the question for a passphrase would stand in the middle of a progress line.
     opened = session.remote

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def forget_remote(session: Session, texts: Sequence[str], *, yes: bool, held: bool, as_json: bool) -> None:
     """Give up the snapshots that the texts mean, in the remote that the session reads."""
-    from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+    from ciuic.remote.upkeep.collect import give_up_snapshots, resolve_snapshots
 
     chosen = resolve_snapshots(session.remote, texts, held=held)
     if not yes:

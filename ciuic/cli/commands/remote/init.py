@@ -24,7 +24,7 @@ from ciuic.errors import CiuicError, UsageError
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
-    from ciuic.remote.access.remote import Remote
+    from ciuic.remote.access import Remote
     from ciuic.remote.objects.model import Objects
     from ciuic.remote.objects.prove import Proof
     from ciuic.remote.sealing.slot_secret import SlotSecret
@@ -71,7 +71,7 @@ def init(
     host and a recovery key that is printed once.
     """
     from ciuic.cli.commands.remote import adoption
-    from ciuic.remote.access.configured import configured_objects
+    from ciuic.remote.access import configured_objects
 
     session = current()
     config = targets.find_remote(session.config, place, name=name, endpoint=endpoint, region=region)
@@ -144,11 +144,10 @@ def _ask(url: str) -> None:
 
 
 def _refuse_remote(objects: Objects) -> None:
-    from ciuic.remote.access.remote import RemoteExists
-    from ciuic.remote.access.slots import KeySlots
+    from ciuic.remote.access import KeySlots, RemoteExists
+    from ciuic.remote.format.documents import read_document
     from ciuic.remote.format.names import REMOTE_JSON
     from ciuic.remote.format.remote_json import is_sealed
-    from ciuic.remote.log.bounded import read_document
     from ciuic.remote.objects.model import NoSuchObject
 
     try:
@@ -164,15 +163,15 @@ def _refuse_remote(objects: Objects) -> None:
 
 
 def _prove(config: RemoteConfig) -> Proof:
-    from ciuic.remote.access.configured import configured_objects
+    from ciuic.remote.access import configured_objects
     from ciuic.remote.objects.prove import prove_create_only
 
     return prove_create_only(lambda: configured_objects(config, make=True), sleep=targets.proof_sleep(config))
 
 
 def _make(objects: Objects, block_size: int, sealed: bool, new_key_file: Path | None) -> Remote:
-    from ciuic.remote.access.remote import init_remote
-    from ciuic.remote.sealing.master_key import MasterKey
+    from ciuic.remote.access import init_remote
+    from ciuic.remote.sealing.sealer import MasterKey
 
     try:
         return init_remote(objects, master=MasterKey.generate() if sealed else None, block_size=block_size)
@@ -185,7 +184,7 @@ def _make(objects: Objects, block_size: int, sealed: bool, new_key_file: Path | 
 
 def _add_slots(remote: Remote, secret: SlotSecret, extra: SlotSecret | None) -> str:
     """Add the key slots, and return the recovery key."""
-    from ciuic.remote.access.remote import add_slot
+    from ciuic.remote.access import add_slot
 
     add_slot(remote, _HOST_SLOT, secret)
     if extra is not None:
@@ -195,7 +194,7 @@ def _add_slots(remote: Remote, secret: SlotSecret, extra: SlotSecret | None) -> 
 
 def add_recovery_key(remote: Remote, slot: str) -> str:
     """Add a slot with a new recovery key, and return the key as it is printed."""
-    from ciuic.remote.access.remote import add_slot
+    from ciuic.remote.access import add_slot
     from ciuic.remote.sealing.recovery_key import RECOVERY_KEY_BYTES, show_recovery_key
     from ciuic.remote.sealing.slot_secret import recovery_secret
 

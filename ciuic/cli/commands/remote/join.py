@@ -23,7 +23,7 @@ from ciuic.errors import UsageError
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
-    from ciuic.remote.access.remote import Remote
+    from ciuic.remote.access import Remote
     from ciuic.remote.objects.model import Objects
     from ciuic.remote.sealing.slot_secret import SlotSecret
 
@@ -60,7 +60,7 @@ def join(
     A repository that does not exist yet, or holds nothing, is made such that this host shares chunks with the others.
     """
     from ciuic.cli.commands.remote import adoption
-    from ciuic.remote.access.configured import configured_objects
+    from ciuic.remote.access import configured_objects
 
     session = current()
     config = targets.find_remote(session.config, place, name=name, endpoint=endpoint, region=region)
@@ -103,8 +103,7 @@ def join(
 
 def _opened(config: RemoteConfig, objects: Objects, open_with: Path | None) -> Remote:
     from ciuic.cli.shared.remotes.opening import goes_on
-    from ciuic.remote.access.configured import open_configured
-    from ciuic.remote.access.secrets import configured_secrets
+    from ciuic.remote.access import configured_secrets, open_configured
     from ciuic.remote.sealing.slot_secret import read_key_file
 
     if not config.encryption:
@@ -126,8 +125,7 @@ def _opened(config: RemoteConfig, objects: Objects, open_with: Path | None) -> R
 def _host_slot(config: RemoteConfig, remote: Remote, path: Path) -> str:
     """Return the slot that the key of this host opens; make the key, and the slot, where there is none."""
     from ciuic.cli.commands.remote.adoption import host_secret
-    from ciuic.remote.access.remote import add_slot
-    from ciuic.remote.access.slots import KeySlots
+    from ciuic.remote.access import KeySlots, add_slot
     from ciuic.remote.errors import WrongKey
     from ciuic.remote.sealing.key_slot import own_slot
     from ciuic.remote.sealing.slot_secret import read_key_file

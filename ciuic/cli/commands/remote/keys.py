@@ -31,7 +31,7 @@ from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
-    from ciuic.remote.access.remote import Remote
+    from ciuic.remote.access import Remote
     from ciuic.remote.sealing.slot_secret import SlotSecret
 
 _KEY_FILE_SLOT = "key-file"
@@ -50,8 +50,7 @@ def keys() -> None:
 def list_(place: str, as_json: bool) -> None:
     """List the key slots; needs no key."""
     from ciuic.cli.shared.tables import Column, show_table
-    from ciuic.remote.access.configured import configured_objects
-    from ciuic.remote.access.slots import KeySlots
+    from ciuic.remote.access import KeySlots, configured_objects
 
     config = targets.find_remote(current().config, place)
     objects = configured_objects(config)
@@ -110,8 +109,7 @@ def add(
     as_json: bool,
 ) -> None:
     """Add a key. The remote is opened with one that it has."""
-    from ciuic.remote.access.configured import configured_objects
-    from ciuic.remote.access.remote import add_slot
+    from ciuic.remote.access import add_slot, configured_objects
 
     if sum((passphrase, key_file is not None, key_command, recovery)) != 1:
         raise UsageError("give one of --passphrase, --key-file, --key-command and --recovery")
@@ -150,7 +148,7 @@ def _default_slot(passphrase: bool, key_file: Path | None, key_command: bool) ->
 
 def _check_free(remote: Remote, name: str) -> None:
     """UsageError before a key file is made, or a passphrase asked for, for a slot that cannot be."""
-    from ciuic.remote.access.slots import KeySlots
+    from ciuic.remote.access import KeySlots
     from ciuic.remote.format.names import parse_slot
     from ciuic.remote.sealing.key_slot import digits_of
 
@@ -168,8 +166,7 @@ def _check_free(remote: Remote, name: str) -> None:
 
 
 def _secret(config: RemoteConfig, passphrase: bool, key_file: Path | None) -> SlotSecret:
-    from ciuic.remote.access.key_file import make_key_file
-    from ciuic.remote.sealing.slot_secret import read_key_file, run_key_command
+    from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file, run_key_command
 
     if passphrase:
         return targets.new_passphrase()
@@ -192,9 +189,7 @@ def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
     A user of that key may have kept what it opens. The last slot cannot be removed. What lies among the slots and is none is removed
     by its name as well.
     """
-    from ciuic.remote.access.configured import configured_objects
-    from ciuic.remote.access.remote import remove_slot
-    from ciuic.remote.access.slots import KeySlots
+    from ciuic.remote.access import KeySlots, configured_objects, remove_slot
     from ciuic.remote.sealing.key_slot import shown_names
 
     config = targets.find_remote(current().config, place)

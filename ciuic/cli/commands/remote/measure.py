@@ -40,7 +40,7 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
     Many writers create one name at once, which must have one winner that stays. Then large and small objects are
     written, read, listed and deleted. Requests and traffic cost what the store charges for them.
     """
-    from ciuic.remote.access.configured import configured_objects
+    from ciuic.remote.access import configured_objects
     from ciuic.remote.objects import prove
 
     config = targets.find_remote(current().config, place, name=name, endpoint=endpoint, region=region)
@@ -67,7 +67,7 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
 
 def _key(config: RemoteConfig) -> str:
     """Return in a word what the configured keys open; raise if they do not open the remote."""
-    from ciuic.remote.access.configured import configured_objects
+    from ciuic.remote.access import configured_objects
 
     objects = configured_objects(config)
     try:

@@ -11,8 +11,8 @@ from ciuic.errors import CiuicError, Damaged
 
 if TYPE_CHECKING:
     from ciuic.maintenance.check_report import CheckReport
+    from ciuic.remote.reading.versions import SoundObjects
     from ciuic.remote.upkeep.versions import LockRenewal
-    from ciuic.remote.versions.sound_objects import SoundObjects
     from ciuic.repository import Repository
 
 
@@ -80,7 +80,7 @@ def renew_remote_locks(session: Session, seconds: int) -> LockRenewal:
 
 
 def _sound_objects(session: Session) -> SoundObjects:
-    from ciuic.remote.versions.sound_objects import SoundObjects
+    from ciuic.remote.reading.versions import SoundObjects
 
     objects = session.remote.remote.objects
     assert isinstance(objects, SoundObjects)

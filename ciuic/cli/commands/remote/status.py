@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.config.model import RemotePrice
     from ciuic.protocol.stored_remotely import RemoteLag
-    from ciuic.remote.access.remote import Remote
+    from ciuic.remote.access import Remote
     from ciuic.remote.upload.upload_status import UploadStatus
 
 _LABEL_WIDTH = 11
@@ -139,9 +139,8 @@ def _price(requests: dict[str, int], price: RemotePrice) -> float | None:
 
 
 def _contact(config: RemoteConfig) -> dict[str, Any]:
-    from ciuic.remote.access.configured import configured_objects
-    from ciuic.remote.access.remote import key_slots, repository_spaces
-    from ciuic.remote.objects.counting import CountingObjects
+    from ciuic.remote.access import configured_objects, key_slots, repository_spaces
+    from ciuic.remote.objects.wrappers import CountingObjects
 
     objects = CountingObjects(configured_objects(config))
     try:

@@ -13,7 +13,7 @@ from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from ciuic.config import Config, RemoteConfig
-    from ciuic.remote.access.remote import Remote
+    from ciuic.remote.access import Remote
     from ciuic.remote.objects.model import Objects
     from ciuic.remote.sealing.slot_secret import SlotSecret
 
@@ -123,8 +123,7 @@ def opened(config: RemoteConfig, objects: Objects) -> Remote:
         WrongKey: no key fits, or there is none and nobody to ask.
     """
     from ciuic.cli.shared.remotes.opening import goes_on
-    from ciuic.remote.access.configured import open_configured
-    from ciuic.remote.access.secrets import configured_secrets
+    from ciuic.remote.access import configured_secrets, open_configured
 
     secrets = configured_secrets(config)
     if not secrets and config.encryption and sys.stdin.isatty():
@@ -146,7 +145,7 @@ def new_passphrase() -> SlotSecret:
     Raises:
         UsageError: there is none in the environment, and nobody to ask.
     """
-    from ciuic.remote.access.secrets import PASSPHRASE_VARIABLE
+    from ciuic.remote.access import PASSPHRASE_VARIABLE
     from ciuic.remote.sealing.slot_secret import passphrase_secret
 
     text = os.environ.get(PASSPHRASE_VARIABLE, "")

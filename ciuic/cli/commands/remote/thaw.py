@@ -25,7 +25,7 @@ from ciuic.units import human_size
 
 if TYPE_CHECKING:
     from ciuic.remote.objects.storage_classes import ObjectClasses
-    from ciuic.remote.tiers.thaw_job import ThawJob, ThawJobs
+    from ciuic.remote.upkeep.thawing import ThawJob, ThawJobs
 
 _SPEEDS = ("Standard", "Bulk", "Expedited")
 # A thaw takes hours, and each look costs a request for each pack.
@@ -82,7 +82,7 @@ def thaw(
 
     The store takes minutes to days for it. Interrupted, the command can be given again.
     """
-    from ciuic.remote.tiers.thaw_job import ThawJobs, jobs_directory
+    from ciuic.remote.upkeep.thawing import ThawJobs, jobs_directory
 
     session = current()
     jobs = ThawJobs(jobs_directory())
@@ -109,8 +109,8 @@ def thaw(
 def _needed(session: Session, ids: Sequence[str], paths: Sequence[bytes]) -> tuple[dict[str, int], list[str]]:
     """Return size by name of the archived packs that the selection needs, and the names of its snapshots."""
     from ciuic.remote.reading.remote_repository import RemoteRepository
-    from ciuic.remote.tiers.needs import cold_needs, unreadable_now
-    from ciuic.remote.tiers.space_classes import prefix_of
+    from ciuic.remote.upkeep.space_classes import prefix_of
+    from ciuic.remote.upkeep.thawing import cold_needs, unreadable_now
     from ciuic.repository.lookup import Located, find
 
     packs: dict[str, int] = {}
@@ -139,7 +139,7 @@ def _begin(
     days: int,
 ) -> tuple[ThawJob, ObjectClasses]:
     from ciuic.cli.shared.remotes.cold import open_session_classes
-    from ciuic.remote.tiers.thawing import begin_thaw
+    from ciuic.remote.upkeep.thawing import begin_thaw
 
     url = session.remote.remote.objects.url
     classes = open_session_classes(session, url)
@@ -164,7 +164,7 @@ def _begin(
 
 def _status(session: Session, jobs: ThawJobs, *, wait: bool, as_json: bool) -> int:
     from ciuic.cli.shared.remotes.cold import open_session_classes
-    from ciuic.remote.tiers.thawing import continue_thaw
+    from ciuic.remote.upkeep.thawing import continue_thaw
 
     found = []
     for job in jobs.all():
@@ -191,7 +191,7 @@ def _status(session: Session, jobs: ThawJobs, *, wait: bool, as_json: bool) -> i
 
 
 def _wait(jobs: ThawJobs, classes: ObjectClasses, job: ThawJob) -> ThawJob:
-    from ciuic.remote.tiers.thawing import wait_until_ready
+    from ciuic.remote.upkeep.thawing import wait_until_ready
 
     try:
         return wait_until_ready(

@@ -34,7 +34,7 @@ def refuse_archived(repository: Repository, snapshot: str, selected: Sequence[Lo
         selected: Files and directories to restore.
     """
     from ciuic.remote.reading.remote_repository import RemoteRepository
-    from ciuic.remote.tiers.needs import cold_needs, unreadable_now
+    from ciuic.remote.upkeep.thawing import cold_needs, unreadable_now
 
     if not isinstance(repository, RemoteRepository):
         return
@@ -57,7 +57,7 @@ def open_session_classes(session: Session, url: str) -> ObjectClasses:
     Raises:
         UsageError: the store has none that can be changed from here, or its library is not installed.
     """
-    from ciuic.remote.objects.open_classes import open_classes
+    from ciuic.remote.objects.opening import open_classes
     from ciuic.remote.objects.urls import StoreSettings
 
     config = _configured(session, url)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError
-from ciuic.remote.access.configured import configured_objects, open_configured
-from ciuic.remote.access.secrets import configured_secrets
+from ciuic.remote.access import configured_objects, configured_secrets, open_configured
 
 if TYPE_CHECKING:
     from ciuic.config import Config

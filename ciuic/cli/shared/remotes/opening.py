@@ -59,7 +59,7 @@ def open_named_remote(
     """
     try:
         # Only here: the other commands do without these packages.
-        from ciuic.remote.access.secrets import configured_secrets
+        from ciuic.remote.access import configured_secrets
         from ciuic.remote.errors import WrongKey
         from ciuic.remote.objects.model import NoSuchBucket, RemoteRefused, RemoteUnreachable
         from ciuic.remote.reading.opening import open_behind_deletions, open_remote_repository

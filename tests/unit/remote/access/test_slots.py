@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.remote.access.remote import Remote, add_slot, init_remote, open_remote, remove_slot
-from ciuic.remote.access.slots import KeySlots
+from ciuic.remote.access import KeySlots, Remote, add_slot, init_remote, open_remote, remove_slot
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.format.names import parse_slot
-from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import Objects, RemoteRefused
 from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.objects.wrappers import CountingObjects
 from ciuic.remote.sealing import key_slot
 from ciuic.remote.sealing.key_slot import KeySlot, own_slot, unwrap_master_key, wrap_master_key
-from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
+from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
 
 FLEET = 5000

@@ -22,15 +22,13 @@ from support.remote_world import (
 )
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.remote.collection.collector import CollectionPolicy, CollectionResult
-from ciuic.remote.collection.log_upkeep import LogUpkeep
-from ciuic.remote.format.log_entry import LogRetired, LogState
-from ciuic.remote.format.manifest import decode_manifest
+from ciuic.remote.format.documents import LogRetired, LogState, decode_manifest, read_entry
 from ciuic.remote.format.names import PackRef, pack_name, parse_log_entry, parse_pack, round_name
-from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.bounded import read_entry
+from ciuic.remote.log.compaction import LogUpkeep
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.model import Objects
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult
 
 
 class World:

@@ -17,11 +17,10 @@ from support.remote_world import (
 )
 
 from ciuic.errors import Damaged
-from ciuic.remote.collection.collector import CollectionPolicy, CollectionResult
 from ciuic.remote.format.names import PackRef, pack_name, parse_pack
-from ciuic.remote.format.pack import HEADER_BYTES
-from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.format.pack import HEADER_BYTES, RemotePackReader
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult
 
 SEALER = sealer(Ids("kept"))
 NO_REPACKING = CollectionPolicy(young_ns=-1, repack_share=0)

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
+from ciuic.remote.format.documents import StoredRound, create_round
 from ciuic.remote.format.names import PackRef, pack_name
-from ciuic.remote.format.round import StoredRound
-from ciuic.remote.index import remote_index
-from ciuic.remote.index.remote_index import RemoteIndex
-from ciuic.remote.log.bounded import create_round
 from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.remote_index import RemoteIndex, RemotePack
 from ciuic.repository.packs.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.types import ChunkId
 
@@ -59,7 +57,7 @@ def test_refresh_follows_the_bucket(
 ) -> None:
     """New packs are read once, packs that are gone are forgotten; alike for few and for many packs."""
     if many:
-        monkeypatch.setattr(remote_index, "_MANY_PACKS", 0)
+        monkeypatch.setattr("ciuic.remote.remote_index._MANY_NEW_PACKS", 0)
     store(bucket, A, X)
     store(bucket, B, X, Y)
     assert index.refresh(bucket, SEALER) == (2, 0, {})
@@ -204,7 +202,7 @@ def test_index_that_was_being_filled_is_completed(bucket: Bucket, tmp_path: Path
     path = str(tmp_path / "index")
     store(bucket, A, X)
     first = RemoteIndex.open(path)
-    pack = remote_index.RemotePack(A, 100, 0, 1)
+    pack = RemotePack(A, 100, 0, 1)
     first._packs.add([(pack, [record(X)[0]])], unsorted=True)
     assert first.has_many([X]) == set()
     first.close()

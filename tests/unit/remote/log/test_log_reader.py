@@ -8,8 +8,8 @@ import pytest
 from support.remote_world import REPOSITORY, Bucket, Ids, sealer
 
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format import document
-from ciuic.remote.format.log_entry import (
+from ciuic.remote.format import documents
+from ciuic.remote.format.documents import (
     LiveManifest,
     LogCommit,
     LogEntry,
@@ -17,10 +17,9 @@ from ciuic.remote.format.log_entry import (
     LogHello,
     LogRemove,
     LogState,
+    create_entry,
 )
 from ciuic.remote.format.names import log_entry_name, manifest_name
-from ciuic.remote.log import bounded
-from ciuic.remote.log.bounded import create_entry
 from ciuic.remote.log.errors import RolledBack
 from ciuic.remote.log.log_reader import LogReader
 
@@ -154,9 +153,8 @@ def test_cache_saves_reading(tmp_path: Path) -> None:
 
 def test_large_object_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can write to the bucket cannot make a reader allocate more than the limit."""
-    monkeypatch.setattr(bounded, "MAX_DOCUMENT_BYTES", 1000)
-    monkeypatch.setattr(document, "MAX_DOCUMENT_BYTES", 1000)
-    for read in (bounded.read_object, bounded.read_document):
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 1000)
+    for read in (documents.read_object, documents.read_document):
         monkeypatch.setattr(read, "__defaults__", (1000,))
     bucket = Bucket()
     bucket.create(log_entry_name(W, 0), bytes(5000))

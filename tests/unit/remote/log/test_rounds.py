@@ -6,9 +6,8 @@ import pytest
 from support.remote_world import Bucket, Ids, sealer
 
 from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.documents import StoredRound, create_round
 from ciuic.remote.format.names import RoundPart, round_name
-from ciuic.remote.format.round import StoredRound
-from ciuic.remote.log.bounded import create_round
 from ciuic.remote.log.errors import RolledBack
 from ciuic.remote.log.rounds import Rounds
 

@@ -9,14 +9,22 @@ import pytest
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
 from ciuic.errors import UsageError
-from ciuic.remote.format.log_entry import LogCommit, LogEntry, LogFence, LogHello, LogRetired, LogState
+from ciuic.remote.format.documents import (
+    LogCommit,
+    LogEntry,
+    LogFence,
+    LogHello,
+    LogRetired,
+    LogState,
+    StoredRound,
+    create_entry,
+    create_round,
+    read_entry,
+)
 from ciuic.remote.format.names import log_entry_name, manifest_name
-from ciuic.remote.format.round import StoredRound
-from ciuic.remote.log.bounded import create_entry, create_round, read_entry
 from ciuic.remote.log.errors import RolledBack
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.log.writer_state import WriterPosition, WriterState
+from ciuic.remote.log.writer_log import WriterLog, WriterPosition, WriterState
 from ciuic.remote.objects.model import RemoteUnreachable
 
 IDS = Ids("test")

@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.object_servers import SeaweedFS
 
-from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.prefixed import PrefixedObjects
-from ciuic.remote.objects.rate import LimitedObjects, RateLimit
+from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, PrefixedObjects, RateLimit
 
 Connect = Callable[[], Objects]
 """Opens the same place with a client of its own."""

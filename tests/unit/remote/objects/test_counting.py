@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from ciuic.remote.objects.counting import CountingObjects, RequestCount
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, RemoteUnreachable
+from ciuic.remote.objects.wrappers import CountingObjects, RequestCount
 
 
 def test_requests_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:

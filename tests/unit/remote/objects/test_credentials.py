@@ -15,7 +15,6 @@ from support.object_servers import ACCESS_KEY, SECRET_KEY, Fault, FaultProxy, Se
 
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects import credentials
-from ciuic.remote.objects.clients import Clients
 from ciuic.remote.objects.credentials import (
     AlibabaProvider,
     AwsProfile,
@@ -25,6 +24,7 @@ from ciuic.remote.objects.credentials import (
     azure_connection,
 )
 from ciuic.remote.objects.model import RemoteRefused
+from ciuic.remote.objects.obstore_objects import Clients
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 SECRET = "sEcReT-kEy-of-this-test"

@@ -19,7 +19,7 @@ from support.object_servers import (
 )
 
 from ciuic.errors import CiuicError
-from ciuic.remote.objects import clients, obstore_objects
+from ciuic.remote.objects import obstore_objects
 from ciuic.remote.objects.model import (
     CutReply,
     NonsenseReply,
@@ -45,7 +45,7 @@ def connect(seaweedfs: SeaweedFS, fault_proxy: FaultProxy) -> Connect:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients give up at once: what comes after that is not obstore's to do."""
-    monkeypatch.setitem(clients._RETRY, "max_retries", 0)
+    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 0)
 
 
 def on(method: str, *faults: Fault | None) -> Callable[[Request], Fault | None]:
@@ -371,7 +371,7 @@ def test_no_message_shows_a_credential(seaweedfs: SeaweedFS, fault_proxy: FaultP
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not answer is unreachable, and the message says what failed."""
-    monkeypatch.setitem(clients._RETRY, "max_retries", 1)
+    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 1)
     objects = connect_s3("s3://bucket/x", "http://127.0.0.1:1")
     with pytest.raises(
         RemoteUnreachable, match=r"cannot read name: no answer from the store \(connection refused\)"

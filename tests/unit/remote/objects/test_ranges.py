@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.remote.objects.ranges import MAX_MERGED_BYTES, MERGE_GAP_BYTES, merge_ranges, slices_of
+from ciuic.remote.objects.model import MAX_MERGED_BYTES, MERGE_GAP_BYTES, merge_ranges, slices_of
 
 _RANGES = st.lists(st.tuples(st.integers(0, 1 << 26), st.integers(0, 1 << 25)), max_size=12)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.rate import LimitedObjects, RateLimit, steady_object_bytes
+from ciuic.remote.objects.wrappers import LimitedObjects, RateLimit, steady_object_bytes
 
 MIB = 1 << 20
 

@@ -8,13 +8,13 @@ import pytest
 
 from ciuic.errors import UsageError
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, RemoteRefused, RemoteUnreachable
-from ciuic.remote.objects.open_classes import open_classes
-from ciuic.remote.objects.s3_classes import S3Classes
+from ciuic.remote.objects.opening import open_classes
+from ciuic.remote.objects.s3_botocore import S3Classes
 from ciuic.remote.objects.storage_classes import CLASSES, ObjectClass, find_class
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 stub = pytest.importorskip("botocore.stub")
-from ciuic.remote.objects.s3_client import S3Client  # noqa: E402
+from ciuic.remote.objects.s3_botocore import S3Client  # noqa: E402
 
 NAME = "packs/data/aa/x"
 WHERE = {"Bucket": "bucket", "Key": f"top/{NAME}"}

@@ -9,10 +9,10 @@ import pytest
 from support.object_servers import SeaweedFS, environment_for_s3
 
 from ciuic.errors import NotPermitted, UsageError
-from ciuic.remote.objects import s3_client
+from ciuic.remote.objects import s3_botocore
 from ciuic.remote.objects.credentials import NoCredentials
 from ciuic.remote.objects.model import NoSuchBucket, NoSuchObject, RemoteRefused, RemoteUnreachable
-from ciuic.remote.objects.s3_client import S3Client
+from ciuic.remote.objects.s3_botocore import S3Client
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKx", "AWS_SECRET_ACCESS_KEY": "sEcReT", "HOME": "/nonexistent"}
@@ -76,7 +76,7 @@ def test_without_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_errors_are_those_of_objects(seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing object, a missing bucket, wrong keys and a server that is away are told as for other requests."""
-    monkeypatch.setattr(s3_client, "_MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(s3_botocore, "_MAX_ATTEMPTS", 1)
     environment = environment_for_s3(seaweedfs.endpoint)
     made = _client(seaweedfs.new_url(), environment)
     with made.request("store", "x", writes=True) as s3:

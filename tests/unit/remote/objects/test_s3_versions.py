@@ -8,11 +8,10 @@ import pytest
 from support.object_servers import SeaweedFS, environment_for_s3
 
 from ciuic.errors import NotPermitted, UsageError
-from ciuic.remote.objects import s3_versions
-from ciuic.remote.objects.model import NoSuchObject
+from ciuic.remote.objects import s3_botocore
+from ciuic.remote.objects.model import NoSuchObject, ObjectVersions, group_versions
 from ciuic.remote.objects.opening import open_versions
 from ciuic.remote.objects.urls import StoreSettings
-from ciuic.remote.objects.versions import ObjectVersions, group_versions
 
 
 def _versions(server: SeaweedFS, url: str) -> ObjectVersions:
@@ -24,7 +23,7 @@ def test_pages_of_any_size_list_the_same(
     seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch, page: int
 ) -> None:
     """Versions and marks of a name follow each other, newest first, wherever a page ends; ``after`` leaves out names."""
-    monkeypatch.setattr(s3_versions, "_PAGE", page)
+    monkeypatch.setattr(s3_botocore, "_PAGE", page)
     url = seaweedfs.versioned_url()
     objects = seaweedfs.connect(url)
     for name, contents in (("a/1", b"xyz"), ("a/2", b"q"), ("a/3", b"mnop"), ("b/1", b"z")):

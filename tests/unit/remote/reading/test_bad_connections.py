@@ -81,7 +81,7 @@ def test_a_store_that_is_away_is_no_damage(tmp_path: Path) -> None:
         write(host.root / f"{number}", random.Random(number).randbytes(20 * BLOCK))
     snapshot = host.snapshot()
     host.upload()
-    with read_remote(remote, cache_root=tmp_path / "cache", patience_seconds=0) as opened:
+    with read_remote(remote, cache_root=tmp_path / "cache", retry_seconds=0) as opened:
         repository = opened.repositories[0]
         assert verify_snapshots(repository).damages == []
         away.set()

@@ -15,7 +15,7 @@ from support.restoring import write
 
 from ciuic.errors import CiuicError
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import add_slot, open_remote
+from ciuic.remote.access import add_slot, open_remote
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.objects import obstore_objects
 from ciuic.remote.objects.model import NonsenseReply, NotAListing
@@ -89,7 +89,7 @@ def stored(seaweedfs: SeaweedFS, tmp_path_factory: pytest.TempPathFactory) -> st
 def read_all(proxy: FaultProxy, url: str, cache: Path) -> int:
     """Read every snapshot and its content from the bucket; return how many there are."""
     remote = open_remote(proxy.connect(url), [SECRET])
-    with read_remote(remote, cache_root=cache, patience_seconds=5, close_objects=True) as opened:
+    with read_remote(remote, cache_root=cache, retry_seconds=5, close_objects=True) as opened:
         assert opened.log_damage == []
         assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
         return len(opened.snapshots.list())

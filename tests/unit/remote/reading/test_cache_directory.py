@@ -14,7 +14,7 @@ from support.restoring import write
 
 from ciuic.errors import NotPermitted
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.cache_directory import ROOT_CACHE, CacheDirectory, cache_root, open_cache
 from ciuic.system.ownership import temporary_directory

@@ -15,10 +15,9 @@ from support.restoring import write
 
 from ciuic.errors import Damaged
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.remote.format.names import PACKS_PREFIX, new_pack_ref, pack_name, parse_pack
-from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.format.pack_writer import RemotePackWriter
+from ciuic.remote.format.pack import RemotePackReader, RemotePackWriter
 from ciuic.remote.log.errors import RolledBack
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.repository import Repository

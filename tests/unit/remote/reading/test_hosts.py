@@ -16,7 +16,7 @@ from support.stored import store
 
 from ciuic.errors import NotFound, UsageError
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.restore import execute, plan_restore
 

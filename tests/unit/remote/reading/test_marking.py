@@ -14,18 +14,18 @@ from support.restoring import write
 
 from ciuic.errors import Damaged
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import Remote
-from ciuic.remote.collection.collector import CollectionPolicy, CollectionResult, Collector
-from ciuic.remote.format.log_entry import LogRemove
+from ciuic.remote.access import Remote
+from ciuic.remote.format.documents import LogRemove
 from ciuic.remote.format.names import PACKS_PREFIX, new_hex_id
-from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.compaction import append_to_log
 from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.others_log import append_to_log
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.reading.marking import live_chunks
-from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.reading.remote_repository import SpaceReader
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult, Collector
+from ciuic.remote.upkeep.marking import live_chunks
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, RemoteUnreachable
-from ciuic.remote.reading.patience import Patience
 from ciuic.remote.reading.range_prefetch import WINDOW_BYTES, RangePrefetch
+from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository.ids import Bytes
 
 SIZE = 8 << 20
@@ -56,7 +56,7 @@ def objects() -> Watched:
 
 
 def prefetch(objects: Watched) -> RangePrefetch:
-    return RangePrefetch(objects, Patience(0), threads=3, memory_bytes=MEMORY)
+    return RangePrefetch(objects, RetryPolicy(0), threads=3, memory_bytes=MEMORY)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -19,7 +19,7 @@ from support.trees import STEPS, play
 
 from ciuic.compare.diff import diff_live, diff_snapshots
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.opening import open_objects
 from ciuic.repository import Repository

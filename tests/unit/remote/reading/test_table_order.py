@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
-from ciuic.remote.access.remote import Remote
+from ciuic.remote.access import Remote
 from ciuic.remote.format.names import PACKS_PREFIX, PackRef, pack_name, parse_pack
-from ciuic.remote.index.pack_listing import list_packs
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
-from ciuic.remote.reading.table_order import TableOrder
+from ciuic.remote.reading.remote_lookup import TableOrder
+from ciuic.remote.remote_index import list_packs
 from ciuic.repository.errors import MissingChunk
 from ciuic.types import ChunkId
 
@@ -107,7 +107,7 @@ def test_a_table_that_was_not_read_is_read_later(tmp_path: Path, objects: Noted,
     _, ids = three_snapshots(tmp_path, remote)
     with reading(remote, tmp_path / "cache") as opened:
         repository = opened.repositories[0]
-        repository.reader.patience._seconds = 0
+        repository.reader.retry._seconds = 0
         snapshot = opened.snapshots.load(ids[2])
         objects.unreachable = set(map(pack_name, list_packs(objects)))
         with pytest.raises(RemoteUnreachable):

@@ -15,19 +15,17 @@ from support.remote_host import BLOCK, reading
 from support.restoring import write
 
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.collection.collector import CollectionPolicy
-from ciuic.remote.collection.log_upkeep import LogUpkeep
 from ciuic.remote.format.names import pack_name
-from ciuic.remote.index.cold_packs import cold_packs
+from ciuic.remote.log.compaction import LogUpkeep
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.log.writer_state import WriterState
+from ciuic.remote.log.writer_log import WriterLog, WriterState
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.storage_classes import ListedClass
-from ciuic.remote.tiers.mover import apply_rules
-from ciuic.remote.upkeep.collect import collect_remote
-from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+from ciuic.remote.remote_index import cold_packs
+from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.tier_moves import apply_rules
 
 COLLECT_AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
 

@@ -13,16 +13,24 @@ from support.archiving_objects import ArchivingClasses, ArchivingStore, World, m
 from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, reading
 
-from ciuic.remote.collection.repacking import Repacker
 from ciuic.remote.format.names import PackRef, pack_name, parse_pack, table_name
-from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.index.cold_packs import cold_packs
+from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.storage_classes import THAW_SPEEDS, ThawSpeed
 from ciuic.remote.reading.opening import ReadableRemote
-from ciuic.remote.tiers.needs import ColdPack, cold_needs, unreadable_now
-from ciuic.remote.tiers.thaw_job import ThawJob, ThawJobs, jobs_directory
-from ciuic.remote.tiers.thawing import begin_thaw, continue_thaw, wait_until_ready
+from ciuic.remote.remote_index import cold_packs
+from ciuic.remote.upkeep.collector import Repacker
+from ciuic.remote.upkeep.thawing import (
+    ColdPack,
+    ThawJob,
+    ThawJobs,
+    begin_thaw,
+    cold_needs,
+    continue_thaw,
+    jobs_directory,
+    unreadable_now,
+    wait_until_ready,
+)
 from ciuic.repository import Walker
 from ciuic.repository.lookup import find
 from ciuic.types import SnapshotId

@@ -15,18 +15,22 @@ from support.restoring import write
 from ciuic.errors import CiuicError, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.protocol.stored_remotely import read_record
-from ciuic.remote.access.remote import Remote
-from ciuic.remote.collection.collector import CollectionPolicy
-from ciuic.remote.collection.log_upkeep import LogUpkeep
-from ciuic.remote.format.log_entry import LogEntry, LogRemove
+from ciuic.remote.access import Remote
+from ciuic.remote.format.documents import LogEntry, LogRemove, read_entry
 from ciuic.remote.format.names import parse_log_entry
-from ciuic.remote.log.bounded import read_entry
+from ciuic.remote.log.compaction import LogUpkeep
 from ciuic.remote.log.errors import LostCommits
 from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.upkeep.collect import CollectedSpace, collect_remote, preview_collection
-from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+from ciuic.remote.objects.wrappers import CountingObjects
+from ciuic.remote.upkeep.collect import (
+    CollectedSpace,
+    collect_remote,
+    give_up_snapshots,
+    preview_collection,
+    resolve_snapshots,
+)
+from ciuic.remote.upkeep.collector import CollectionPolicy
 
 AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
 

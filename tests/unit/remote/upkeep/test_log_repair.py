@@ -15,13 +15,12 @@ from support.restoring import write
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.check_report import CheckReport
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import add_slot, open_remote
-from ciuic.remote.collection.collector import CollectionPolicy
-from ciuic.remote.format.log_entry import LogCommit, LogState, decode_log_entry
+from ciuic.remote.access import add_slot, open_remote
+from ciuic.remote.format.documents import LogCommit, LogState, decode_log_entry
 from ciuic.remote.format.names import parse_log_entry
+from ciuic.remote.log.compaction import append_to_log
 from ciuic.remote.log.errors import LostCommits
 from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.others_log import append_to_log
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading import opening
 from ciuic.remote.reading.opening import read_remote
@@ -29,8 +28,8 @@ from ciuic.remote.sealing.recovery_key import show_recovery_key
 from ciuic.remote.sealing.slot_secret import recovery_secret
 from ciuic.remote.upkeep import log_repair
 from ciuic.remote.upkeep.check import check_remote
-from ciuic.remote.upkeep.collect import collect_remote
-from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collector import CollectionPolicy
 from ciuic.remote.upkeep.repair import repair_remote
 from ciuic.repository import Repository
 from ciuic.repository.errors import UnsupportedFormat
@@ -101,7 +100,7 @@ class World:
             self.caches += 1
             (self.place / f"new-{self.caches}").mkdir()
             cache = self.place / f"new-{self.caches}"
-            return read_remote(self.remote, cache_root=cache, patience_seconds=1)
+            return read_remote(self.remote, cache_root=cache, retry_seconds=1)
 
         return repair_remote(reopen, local, host="operator", caches=caches)
 
@@ -258,7 +257,7 @@ def test_a_later_version_is_refused_in_words(world: World, what: str) -> None:
     (world.place / "new").mkdir()
     try:
         remote = open_remote(world.remote.objects, [SECRET])
-        with read_remote(remote, cache_root=world.place / "new", patience_seconds=1) as opened:
+        with read_remote(remote, cache_root=world.place / "new", retry_seconds=1) as opened:
             said += [damage.message for damage in opened.log_damage]
             said += [bad.reason for bad in opened.snapshots.unreadable()]
             said += [finding.message for finding in check_remote(opened).findings]

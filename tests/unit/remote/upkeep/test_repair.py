@@ -13,7 +13,7 @@ from support.restoring import write
 
 from ciuic.maintenance.check_report import CheckReport
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import add_slot
+from ciuic.remote.access import add_slot
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.sealing.recovery_key import show_recovery_key
@@ -56,7 +56,7 @@ class World:
 
     def repair(self, local: Repository | None) -> CheckReport:
         def reopen():  # type: ignore[no-untyped-def]
-            return read_remote(self.remote, cache_root=self.place / "cache", patience_seconds=1)
+            return read_remote(self.remote, cache_root=self.place / "cache", retry_seconds=1)
 
         return repair_remote(reopen, local, host="operator", read_data=True)
 

@@ -15,16 +15,14 @@ from support.versioned_objects import VersionedObjects, attack
 
 from ciuic.errors import NotPermitted
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.access.remote import add_slot, open_remote, remove_slot
-from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.access import add_slot, open_remote, remove_slot
 from ciuic.remote.objects.model import NoSuchObject, RemoteUnreachable
+from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
 from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.remote.upkeep.check import check_remote
-from ciuic.remote.upkeep.collect import open_collector
-from ciuic.remote.upkeep.give_up import give_up_snapshots
+from ciuic.remote.upkeep.collect import give_up_snapshots, open_collector
+from ciuic.remote.upkeep.collector import CollectionPolicy
 from ciuic.remote.upkeep.versions import check_versions, renew_locks
-from ciuic.remote.versions.opening import open_remote_versions
-from ciuic.remote.versions.sound_objects import SoundObjects
 
 SECRET = SlotSecret("key-file", bytes(range(32)))
 OTHER = SlotSecret("key-file", bytes(32))

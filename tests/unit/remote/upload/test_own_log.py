@@ -7,12 +7,12 @@ from pathlib import Path
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 from support.remote_years import live_for_years
 
-from ciuic.remote.format.log_entry import GivenUp
+from ciuic.remote.format.documents import GivenUp
 from ciuic.remote.format.names import manifest_name, parse_log_entry
+from ciuic.remote.log.compaction import LogRotation
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.upload.own_log import OwnLog
 
 
 def test_a_log_without_collections_is_read_in_few_requests(tmp_path: Path) -> None:
@@ -38,7 +38,9 @@ def test_snapshots_that_are_all_kept_go_to_several_logs() -> None:
     rounds = Rounds(bucket, seals)
     log = WriterLog(bucket, seals, MemoryState(), rounds, host="h", repository=REPOSITORY)  # type: ignore[arg-type]
     log.hello()
-    own = OwnLog(bucket, seals, log, LogReader(bucket, seals, threads=1), max_entries=10, max_snapshots=25)
+    own = LogRotation(
+        bucket, seals, log, LogReader(bucket, seals, threads=1), max_entries=10, max_snapshots=25
+    )
     names = [
         manifest_name(job="j", epoch=0, step=number, host="h", random=ids.hex()) for number in range(200)
     ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.remote.upload.pack_size import FIRST_BYTES, MAX_BYTES, PackSize
+from ciuic.remote.upload.outbox import FIRST_PACK_BYTES, LARGEST_PACK_BYTES, PackSize
 
 
 @given(seconds=st.lists(st.floats(0.001, 60), max_size=200))
@@ -15,13 +15,14 @@ def test_a_pack_is_a_small_part_of_what_was_stored(seconds: list[float]) -> None
     size = PackSize()
     stored = 0
     for one in seconds:
-        assert FIRST_BYTES <= size.size_bytes <= max(FIRST_BYTES, stored // 16, 1)
+        assert FIRST_PACK_BYTES <= size.size_bytes <= max(FIRST_PACK_BYTES, stored // 16, 1)
         stored += size.size_bytes
         size.stored(size.size_bytes, one)
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_second", "expected"), [(100 << 20, MAX_BYTES), (256 << 10, 2 << 20), (1 << 10, FIRST_BYTES)]
+    ("bytes_per_second", "expected"),
+    [(100 << 20, LARGEST_PACK_BYTES), (256 << 10, 2 << 20), (1 << 10, FIRST_PACK_BYTES)],
 )
 def test_a_pack_takes_about_eight_seconds(bytes_per_second: int, expected: int) -> None:
     """After much was stored at a steady rate of one connection, a pack takes eight seconds, within the limits."""

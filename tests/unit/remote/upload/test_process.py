@@ -13,7 +13,7 @@ from support.restoring import take, write
 
 from ciuic.config import Config, RemoteConfig
 from ciuic.protocol.stored_remotely import read_record
-from ciuic.remote.access.remote import init_remote
+from ciuic.remote.access import init_remote
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.upload.process import run

@@ -12,15 +12,15 @@ from blake3 import blake3
 from support.stored import Tree, store
 
 from ciuic.config import RemoteConfig
-from ciuic.remote.access.remote import Remote, init_remote, open_remote
-from ciuic.remote.format.manifest import decode_manifest, object_digest
+from ciuic.remote.access import Remote, init_remote, open_remote
+from ciuic.remote.format.documents import decode_manifest, object_digest
 from ciuic.remote.format.names import PACKS_PREFIX, parse_pack
-from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteUnreachable
-from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.objects.wrappers import CountingObjects
+from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.upload.outbox import Stopped
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.uploader import Labels
@@ -206,7 +206,7 @@ def test_hosts_store_shared_chunks_once(tmp_path: Path, bucket: str) -> None:
 
 def test_an_older_repository_gets_a_space_of_its_own(tmp_path: Path, bucket: str) -> None:
     """A repository that names chunks by XXH3 is replicated, and its chunks never mix with the remote's."""
-    from ciuic.remote.access.remote import repository_space, repository_spaces
+    from ciuic.remote.access import repository_space, repository_spaces
 
     remote = new_remote(MemoryObjects(bucket))
     old = Host(tmp_path / "old", None)
@@ -322,8 +322,8 @@ def test_an_interrupted_upload_goes_on_at_the_next_object(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after every second pack, an upload still stores each chunk once."""
-    monkeypatch.setattr("ciuic.remote.upload.pack_size.FIRST_BYTES", 8 * BLOCK)
-    monkeypatch.setattr("ciuic.remote.upload.pack_size.MAX_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.upload.outbox.FIRST_PACK_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.upload.outbox.LARGEST_PACK_BYTES", 8 * BLOCK)
     rng = random.Random(5)
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)
@@ -419,7 +419,7 @@ def test_damage_here_is_not_sent(tmp_path: Path, bucket: str) -> None:
 
 def test_the_remote_opens_with_its_key_alone(tmp_path: Path, bucket: str) -> None:
     """A machine that never saw the host opens the remote by a slot's secret and names chunks alike."""
-    from ciuic.remote.access.remote import add_slot
+    from ciuic.remote.access import add_slot
     from ciuic.remote.errors import WrongKey
     from ciuic.remote.sealing.slot_secret import SlotSecret
 

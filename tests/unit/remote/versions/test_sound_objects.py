@@ -14,17 +14,15 @@ from support.restoring import write
 from support.versioned_objects import MemoryVersions, VersionedObjects, attack
 
 from ciuic.errors import NotFound, NotPermitted
-from ciuic.remote.access.remote import add_slot, remove_slot
+from ciuic.remote.access import add_slot, remove_slot
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.log_entry import LogHello, LogRemove, encode_log_entry
+from ciuic.remote.format.documents import LogHello, LogRemove, encode_log_entry
 from ciuic.remote.format.names import log_entry_name, new_hex_id
-from ciuic.remote.objects.versions import MAX_KEPT_VERSIONS, group_versions
-from ciuic.remote.sealing.check_field import add_check, xxh3_check
+from ciuic.remote.objects.model import MAX_KEPT_VERSIONS, group_versions
+from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
 from ciuic.remote.sealing.key_slot import MAX_PASSPHRASE_WORK_KIB
-from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.sealer import Sealer, add_check, xxh3_check
 from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
-from ciuic.remote.versions.opening import open_remote_versions
-from ciuic.remote.versions.sound_objects import SoundObjects
 from ciuic.restore import execute, plan_restore
 
 SECRET = SlotSecret("key-file", bytes(range(32)))
@@ -165,7 +163,7 @@ def test_a_passphrase_is_not_tried_without_end(tmp_path: Path, monkeypatch: pyte
         derived.append(slot)
         raise WrongKey("no")
 
-    monkeypatch.setattr("ciuic.remote.versions.opening.unwrap_master_key", refuse)
+    monkeypatch.setattr("ciuic.remote.reading.versions.unwrap_master_key", refuse)
     slot = remote.bucket.get("keys/host")
     kdf = b'"kind":"passphrase","kdf":{"name":"argon2id","memory_kib":262144,"passes":3,"lanes":4,'
     forged = slot.replace(b'"kind":"key-file","kdf":{"name":"hkdf-sha256",', kdf)

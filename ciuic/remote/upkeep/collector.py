@@ -1,0 +1,702 @@
+"""Round of collection: delete the packs that no snapshot needs, beside uploaders that never stop.
+
+Guarantee: a snapshot that some log commits and no log removes keeps a copy of each of its chunks, whatever uploaders and
+other collectors do, wherever any of them stops or pauses. A collector also ends a round that another one began. It reads
+snapshots only through a function that its caller brings (`MarkSnapshots`).
+
+The order of the steps is the safety argument (docs/remote-format.md, section 8):
+
+1. mark, and choose what is to be condemned (`Collector._choose`): needs no care, because step 4 decides;
+2. create ``gc/<r>`` (`_begin`): from now on a writer that begins sees what is condemned;
+3. then put a fence into every log (`_fence_logs`): a writer that goes on sees it before its next commit;
+4. then list, mark again, and take out what is needed (`_decide`): every commit before a fence is seen. Of each
+   needed chunk a copy that stays is read: one that has decayed in the store counts for nothing (`_KeptCopies`);
+5. create ``gc/<r>.final``, whichever stands is valid; 6. delete just that; 7. create ``gc/<r>.done``.
+
+A listing is not believed alone. Each one of logs must have the entry with which this collector began, logs are listed until
+a listing brings none without a fence, and logs that commit nothing are no reason to delete everything.
+
+What is needed of mostly dead packs is copied to new packs first, so that the old ones can go (`Repacker`).
+
+References:
+    docs/remote-format.md, section 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.documents import MAX_MANIFESTS, MAX_PACKS, LogFence, StoredRound, create_round
+from ciuic.remote.format.names import (
+    MANIFESTS_PREFIX,
+    LogPosition,
+    PackRef,
+    log_entry_name,
+    new_hex_id,
+    new_pack_ref,
+    pack_name,
+    parse_manifest,
+    split_ref,
+    table_name,
+)
+from ciuic.remote.format.pack import DEFAULT_PACK_BYTES, RemotePackReader, RemotePackWriter, in_runs
+from ciuic.remote.log.compaction import LogUpkeep, append_to_log
+from ciuic.remote.log.errors import LostCommits, NothingCommitted
+from ciuic.remote.log.log_reader import InlinePool, LogReader, unlogged_manifests
+from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
+from ciuic.remote.remote_index import RemoteIndex, cold_packs
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.upkeep.marking import (
+    LiveChunks,
+    MarkSnapshots,
+    PackUse,
+    add_bases,
+    keep_needed,
+    live_groups,
+    measure_use,
+    needed_in,
+)
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
+
+# Records that are read at once: a few MiB with blocks of 256 KiB.
+_REPACKED_AT_ONCE = 32
+
+
+class Repacker:
+    """Writer of new packs from records of old ones. Records are verified, and sealed anew.
+
+    Nothing is committed for a new pack: until a round condemns the old one both have the chunks, and any round that
+    condemns either sees the other.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        sealer: Sealer,
+        *,
+        pack_bytes: int = DEFAULT_PACK_BYTES,
+        new_ref: Callable[[PackKind], PackRef] = new_pack_ref,
+    ) -> None:
+        self._objects = objects
+        self._sealer = sealer
+        self._pack_bytes = pack_bytes
+        self._new_ref = new_ref
+        self._open: dict[PackKind, RemotePackWriter] = {}
+        # Packs whose chunks are partly in a pack that was not sent yet.
+        self._waiting: dict[PackKind, list[PackRef]] = {"data": [], "meta": []}
+        self.written: list[PackRef] = []
+        """New packs, stored."""
+        self.copied: list[PackRef] = []
+        """Old packs whose needed chunks are all in new packs that are stored."""
+        self.bytes = 0
+        """Stored bytes that were copied."""
+
+    def copy_all(self, needed: Mapping[PackRef, Collection[bytes]]) -> None:
+        """Copy these chunks of these packs. A pack that is gone or damaged is left as it is."""
+        for ref, chunks in needed.items():
+            kind = split_ref(ref)[0]
+            try:
+                self._copy(ref, kind, chunks)
+            except (NoSuchObject, ArchivedObject, Damaged):
+                continue
+            self._waiting[kind].append(ref)
+        for kind in ("data", "meta"):
+            self._send(kind)
+            self.copied += self._waiting[kind]
+
+    def _copy(self, ref: PackRef, kind: PackKind, chunks: Collection[bytes]) -> None:
+        reader = RemotePackReader(self._sealer, ref)
+        records = [record for record in reader.read_table(self._objects) if record.id in chunks]
+        for start in range(0, len(records), _REPACKED_AT_ONCE):
+            some = records[start : start + _REPACKED_AT_ONCE]
+            for record, stored in zip(some, reader.read_records(self._objects, some), strict=True):
+                if not self._writer(kind).fits(record.stored_bytes):
+                    self._send(kind)
+                if self._writer(kind).add(record, stored) is None:
+                    raise DamagedRemote(reader.name, "it has a record that is larger than a pack")
+                self.bytes += record.stored_bytes
+
+    def _writer(self, kind: PackKind) -> RemotePackWriter:
+        if kind not in self._open:
+            self._open[kind] = RemotePackWriter(
+                self._sealer, self._new_ref(kind), capacity_bytes=self._pack_bytes
+            )
+        return self._open[kind]
+
+    def _send(self, kind: PackKind) -> None:
+        writer = self._open.pop(kind, None)
+        if writer is not None and writer.records:
+            self._objects.put(writer.name, writer.finish())
+            self.written.append(PackRef(writer.ref))
+
+
+class _CountingRepacker(Repacker):
+    """Repacker that writes nothing, and counts what it would copy."""
+
+    def copy_all(self, needed: Mapping[PackRef, Collection[bytes]]) -> None:
+        """Count these chunks of these packs; a pack whose table cannot be read is left out."""
+        for ref, chunks in needed.items():
+            try:
+                records = RemotePackReader(self._sealer, ref).read_table(self._objects)
+            except (NoSuchObject, ArchivedObject, Damaged):
+                continue
+            self.bytes += sum(record.stored_bytes for record in records if record.id in chunks)
+            self.copied.append(ref)
+
+
+# Stored bytes of the records that one request asks for; each thread has as much in memory.
+_READ_BYTES_AT_ONCE: Final = 4 << 20
+_READING_THREADS: Final = 4
+
+
+class _Copy(NamedTuple):
+    chunk: bytes
+    pack: int
+
+
+class _KeptCopies:
+    """Copies in packs that stay, as far as they were read. For one thread.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        index: Index of the remote, complete.
+        trusted: Packs that this process has just written from verified records.
+        threads: Packs that are read at the same time.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        sealer: Sealer,
+        index: RemoteIndex,
+        trusted: Collection[PackRef] = (),
+        threads: int = _READING_THREADS,
+    ) -> None:
+        self._objects = objects
+        self._sealer = sealer
+        self._index = index
+        self._trusted = frozenset(trusted)
+        self._threads = threads
+        self._whole: dict[_Copy, bool] = {}
+        self.read_bytes = 0
+        """Stored bytes of the records that were read."""
+        self.decayed: set[PackRef] = set()
+        """Packs with a table or a record that could not be read; without archived ones, which nothing was read of."""
+        self._archived: set[PackRef] = set()
+
+    def keep_sound(self, live: LiveChunks, doomed: Collection[int]) -> set[int]:
+        """Return those of the packs without which each live chunk has a whole copy.
+
+        A chunk without one keeps all packs that have it: which of these copies is the best is not known.
+        """
+        left = set(doomed)
+        needed = {
+            chunk: {copy.pack for copy in copies}
+            for chunk, copies in live_groups(self._index, live)
+            if any(copy.pack in left for copy in copies)
+        }
+        for chunk in needed.keys() - self.whole_elsewhere(needed, left):
+            left -= needed[chunk]
+        return left
+
+    def whole_elsewhere(self, chunks: Collection[bytes], without: Collection[int]) -> set[bytes]:
+        """Return those of the chunks that can be read, bases included, from packs other than ``without``."""
+        while True:
+            chosen = self._choose(chunks, without)
+            wanted: dict[int, set[bytes]] = {}
+            for chunk, place in chosen.items():
+                if _Copy(chunk, place.pack) not in self._whole:
+                    wanted.setdefault(place.pack, set()).add(chunk)
+            if wanted:
+                self._read(wanted)
+                continue
+            usable = _usable(chosen)
+            if usable == chosen.keys():
+                return {chunk for chunk in chunks if chunk in usable}
+            # Differences whose bases are found nowhere.
+            for chunk in chosen.keys() - usable:
+                self._whole[_Copy(chunk, chosen[chunk].pack)] = False
+
+    def _choose(self, chunks: Collection[bytes], without: Collection[int]) -> dict[bytes, ChunkLocation]:
+        """Return a copy of each of the chunks, and of each base of these, that may be whole."""
+        chosen: dict[bytes, ChunkLocation] = {}
+        seen: set[bytes] = set()
+        todo = list(chunks)
+        while todo:
+            chunk = todo.pop()
+            if chunk in seen:
+                continue
+            seen.add(chunk)
+            places = [
+                place
+                for place in self._index.find(chunk)
+                if place.pack not in without and self._whole.get(_Copy(chunk, place.pack), True)
+            ]
+            if places:
+                # One that needs no other first.
+                place = min(places, key=lambda place: (bool(place.base), place.pack))
+                chosen[chunk] = place
+                if place.base:
+                    todo.append(place.base)
+        return chosen
+
+    def _read(self, wanted: dict[int, set[bytes]]) -> None:
+        refs = {number: self._index.ref(number) for number in wanted}
+
+        def read(number: int) -> dict[bytes, int]:
+            return self._whole_records(refs[number], wanted[number])
+
+        with ThreadPoolExecutor(self._threads) if self._threads > 1 else InlinePool() as pool:
+            for number, whole in zip(wanted, pool.map(read, wanted), strict=True):
+                self.read_bytes += sum(whole.values())
+                if len(whole) < len(wanted[number]) and refs[number] not in self._archived:
+                    self.decayed.add(refs[number])
+                for chunk in wanted[number]:
+                    self._whole[_Copy(chunk, number)] = chunk in whole
+
+    def _whole_records(self, ref: PackRef, chunks: set[bytes]) -> dict[bytes, int]:
+        """Return the stored bytes of those of these chunks whose records in a pack are whole."""
+        if ref in self._trusted:
+            return dict.fromkeys(chunks, 0)
+        reader = RemotePackReader(self._sealer, ref)
+        try:
+            records = [record for record in reader.read_table(self._objects) if record.id in chunks]
+        except ArchivedObject:
+            self._archived.add(ref)
+            return {}
+        except (NoSuchObject, Damaged, UnsupportedFormat):
+            return {}
+        return {
+            record.id: record.stored_bytes
+            for some in in_runs(records, _READ_BYTES_AT_ONCE)
+            for record in self._whole_of(reader, some)
+        }
+
+    def _whole_of(self, reader: RemotePackReader, records: list[PackRecord]) -> list[PackRecord]:
+        try:
+            for _ in reader.read_records(self._objects, records):
+                pass
+            return records
+        # What cannot be read is not known to be whole, so the other copies stay.
+        except ArchivedObject:
+            self._archived.add(PackRef(reader.ref))
+            return []
+        except NoSuchObject:
+            return []
+        except Damaged:
+            # Which one it is shows when each is read alone.
+            half = len(records) // 2
+            if not half:
+                return []
+            return self._whole_of(reader, records[:half]) + self._whole_of(reader, records[half:])
+
+
+def _usable(chosen: dict[bytes, ChunkLocation]) -> set[bytes]:
+    """Return the chunks whose copies rest, base after base, on one that needs no other."""
+    usable = {chunk for chunk, place in chosen.items() if not place.base}
+    while more := {chunk for chunk, place in chosen.items() if chunk not in usable and place.base in usable}:
+        usable |= more
+    return usable
+
+
+DEFAULT_YOUNG_NS: Final = 86_400 * 10**9
+"""Age by the store's clock below which a pack or manifest is spared: one day. It saves uploads of running snapshots from
+being done twice; nothing is unsafe without it."""
+DEFAULT_REPACK_SHARE: Final = 0.25
+"""Share of live bytes below which a pack is copied to new ones."""
+DEFAULT_REPACK_BYTES: Final = 4 << 30
+"""Limit of what one round copies."""
+
+
+class CollectionPolicy(NamedTuple):
+    """Rules for what is worth collecting; nothing here is needed for safety."""
+
+    young_ns: int = DEFAULT_YOUNG_NS
+    repack_share: float = DEFAULT_REPACK_SHARE
+    repack_bytes: int = DEFAULT_REPACK_BYTES
+    damaged: frozenset[PackRef] = frozenset()
+    """Damaged packs. Nothing in them counts as a copy; they go, however young, unless a live chunk has no other."""
+    cold: Mapping[PackRef, int] = MappingProxyType({})
+    """Packs in a colder storage class or place, with the time of their move by the store's clock. They are never copied:
+    reading them costs, or takes hours."""
+    spare_cold_ns: int = 0
+    """Time after its move in which a cold pack is not deleted: stores charge for a minimum duration."""
+
+
+DEFAULT_POLICY: Final = CollectionPolicy()
+
+
+class CollectionResult(NamedTuple):
+    """Result of one call of `Collector.run`."""
+
+    round: int
+    """Number of the round that was ended; -1 if there was nothing to collect."""
+    packs: tuple[PackRef, ...] = ()
+    """Packs that the round deleted."""
+    manifests: tuple[str, ...] = ()
+    """Manifests that it deleted."""
+    rescued: int = 0
+    """Packs that were condemned and turned out to be needed."""
+    repacked_bytes: int = 0
+    unreadable: tuple[PackRef, ...] = ()
+    """Packs whose tables cannot be read; they are never deleted."""
+    decayed: tuple[PackRef, ...] = ()
+    """Packs in which a chunk could not be read, for which another copy was to go and stays."""
+    checked_bytes: int = 0
+    """Stored bytes of the copies that were read because others were deleted."""
+
+
+class CollectionPreview(NamedTuple):
+    """Plan of a collection."""
+
+    packs: tuple[PackRef, ...]
+    manifests: tuple[str, ...]
+    repacked_bytes: int
+    unreadable: tuple[PackRef, ...]
+    unfinished: bool
+    """A round is under way, which the next collection ends first."""
+
+
+class Collector:
+    """Collector of one remote. Used by one thread.
+
+    Any error may be raised between two requests and leaves nothing that another call, of any collector, does not
+    continue.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        log: The collector's own log; its rounds are what this collector knows of rounds.
+        reader: Reader of all logs.
+        index: Index of the remote.
+        mark: Function that finds the chunks of snapshots.
+        policy: What is worth collecting.
+        upkeep: Upkeep of logs; None for the usual one.
+        repacker: Maker of a `Repacker` for a round; None for the usual one.
+        new_id: For tests.
+        threads: Packs that are read at the same time.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        sealer: Sealer,
+        *,
+        log: WriterLog,
+        reader: LogReader,
+        index: RemoteIndex,
+        mark: MarkSnapshots,
+        policy: CollectionPolicy = DEFAULT_POLICY,
+        upkeep: LogUpkeep | None = None,
+        repacker: Callable[[], Repacker] | None = None,
+        new_id: Callable[[], str] = new_hex_id,
+        threads: int = 4,
+    ) -> None:
+        self._objects = objects
+        self._sealer = sealer
+        self._log = log
+        self._reader = reader
+        self._index = index
+        self._mark = mark
+        self._policy = policy
+        self._upkeep = upkeep or LogUpkeep(objects, sealer, reader)
+        self._repacker = repacker or (lambda: Repacker(objects, sealer))
+        self._new_id = new_id
+        self._preview_ns: int | None = None
+        self._threads = threads
+        self._repacked_bytes = 0
+        self._stored: list[ObjectInfo] = []
+        self._unreadable: tuple[PackRef, ...] = ()
+        # Packs that were written by this collector: of records that were verified then.
+        self._written: set[PackRef] = set()
+        self._kept = self._kept_copies()
+
+    def run(self) -> CollectionResult:
+        """End the round that is under way, or do one.
+
+        Raises:
+            Damaged: a log, a round, a manifest or a tree cannot be read; nothing was deleted.
+            LostCommits: the log that must have committed a manifest is gone or cut; nothing was deleted.
+            NothingCommitted: there are packs, and no log says anything of a snapshot; nothing was deleted.
+            RemoteUnreachable: another call continues. So it does after an incomplete listing.
+        """
+        self._repacked_bytes = 0
+        self._log.hello()
+        self._reader.witness = LogPosition(self._log.writer, self._log.next_number - 1)
+        rounds = self._log.rounds
+        self._index.follow(rounds)
+        if rounds.unfinished is None:
+            proposal = self._choose()
+            if not proposal.condemned and not proposal.manifests:
+                self._tidy_logs()
+                return CollectionResult(-1, unreadable=self._unreadable)
+            self._begin(proposal)
+            rounds.refresh()
+        round_ = rounds.unfinished
+        if round_ is None:
+            # Another collector began and ended it in the meantime.
+            return CollectionResult(-1, repacked_bytes=self._repacked_bytes, unreadable=self._unreadable)
+        return self._end(round_)
+
+    def _tidy_logs(self) -> None:
+        stored = [info.name for info in self._objects.list(MANIFESTS_PREFIX)]
+        self._upkeep.run(self._now_ns(), stored)
+
+    def _kept_copies(self) -> _KeptCopies:
+        return _KeptCopies(self._objects, self._sealer, self._index, self._written, threads=self._threads)
+
+    def preview(self, now_ns: int) -> CollectionPreview:
+        """Return what `run` would delete at this time; only reads.
+
+        Raises:
+            Damaged: a log, a round, a manifest or a tree cannot be read.
+        """
+        self._repacked_bytes = 0
+        rounds = self._log.rounds
+        rounds.refresh()
+        self._index.follow(rounds)
+        repacker, self._repacker = self._repacker, lambda: _CountingRepacker(self._objects, self._sealer)
+        self._preview_ns = now_ns
+        try:
+            proposal = self._choose()
+        finally:
+            self._repacker, self._preview_ns = repacker, None
+        return CollectionPreview(
+            tuple(PackRef(ref) for ref in proposal.condemned),
+            proposal.manifests,
+            self._repacked_bytes,
+            self._unreadable,
+            rounds.unfinished is not None,
+        )
+
+    def _begin(self, proposal: StoredRound) -> None:
+        """Create the next round, unless another collector does; then its round stands."""
+        create_round(self._objects, self._sealer, self._log.rounds.last + 1, "begun", proposal)
+
+    def _end(self, round_: int) -> CollectionResult:
+        part, content = self._log.rounds.content(round_)
+        condemned = len(content.condemned)
+        self._kept = self._kept_copies()
+        if part == "begun":
+            self._fence_logs(round_)
+            content = create_round(self._objects, self._sealer, round_, "final", self._decide(content))
+        self._delete(content)
+        self._tidy_logs()
+        create_round(self._objects, self._sealer, round_, "done", StoredRound(nonce=self._new_id()))
+        self._log.rounds.refresh()
+        self._index.follow(self._log.rounds)
+        packs = tuple(PackRef(ref) for ref in content.condemned)
+        return CollectionResult(
+            round_,
+            packs,
+            content.manifests,
+            condemned - len(packs),
+            self._repacked_bytes,
+            self._unreadable,
+            tuple(sorted(self._kept.decayed)),
+            self._kept.read_bytes,
+        )
+
+    def _choose(self) -> StoredRound:
+        """Return packs that are not needed, or whose needed chunks all have copies elsewhere; and manifests."""
+        live = self._list_and_mark()
+        use = measure_use(self._index, live)
+        young_since = self._now_ns() - self._policy.young_ns
+        old = self._old_packs(young_since)
+        unneeded = [number for number in old if not use.get(number, PackUse()).only_here_bytes]
+        condemned = keep_needed(self._index, live, unneeded, use)
+        condemned |= self._repack(
+            live,
+            use,
+            {n: size for n, size in old.items() if n not in condemned and not self._is_cold(n)},
+            condemned,
+        )
+        refs = sorted(
+            {
+                *(self._index.ref(number) for number in condemned),
+                *self._given_up(self._policy.damaged, live, self._found),
+            }
+        )
+        manifests = self._unneeded_manifests(young_since)
+        if refs or manifests:
+            self._require_commits()
+        return StoredRound(
+            nonce=self._new_id(),
+            condemned=tuple(refs[:MAX_PACKS]),
+            manifests=tuple(manifests[:MAX_MANIFESTS]),
+        )
+
+    def _require_commits(self) -> None:
+        """Raise NothingCommitted if no log commits a snapshot, nor says that there was one."""
+        logs = self._reader.logs.values()
+        if not any(summary.committed or summary.removed or summary.state >= 0 for summary in logs):
+            raise NothingCommitted(self._objects.url, len(list(self._index.packs())))
+
+    def _old_packs(self, young_since: int) -> dict[int, int]:
+        """Return size by number of the packs that may be condemned."""
+        moving = self._reader.moving()
+        spared_since = self._now_ns() - self._policy.spare_cold_ns
+        old: dict[int, int] = {}
+        for pack in self._index.packs():
+            number = self._index.number(pack.ref)
+            is_young = pack.modified_ns >= young_since
+            is_spared = self._policy.cold.get(pack.ref, spared_since) > spared_since
+            if number is not None and not (is_young or is_spared or pack.ref in moving):
+                old[number] = pack.size_bytes
+        return old
+
+    def _is_cold(self, number: int) -> bool:
+        return self._index.ref(number) in self._policy.cold
+
+    def _found(self, chunks: set[bytes]) -> set[bytes]:
+        return {chunk for chunk in chunks if self._index.find(chunk)}
+
+    def _given_up(
+        self, damaged: Iterable[PackRef], live: LiveChunks, found: Callable[[set[bytes]], set[bytes]]
+    ) -> set[PackRef]:
+        """Return the damaged packs without which each live chunk has a copy, as far as their tables can be read."""
+        given_up = set()
+        for ref in damaged:
+            try:
+                records = RemotePackReader(self._sealer, ref).read_table(self._objects)
+            except (NoSuchObject, ArchivedObject):
+                continue
+            except (Damaged, UnsupportedFormat):
+                records = []
+            needed: set[bytes] = {record.id for record in records if record.id in live}
+            if found(needed) == needed:
+                given_up.add(ref)
+        return given_up
+
+    def _repack(
+        self, live: LiveChunks, use: dict[int, PackUse], sizes: dict[int, int], condemned: set[int]
+    ) -> set[int]:
+        """Copy what is needed of mostly dead packs; return the packs that may go for it."""
+        sources: list[int] = []
+        left_bytes = self._policy.repack_bytes
+        # The emptiest first: they free most for what is copied.
+        emptiest = sorted(
+            sizes, key=lambda source: use.get(source, PackUse()).live_bytes / (sizes[source] or 1)
+        )
+        for number in emptiest:
+            live_bytes = use.get(number, PackUse()).live_bytes
+            left_bytes -= live_bytes
+            if left_bytes < 0 or live_bytes >= self._policy.repack_share * sizes[number]:
+                break
+            sources.append(number)
+        if not sources:
+            return set()
+        needed = needed_in(self._index, live, {*sources, *condemned})
+        repacker = self._repacker()
+        repacker.copy_all({self._index.ref(number): needed[number] for number in sources})
+        self._repacked_bytes = repacker.bytes
+        self._written.update(repacker.written)
+        self._index.learn(self._objects, self._sealer, repacker.written)
+        return {copied for ref in repacker.copied if (copied := self._index.number(ref)) is not None}
+
+    def _unneeded_manifests(self, young_since: int) -> list[str]:
+        live = self._reader.live()
+        return [
+            info.name for info in self._stored if info.name not in live and info.modified_ns < young_since
+        ]
+
+    def _fence_logs(self, round_: int) -> None:
+        """Put a fence into every log that is there after the round began."""
+        self._reader.refresh()
+        while bare := [writer for writer in self._reader.logs if not self._is_fenced(writer, round_)]:
+            for writer in bare:
+                self._fence(writer, round_)
+            # One listing may lack a whole log, of which nobody would hear.
+            self._reader.refresh()
+
+    def _fence(self, writer: str, round_: int) -> None:
+        # Each failure means that the log went on; a writer makes one entry for each snapshot.
+        while not self._is_fenced(writer, round_):
+            summary = self._reader.logs[writer]
+            before = summary.next
+            entry = LogFence(nonce=self._new_id(), round=round_)
+            append_to_log(self._objects, self._sealer, writer, summary, entry)
+            if summary.next == before:
+                self._reader.refresh()
+
+    def _is_fenced(self, writer: str, round_: int) -> bool:
+        summary = self._reader.logs[writer]
+        # A writer whose log was ended begins another one, and then sees the round.
+        return summary.retired or summary.fence >= round_
+
+    def _decide(self, content: StoredRound) -> StoredRound:
+        """Return what of the condemned may be deleted."""
+        live = self._list_and_mark()
+        self._require_commits()
+        numbers = {
+            number for ref in content.condemned if (number := self._index.number(PackRef(ref))) is not None
+        }
+        doomed = self._kept.keep_sound(live, keep_needed(self._index, live, numbers))
+        given_up = self._given_up(
+            self._policy.damaged.intersection(map(PackRef, content.condemned)),
+            live,
+            lambda chunks: self._kept.whole_elsewhere(chunks, doomed),
+        )
+        snapshots = self._reader.live()
+        # Logs were read after the fences: what begins to move later is not condemned here (`WriterLog.move`).
+        refs = {*(self._index.ref(number) for number in doomed), *given_up} - self._reader.moving()
+        return StoredRound(
+            nonce=self._new_id(),
+            condemned=tuple(sorted(refs)),
+            manifests=tuple(name for name in content.manifests if name not in snapshots),
+        )
+
+    def _list_and_mark(self) -> LiveChunks:
+        """Read logs and packs as they are now, and return what snapshots refer to, bases included."""
+        while True:
+            self._list()
+            snapshots = self._reader.live()
+            try:
+                live = self._mark(snapshots)
+            except (Damaged, NotFound):
+                # A snapshot that was removed since may have been collected by another; any other is damaged.
+                self._reader.refresh()
+                if snapshots.keys() <= self._reader.live().keys():
+                    raise
+                continue
+            add_bases(self._index, live)
+            return live
+
+    def _list(self) -> None:
+        # Before the logs: a manifest that is there already has the hello of its writer in them.
+        self._stored = [info for info in self._objects.list(MANIFESTS_PREFIX) if parse_manifest(info.name)]
+        self._reader.refresh()
+        self._require_logs()
+        # After the logs: the packs of every commit that was read are there.
+        self._unreadable = tuple(self._index.refresh(self._objects, self._sealer).unreadable)
+        self._index.drop(self._policy.damaged)
+
+    def _require_logs(self) -> None:
+        """Raise LostCommits if a log is gone, or cut, that must have committed a manifest."""
+        young_since = self._now_ns() - self._policy.young_ns
+        lost = unlogged_manifests(self._objects, self._sealer, self._stored, self._reader, young_since)
+        if lost:
+            raise LostCommits(lost[0].name, lost[0].reason, len(lost) - 1)
+
+    def _delete(self, content: StoredRound) -> None:
+        # Manifests first, so that none is there without its chunks.
+        self._objects.delete(content.manifests)
+        self._objects.delete([pack_name(ref) for ref in content.condemned])
+        # After the packs: a cold one without the copy of its table could not be read any more.
+        cold = cold_packs(self._objects)
+        self._objects.delete([table_name(ref) for ref in map(PackRef, content.condemned) if ref in cold])
+
+    def _now_ns(self) -> int:
+        """Return the time of the store's clock when this collector said hello; in a preview, the caller's."""
+        if self._preview_ns is not None:
+            return self._preview_ns
+        info = self._objects.info(log_entry_name(self._log.writer, self._log.next_number - 1))
+        return 0 if info is None else info.modified_ns
