@@ -88,7 +88,7 @@ def make(top: Path, mib: int, small: int) -> None:
 def restore(top: Path, way: str, dest: Path, cache: Path, delay_seconds: float) -> None:
     """Restore in this process, as the command does."""
     if way == "lazy":
-        from ciuic.lazy.preload import preload
+        from ciuic.lazy import preload
 
         preload()
     from ciuic.remote.access import open_remote

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.state.node import Node
+from ciuic.fuse_layer.state.node_table import Node
 
 _PIECE_BYTES = 4096
 _BETWEEN_CUTS_SECONDS = 0.01
@@ -32,7 +32,7 @@ def measure_holds(
     switch = sys.getswitchinterval()
     try:
         nodes = _look_up_tree(core, f"{directory}/tree")
-        large = _node(core, core.lookup(ROOT_ID, b"large").node)
+        large = _node(core, core.names.lookup(ROOT_ID, b"large").node)
         # As in the worker: a garbage collection over a million nodes must not be part of a hold.
         gc.freeze()
         gc.disable()
@@ -48,12 +48,12 @@ def measure_holds(
 
 def _look_up_tree(core: OverlayCore, tree: str) -> list[Node]:
     """Look up every file of the tree, as the kernel does."""
-    top = core.lookup(ROOT_ID, b"tree").node
+    top = core.names.lookup(ROOT_ID, b"tree").node
     nodes = []
     for name in os.listdir(os.fsencode(tree)):
-        folder = core.lookup(top, name).node
+        folder = core.names.lookup(top, name).node
         nodes += [
-            _node(core, core.lookup(folder, below).node)
+            _node(core, core.names.lookup(folder, below).node)
             for below in os.listdir(os.fsencode(tree) + b"/" + name)
         ]
     return nodes
@@ -88,10 +88,10 @@ def _cut_under_load(
 
 
 def _write_until(core: OverlayCore, name: str, stop: threading.Event) -> None:
-    attributes = core.lookup(ROOT_ID, name.encode())
-    handle = core.open(attributes.node, os.O_RDWR)
+    attributes = core.names.lookup(ROOT_ID, name.encode())
+    handle = core.files.open(attributes.node, os.O_RDWR)
     pieces = attributes.st.st_size // _PIECE_BYTES
     generator, piece = random.Random(name), b"w" * _PIECE_BYTES
     while not stop.is_set():
-        core.write(handle, generator.randrange(pieces) * _PIECE_BYTES, piece)
-    core.release(handle)
+        core.files.write(handle, generator.randrange(pieces) * _PIECE_BYTES, piece)
+    core.files.release(handle)

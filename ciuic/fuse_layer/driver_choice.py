@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.kernel import negotiation
 from ciuic.system.poll import readable
 from ciuic.system.sandbox import privileges

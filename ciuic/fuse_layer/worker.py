@@ -31,12 +31,11 @@ from ciuic.fuse_layer.core.core import OverlayCore
 from ciuic.fuse_layer.driver_choice import DriverChoice, ask_kernel, choose
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.journal.session_claim import SessionServed
-from ciuic.fuse_layer.journal.succession import SERVED_ELSEWHERE
+from ciuic.fuse_layer.journal.succession import SERVED_ELSEWHERE, SessionServed
 from ciuic.fuse_layer.kernel.worker import KernelWorker
 from ciuic.fuse_layer.state.open_rules import OpenRules
 from ciuic.fuse_layer.system import mounts, syscalls, takeover_priority
-from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, WorkerContext
+from ciuic.fuse_layer.worker_lifecycle import STOP_SIGNALS, WorkerContext
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.system.log_stream import LogStream
 from ciuic.system.sandbox import privileges, profiles

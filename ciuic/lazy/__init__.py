@@ -14,9 +14,18 @@ Invariants:
 * A read is answered from blocks that were checked, or fails with EIO. No zeros are read in place of content, through the mount or
   below it: below it the destination shows no names until the tree is complete.
 
-The package may import fuse_layer, restore and what lies below them. Its layers, from the top: service; mounted; driver; core, filler;
-ending, settler, skeleton; pending; fetch_order, layout; pending_file, progress, turnstile.
+The package may import fuse_layer, restore and what lies below them. `service` wires the rest; `progress` is what other processes are told.
 
 References:
     docs/decisions/lazy-restore.md
 """
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+
+def preload() -> None:
+    """Begin to import what a lazy restore needs, in a thread: 0.2 s that a remote's first answers take as well."""
+    threading.Thread(target=importlib.import_module, args=("ciuic.lazy.service",), daemon=True).start()

@@ -1,15 +1,16 @@
-"""Directory of a lazy restore below its mount: what is where, and how far it has come.
+"""Directory of a lazy restore below its mount: what is where, how far it has come, and how the tree takes the destination's place.
 
 In the destination, as long as it is incomplete::
 
     INCOMPLETE-RESTORE                     says in words what this is
     .ciuic-state/lazy-restore/lock         locked by the process that restores
     .ciuic-state/lazy-restore/record       which snapshot, and how far (JSON)
-    .ciuic-state/lazy-restore/pending/     a hidden link of each incomplete file (pending.py)
+    .ciuic-state/lazy-restore/pending/     a hidden link of each incomplete file (incomplete_files.py)
     .ciuic-state/lazy-restore/tree/NAME    the tree
 
 Guarantees: the record is replaced atomically and durably; every directory belongs to root alone, and is opened without following
-links. The tree appears in the destination only after `LazyPhase.MOVING` is durable, which is after everything in it is.
+links. The tree appears in the destination only after `LazyPhase.MOVING` is durable, which is after everything in it is. Killed at
+any point, the next run goes on where this one ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+import stat
 from contextlib import suppress
 from enum import Enum
 from typing import Final
@@ -28,9 +29,10 @@ from ciuic import STATE_DIR_NAME
 from ciuic.errors import Busy, CiuicError, DestinationExists
 from ciuic.lazy.progress import LostFile
 from ciuic.printable import one_line
-from ciuic.protocol.state_directory import own_directory
+from ciuic.protocol.state_directory import own_directory, remove_state
 from ciuic.restore.destination import Remover, rename_new
 from ciuic.system.mountinfo import LAZY_RESTORE
+from ciuic.system.xattrs import read_xattrs
 
 MARKER: Final = b"INCOMPLETE-RESTORE"
 _RECORD, _LOCK, _PENDING, _TREE = b"record", b"lock", b"pending", b"tree"
@@ -220,20 +222,31 @@ class LazyLayout:
         """Open the restored directory in the tree; the caller closes the descriptor."""
         return os.open(name, _DIRECTORY, dir_fd=self.tree)
 
-    def move(self, content: int) -> None:
-        """Move everything from the directory ``content`` to the destination; what was moved before is there.
+    def finish(self, record: LazyRecord, content: int) -> None:
+        """Move the tree from the directory ``content`` to the destination, give that its attributes, and remove what is ours.
 
         Raises:
-            OSError: EEXIST where something has the name in the destination.
+            OSError: EEXIST where something was put into the destination meanwhile.
         """
+        if record.times is None:
+            st = os.fstat(content)
+            record.times = (st.st_atime_ns, st.st_mtime_ns)
+            record.phase = LazyPhase.MOVING
+            # Before the first move: a later run must not take what was moved for something that is in the way.
+            self.write(record)
+        # What an earlier run has moved is in the destination already.
         for name in map(os.fsencode, os.listdir(content)):
             rename_new(content, name, self.destination, name)
-
-    def finish(self, dress: Callable[[], None]) -> None:
-        """Have the destination dressed, and remove what is ours; the names that were moved become durable first."""
-        dress()
+        # The core's, which a remover of trees spares.
+        remove_state(content)
+        _copy_attributes(content, self.destination)
         # Without this a power cut could leave neither the names nor the record that would move them again.
         os.fsync(self.destination)
+        self._remove_own()
+        os.utime(self.destination, ns=record.times)
+        os.fsync(self.destination)
+
+    def _remove_own(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(MARKER, dir_fd=self.destination)
         state = own_directory(self.destination, STATE_DIR_NAME)
@@ -267,3 +280,19 @@ def _has_directory(destination: int) -> bool:
             return False
         raise
     return True
+
+
+def _copy_attributes(source: int, target: int) -> None:
+    """Give a directory owner, extended attributes and mode of another one, in an order in which no user is let in too early."""
+    st = os.fstat(source)
+    # The target has mode 0700 and is root's until the last step.
+    os.chown(target, st.st_uid, st.st_gid)
+    wanted = read_xattrs(source)
+    for name in read_xattrs(target).keys() - wanted.keys():
+        with suppress(OSError):
+            os.removexattr(target, name)
+    for name, value in wanted.items():
+        # What a security module decides stays as it decides; the plain restore has reported what could not be set.
+        with suppress(OSError):
+            os.setxattr(target, name, value)
+    os.chmod(target, stat.S_IMODE(st.st_mode))

@@ -21,7 +21,7 @@ from support.capture_child import Found, captured
 from support.overlay import PASSES, Overlay, overlay_over
 from support.small_disks import missing, small_disk
 
-from ciuic.fuse_layer.cut.instant import MAX_COPIED_BYTES
+from ciuic.fuse_layer.core.passthrough_writers import MAX_COPIED_BYTES
 from ciuic.repository import Repository
 
 pytestmark = [

@@ -23,7 +23,7 @@ from ciuic.compare.restore_records import record_restore
 from ciuic.config import add_roots
 from ciuic.config.model import RootConfig
 from ciuic.config.repository_mark import mark_of, write_mark
-from ciuic.fuse_layer.cut.epochs import read_saved, write_saved
+from ciuic.fuse_layer.core.epochs import read_saved, write_saved
 from ciuic.integrations.checkpoint_pointer import Pointer, write_pointer
 from ciuic.protocol.state_directory import open_state
 from ciuic.protocol.stored_remotely import StoredRecord, write_record

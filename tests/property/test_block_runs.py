@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.tracking.blockset import BlockSet
+from ciuic.fuse_layer.tracking.changes import BlockSet
 
 RANGES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 150)), max_size=8)
 

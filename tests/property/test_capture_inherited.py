@@ -14,39 +14,30 @@ from support.core_driver import Operation, operations
 from support.dying_os import DATA_CALLS, NAME_CALLS, DyingOs, Killed, Steps
 
 from ciuic.daemon.capture import content
-from ciuic.fuse_layer.core import (
-    attributes,
-    content_changes,
-    data,
-    directories,
-    entries,
-    namespace,
-    removals,
-    truncate_swap,
-)
-from ciuic.fuse_layer.formats import undo_format
-from ciuic.fuse_layer.state import node_paths, overlay_state
+from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer.core import attributes, directories, files, names
+from ciuic.fuse_layer.state import node_table, overlay_state
 from ciuic.fuse_layer.system import path_handles, syscalls
-from ciuic.fuse_layer.tracking import hidden_links, undo_log, undo_log_file
+from ciuic.fuse_layer.tracking import hidden_links, undo_log
 from ciuic.system import spill
 
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
 MODULES = (
     attributes,
-    data,
+    files,
     directories,
-    content_changes,
-    entries,
+    files,
+    names,
     hidden_links,
-    removals,
-    namespace,
-    node_paths,
+    names,
+    names,
+    node_table,
     overlay_state,
-    truncate_swap,
+    files,
     syscalls,
     undo_log,
-    undo_log_file,
+    undo_log,
     path_handles,
 )
 
@@ -55,7 +46,7 @@ MODULES = (
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the limits so that small files and few changes take the code paths of large ones and many."""
     monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
-    monkeypatch.setattr(truncate_swap, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(files, "COPY_LIMIT_BYTES", BLOCK)
     monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
     monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
 

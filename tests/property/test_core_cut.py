@@ -21,9 +21,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer.core import truncate_swap
+from ciuic.fuse_layer import sealed_format, undo_format
+from ciuic.fuse_layer.core import files
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
-from ciuic.fuse_layer.formats import sealed_format, undo_format
 from ciuic.fuse_layer.system import syscalls
 from ciuic.system.spill import Spill
 
@@ -226,10 +226,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.root_ino = os.stat(self.top).st_ino
         self.worlds: dict[int, World] = {}
         self.history: dict[int, World] = {}
-        self.limit, truncate_swap.COPY_LIMIT_BYTES = truncate_swap.COPY_LIMIT_BYTES, 2 * BLOCK
+        self.limit, files.COPY_LIMIT_BYTES = files.COPY_LIMIT_BYTES, 2 * BLOCK
 
     def teardown(self) -> None:
-        truncate_swap.COPY_LIMIT_BYTES = self.limit
+        files.COPY_LIMIT_BYTES = self.limit
         self.core.close()
         os.close(self.backing_fd)
         os.umask(self.umask)
@@ -240,19 +240,19 @@ class CoreMachine(RuleBasedStateMachine):
         return ROOT_ID
 
     def node(self, directory: int, name: bytes) -> int:
-        attr = self.core.lookup(directory, name)
+        attr = self.core.names.lookup(directory, name)
         return attr.node
 
     @rule(target=directories, parent=directories, name=st.sampled_from(NAMES))
     def mkdir(self, parent: int, name: bytes) -> object:
         with suppress(OSError):
-            return self.core.mkdir(parent, name, 0o755, ROOT).node
+            return self.core.names.mkdir(parent, name, 0o755, ROOT).node
         return multiple()
 
     @rule(target=directories, parent=directories, name=st.sampled_from(NAMES))
     def look(self, parent: int, name: bytes) -> object:
         with suppress(OSError):
-            attr = self.core.lookup(parent, name)
+            attr = self.core.names.lookup(parent, name)
             if stat.S_ISDIR(attr.st.st_mode):
                 return attr.node
         return multiple()
@@ -260,35 +260,35 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(target=handles, parent=directories, name=st.sampled_from(NAMES), size=st.integers(0, 6 * BLOCK))
     def create(self, parent: int, name: bytes, size: int) -> object:
         with suppress(OSError):
-            _, handle = self.core.create(parent, name, 0o644, os.O_RDWR | os.O_EXCL, ROOT)
-            self.core.write(handle, 0, os.urandom(size))
+            _, handle = self.core.names.create(parent, name, 0o644, os.O_RDWR | os.O_EXCL, ROOT)
+            self.core.files.write(handle, 0, os.urandom(size))
             return handle
         return multiple()
 
     @rule(target=handles, parent=directories, name=st.sampled_from(NAMES), truncate=st.booleans())
     def open(self, parent: int, name: bytes, truncate: bool) -> object:
         with suppress(OSError):
-            attr = self.core.lookup(parent, name)
+            attr = self.core.names.lookup(parent, name)
             if stat.S_ISREG(attr.st.st_mode):
-                return self.core.open(attr.node, os.O_RDWR | (os.O_TRUNC if truncate else 0))
+                return self.core.files.open(attr.node, os.O_RDWR | (os.O_TRUNC if truncate else 0))
         return multiple()
 
     @rule(handle=handles, offset=st.integers(0, 8 * BLOCK), size=st.integers(1, 3 * BLOCK))
     def write(self, handle: int, offset: int, size: int) -> None:
         data = os.urandom(size)
-        assert self.core.write(handle, offset, data) == size
-        assert self.core.read(handle, offset, size) == data
+        assert self.core.files.write(handle, offset, data) == size
+        assert self.core.files.read(handle, offset, size) == data
 
     @rule(handle=consumes(handles))
     def release(self, handle: int) -> None:
-        self.core.release(handle)
+        self.core.files.release(handle)
 
     @rule(parent=directories, name=st.sampled_from(NAMES), size=st.integers(0, 10 * BLOCK))
     def truncate(self, parent: int, name: bytes, size: int) -> None:
         with suppress(OSError):
-            attr = self.core.lookup(parent, name)
+            attr = self.core.names.lookup(parent, name)
             if stat.S_ISREG(attr.st.st_mode):
-                after = self.core.setattr(attr.node, SetAttr(size=size))
+                after = self.core.attributes.setattr(attr.node, SetAttr(size=size))
                 assert after.st.st_size == size
                 assert after.node == attr.node
 
@@ -300,30 +300,30 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def fallocate(self, handle: int, mode: int, offset: int, size: int) -> None:
         with suppress(OSError):
-            self.core.fallocate(handle, mode, offset, size)
+            self.core.files.fallocate(handle, mode, offset, size)
 
     @rule(parent=directories, name=st.sampled_from(NAMES))
     def remove(self, parent: int, name: bytes) -> None:
         with suppress(OSError):
-            attr = self.core.lookup(parent, name)
-            (self.core.rmdir if stat.S_ISDIR(attr.st.st_mode) else self.core.unlink)(parent, name)
+            attr = self.core.names.lookup(parent, name)
+            (self.core.names.rmdir if stat.S_ISDIR(attr.st.st_mode) else self.core.names.unlink)(parent, name)
 
     @rule(old=directories, name=st.sampled_from(NAMES), new=directories, new_name=st.sampled_from(NAMES),
           flags=st.sampled_from([0, 0, 0, syscalls.RENAME_NOREPLACE, syscalls.RENAME_EXCHANGE]))  # fmt: skip
     def rename(self, old: int, name: bytes, new: int, new_name: bytes, flags: int) -> None:
         with suppress(OSError):
-            self.core.rename(old, name, new, new_name, flags)
+            self.core.names.rename(old, name, new, new_name, flags)
 
     @rule(parent=directories, name=st.sampled_from(NAMES), new=directories, new_name=st.sampled_from(NAMES))
     def link(self, parent: int, name: bytes, new: int, new_name: bytes) -> None:
         with suppress(OSError):
-            attr = self.core.link(self.node(parent, name), new, new_name)
+            attr = self.core.names.link(self.node(parent, name), new, new_name)
             assert attr.nlink > 1
 
     @rule(parent=directories, name=st.sampled_from(NAMES), to=st.sampled_from(NAMES))
     def symlink(self, parent: int, name: bytes, to: bytes) -> None:
         with suppress(OSError):
-            self.core.symlink(parent, name, to, ROOT)
+            self.core.names.symlink(parent, name, to, ROOT)
 
     @rule(
         parent=directories,
@@ -333,15 +333,15 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def attribute(self, parent: int, name: bytes, what: str, value: int) -> None:
         with suppress(OSError):
-            attr = self.core.lookup(parent, name)
+            attr = self.core.names.lookup(parent, name)
             if what == "mode" and not stat.S_ISLNK(attr.st.st_mode):
-                self.core.setattr(attr.node, SetAttr(mode=value))
+                self.core.attributes.setattr(attr.node, SetAttr(mode=value))
             elif what == "owner":
-                self.core.setattr(attr.node, SetAttr(uid=value, gid=value))
+                self.core.attributes.setattr(attr.node, SetAttr(uid=value, gid=value))
             elif what == "times":
-                self.core.setattr(attr.node, SetAttr(mtime_ns=value * 10**9 + 1))
+                self.core.attributes.setattr(attr.node, SetAttr(mtime_ns=value * 10**9 + 1))
             elif what == "xattr":
-                self.core.setxattr(attr.node, b"trusted.t%d" % (value % 3), b"v%d" % value, 0)
+                self.core.attributes.setxattr(attr.node, b"trusted.t%d" % (value % 3), b"v%d" % value, 0)
 
     @rule()
     def cut(self) -> None:

@@ -24,29 +24,21 @@ from unittest import mock
 import pytest
 from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
-from ciuic.fuse_layer.core import (
-    attributes,
-    content_changes,
-    data,
-    directories,
-    entries,
-    namespace,
-    removals,
-)
+from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer.core import attributes, directories, files, names
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.state import node_paths, overlay_state
+from ciuic.fuse_layer.state import node_table, overlay_state
 from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links
 
 _MODULES = (
-    *(attributes, content_changes, data, directories, entries, hidden_links, namespace, node_paths),
-    *(overlay_state, path_handles, removals),
+    *(attributes, files, files, directories, names, hidden_links, names, node_table),
+    *(overlay_state, path_handles, names),
 )
 _TERMS = Negotiated(45, 0)
 _OTHERS = "others"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.formats.sealed_format import SealedHead, read_sealed, write_sealed
-from ciuic.fuse_layer.formats.undo_format import SealedChange, UndoDamaged, sealed_name
+from ciuic.fuse_layer.sealed_format import SealedHead, read_sealed, write_sealed
+from ciuic.fuse_layer.undo_format import SealedChange, UndoDamaged, sealed_name
 from ciuic.system.spill import Spill
 
 _numbers = st.integers(0, 2**64 - 1)

@@ -16,12 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.journal import journal_writer, session_journal
-from ciuic.fuse_layer.journal.handle_journal import HandleJournal
-from ciuic.fuse_layer.journal.inherited_session import InheritedSession
-from ciuic.fuse_layer.journal.journal_archive import JournalArchive
-from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.journal.session_journal import OpenedDirectory, OpenedFile
+from ciuic.fuse_layer.journal import journal_writer, records
+from ciuic.fuse_layer.journal.inherited_session import InheritedSession, JournalArchive
+from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
+from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
 from ciuic.fuse_layer.system.caller import ROOT
 
 NAMES = [b"a", b"b", b"c", b"d" * 255]
@@ -81,52 +79,52 @@ class Session:
         return node
 
     def _create(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        attr, handle = self.core.create(folder, name, 0o644, os.O_RDWR, ROOT)
+        attr, handle = self.core.names.create(folder, name, 0o644, os.O_RDWR, ROOT)
         self._learn(attr.node)
         self.book.opened(OpenedFile(handle, attr.node, 2 * handle, os.O_RDWR, 0, 0))
 
     def _mkdir(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self.folders.append(self._learn(self.core.mkdir(folder, name, 0o755, ROOT).node))
+        self.folders.append(self._learn(self.core.names.mkdir(folder, name, 0o755, ROOT).node))
 
     def _link(self, folder: int, name: bytes, target: int, other: bytes) -> None:
-        node = self._learn(self.core.lookup(folder, name).node)
-        self._learn(self.core.link(node, target, other).node)
+        node = self._learn(self.core.names.lookup(folder, name).node)
+        self._learn(self.core.names.link(node, target, other).node)
 
     def _rename(self, folder: int, name: bytes, target: int, other: bytes) -> None:
-        self._learn(self.core.lookup(folder, name).node)
-        self.core.rename(folder, name, target, other, 0)
+        self._learn(self.core.names.lookup(folder, name).node)
+        self.core.names.rename(folder, name, target, other, 0)
 
     def _exchange(self, folder: int, name: bytes, target: int, other: bytes) -> None:
-        self.core.rename(folder, name, target, other, _EXCHANGE)
+        self.core.names.rename(folder, name, target, other, _EXCHANGE)
 
     def _unlink(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self.core.unlink(folder, name)
+        self.core.names.unlink(folder, name)
 
     def _rmdir(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self.core.rmdir(folder, name)
+        self.core.names.rmdir(folder, name)
 
     def _lookup(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        self._learn(self.core.lookup(folder, name).node)
+        self._learn(self.core.names.lookup(folder, name).node)
 
     def _forget(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        node = self.core.lookup(folder, name).node
-        self.core.forget(node, self.known.pop(node, 0) + 1)
+        node = self.core.names.lookup(folder, name).node
+        self.core.names.forget(node, self.known.pop(node, 0) + 1)
         self.folders = [known for known in self.folders if known != node]
 
     def _open(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
-        found = self.core.lookup(folder, name)
+        found = self.core.names.lookup(folder, name)
         node = self._learn(found.node)
         if not stat.S_ISREG(found.st.st_mode):
             # A kernel opens nothing else through its server.
             return
-        handle = self.core.open(node, os.O_RDONLY)
+        handle = self.core.files.open(node, os.O_RDONLY)
         self.book.opened(OpenedFile(handle, node, 2 * handle, os.O_RDONLY, 0, 0))
 
     def _close(self, _folder: int, _name: bytes, target: int, _other: bytes) -> None:
         handles = sorted(self.book.files)
         handle = handles[target % len(handles)] if handles else 0
         if self.book.closed(handle):
-            self.core.release(handle)
+            self.core.files.release(handle)
 
     def succeeded(self, inherited: InheritedSession) -> Session:
         """Kill the worker and return the session of its successor."""
@@ -154,7 +152,7 @@ class Session:
 def answer(core: OverlayCore, node: int) -> tuple[int, int, int] | None:
     """Return inode number, mode and visible link count, or None when the node is stale."""
     try:
-        attr = core.getattr(node)
+        attr = core.attributes.getattr(node)
     except OSError:
         return None
     return attr.st.st_ino, attr.st.st_mode, attr.nlink
@@ -202,12 +200,12 @@ def test_a_successor_answers_as_its_predecessor(full_bytes: int, lives: list[lis
             after = before.succeeded(inherited)
             for node, facts in expected.items():
                 if facts is not None and node in lost and stat.S_ISDIR(facts[1]):
-                    assert after.core.getattr(node).nlink == 0
-                    assert list(after.core.readdir(after.core.opendir(node), 0)) == []
+                    assert after.core.attributes.getattr(node).nlink == 0
+                    assert list(after.core.directories.readdir(after.core.directories.opendir(node), 0)) == []
                 elif facts is not None and node not in lost:
                     assert answer(after.core, node) == facts, node
             for opened in open_files.values():
-                assert os.fstat(after.core.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
+                assert os.fstat(after.core.files.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
             before = after
 
 
@@ -227,7 +225,7 @@ def test_an_interrupted_archive_changes_no_result(steps: list[Step], slices: int
     with session(1 << 20) as (before, _, base):
         for step in steps:
             before.do(step)
-        base.with_name("ledger.2").write_bytes(session_journal.begin_record(45, 7, 1 << 20))
+        base.with_name("ledger.2").write_bytes(records.begin_record(45, 7, 1 << 20))
         reference = journal_writer.replay(base)
         archive = JournalArchive(base.with_name("ledger.archive-test"))
         for _ in islice(archive.absorb(1, base.with_name("ledger.1").read_bytes()), slices):
@@ -253,11 +251,11 @@ def _facts_of(inherited: InheritedSession, node: int) -> tuple[object, ...] | No
 def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -> None:
     """A node that this worker made and dropped again does not come back from the archive."""
     first = JournalArchive(tmp_path / "l.archive-test")
-    list(first.absorb(1, session_journal.node_record(5, 1, 5, 1, 0o100000, b"old")))
+    list(first.absorb(1, records.node_record(5, 1, 5, 1, 0o100000, b"old")))
     first.close()
     second = JournalArchive(tmp_path / "l.archive-test")
     own = JournalArchive(tmp_path / "l.archive-test", generation=second.generation)
-    list(own.absorb(2, session_journal.node_record(6, 1, 6, 1, 0o100000, b"new")))
+    list(own.absorb(2, records.node_record(6, 1, 6, 1, 0o100000, b"new")))
     assert second.node(5) is not None
     assert second.node(6) is None
     third = JournalArchive(tmp_path / "l.archive-test")
@@ -268,8 +266,8 @@ def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -
 
 def test_inodes_of_nested_file_systems_and_reused_numbers_are_found(tmp_path: Path) -> None:
     """Inodes on nested file systems and reused inode numbers are found in newest file and archive."""
-    data = session_journal.node_record(1 << 62, 9, 5, 1, 0o100000, b"elsewhere")
-    data += session_journal.node_record(7, 1, 7, 1, 0o100000, b"a") + session_journal.replaced_record(7, 1, 8)
+    data = records.node_record(1 << 62, 9, 5, 1, 0o100000, b"elsewhere")
+    data += records.node_record(7, 1, 7, 1, 0o100000, b"a") + records.replaced_record(7, 1, 8)
     newest = InheritedSession()
     list(newest.apply(data))
     archive = JournalArchive(tmp_path / "l.archive-test")
@@ -285,10 +283,10 @@ def test_inodes_of_nested_file_systems_and_reused_numbers_are_found(tmp_path: Pa
 def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path: Path) -> None:
     """An archived node that the newest file renames is found after that file was archived too."""
     archive = JournalArchive(tmp_path / "l.archive-test")
-    list(archive.absorb(1, session_journal.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")))
+    list(archive.absorb(1, records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")))
     archive.close()
     inherited = InheritedSession(JournalArchive(tmp_path / "l.archive-test"))
-    newest = session_journal.renamed_record(1 << 62, 1, b"name", 1, b"new name")
+    newest = records.renamed_record(1 << 62, 1, b"name", 1, b"new name")
     list(inherited.apply(newest))
     assert inherited.archive is not None
     own = JournalArchive(tmp_path / "l.archive-test", generation=inherited.archive.generation)
@@ -300,8 +298,8 @@ def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path:
 
 def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None:
     """The id of a removed node that is still open is not reused: the kernel knows the file by that id."""
-    data = session_journal.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
-    data += session_journal.unlinked_record(1 << 62, 1, b"name", gone=True)
+    data = records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
+    data += records.unlinked_record(1 << 62, 1, b"name", gone=True)
     archive = JournalArchive(tmp_path / "l.archive-test")
     list(archive.absorb(1, data))
     archive.close()
@@ -316,9 +314,7 @@ def test_torn_journal_is_read_up_to_its_last_whole_record(tmp_path: Path) -> Non
     written.begin(45, 0, 4096)
     book = HandleJournal(written)
     for number in range(1, 6):
-        written.append(
-            session_journal.node_record(number + 1, 1, number + 1, 1, 0o100000, b"name %d" % number)
-        )
+        written.append(records.node_record(number + 1, 1, number + 1, 1, 0o100000, b"name %d" % number))
         book.opened(OpenedFile(number, number + 1, number, 0, 0, 0))
     book.directory_opened(OpenedDirectory(9, 2, 9))
     book.listed(9, [b"n%d" % number for number in range(64)])
@@ -343,6 +339,6 @@ def test_journal_that_cannot_be_written_is_abandoned(tmp_path: Path) -> None:
     written.begin(45, 0, 4096)
     os.close(written._fd)
     written._fd = os.open("/dev/full", os.O_WRONLY)
-    written.append(session_journal.dropped_record(5))
+    written.append(records.dropped_record(5))
     assert not written.kept
     assert journal_writer.replay(tmp_path / "l") is None

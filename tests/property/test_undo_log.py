@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.formats.undo_format import (
+from ciuic.fuse_layer.tracking.undo_log import UndoLog
+from ciuic.fuse_layer.undo_format import (
     LOG_NAME,
     AbandonedRecord,
     BlocksRecord,
@@ -27,7 +28,6 @@ from ciuic.fuse_layer.formats.undo_format import (
     bitmap_runs,
     encode,
 )
-from ciuic.fuse_layer.tracking.undo_log import UndoLog
 
 _numbers = st.integers(0, 2**64 - 1)
 _small = st.integers(1, 4)

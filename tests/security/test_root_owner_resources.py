@@ -250,8 +250,8 @@ def test_moves_do_not_make_snapshots_deeper_than_the_limit(tmp_path: Path) -> No
             assert (record.depth, report.errors) == (limit - 10, [])
             end = ROOT_ID
             for _ in range(limit - 10):
-                end = rig.core.lookup(end, b"a").node
-            rig.core.rename(ROOT_ID, b"b", end, b"b", 0)
+                end = rig.core.names.lookup(end, b"a").node
+            rig.core.names.rename(ROOT_ID, b"b", end, b"b", 0)
             record, report = rig.capture(rig.cut(observe=False))
             assert record.mode == "tracked"
             assert record.depth == limit

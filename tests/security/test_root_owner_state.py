@@ -34,8 +34,8 @@ from support.small_disks import missing, small_disk
 from ciuic import STATE_DIR_NAME
 from ciuic.config.repository_mark import mark_of, read_mark, write_mark
 from ciuic.daemon.capture.root import _find_undo
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.formats import undo_format
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import NotTheRoot
 from ciuic.protocol import state_directory
@@ -425,15 +425,15 @@ class OwnerMachine(RuleBasedStateMachine):
         assert self.core is not None
         cut = self.core.cut()
         try:
-            attr = self.core.lookup(ROOT_ID, b"file")
+            attr = self.core.names.lookup(ROOT_ID, b"file")
         except OSError:
             return
-        handle = self.core.open(attr.node, os.O_RDWR)
+        handle = self.core.files.open(attr.node, os.O_RDWR)
         try:
-            self.core.write(handle, 0, b"new")
+            self.core.files.write(handle, 0, b"new")
         finally:
-            self.core.release(handle)
-            self.core.forget(attr.node, 1)
+            self.core.files.release(handle)
+            self.core.names.forget(attr.node, 1)
         if not self.core.status()["abandoned"]:
             undo = _find_undo(self.fd)
             assert os.path.exists(f"/proc/self/fd/{undo}/{undo_format.sealed_name(cut.epoch)}")

@@ -27,8 +27,8 @@ from ciuic.daemon.capture import root
 from ciuic.daemon.capture.job import RootJob
 from ciuic.daemon.capture.root import Report
 from ciuic.fuse_layer.core.core import OverlayCore, SealedEpoch
-from ciuic.fuse_layer.formats.undo_format import LogReader
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
+from ciuic.fuse_layer.undo_format import LogReader
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.disk.extent_sharing import Stage
 from ciuic.types import (

@@ -85,7 +85,7 @@ class CoreDriver:
 
     def close_all(self) -> None:
         while self._handles:
-            self.core.release(self._handles.pop())
+            self.core.files.release(self._handles.pop())
 
     def open_for_writing(self) -> set[int]:
         """Return inode numbers of files that a handle can write to now."""
@@ -94,7 +94,7 @@ class CoreDriver:
     def node(self, path: bytes) -> int:
         node = ROOT_ID
         for name in path.split(b"/") if path else ():
-            node = self._seen(self.core.lookup(node, name))
+            node = self._seen(self.core.names.lookup(node, name))
         return node
 
     def _seen(self, attr: Attr) -> int:
@@ -106,7 +106,7 @@ class CoreDriver:
         """Forget nodes as if the kernel dropped its caches."""
         lookups, self._lookups = self._lookups, {}
         for node, count in lookups.items():
-            self.core.forget(node, count)
+            self.core.names.forget(node, count)
 
     def _place(self, path: bytes) -> tuple[int, bytes]:
         folder, _, name = path.rpartition(b"/")
@@ -118,118 +118,118 @@ class CoreDriver:
         return (b"%d " % self._written) * (size // 3 + 1)
 
     def _create(self, path: bytes, _other: bytes, how: int) -> None:
-        attr, handle = self.core.create(*self._place(path), 0o644, os.O_RDWR | os.O_EXCL, ROOT)
+        attr, handle = self.core.names.create(*self._place(path), 0o644, os.O_RDWR | os.O_EXCL, ROOT)
         self._seen(attr)
-        self.core.write(handle, (how % 3) * self.block_size, self._data(how))
-        self.core.release(handle)
+        self.core.files.write(handle, (how % 3) * self.block_size, self._data(how))
+        self.core.files.release(handle)
 
     def _write(self, path: bytes, _other: bytes, how: int) -> None:
         node = self.node(path)
-        if not stat.S_ISREG(self.core.getattr(node).st.st_mode):
+        if not stat.S_ISREG(self.core.attributes.getattr(node).st.st_mode):
             return
-        handle = self.core.open(node, os.O_RDWR)
-        self.core.write(handle, (how * 1000) % (5 * self.block_size), self._data(how))
-        self.core.release(handle)
+        handle = self.core.files.open(node, os.O_RDWR)
+        self.core.files.write(handle, (how * 1000) % (5 * self.block_size), self._data(how))
+        self.core.files.release(handle)
 
     def _truncate(self, path: bytes, _other: bytes, how: int) -> None:
         sizes = (0, 1, self.block_size, 2 * self.block_size + 5, 9 * self.block_size)
-        self.core.setattr(self.node(path), SetAttr(size=sizes[how % len(sizes)]))
+        self.core.attributes.setattr(self.node(path), SetAttr(size=sizes[how % len(sizes)]))
 
     def _punch(self, path: bytes, _other: bytes, how: int) -> None:
         node = self.node(path)
-        if not stat.S_ISREG(self.core.getattr(node).st.st_mode):
+        if not stat.S_ISREG(self.core.attributes.getattr(node).st.st_mode):
             return
-        handle = self.core.open(node, os.O_RDWR)
+        handle = self.core.files.open(node, os.O_RDWR)
         try:
-            self.core.fallocate(
+            self.core.files.fallocate(
                 handle, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, how * 700, 2 * self.block_size
             )
         finally:
-            self.core.release(handle)
+            self.core.files.release(handle)
 
     def _share(self, path: bytes, _other: bytes, how: int) -> None:
         """Share extents of another file into this one, here by copying: notes and saved blocks matter."""
         node = self.node(path)
-        if not stat.S_ISREG(self.core.getattr(node).st.st_mode):
+        if not stat.S_ISREG(self.core.attributes.getattr(node).st.st_mode):
             return
-        handle, source = self.core.open(node, os.O_RDWR), os.memfd_create("source")
+        handle, source = self.core.files.open(node, os.O_RDWR), os.memfd_create("source")
         try:
             self._written += 1
             data = (b"%d " % self._written) * self.block_size
             os.write(source, data)
             with mock.patch.object(syscalls, "clone_range", copy_range):
-                self.core.share(node, source, 0, how * 1000, self.block_size)
+                self.core.files.share(node, source, 0, how * 1000, self.block_size)
         finally:
             os.close(source)
-            self.core.release(handle)
+            self.core.files.release(handle)
 
     def _mkdir(self, path: bytes, _other: bytes, how: int) -> None:
-        self._seen(self.core.mkdir(*self._place(path), 0o755 if how % 2 else 0o700, ROOT))
+        self._seen(self.core.names.mkdir(*self._place(path), 0o755 if how % 2 else 0o700, ROOT))
 
     def _symlink(self, path: bytes, other: bytes, _how: int) -> None:
-        self._seen(self.core.symlink(*self._place(path), other, ROOT))
+        self._seen(self.core.names.symlink(*self._place(path), other, ROOT))
 
     def _fifo(self, path: bytes, _other: bytes, _how: int) -> None:
-        self._seen(self.core.mknod(*self._place(path), 0o010600, 0, ROOT))
+        self._seen(self.core.names.mknod(*self._place(path), 0o010600, 0, ROOT))
 
     def _link(self, path: bytes, other: bytes, _how: int) -> None:
-        self._seen(self.core.link(self.node(path), *self._place(other)))
+        self._seen(self.core.names.link(self.node(path), *self._place(other)))
 
     def _unlink(self, path: bytes, _other: bytes, _how: int) -> None:
-        self.core.unlink(*self._place(path))
+        self.core.names.unlink(*self._place(path))
 
     def _rmdir(self, path: bytes, _other: bytes, _how: int) -> None:
-        self.core.rmdir(*self._place(path))
+        self.core.names.rmdir(*self._place(path))
 
     def _rename(self, path: bytes, other: bytes, how: int) -> None:
-        self.core.rename(*self._place(path), *self._place(other), RENAME_NOREPLACE if how == 3 else 0)
+        self.core.names.rename(*self._place(path), *self._place(other), RENAME_NOREPLACE if how == 3 else 0)
 
     def _exchange(self, path: bytes, other: bytes, _how: int) -> None:
-        self.core.rename(*self._place(path), *self._place(other), RENAME_EXCHANGE)
+        self.core.names.rename(*self._place(path), *self._place(other), RENAME_EXCHANGE)
 
     def _chmod(self, path: bytes, _other: bytes, how: int) -> None:
         node = self.node(path)
         # The kernel changes no mode of a symbolic link.
-        is_symlink = stat.S_ISLNK(self.core.getattr(node).st.st_mode)
-        self.core.setattr(node, SetAttr(mode=None if is_symlink else 0o600 + how, uid=how))
+        is_symlink = stat.S_ISLNK(self.core.attributes.getattr(node).st.st_mode)
+        self.core.attributes.setattr(node, SetAttr(mode=None if is_symlink else 0o600 + how, uid=how))
 
     def _xattr(self, path: bytes, _other: bytes, how: int) -> None:
-        self.core.setxattr(self.node(path), b"trusted.t%d" % (how % 2), b"v" * how, 0)
+        self.core.attributes.setxattr(self.node(path), b"trusted.t%d" % (how % 2), b"v" * how, 0)
 
     def _utime(self, path: bytes, _other: bytes, how: int) -> None:
-        self.core.setattr(self.node(path), SetAttr(atime_ns=how, mtime_ns=10**18 + how))
+        self.core.attributes.setattr(self.node(path), SetAttr(atime_ns=how, mtime_ns=10**18 + how))
 
     def _open(self, path: bytes, _other: bytes, how: int) -> None:
         node = self.node(path)
         # A mount opens regular files only.
-        if stat.S_ISREG(self.core.getattr(node).st.st_mode):
-            self._handles.append(self.core.open(node, os.O_RDWR | (os.O_TRUNC if how == 5 else 0)))
+        if stat.S_ISREG(self.core.attributes.getattr(node).st.st_mode):
+            self._handles.append(self.core.files.open(node, os.O_RDWR | (os.O_TRUNC if how == 5 else 0)))
 
     def _write_open(self, _path: bytes, _other: bytes, how: int) -> None:
         if self._handles:
-            self.core.write(self._handles[how % len(self._handles)], how * 999, self._data(how))
+            self.core.files.write(self._handles[how % len(self._handles)], how * 999, self._data(how))
 
     def _close(self, _path: bytes, _other: bytes, how: int) -> None:
         if self._handles:
-            self.core.release(self._handles.pop(how % len(self._handles)))
+            self.core.files.release(self._handles.pop(how % len(self._handles)))
 
     def _remove_all(self, path: bytes, _other: bytes, _how: int) -> None:
         self._remove_below(self.node(path))
         self._rmdir(path, b"", 0)
 
     def _remove_below(self, node: int) -> None:
-        handle = self.core.opendir(node)
-        names = [entry[0] for entry in self.core.readdir(handle, 0)]
-        self.core.releasedir(handle)
+        handle = self.core.directories.opendir(node)
+        names = [entry[0] for entry in self.core.directories.readdir(handle, 0)]
+        self.core.directories.releasedir(handle)
         for name in names:
             if name in (b".", b".."):
                 continue
             try:
-                self.core.unlink(node, name)
+                self.core.names.unlink(node, name)
             except OSError:
                 # The name is a directory.
-                self._remove_below(self._seen(self.core.lookup(node, name)))
-                self.core.rmdir(node, name)
+                self._remove_below(self._seen(self.core.names.lookup(node, name)))
+                self.core.names.rmdir(node, name)
 
 
 def copy_range(source: int, source_offset: int, length: int, target: int, offset: int) -> None:

@@ -27,11 +27,10 @@ from support.core_driver import KINDS, PATHS, CoreDriver, Operation, path_of
 from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer.core import truncate_swap
-from ciuic.fuse_layer.cut import epochs
-from ciuic.fuse_layer.formats import undo_format
-from ciuic.fuse_layer.formats.undo_format import UndoLost
-from ciuic.fuse_layer.tracking import hidden_links, undo_log, undo_log_file
+from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer.core import epochs, files
+from ciuic.fuse_layer.tracking import hidden_links, undo_log
+from ciuic.fuse_layer.undo_format import UndoLost
 
 
 class Killed(BaseException):
@@ -182,7 +181,7 @@ def faults_in(modules: Sequence[ModuleType], faulty: FaultyOs) -> Iterator[Fault
 NO_SPACE, IO_ERROR = errno.ENOSPC, errno.EIO
 
 
-SAVING = (undo_log, undo_log_file, hidden_links, epochs, undo_format)
+SAVING = (undo_log, undo_log, hidden_links, epochs, undo_format)
 """Modules that write saved overlay state."""
 STATE_NAME = STATE_DIR_NAME.decode()
 _SAVED = "tracking"
@@ -330,8 +329,8 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
 
     Raises AssertionError, naming the call, if the job or a snapshot was damaged.
     """
-    limit = truncate_swap.COPY_LIMIT_BYTES
-    truncate_swap.COPY_LIMIT_BYTES = BLOCK  # type: ignore[misc]
+    limit = files.COPY_LIMIT_BYTES
+    files.COPY_LIMIT_BYTES = BLOCK  # type: ignore[misc]
     try:
         undisturbed = life(seed, FaultyOs())
         assert undisturbed.exact > 0
@@ -340,7 +339,7 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
             exact += _survives(seed, undisturbed, FaultyOs(stop_at, **fault))  # type: ignore[arg-type]
         return undisturbed.calls, exact
     finally:
-        truncate_swap.COPY_LIMIT_BYTES = limit  # type: ignore[misc]
+        files.COPY_LIMIT_BYTES = limit  # type: ignore[misc]
 
 
 def _survives(seed: int, undisturbed: Life, faulty: FaultyOs) -> int:

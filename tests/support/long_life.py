@@ -128,25 +128,25 @@ class _Machine:
     # --- the job's changes, through the core
 
     def folder(self, name: bytes) -> int:
-        return self.core.lookup(ROOT_ID, name).node if name else ROOT_ID
+        return self.core.names.lookup(ROOT_ID, name).node if name else ROOT_ID
 
     def mkdir(self, name: bytes) -> None:
-        self.forget(self.core.mkdir(ROOT_ID, name, 0o755, ROOT).node)
+        self.forget(self.core.names.mkdir(ROOT_ID, name, 0o755, ROOT).node)
 
     def forget(self, node: int) -> None:
         if node != ROOT_ID:
-            self.core.forget(node, 1)
+            self.core.names.forget(node, 1)
 
     def write(self, folder: bytes, name: bytes, data: bytes, offset: int = 0) -> None:
         """Write to the file, created if need be; offset -1 appends."""
         parent = self.folder(folder)
         try:
-            attr = self.core.lookup(parent, name)
-            handle = self.core.open(attr.node, os.O_RDWR)
+            attr = self.core.names.lookup(parent, name)
+            handle = self.core.files.open(attr.node, os.O_RDWR)
         except FileNotFoundError:
-            attr, handle = self.core.create(parent, name, 0o644, os.O_RDWR | os.O_EXCL, ROOT)
-        self.core.write(handle, attr.st.st_size if offset < 0 else offset, data)
-        self.core.release(handle)
+            attr, handle = self.core.names.create(parent, name, 0o644, os.O_RDWR | os.O_EXCL, ROOT)
+        self.core.files.write(handle, attr.st.st_size if offset < 0 else offset, data)
+        self.core.files.release(handle)
         self.forget(attr.node)
         self.forget(parent)
 
@@ -158,19 +158,19 @@ class _Machine:
         self.write(b"", b"dataset", dice.randbytes(BLOCK), dice.randrange(64) * BLOCK)
         run = b"run-%d" % (hour // 24 // 3)
         if hour % 72 == 0 and hour:
-            self.core.rename(ROOT_ID, b"run-%d" % (hour // 72 - 1), ROOT_ID, run, 0)
+            self.core.names.rename(ROOT_ID, b"run-%d" % (hour // 72 - 1), ROOT_ID, run, 0)
         name = b"checkpoint-%d" % hour
         self.write(run, b"saving", dice.randbytes(8 * BLOCK + 11))
         parent = self.folder(run)
-        self.core.rename(parent, b"saving", parent, name, 0)
+        self.core.names.rename(parent, b"saving", parent, name, 0)
         self.checkpoints.append(name)
         if len(self.checkpoints) > CHECKPOINTS_KEPT:
-            self.core.unlink(parent, self.checkpoints.pop(0))
+            self.core.names.unlink(parent, self.checkpoints.pop(0))
         self.forget(parent)
         if hour % 168 == 167:
             logs = self.folder(b"logs")
             for log in _LOGS:
-                self.core.rename(logs, log, logs, log + b".1", 0)
+                self.core.names.rename(logs, log, logs, log + b".1", 0)
             self.forget(logs)
 
     # --- ciuic's work

@@ -37,15 +37,15 @@ from ciuic.daemon.capture.job import (
 )
 from ciuic.daemon.trainers import watch_journal, watch_socket
 from ciuic.errors import CiuicError
+from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer import sealed_format
+from ciuic.fuse_layer import undo_format as undo
 from ciuic.fuse_layer.core.core import Attr, OverlayCore
-from ciuic.fuse_layer.cut.epochs import Epochs
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats import sealed_format
-from ciuic.fuse_layer.formats import undo_format as undo
-from ciuic.fuse_layer.journal import inherited_session, session_journal
+from ciuic.fuse_layer.core.epochs import Epochs
+from ciuic.fuse_layer.journal import inherited_session, records
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.tracking.tracking import Tracker
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.maintenance.verify import Pass
 from ciuic.protocol import control_types
 from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_page
@@ -619,11 +619,11 @@ def more_readers() -> list[Reader]:
     )
     journal = b"".join(
         (
-            session_journal.begin_record(45, 0, 1 << 20),
-            session_journal.node_record(7, 1, 7, 1, 0o100000, b"name"),
-            session_journal.renamed_record(7, 1, b"name", 1, b"new"),
-            session_journal.listing_record(3, [b"a", b"b"]),
-            session_journal.unlinked_record(7, 1, b"new", gone=True),
+            records.begin_record(45, 0, 1 << 20),
+            records.node_record(7, 1, 7, 1, 0o100000, b"name"),
+            records.renamed_record(7, 1, b"name", 1, b"new"),
+            records.listing_record(3, [b"a", b"b"]),
+            records.unlinked_record(7, 1, b"new", gone=True),
         )
     )
     readers = [

@@ -23,10 +23,10 @@ _SYNC = re.compile(
 # Tests that notice their absence, or the reason why nothing is lost.
 _ELSEWHERE = {
     (
-        "ciuic/fuse_layer/core/data.py",
+        "ciuic/fuse_layer/core/files.py",
         "(os.fdatasync if datasync else os.fsync)(file.fd)",
     ): "the job asked for it: tortures cut, kills, power",
-    ("ciuic/fuse_layer/core/truncate_swap.py", "os.fsync(directory)"): "likewise",
+    ("ciuic/fuse_layer/core/files.py", "os.fsync(directory)"): "likewise",
     ("ciuic/repository/disk/operations.py", "os.fsync(fd)"): "what the others call",
     ("ciuic/repository/writing/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
     (
@@ -72,9 +72,9 @@ MUTATIONS = (
     Mutation("live chunks before their pack goes", "ciuic/repository/writing/maintenance.py", "store.sync()", (_STORE, _ORDER), nth=1),
     Mutation("a pack that is let go of", "ciuic/repository/writing/maintenance.py", "store.sync()", (_ORDER,)),
     Mutation("a new repository's name", "ciuic/repository/repository.py", "disk.sync_dir(os.path", (_ORDER,)),
-    Mutation("saved tracking", "ciuic/fuse_layer/cut/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
-    Mutation("the name of saved tracking", "ciuic/fuse_layer/cut/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
-    Mutation("saved tracking that is used up", "ciuic/fuse_layer/cut/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
+    Mutation("saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
+    Mutation("the name of saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
+    Mutation("saved tracking that is used up", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
     Mutation("a restored file before its name", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,), nth=1),
     Mutation("a kept file with new attributes", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("restored directories", "ciuic/restore/directory_handles.py", "os.fsync(fd)", (_ORDER,)),
@@ -102,11 +102,11 @@ MUTATIONS = (
     Mutation("an object's name", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,), nth=2),
     Mutation("an object's directory", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,)),
     Mutation("an object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,), nth=1),
-    Mutation("a lazily restored file", "ciuic/lazy/settler.py", "os.fsync(fd)", (_LAZY,)),
+    Mutation("a lazily restored file", "ciuic/lazy/filling.py", "os.fsync(fd)", (_LAZY,)),
     Mutation("the record of a lazy restore", "ciuic/lazy/layout.py", "os.fsync(fd)", (_LAZY,)),
     Mutation("the name of that record", "ciuic/lazy/layout.py", "os.fsync(self.directory)", (_LAZY,)),
     Mutation("names that a lazy restore moved", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,)),
-    Mutation("times of the directory", "ciuic/lazy/ending.py", "os.fsync(layout.destination)", (_LAZY,)),
+    Mutation("times of the directory", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,), nth=1),
 )  # fmt: skip
 
 

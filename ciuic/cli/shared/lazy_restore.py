@@ -116,7 +116,7 @@ def _run(
 ) -> int:
     from ciuic.cli.shared.contents import as_recorded
     from ciuic.cli.shared.progress import progress
-    from ciuic.lazy.preload import preload
+    from ciuic.lazy import preload
 
     preload()
     store = session.snapshots

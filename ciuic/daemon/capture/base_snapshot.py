@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.fuse_layer.formats.sealed_format import Sealed
+from ciuic.fuse_layer.sealed_format import Sealed
 from ciuic.repository import Repository, Trees
 from ciuic.system.spill import Spill
 from ciuic.types import FLAG_MOUNTPOINT, TAG_INCOMPLETE, Entry, RootRecord, Snapshot

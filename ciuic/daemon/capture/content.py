@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from ciuic.daemon.capture.block_runs import read_all, united
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode, SealedView
-from ciuic.fuse_layer.formats.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
+from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.disk.extent_sharing import StagedExtent, StagedFile
 from ciuic.repository.ids import is_zero

@@ -16,7 +16,7 @@ import msgspec
 from ciuic.daemon.capture.base_snapshot import Base
 from ciuic.daemon.capture.content import EMPTY_MAP, ContentReader, Stored
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode
-from ciuic.fuse_layer.formats.sealed_format import Sealed, Unheld
+from ciuic.fuse_layer.sealed_format import Sealed, Unheld
 from ciuic.repository import Writer
 from ciuic.repository.format.tree_format import attributes_problem
 from ciuic.types import (

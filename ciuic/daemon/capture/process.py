@@ -47,7 +47,7 @@ from ciuic.daemon.capture.roots import Captured, capture_roots, limit_memory
 from ciuic.daemon.capture.space import CaptureRoom, NoRoom
 from ciuic.errors import Busy, CiuicError, UsageError
 from ciuic.excludes import effective_patterns
-from ciuic.fuse_layer.formats.undo_format import UndoDamaged, UndoLost
+from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
 from ciuic.system.disk_space import reserve_of, total_bytes

@@ -25,8 +25,8 @@ from ciuic.daemon.capture.view import BackingUnreadable, OfflineLog, SealedView,
 from ciuic.daemon.capture.walk import RootWalker, TrackingBroken, WalkedRoot
 from ciuic.errors import CiuicError, Damaged
 from ciuic.excludes import ExcludeMatcher
-from ciuic.fuse_layer.formats.sealed_format import Sealed, read_sealed
-from ciuic.fuse_layer.formats.undo_format import UndoLost, sealed_name
+from ciuic.fuse_layer.sealed_format import Sealed, read_sealed
+from ciuic.fuse_layer.undo_format import UndoLost, sealed_name
 from ciuic.protocol.state_directory import find_state
 from ciuic.repository import Repository, Writer
 from ciuic.system.io_throttle import Pace

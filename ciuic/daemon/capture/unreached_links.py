@@ -18,7 +18,7 @@ from ciuic.daemon.capture.directory_path import MAX_SHOWN_BYTES, MetDirectories
 from ciuic.daemon.capture.entry import EntryMaker
 from ciuic.daemon.capture.links import LinkTable, link_key
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode, SealedView
-from ciuic.fuse_layer.formats.sealed_format import Changes
+from ciuic.fuse_layer.sealed_format import Changes
 from ciuic.repository import Trees
 
 # Inodes that one walk through the base searches for: a set of so many takes some megabytes.

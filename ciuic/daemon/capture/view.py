@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Final
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer.formats.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
+from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
 from ciuic.system import mountinfo
 from ciuic.system.mountinfo import mount_id, place_of
 from ciuic.system.spill import NameTable, Spill

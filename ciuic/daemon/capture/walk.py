@@ -33,7 +33,7 @@ from ciuic.daemon.capture.unreached_links import TrackingBroken, UnreachedLinks
 from ciuic.daemon.capture.view import BackingUnreadable, ListedNames, PinnedInode, SealedView
 from ciuic.daemon.capture.visit import Visit
 from ciuic.excludes import ExcludeMatcher, Scope
-from ciuic.fuse_layer.formats.sealed_format import Changes, Sealed
+from ciuic.fuse_layer.sealed_format import Changes, Sealed
 from ciuic.repository import Trees, Writer
 from ciuic.system.spill import Spill
 from ciuic.types import FLAG_MOUNTPOINT, Entry, TreeRef, is_far_time

@@ -13,9 +13,8 @@ import stat
 from functools import partial
 from typing import NamedTuple
 
-from ciuic.fuse_layer.core.content_changes import ContentChanges
-from ciuic.fuse_layer.core.times import KernelTimes
-from ciuic.fuse_layer.state.node import Node
+from ciuic.fuse_layer.core.files import Files, KernelTimes
+from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
 from ciuic.fuse_layer.system import syscalls
 from ciuic.system.mountinfo import HIDDEN_MOUNTS, MountTable, border_names
@@ -51,10 +50,10 @@ class SetAttr(NamedTuple):
 class Attributes:
     """Operations of one root on attributes."""
 
-    def __init__(self, state: OverlayState, changes: ContentChanges, times: KernelTimes) -> None:
+    def __init__(self, state: OverlayState, files: Files, times: KernelTimes) -> None:
         self._state = state
         self._nodes = state.nodes
-        self._changes = changes
+        self._files = files
         self._times = times
         self._mounts = MountTable()
 
@@ -80,7 +79,7 @@ class Attributes:
         moves_times = handle is not None
         with self._state.gate:
             if handle is not None and handle not in self._state.files:
-                # A predecessor's handle that could not be opened again (OverlayCore.has_file): the names
+                # A predecessor's handle that could not be opened again (Files.has): the names
                 # serve as well.
                 handle = None
             if handle is None and change.size is None and self._nodes.is_freed(node):
@@ -89,7 +88,7 @@ class Attributes:
                 return self._state.attr(node)
             self._state.keep_inode(node)
             if change.size is not None:
-                self._changes.truncate(
+                self._files.truncate(
                     *(node, change.size, handle),
                     keeps_privileges=change.keeps_privileges,
                     moves_times=moves_times,

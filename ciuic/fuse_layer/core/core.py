@@ -1,12 +1,12 @@
 """The overlay core: the file system operations of one protected root, synchronous and thread-safe, for any driver.
 
-A driver translates requests into these methods and OSError into its replies. Nodes and handles are integers;
+A driver translates requests into methods of these parts and OSError into its replies. Nodes and handles are integers;
 names, link targets and attribute names are bytes; attributes are ``os.stat_result``. The parts:
 
-* operations.py: the operations, with namespace.py, removals.py, data.py, attributes.py and directories.py
-* state/node_table.py, state/node_paths.py: the inodes that the kernel remembers, and how to reach them
-* tracking/gate.py, tracking/tracking.py, tracking/undo_log.py, cut/epochs.py: holds, dirty tracking, old
-  state that sealed epochs still need, and the life of an epoch
+* names.py, files.py, attributes.py, directories.py: the operations
+* state/node_table.py: the inodes that the kernel remembers, and how to reach them
+* tracking/gate.py, tracking/changes.py, tracking/undo_log.py, epochs.py: holds, dirty tracking, old state that
+  sealed epochs still need, and the life of an epoch
 
 Methods that may take long: ``fsync``, ``read`` of data that is not in memory, and every changing operation
 while ``pending`` is true (it may copy old blocks). A driver runs them where other requests do not wait.
@@ -23,30 +23,29 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
 from typing import Any, Final
 
 import structlog
 
 from ciuic.errors import CiuicError
-from ciuic.fuse_layer.core.attributes import SetAttr
-from ciuic.fuse_layer.core.operations import OverlayOperations
-from ciuic.fuse_layer.core.reclaimable_space import SpaceEstimator
-from ciuic.fuse_layer.core.room_for_unseen import RoomForUnseen
-from ciuic.fuse_layer.cut.epochs import Epochs, SealedEpoch, read_saved, write_saved
-from ciuic.fuse_layer.cut.passthrough_writers import UnseenWriters
+from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
+from ciuic.fuse_layer.core.directories import Directories
+from ciuic.fuse_layer.core.epochs import Epochs, SealedEpoch, read_saved, write_saved
+from ciuic.fuse_layer.core.files import Files, KernelTimes
+from ciuic.fuse_layer.core.free_space import RoomForUnseen, SpaceEstimator
+from ciuic.fuse_layer.core.names import Names
+from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.state.node import Node
-from ciuic.fuse_layer.state.node_table import ROOT_ID, NodeTable
+from ciuic.fuse_layer.state.name_changes import settle
+from ciuic.fuse_layer.state.node_table import ROOT_ID, Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
 from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
-from ciuic.fuse_layer.state.settling import settle
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials
 from ciuic.fuse_layer.system.path_handles import Descriptor
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import GateHeld, HoldExpired
-from ciuic.fuse_layer.tracking.tracking import Tracker
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
 from ciuic.protocol import state_directory
 
@@ -69,7 +68,7 @@ _STAND_IN_NAME: Final = b"nowhere"
 DEFAULT_UNDO_LIMIT_BYTES: Final = 1 << 40
 
 
-class OverlayCore(OverlayOperations):
+class OverlayCore:
     """The overlay of one root.
 
     Opening it empties the undo directory, and loads tracking that a clean stop saved.
@@ -80,7 +79,7 @@ class OverlayCore(OverlayOperations):
         session: name of the session.
         block_size: size of a block of dirty tracking, in bytes; a power of two.
         undo_limit_bytes: limit of the undo log.
-        kernel_keeps_times: the driver lets the kernel cache writes (times.py).
+        kernel_keeps_times: the driver lets the kernel cache writes (files.py).
         journal: journal of nodes for a successor.
         inherited: tables of a predecessor whose session goes on.
         plain: nothing is tracked, and no snapshot can be taken.
@@ -141,12 +140,19 @@ class OverlayCore(OverlayOperations):
         self.room_for_unseen = RoomForUnseen(self._state, self._space, self._unseen)
         self.block_size = block_size
         self.session = self._epochs_loaded(undo, left if inherited is not None else None) or session
-        super().__init__(self._state, self._unseen, kernel_keeps_times=kernel_keeps_times)
-        self._removals.after_freeing = self.room_for_unseen.look
+        self._make_operations(KernelTimes(self._state, active=kernel_keeps_times))
+        self.names.after_freeing = self.room_for_unseen.look
         # After the core has made its own nodes: a successor makes those in the same way.
         nodes.journal = journal
         if inherited is not None:
             self._inherit(inherited)
+
+    def _make_operations(self, times: KernelTimes) -> None:
+        """Make the groups of operations, which drivers call."""
+        self.names = Names(self._state)
+        self.files = Files(self._state, times, self._unseen)
+        self.attributes = Attributes(self._state, self.files, times)
+        self.directories = Directories(self._state)
 
     def _epochs_loaded(self, undo: UndoLog, left: bytes | None) -> str | None:
         """Load what a predecessor left of tracking and epochs; return the session that it belongs to, None for a new one."""
@@ -165,7 +171,7 @@ class OverlayCore(OverlayOperations):
     def _inherit(self, inherited: InheritedSession) -> None:
         """Take over the nodes and handles of a predecessor, which keep their numbers.
 
-        A handle whose file cannot be opened any more answers EBADF (``has_file``).
+        A handle whose file cannot be opened any more answers EBADF (Files.has).
         """
         self._state.nodes.stand_in = self._stand_in_directory
         self._state.nodes.inherit(inherited)
@@ -176,7 +182,7 @@ class OverlayCore(OverlayOperations):
         # A lost file costs its program EBADF, a successor that does not start costs every program its files.
         for opened in inherited.files.values():
             try:
-                self._data.inherit(
+                self.files.inherit(
                     opened.handle, opened.node, opened.flags, unseen=opened.unseen, uid=opened.uid
                 )
             except OSError as error:
@@ -185,7 +191,7 @@ class OverlayCore(OverlayOperations):
         for directory in inherited.directories.values():
             names = inherited.listings.get(directory.handle)
             try:
-                self._directories.inherit(directory.handle, directory.node, names, uid=directory.uid)
+                self.directories.inherit(directory.handle, directory.node, names, uid=directory.uid)
             except OSError:
                 lost += 1
         for node_id in inherited.lingering:
@@ -234,38 +240,9 @@ class OverlayCore(OverlayOperations):
             values[at] += more
         return os.statvfs_result(values)
 
-    @property
-    def held_by_kernel(self) -> Callable[[int], bool]:
-        """True if the kernel itself has a node's backing file open; set by a driver that lets it."""
-        return self._state.held_by_kernel
-
-    @held_by_kernel.setter
-    def held_by_kernel(self, told: Callable[[int], bool]) -> None:
-        self._state.held_by_kernel = told
-
-    def has_file(self, handle: int) -> bool:
-        """Return whether a handle leads to an open file; one that was inherited may not."""
-        return handle in self._state.files
-
-    def descriptor(self, handle: int) -> int:
-        """Return the backing descriptor of an open handle; it closes with the handle."""
-        return self._state.file(handle).fd
-
-    def appends(self, handle: int) -> bool:
-        """Return whether the handle's inode is append-only, so that the kernel must not cache writes to it."""
-        return self._state.file(handle).appends
-
-    def needs_no_flush(self, handle: int) -> None:
-        """Note that no data written through the handle waits in the kernel's cache."""
-        self._state.file(handle).flushes = False
-
     def prepare_cut(self, timeout_seconds: float) -> None:
         """Prepare a hold, before it begins (UnseenWriters.prepare)."""
         self._unseen.prepare(timeout_seconds)
-
-    def is_seen(self, handle: int) -> None:
-        """Note that a handle was opened as unseen, and that its writes come to the worker after all."""
-        self._unseen.discard(handle, self._state.file(handle))
 
     def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
         """Return the rules' preference for an open of the node, where its family is not decided yet."""
@@ -274,27 +251,13 @@ class OverlayCore(OverlayOperations):
             node.name, node.ino, flags, lambda: self._state.attr(node).st, fresh=fresh
         )
         # Such a writer meets a full disk without a request, so the undo log could not be given up for it
-        # (room_for_unseen.py).
+        # (free_space.py).
         passes_by = preference is OpenPreference.ANY and fresh and flags & os.O_ACCMODE == os.O_WRONLY
         return OpenPreference.TRACKED if passes_by and self.room_for_unseen.is_short() else preference
 
     def note_joined(self, node_id: int) -> None:
         """Note that the node was opened read-write beside readers by passthrough."""
         self._rules.note_joined(self._state.nodes.get(node_id).ino)
-
-    def peek(self, parent_id: int, name: bytes) -> int:
-        """Return the inode number under a name; no lookup is counted.
-
-        Raises:
-            FileNotFoundError: the name is free.
-        """
-        directory = self._state.nodes.directory(self._state.nodes.get(parent_id))
-        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_ino
-
-    def dot(self, node_id: int, name: bytes) -> int:
-        """Return the node id of "." or ".." in a directory; no lookup is counted."""
-        node = self._state.nodes.get(node_id)
-        return (node if name == b"." else node.parent or self._state.nodes.root).id
 
     def syncfs(self) -> None:
         """Make everything on the backing file system durable."""

@@ -1,4 +1,4 @@
 """The driver that speaks the kernel's FUSE protocol itself, with passthrough.
 
-The package may import everything below but pyfuse3: core, control, journal and the layers under them.
+The package may import everything below but pyfuse3: core, the control server, journal and the layers under them.
 """

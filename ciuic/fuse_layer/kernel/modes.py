@@ -34,8 +34,8 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.journal.session_journal import OpenedFile
+from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer.journal.records import OpenedFile
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 
 log = structlog.get_logger(__name__)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from typing import Final, NamedTuple
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer import fuse_protocol as p
 
 MAX_WRITE_BYTES: Final = 1 << 20
-# DO_READDIRPLUS without READDIRPLUS_AUTO: listing_habits.py chooses the names that come with attributes.
+# DO_READDIRPLUS without READDIRPLUS_AUTO: core/directories.py chooses the names that come with attributes.
 _WANTED = (
     p.ASYNC_READ
-    # O_TRUNC comes with the open and not as a SETATTR after it: both are one step inside the gate (data.py).
+    # O_TRUNC comes with the open and not as a SETATTR after it: both are one step inside the gate (core/files.py).
     | p.ATOMIC_O_TRUNC
     | p.BIG_WRITES
     # The umask comes beside the mode: only the worker knows whether a default ACL overrides it.

@@ -20,17 +20,17 @@ from typing import Any, Final
 import structlog
 
 import ciuic
-from ciuic.fuse_layer.control.server import ControlServer
+from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core.core import OverlayCore
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.journal.session_claim import SessionClaim
+from ciuic.fuse_layer.journal.succession import SessionClaim
 from ciuic.fuse_layer.kernel import negotiation
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.system import mounts, takeover_priority
-from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Departure, WorkerContext, detach_own
+from ciuic.fuse_layer.worker_lifecycle import STOP_SIGNALS, CoreFactory, Departure, WorkerContext, detach_own
 from ciuic.protocol.worker_frames import Share
 from ciuic.system.io_throttle import WAITS_SUFFIX
 
@@ -234,7 +234,7 @@ class KernelWorker:
         threading.Timer(_LAST_ANSWER_SECONDS, self._driver.session.end).start()
 
     def share(self, request: Share, source_fd: int) -> None:
-        """Give a file that is open for writing extents of ``source_fd`` (core/data.py).
+        """Give a file that is open for writing extents of ``source_fd`` (core/files.py).
 
         Raises:
             OSError: ESTALE for another mount's file, EOPNOTSUPP while the session is handed over, otherwise

@@ -18,7 +18,7 @@ Guarantees:
 * A session that is over, or whose overlay was detached, or whose workers keep crashing, is released: files
   that are still open in it answer ENOTCONN instead of hanging.
 
-Decided elsewhere: two workers never serve one session (session_claim.py); when to mount and unmount (the
+Decided elsewhere: two workers never serve one session (succession.py); when to mount and unmount (the
 daemon).
 """
 

@@ -25,31 +25,94 @@ from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, XAttrNameT
 
 from ciuic.fuse_layer.core.core import Attr, OverlayCore, SetAttr
 from ciuic.fuse_layer.pyfuse3.dispatch import Dispatch
-from ciuic.fuse_layer.pyfuse3.values import absent_entry, entry_of, statvfs_of
 from ciuic.fuse_layer.system.caller import Credentials, shown_attributes
 from ciuic.fuse_layer.tracking.gate import GateHeld
 
 if TYPE_CHECKING:
-    from pyfuse3 import (
-        EntryAttributes,
-        FileInfo,
-        ReaddirToken,
-        RequestContext,
-        SetattrFields,
-        StatvfsData,
-    )
+    from pyfuse3 import EntryAttributes, FileInfo, ReaddirToken, RequestContext, SetattrFields, StatvfsData
+
 
 log = structlog.get_logger(__name__)
 
+TIMEOUT_SECONDS = 86_400.0
+"""Life of cached names and attributes: every change passes through the worker, so they stay true."""
+WRITTEN_TIMEOUT_SECONDS = 0.1
+"""Life of attributes of files that are open for writing; a getattr ten times a second costs nothing."""
+_MIN_BLOCKS = 8
 INLINE_WRITE_BYTES = 128 << 10
 """Size above which a write goes to a thread: copying it takes longer than the change of threads."""
 _DOTS = (b".", b"..")
 _ACCESS_ACL = b"system.posix_acl_access"
 LISTING_STEP = 64
 """Directory entries between two pauses, in which other requests run."""
-
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def entry_of(attr: Attr, *, written: bool = False) -> pyfuse3.EntryAttributes:
+    """Return attributes for the kernel; a node id is its inode number.
+
+    ``written``: it is being opened for writing just now.
+    """
+    st = attr.st
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = attr.node
+    entry.generation = attr.generation
+    entry.entry_timeout = TIMEOUT_SECONDS
+    entry.attr_timeout = TIMEOUT_SECONDS
+    entry.st_mode = st.st_mode
+    entry.st_nlink = attr.nlink
+    entry.st_uid = st.st_uid
+    entry.st_gid = st.st_gid
+    entry.st_rdev = st.st_rdev
+    entry.st_size = st.st_size
+    entry.st_blksize = st.st_blksize
+    entry.st_blocks = st.st_blocks
+    entry.st_atime_ns = st.st_atime_ns
+    entry.st_mtime_ns = st.st_mtime_ns
+    entry.st_ctime_ns = st.st_ctime_ns
+    if stat.S_ISREG(st.st_mode):
+        if attr.written or written:
+            _being_written(entry)
+        if st.st_mode & (stat.S_ISUID | stat.S_ISGID):
+            # A write takes these bits away in the core; the kernel, which would run the file with them, is
+            # not told.
+            entry.attr_timeout = 0.0
+    return entry
+
+
+def _being_written(entry: pyfuse3.EntryAttributes) -> None:
+    """Shorten the life of a written file's attributes, and let it have blocks."""
+    # Size and times of a file in the kernel's write cache are the kernel's own; the blocks are the server's,
+    # and grow without a request (du). Never none, because archivers take a file without blocks for a single
+    # hole and do not read it, while its data may not have been written back yet (GNU tar --sparse).
+    entry.attr_timeout = WRITTEN_TIMEOUT_SECONDS
+    entry.st_blocks = max(entry.st_blocks, _MIN_BLOCKS)
+
+
+def absent_entry() -> pyfuse3.EntryAttributes:
+    """Return the entry of a name that is free, which the kernel remembers until it creates the name itself."""
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = 0
+    entry.entry_timeout = TIMEOUT_SECONDS
+    return entry
+
+
+def statvfs_of(vfs: os.statvfs_result) -> pyfuse3.StatvfsData:
+    """Return file system figures for the kernel."""
+    data = pyfuse3.StatvfsData()
+    data.f_bsize = vfs.f_bsize
+    data.f_frsize = vfs.f_frsize
+    data.f_blocks = vfs.f_blocks
+    data.f_bfree = vfs.f_bfree
+    data.f_bavail = vfs.f_bavail
+    data.f_files = vfs.f_files
+    data.f_ffree = vfs.f_ffree
+    data.f_favail = vfs.f_favail
+    data.f_namemax = vfs.f_namemax
+    return data
+
+
 Handler = Callable[Concatenate["Pyfuse3Driver", P], Coroutine[Any, Any, T]]
 
 
@@ -98,28 +161,28 @@ class Pyfuse3Driver(pyfuse3.Operations):
     def init(self) -> None:
         """Register the event loop's thread with the core; called on the loop, before any request."""
         self.core.inline_thread = threading.get_ident()
-        self.core.before_freeing = self._not_on_the_loop
+        self.core.names.before_freeing = self._not_on_the_loop
 
     # -- names and attributes -----------------------------------------------------------------------
 
     @_answered
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
         try:
-            return entry_of(await self.dispatch.read(self.core.lookup, parent_inode, name))
+            return entry_of(await self.dispatch.read(self.core.names.lookup, parent_inode, name))
         except FileNotFoundError:
             return absent_entry()
 
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         try:
             for node, count in inode_list:
-                self.core.forget(node, count)
+                self.core.names.forget(node, count)
         except Exception:
             # FORGET has no reply: there is no caller to tell.
             log.exception("forget_failed")
 
     @_answered
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        return entry_of(await self.dispatch.read(self.core.getattr, inode))
+        return entry_of(await self.dispatch.read(self.core.attributes.getattr, inode))
 
     @_answered
     async def setattr(
@@ -144,39 +207,41 @@ class Pyfuse3Driver(pyfuse3.Operations):
             change = SetAttr(chown_by=ctx.uid)
         # Freeing the blocks of a large file takes seconds on some file systems.
         run = self.dispatch.long_change if fields.update_size else self.dispatch.change
-        return entry_of(await run(self.core.setattr, inode, change, fh))
+        return entry_of(await run(self.core.attributes.setattr, inode, change, fh))
 
     @_answered
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
-        return await self.dispatch.read(self.core.readlink, inode)
+        return await self.dispatch.read(self.core.names.readlink, inode)
 
     @_answered
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
         return entry_of(
-            await self.dispatch.change(self.core.mknod, parent_inode, name, mode, rdev, _caller(ctx))
+            await self.dispatch.change(self.core.names.mknod, parent_inode, name, mode, rdev, _caller(ctx))
         )
 
     @_answered
     async def mkdir(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(await self.dispatch.change(self.core.mkdir, parent_inode, name, mode, _caller(ctx)))
+        return entry_of(
+            await self.dispatch.change(self.core.names.mkdir, parent_inode, name, mode, _caller(ctx))
+        )
 
     @_answered
     async def symlink(
         self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         return entry_of(
-            await self.dispatch.change(self.core.symlink, parent_inode, name, target, _caller(ctx))
+            await self.dispatch.change(self.core.names.symlink, parent_inode, name, target, _caller(ctx))
         )
 
     @_answered
     async def link(
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(await self.dispatch.change(self.core.link, inode, new_parent_inode, new_name))
+        return entry_of(await self.dispatch.change(self.core.names.link, inode, new_parent_inode, new_name))
 
     def _not_on_the_loop(self) -> None:
         """Have a removal that takes long run again in a thread, by the exception of an operation that meets a hold."""
@@ -186,11 +251,11 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        await self.dispatch.change(self.core.unlink, parent_inode, name)
+        await self.dispatch.change(self.core.names.unlink, parent_inode, name)
 
     @_answered
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        await self.dispatch.change(self.core.rmdir, parent_inode, name)
+        await self.dispatch.change(self.core.names.rmdir, parent_inode, name)
 
     @_answered
     async def rename(
@@ -203,7 +268,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         ctx: RequestContext,
     ) -> None:
         await self.dispatch.change(
-            self.core.rename, parent_inode_old, name_old, parent_inode_new, name_new, flags
+            self.core.names.rename, parent_inode_old, name_old, parent_inode_new, name_new, flags
         )
 
     # -- files ----------------------------------------------------------------------------------------
@@ -212,15 +277,15 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         # O_TRUNC is carried out by the core (libfuse asks for FUSE_ATOMIC_O_TRUNC).
         operation = functools.partial(
-            self.core.open, inode, flags, keeps_privileges=ctx.uid == 0, uid=ctx.uid
+            self.core.files.open, inode, flags, keeps_privileges=ctx.uid == 0, uid=ctx.uid
         )
         handle = await self.dispatch.change(operation)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             # Attributes that the kernel has cached live long; those of a file that is written live shortly
-            # (values.py). The kernel may have dropped the inode meanwhile.
+            # (`entry_of`). The kernel may have dropped the inode meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 pyfuse3.invalidate_inode(inode, attr_only=True)
-        if self.core.appends(handle):
+        if self.core.files.appends(handle):
             # The write cache sends whole pages, also what they had before.
             return pyfuse3.FileInfo(fh=handle, direct_io=True)
         # keep_cache: all changes pass through this mount, so pages that are cached stay true.
@@ -231,15 +296,15 @@ class Pyfuse3Driver(pyfuse3.Operations):
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         attr, handle = await self.dispatch.change(
-            self.core.create, parent_inode, name, mode, flags, _caller(ctx)
+            self.core.names.create, parent_inode, name, mode, flags, _caller(ctx)
         )
         return pyfuse3.FileInfo(fh=handle, keep_cache=True), entry_of(attr, written=True)
 
     @_answered
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
-        data = self.core.read_nowait(fh, off, size)
+        data = self.core.files.read_nowait(fh, off, size)
         if data is None:
-            return await self.dispatch.long_read(self.core.read, fh, off, size)
+            return await self.dispatch.long_read(self.core.files.read, fh, off, size)
         # Not copied: pyfuse3 takes any contiguous buffer, whatever its annotation says.
         return cast(bytes, data)
 
@@ -247,25 +312,27 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
         # Copying more than that takes longer than the change of threads, and stops all other requests.
         run = self.dispatch.long_change if len(buf) > INLINE_WRITE_BYTES else self.dispatch.change
-        return await run(self.core.write, fh, off, buf)
+        return await run(self.core.files.write, fh, off, buf)
 
     @_answered
     async def flush(self, fh: FileHandleT) -> None:
-        await self.dispatch.change(self.core.flush, fh)
+        await self.dispatch.change(self.core.files.flush, fh)
 
     @_answered
     async def release(self, fh: FileHandleT) -> None:
-        await self.dispatch.change(self.core.release, fh)
+        await self.dispatch.change(self.core.files.release, fh)
 
     @_answered
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
-        await self.dispatch.sync(self.core.fsync, fh, datasync)
+        await self.dispatch.sync(self.core.files.fsync, fh, datasync)
 
     # -- directories ----------------------------------------------------------------------------------
 
     @_answered
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
-        handle = await self.dispatch.read(functools.partial(self.core.opendir, inode, uid=ctx.uid))
+        handle = await self.dispatch.read(
+            functools.partial(self.core.directories.opendir, inode, uid=ctx.uid)
+        )
         self._directories[handle] = inode
         return handle
 
@@ -279,12 +346,12 @@ class Pyfuse3Driver(pyfuse3.Operations):
         """The core's entries behind "." and "..", which it leaves out; offsets are its own plus two."""
         node = self._directories[handle]
         for name in _DOTS[start_id:]:
-            attr = self.core.lookup(node, name)
+            attr = self.core.names.lookup(node, name)
             # The kernel counts no lookup of the two.
-            self.core.forget(attr.node, 1)
+            self.core.names.forget(attr.node, 1)
             start_id += 1
             yield name, attr, start_id
-        for name, attr, next_id in self.core.readdir(handle, start_id - len(_DOTS)):
+        for name, attr, next_id in self.core.directories.readdir(handle, start_id - len(_DOTS)):
             yield name, attr, next_id + len(_DOTS)
 
     def _list_some(self, entries: Iterator[tuple[bytes, Attr, int]], token: ReaddirToken) -> bool:
@@ -294,18 +361,18 @@ class Pyfuse3Driver(pyfuse3.Operations):
             if not pyfuse3.readdir_reply(token, name, entry_of(attr), next_id):
                 return False
             if name not in _DOTS:
-                self.core.remember(attr.node)
+                self.core.directories.remember(attr.node)
             replied += 1
         return replied == LISTING_STEP
 
     @_answered
     async def releasedir(self, fh: FileHandleT) -> None:
         self._directories.pop(fh, None)
-        self.core.releasedir(fh)
+        self.core.directories.releasedir(fh)
 
     @_answered
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
-        await self.dispatch.sync(self.core.fsyncdir, fh, datasync)
+        await self.dispatch.sync(self.core.directories.fsyncdir, fh, datasync)
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -315,12 +382,12 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        return await self.dispatch.read(self.core.getxattr, inode, name)
+        return await self.dispatch.read(self.core.attributes.getxattr, inode, name)
 
     @_answered
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
         operation = functools.partial(
-            self.core.setxattr, drops_group_bit=self._is_outsider_acl(inode, name, ctx)
+            self.core.attributes.setxattr, drops_group_bit=self._is_outsider_acl(inode, name, ctx)
         )
         # pyfuse3 has already carried out XATTR_CREATE and XATTR_REPLACE by asking for the attribute first.
         await self.dispatch.change(operation, inode, name, value, 0)
@@ -330,7 +397,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         # The kernel could say so, but libfuse does not ask it to (FUSE_SETXATTR_EXT).
         if name != _ACCESS_ACL or ctx.uid == 0:
             return False
-        attr = self.core.getattr(inode)
+        attr = self.core.attributes.getattr(inode)
         if not attr.st.st_mode & stat.S_ISGID or attr.st.st_gid == ctx.gid:
             return False
         try:
@@ -341,9 +408,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        names = await self.dispatch.read(self.core.listxattr, inode)
+        names = await self.dispatch.read(self.core.attributes.listxattr, inode)
         return shown_attributes(names, ctx.uid, ctx.pid)
 
     @_answered
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
-        await self.dispatch.change(self.core.removexattr, inode, name)
+        await self.dispatch.change(self.core.attributes.removexattr, inode, name)

@@ -15,12 +15,12 @@ import structlog
 import trio
 
 import ciuic
-from ciuic.fuse_layer.control.server import ControlServer
+from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core.core import OverlayCore
 from ciuic.fuse_layer.pyfuse3.driver import Pyfuse3Driver
 from ciuic.fuse_layer.pyfuse3.init_handshake import Handshake
 from ciuic.fuse_layer.system import mounts
-from ciuic.fuse_layer.worker_parts import (
+from ciuic.fuse_layer.worker_lifecycle import (
     SIGNAL_GRACE_SECONDS,
     STOP_SIGNALS,
     Departure,

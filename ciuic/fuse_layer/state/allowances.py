@@ -1,16 +1,34 @@
-"""Quotas of one worker (descriptors, handles, listed names), and descriptors that readers of one file share."""
+"""Quotas of users for the limited resources of a worker (descriptors, handles, listed names), and shared descriptors.
+
+A worker opens files for all users of a root, so that the kernel's limits, which are per process and per user,
+do not tell them apart. Guarantees: a user who holds much is refused (EMFILE) while there is room for others,
+so that no user is refused because of what another one holds; root and the owner of the root have a part of
+their own; a user who holds little is never refused for it. Readers of one file share descriptors where it has
+many handles.
+
+References:
+    Choudhury and Hahne 1998, dynamic thresholds of shared packet buffers: a user may hold at most three times
+    what is free. One user alone gets three quarters of it, two get three sevenths each, and something always
+    remains for the next.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from ciuic.fuse_layer.system.path_handles import Descriptor
-from ciuic.fuse_layer.system.quota import UNLIMITED, Quota
 
+_SHARE_OF_FREE: Final = 3
+_PRIVILEGED_PART: Final = 8
+"""Divisor of the total that gives the part of root and the owner of the root."""
+UNLIMITED: Final = 1 << 62
 MAX_SHARING_HANDLES: Final = 2 << 20
 """Limit of handles that share a descriptor: some 800 bytes of this process each."""
 MAX_LISTED_NAMES: Final = 20 << 20
@@ -20,6 +38,86 @@ OWN_DESCRIPTORS: Final = 16
 the kernel's read-ahead, which several streams would disturb; beyond this number sharing matters more."""
 _RESERVED_DESCRIPTORS: Final = 2048
 """Descriptors for this process itself: cached directories, undo log, sockets, requests in work."""
+
+
+class Quota:
+    """Quota of one kind of resource. Thread-safe.
+
+    `check` comes before a unit is taken and `add` after it: threads that check at the same time may exceed a
+    bound by as many units as there are threads.
+    """
+
+    def __init__(self, total: int = UNLIMITED, *, owner: Callable[[], int] = lambda: 0) -> None:
+        """Make a quota of ``total`` units for all users together; ``owner`` is asked for the owner of the root at a refusal."""
+        self.total = total
+        self._for_all = total - total // _PRIVILEGED_PART
+        self._owner = owner
+        # For counting alone: it is taken in every open(2) of the job.
+        self._lock = threading.Lock()
+        self._given_back: deque[tuple[int, int]] = deque()
+        self._held: dict[int, int] = {}
+        self._sum = 0
+
+    def held(self, uid: int) -> int:
+        """Return the units that a user holds."""
+        with self._lock:
+            self._settle()
+            return self._held.get(uid, 0)
+
+    def check(self, uid: int, units: int = 1) -> None:
+        """Refuse a user who may not have more units.
+
+        Raises:
+            OSError: EMFILE where the user holds too much, ENFILE where nothing is left.
+        """
+        # Without the lock first: what was given back and is not counted yet can only make the answer too
+        # strict.
+        ordinary = self._for_all - self._sum
+        if units <= ordinary and self._held.get(uid, 0) < _SHARE_OF_FREE * ordinary:
+            return
+        held = self.held(uid)
+        # Once more after what was given back is counted.
+        ordinary = self._for_all - self._sum
+        if units <= ordinary and held < _SHARE_OF_FREE * ordinary:
+            return
+        # A directory with more names than the quota is listed all the same, once.
+        if units > 1 and not held:
+            return
+        if units <= self.total - self._sum and uid in (0, self._owner()):
+            return
+        number = errno.EMFILE if held else errno.ENFILE
+        raise OSError(number, os.strerror(number))
+
+    def add(self, uid: int, units: int = 1) -> None:
+        """Count units that a user has taken."""
+        with self._lock:
+            self._held[uid] = self._held.get(uid, 0) + units
+            self._sum += units
+            if self._given_back:
+                self._settle()
+
+    def remove(self, uid: int, units: int = 1) -> None:
+        """Count units that a user no longer holds."""
+        with self._lock:
+            self._take_back(uid, units)
+
+    def give_back(self, uid: int, units: int = 1) -> None:
+        """Count units as `remove` does, from a finalizer: a garbage collection may come in the middle of `add`."""
+        # No lock: the same thread may hold it. deque.append is atomic; `_settle` counts later.
+        self._given_back.append((uid, units))
+
+    def _settle(self) -> None:
+        """Count what was given back. The caller holds the lock."""
+        while self._given_back:
+            self._take_back(*self._given_back.popleft())
+
+    def _take_back(self, uid: int, units: int) -> None:
+        self._sum -= units
+        left = self._held.get(uid, 0) - units
+        if left > 0:
+            self._held[uid] = left
+        else:
+            self._held.pop(uid, None)
 
 
 class SharedReader(Descriptor):
@@ -57,7 +155,7 @@ class Allowances:
         It is never one that can write, nor one of another user, whose quota would be charged.
         """
         # A node's id means the same file for as long as a handle is open, also when the file gets another
-        # inode (truncate_swap.py points the descriptors to that). Weak references: the descriptor closes with
+        # inode (`TruncateSwaps` points the descriptors to that). Weak references: the descriptor closes with
         # the last handle, in whatever thread that is released.
         key = (node_id, uid)
         reference = self._shared.get(key)

@@ -1,27 +1,48 @@
-"""The table of nodes: which inodes of the backing directory the kernel remembers.
+"""The nodes of one root: which inodes of the backing directory the kernel remembers, and how to reach them.
 
 A node stands for one backing inode. Its id is the number that the kernel holds: the backing inode number
 where that is free, a number from a range of its own where it is not (a number reused while the kernel still
 remembers its old owner, another file system mounted below), so an id never names two inodes at once. A node
 lives while the kernel remembers it (``lookups``), a handle is open on it, or another node hangs below it.
-node_paths.py finds the inode of a node.
+
+Paths lead through names: every node knows its parent and name, a rename moves one edge, and a directory is
+opened by walking down from the nearest one whose descriptor is cached. There is no descriptor per inode,
+because of the limit of open files (hard limit 20,000 on common hosts;
+docs/decisions/names-not-descriptors.md). Guarantees: what is opened is the node's inode and no other,
+whatever happens to names meanwhile, or the answer is ESTALE.
+
+A host has millions of nodes, which take most of a worker's memory: an attribute that has the same value in
+nearly every node is kept in a dictionary of the few nodes that differ (``_RareAttribute``).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final, Generic, TypeVar, overload
 
-from ciuic.fuse_layer.journal import session_journal
+from ciuic.fuse_layer.journal import records
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession, NodeFacts
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.state.node import Node
-from ciuic.fuse_layer.state.node_paths import NodePaths
-from ciuic.fuse_layer.system.path_handles import Descriptor, stale
+from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale, wait_for_rename
 
+_T = TypeVar("_T")
+_DIR_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
+# Common hosts allow a process 20,000 descriptors, which files that programs have open need
+# (docs/decisions/names-not-descriptors.md).
+_MAX_DIRECTORIES: Final = 512
+_MAX_REMOVED: Final = 256
+# With the pauses of wait_for_rename ten milliseconds, in which another thread records a rename that it has
+# done on disk.
+_RENAME_RETRIES: Final = 12
+_NOT_THE_FILE: Final = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EAGAIN)
+"""Errors of opening a name that no longer leads to a file; EAGAIN of one with a lease of ours
+(passthrough_writers.py)."""
 ROOT_ID: Final = 1
 # Ids that are no inode number: greater than most inode numbers, and below 2**63, because the archive's keys
 # are signed integers of SQLite.
@@ -32,7 +53,127 @@ _DEFAULT_EMPTIED: Final = (stat.S_IFDIR | 0o755, 0, 0)
 """Mode, owner and group shown for a removed directory where the journal does not have them."""
 
 
-class NodeTable(NodePaths):
+_KINDS: Final = {
+    kind: kind
+    for kind in (
+        stat.S_IFREG,
+        stat.S_IFDIR,
+        stat.S_IFLNK,
+        stat.S_IFIFO,
+        stat.S_IFSOCK,
+        stat.S_IFCHR,
+        stat.S_IFBLK,
+    )
+}
+"""Number objects of the kinds, one for all nodes of a kind."""
+
+
+# Two rare attributes of one node share its dictionary, and not all of them change under the table's lock:
+# without this one, a change of one attribute could take back that of another.
+_changing: Final = threading.Lock()
+
+
+# A million nodes took 299 bytes each with a slot for every attribute, and 252 with the ten that all nodes
+# need.
+class _RareAttribute(Generic[_T]):
+    """An attribute that nearly always has its usual value; any other value is kept in the node's dictionary ``unusual``."""
+
+    def __init__(self, usual: _T) -> None:
+        self._usual = usual
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, node: None, owner: type) -> _RareAttribute[_T]: ...
+    @overload
+    def __get__(self, node: Node, owner: type) -> _T: ...
+    def __get__(self, node: Node | None, owner: type) -> _RareAttribute[_T] | _T:
+        if node is None:
+            return self
+        unusual = node.unusual
+        if unusual is None:
+            return self._usual
+        value: _T = unusual.get(self._name, self._usual)
+        return value
+
+    def __set__(self, node: Node, value: _T) -> None:
+        is_usual = value == self._usual
+        if is_usual and node.unusual is None:
+            return
+        with _changing:
+            unusual = node.unusual or {}
+            if is_usual:
+                unusual.pop(self._name, None)
+            else:
+                unusual[self._name] = value
+            node.unusual = unusual or None
+
+
+class Node:
+    """A backing inode that the kernel remembers.
+
+    Fields change under the lock of the table (node_table.py).
+    """
+
+    # Ten slots: with the object's head 112 bytes, and the allocator gives multiples of 16.
+    __slots__ = ("below", "dev", "handles", "id", "ino", "kind", "lookups", "name", "parent", "unusual")
+
+    aliases: _RareAttribute[set[tuple[Node, bytes]] | None] = _RareAttribute(None)
+    """Further known names of the same inode."""
+    keyed = _RareAttribute(True)
+    """True if a lookup of the inode number finds this node."""
+    astray = _RareAttribute(False)
+    """True if only unknown names lead to its inode."""
+    kept = _RareAttribute(False)
+    """True if a hidden link must go with the node: a pipe or device without a name and without a handle that
+    we know."""
+    emptied: _RareAttribute[tuple[int, int, int] | None] = _RareAttribute(None)
+    """Mode, owner and group of a directory whose removal a predecessor had begun."""
+    privileged = _RareAttribute(False)
+    """True if it had a set-user-id or set-group-id bit when its attributes were last read."""
+    writers = _RareAttribute(0)
+    """Number of its handles that can write. Counted, because a file may be open a hundred thousand times."""
+    kept_mtime_ns: _RareAttribute[int | None] = _RareAttribute(None)
+    """Modification time that the kernel shows, where our writes may have moved the backing file's
+    (`KernelTimes`)."""
+
+    def __init__(self, node_id: int, dev: int, ino: int, kind: int, parent: Node | None, name: bytes) -> None:
+        self.unusual: dict[str, Any] | None = None
+        self.id = node_id
+        self.dev = dev
+        self.ino = ino
+        self.kind = _KINDS.get(kind, kind)
+        self.parent = parent
+        """None for the root, and for a node all of whose known names are gone."""
+        self.name = name
+        self.lookups = 0
+        self.below = 0
+        """Number of names that have this node as their parent."""
+        self.handles: dict[int, bool] | None = None
+        """Handle number → True if the handle can write; None where none is open."""
+
+    @property
+    def is_dir(self) -> bool:
+        """True if the node is a directory."""
+        return self.kind == stat.S_IFDIR
+
+    @property
+    def is_written(self) -> bool:
+        """True if a handle that can write is open."""
+        return self.writers > 0
+
+    def note_mode(self, mode: int) -> None:
+        """Note whether the inode has a set-id bit, from its attributes as just read."""
+        self.privileged = bool(mode & (stat.S_ISUID | stat.S_ISGID))
+
+    def names(self) -> list[tuple[Node, bytes]]:
+        """Return every (parent, name) that is known to lead to the inode."""
+        own = [(self.parent, self.name)] if self.parent is not None else []
+        return own + list(self.aliases or ())
+
+
+class NodeTable:
     """All nodes of one root. Thread-safe.
 
     No system call is made under its lock except close, and those of finding a predecessor's node in the
@@ -43,7 +184,19 @@ class NodeTable(NodePaths):
         st = os.fstat(root_fd)
         root = Node(ROOT_ID, st.st_dev, st.st_ino, stat.S_IFDIR, None, b".")
         root.lookups = 1
-        super().__init__(root, root_fd, {ROOT_ID: root})
+        self.root = root
+        self.root_directory = Descriptor(os.dup(root_fd))
+        # Names change under it, so that a walk sees whole edges. Reentrant, because finding a node of a predecessor
+        # makes nodes.
+        self._lock = threading.RLock()
+        self._by_id = {ROOT_ID: root}
+        self._directories: OrderedDict[int, Descriptor] = OrderedDict()
+        self._removed: OrderedDict[int, Descriptor] = OrderedDict()
+        """Descriptors by node id of inodes that lost their last name while the kernel remembers them."""
+        self._last_attributes: OrderedDict[int, os.stat_result] = OrderedDict()
+        self._max_directories, self._max_removed = _MAX_DIRECTORIES, _MAX_REMOVED
+        self._emptied: dict[int, Descriptor] = {}
+        """Stand-ins by node id for directories that were removed in a predecessor's time."""
         self.journal: JournalWriter | None = None
         """Journal of every change to the table, for a successor; None where there can be none."""
         self.device = st.st_dev
@@ -120,7 +273,7 @@ class NodeTable(NodePaths):
     def _number_reused(self, node: Node) -> None:
         """Note that the node's inode number belongs to another inode now; the kernel has not forgotten the old one yet."""
         if self.journal is not None:
-            self.journal.append(session_journal.unlinked_record(node.id, 0, b"", gone=True))
+            self.journal.append(records.unlinked_record(node.id, 0, b"", gone=True))
         self._unkey(node)
 
     def _unkey(self, node: Node) -> None:
@@ -165,7 +318,7 @@ class NodeTable(NodePaths):
         self._set_key(node)
         if self.journal is not None:
             above = parent.id if name else 0
-            self.journal.append(session_journal.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
+            self.journal.append(records.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
         return node
 
     def adopt_nameless(self, st: os.stat_result) -> Node:
@@ -185,7 +338,7 @@ class NodeTable(NodePaths):
         if node is self.root:
             return
         if self.journal is not None:
-            self.journal.append(session_journal.name_record(node.id, parent.id, name, several=several))
+            self.journal.append(records.name_record(node.id, parent.id, name, several=several))
         if several and node.parent is not None:
             if node.aliases is None:
                 node.aliases = set()
@@ -243,7 +396,7 @@ class NodeTable(NodePaths):
                 return
             self.without_default_acl.discard(node.id)
             if self.journal is not None:
-                self.journal.append(session_journal.dropped_record(node.id))
+                self.journal.append(records.dropped_record(node.id))
             self._forget_key(node)
             if node.kept:
                 self.on_dropped(node.ino)
@@ -342,9 +495,7 @@ class NodeTable(NodePaths):
         """Move one name of the node."""
         with self._lock:
             if self.journal is not None:
-                self.journal.append(
-                    session_journal.renamed_record(node.id, parent.id, name, new_parent.id, new_name)
-                )
+                self.journal.append(records.renamed_record(node.id, parent.id, name, new_parent.id, new_name))
             new_parent.below += 1
             if node.parent is parent and node.name == name:
                 node.parent, node.name = new_parent, new_name
@@ -371,7 +522,7 @@ class NodeTable(NodePaths):
         """
         with self._lock:
             if self.journal is not None:
-                self.journal.append(session_journal.unlinked_record(node.id, parent.id, name, gone=gone))
+                self.journal.append(records.unlinked_record(node.id, parent.id, name, gone=gone))
             if gone:
                 # No name leads to the inode any more, so every other one in the table is out of date.
                 names, node.parent, node.aliases, node.astray = node.names(), None, None, False
@@ -399,7 +550,7 @@ class NodeTable(NodePaths):
         """Give the node the inode that took its name; id and handles stay."""
         with self._lock:
             if self.journal is not None:
-                self.journal.append(session_journal.replaced_record(node.id, st.st_dev, st.st_ino))
+                self.journal.append(records.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)
             node.dev, node.ino = st.st_dev, st.st_ino
             # The number may have belonged to a removed inode that the kernel has not forgotten yet.
@@ -407,3 +558,194 @@ class NodeTable(NodePaths):
             if other is not None:
                 self._unkey(other)
             self._set_key(node)
+
+    # -- reaching an inode ----------------------------------------------------------------------------
+
+    def keep_at_most(self, limit: int) -> None:
+        """Limit cached descriptors in a process that may have ``limit`` of them: most are for files that programs open."""
+        self._max_directories = max(1, min(_MAX_DIRECTORIES, limit // 8))
+        self._max_removed = max(1, min(_MAX_REMOVED, limit // 16))
+
+    def directory(self, node: Node) -> Descriptor:
+        """Return an O_PATH descriptor of the directory.
+
+        Raises:
+            OSError: ESTALE when the directory is not where its names say.
+        """
+        if node is self.root:
+            return self.root_directory
+        # A rename is done on disk before its thread moves the edge in the table: ESTALE would reach the job
+        # for a file that is there, so the walk is tried again.
+        for attempt in range(_RENAME_RETRIES):
+            wait_for_rename(attempt)
+            cached = self._cached(node)
+            if cached is not None:
+                return cached
+            try:
+                return self._walk(node)
+            except FileNotFoundError:
+                # A directory was renamed during the walk. Its edge moves next: walk again.
+                if attempt == _RENAME_RETRIES - 1:
+                    raise stale() from None
+        raise stale()
+
+    def _cached(self, node: Node) -> Descriptor | None:
+        with self._lock:
+            found = self._directories.get(node.id)
+            if found is not None:
+                self._directories.move_to_end(node.id)
+                return found
+            return self._removed.get(node.id) or self._emptied.get(node.id)
+
+    def _walk(self, node: Node) -> Descriptor:
+        chain: list[tuple[Node, bytes]] = []
+        at: Node | None = node
+        found: Descriptor | None = None
+        while at is not None and found is None:
+            if at is self.root:
+                found = self.root_directory
+                break
+            found = self._cached(at)
+            if found is None:
+                with self._lock:
+                    chain.append((at, at.name))
+                    at = at.parent
+        if found is None:
+            raise stale()
+        for child, name in reversed(chain):
+            if not child.is_dir:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            opened = Descriptor(os.open(name, _DIR_FLAGS, dir_fd=found.fd))
+            # Another directory may have this name by now.
+            if os.fstat(opened.fd).st_ino != child.ino:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            self._cache(child, opened)
+            found = opened
+        return found
+
+    def _cache(self, node: Node, opened: Descriptor) -> None:
+        with self._lock:
+            if node.id in self._by_id:
+                self._directories[node.id] = opened
+                if len(self._directories) > self._max_directories:
+                    self._directories.popitem(last=False)
+
+    def last_attributes(self, node: Node) -> os.stat_result | None:
+        """Return the last attributes of a removed file whose space is freed, while the kernel remembers it."""
+        return self._last_attributes.get(node.id)
+
+    def is_freed(self, node: Node) -> bool:
+        """Return whether the node's file is removed and no program has it open, so that nothing can change it any more."""
+        return node.parent is None and node.handles is None and node.id in self._last_attributes
+
+    def _keep_removed(self, node: Node, keep: Descriptor | None, last: os.stat_result | None) -> None:
+        if keep is None:
+            if last is not None and node.handles is None and node.lookups:
+                self._last_attributes[node.id] = last
+                if len(self._last_attributes) > _MAX_REMOVED:
+                    self._last_attributes.popitem(last=False)
+            return
+        self._removed[node.id] = keep
+        if len(self._removed) > self._max_removed:
+            # The kernel forgets removed inodes soon; a burst of removals must not run into the limit of open
+            # files.
+            self._removed.popitem(last=False)
+
+    def path_handle(self, node: Node) -> PathHandle:
+        """Return how to reach the node now.
+
+        Raises:
+            OSError: ESTALE when nothing leads to the inode any more.
+        """
+        if node is self.root:
+            return PathHandle(self.root_directory, b".")
+        with self._lock:
+            parent, name, removed = (
+                node.parent,
+                node.name,
+                self._removed.get(node.id) or self._emptied.get(node.id),
+            )
+        if parent is not None:
+            return PathHandle(self.directory(parent), name)
+        if removed is not None:
+            return PathHandle(removed, None)
+        raise stale()
+
+    def pin(self, node: Node) -> Descriptor:
+        """Return an O_PATH descriptor of the node's inode, and of no other whatever happens to its names meanwhile.
+
+        Raises:
+            OSError: ESTALE when nothing leads to the inode any more.
+        """
+        # While an epoch is pending operations run in several threads. Without a pin, a rename over a file
+        # between the look-up of its path and the open made the handle lead to the other inode, and its writes
+        # landed in a file that was not marked.
+        for attempt in range(_RENAME_RETRIES):
+            wait_for_rename(attempt)
+            try:
+                pinned = Descriptor(self.path_handle(node).open(os.O_PATH))
+            except FileNotFoundError:
+                # This name was removed or renamed meanwhile.
+                self._prefer_another_name(node)
+                continue
+            st = os.fstat(pinned.fd)
+            if (st.st_dev, st.st_ino) == (node.dev, node.ino):
+                # A predecessor's node is made without attributes.
+                node.note_mode(st.st_mode)
+                return pinned
+            self._prefer_another_name(node)
+        raise stale()
+
+    def _prefer_another_name(self, node: Node) -> None:
+        """Make another known name of the node its first one."""
+        with self._lock:
+            if node.parent is not None and node.aliases:
+                other = node.aliases.pop()
+                node.aliases = {*node.aliases, (node.parent, node.name)}
+                node.parent, node.name = other
+
+    def open(self, node: Node, flags: int) -> int:
+        """Open the node's inode with ``flags``.
+
+        Raises:
+            OSError: ESTALE as of ``pin``.
+        """
+        # Never through the name alone: another thread may rename something else to it before the open, and
+        # data would be written to that.
+        fd = self._open_by_name(node, flags) if node.kind == stat.S_IFREG else None
+        if fd is not None:
+            return fd
+        pinned = self.pin(node)
+        return os.open(b"/proc/self/fd/%d" % pinned.fd, (flags | os.O_CLOEXEC) & ~os.O_NOFOLLOW)
+
+    def _open_by_name(self, node: Node, flags: int) -> int | None:
+        """Open the inode by its name, which takes half the system calls; return None where the name leads elsewhere."""
+        path_handle = self.path_handle(node)
+        if path_handle.name is None:
+            return None
+        # Something else may have the name by now. It is compared before it is used; O_NONBLOCK because
+        # opening a fifo waits for its other end, O_NOCTTY because a terminal would become ours.
+        want = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+        try:
+            fd = os.open(path_handle.name, want, dir_fd=path_handle.dir_fd)
+        except OSError as error:
+            if error.errno in _NOT_THE_FILE:
+                return None
+            raise
+        st = os.fstat(fd)
+        if st.st_ino == node.ino and st.st_dev == node.dev:
+            # As in ``pin``: a predecessor's node is made without attributes.
+            node.note_mode(st.st_mode)
+            return fd
+        os.close(fd)
+        return None
+
+    def path_below_root(self, node: Node) -> bytes | None:
+        """Return the node's path relative to the root, as its names say; None when it has none."""
+        parts: list[bytes] = []
+        with self._lock:
+            at: Node | None = node
+            while at is not None and at is not self.root:
+                parts.append(at.name)
+                at = at.parent
+        return b"/".join(reversed(parts)) if at is self.root else None

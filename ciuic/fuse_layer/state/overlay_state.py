@@ -23,13 +23,11 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer.state.allowances import Allowances, SharedReader, owner_of
-from ciuic.fuse_layer.state.node import Node
-from ciuic.fuse_layer.state.node_table import NodeTable
+from ciuic.fuse_layer.state.allowances import Allowances, Quota, SharedReader, owner_of
+from ciuic.fuse_layer.state.node_table import Node, NodeTable
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale
-from ciuic.fuse_layer.system.quota import Quota
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import Gate
-from ciuic.fuse_layer.tracking.tracking import Tracker
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
 
 _T = TypeVar("_T")
@@ -105,9 +103,6 @@ class OverlayState:
         self.undo = undo
         self.files: dict[int, OpenFile] = {}
         self.allowances = Allowances(owner_of(nodes.root_directory.fd))
-        self.held_by_kernel: Callable[[int], bool] = lambda node_id: False
-        """True if the kernel itself has the node's backing file open, so that it must not be given another
-        inode."""
         self.shown: Callable[[os.stat_result], os.stat_result] = lambda st: st
         """Attributes to be shown in place of those of the backing file."""
         # For counting alone: threads open files at the same time.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from typing import Final
 
-from ciuic.fuse_layer.formats import undo_format
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.system.path_handles import Descriptor
 from ciuic.protocol.state_directory import own_directory
 

@@ -20,9 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from ciuic.fuse_layer.formats import undo_format
-from ciuic.fuse_layer.formats.sealed_format import SealedHead, read_head
-from ciuic.fuse_layer.formats.undo_format import (
+from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer.sealed_format import SealedHead, read_head
+from ciuic.fuse_layer.tracking.changes import BlockSet
+from ciuic.fuse_layer.undo_format import (
     AbandonedRecord,
     BlocksRecord,
     InodeRecord,
@@ -30,7 +31,6 @@ from ciuic.fuse_layer.formats.undo_format import (
     SwappedRecord,
     UndoDamaged,
 )
-from ciuic.fuse_layer.tracking.blockset import BlockSet
 
 MAX_LOG_BYTES: Final = 4 << 20
 """Limit of a log that is read, in some 50 ms in which every request of the job waits. A longer one costs the

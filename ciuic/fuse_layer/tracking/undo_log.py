@@ -2,7 +2,8 @@
 
 Invariants (docs/architecture.md §5, undo_format.py):
 
-* A record is in the log before the change that it protects against happens.
+* A record is in the log, whole, before the change that it protects against happens; otherwise that change must
+  not be relied upon. Nothing is synced: capture reads the same page cache, and a power cut ends the session.
 * A record's epoch is the newest in which its content was true: the last sealed one. A thing is saved once an
   epoch.
 * No failure in here reaches the job. A failure to save (no space, no more links, an I/O error) *abandons* the
@@ -20,28 +21,22 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
-from ciuic.fuse_layer.formats import undo_format
-from ciuic.fuse_layer.formats.undo_format import (
-    AbandonedRecord,
-    BlocksRecord,
-    InodeRecord,
-    NameRecord,
-    OldStat,
-)
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.system import syscalls
-from ciuic.fuse_layer.system.file_content import copy_data, write_pieces
 from ciuic.fuse_layer.system.path_handles import Descriptor
-from ciuic.fuse_layer.tracking.blockset import MAX_BLOCKS, BlockSet, blocks_of
+from ciuic.fuse_layer.tracking.changes import MAX_BLOCKS, BlockSet, blocks_of
 from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks, fresh_directory, put_in_place
 from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo, read_undo
-from ciuic.fuse_layer.tracking.undo_log_file import UndoLogFile, unlink_quietly
-from ciuic.fuse_layer.tracking.undo_space import UndoSpace
+from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.protocol.state_directory import own_directory
 from ciuic.system.xattrs import read_xattrs
 
+_ROOM_CHECK_BYTES: Final = 16 << 20
+"""Copied bytes between two checks of the free space: 2 µs of statvfs for 10 ms of copying."""
+_COPY_BYTES: Final = 1 << 20
 UNDO_DIR: Final = b"undo"
 _LOCK_STRIPES: Final = 64
 # Errors that are taken to hold for every file of the file system: cloning is not tried again.
@@ -49,6 +44,205 @@ _CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVA
 MAX_DIRECTORIES: Final = 4096
 """Limit of directories that were moved since the cut and are kept open: each is a descriptor, and a user can
 move any number."""
+
+
+def _unlink_quietly(directory_fd: int, name: bytes | str) -> bool:
+    """Remove a file, and return whether its name is free. One that stays is garbage, removed later."""
+    try:
+        os.unlink(name, dir_fd=directory_fd)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return True
+
+
+class _UndoLogFile:
+    """The log in one undo directory; made with its first record. Thread-safe."""
+
+    def __init__(self, directory_fd: int) -> None:
+        self._directory_fd = directory_fd
+        self._log: Descriptor | None = None
+        # Held where ``_log`` and the name of the log change: ``_log`` is None or has that name.
+        self._lock = threading.Lock()
+
+    def resume(self, log_bytes: int) -> None:
+        """Go on behind the first ``log_bytes`` of a predecessor's log.
+
+        Raises:
+            OSError: the log cannot be opened or cut.
+        """
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = Descriptor(os.open(undo_format.LOG_NAME, flags, dir_fd=self._directory_fd))
+        # A record that was cut short protects no change: the record comes first.
+        os.ftruncate(log.fd, log_bytes)
+        self._log = log
+
+    def append(self, record: undo_format.Record) -> int:
+        """Write a whole record in one call, visible to readers on return; return its length.
+
+        Raises:
+            OSError: the record is not in the log, or not whole.
+        """
+        log = self._log or self._create()
+        data = undo_format.encode(record)
+        # One write(2) with O_APPEND: records of several threads lie one behind the other, and a reader finds
+        # each whole.
+        written = os.write(log.fd, data)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, "a record of the undo log was cut short")
+        return written
+
+    def remove(self) -> bool:
+        """Remove the log, and return whether its name is free."""
+        with self._lock:
+            self._log = None
+            return _unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
+
+    def _create(self) -> Descriptor:
+        # Two operations may save the first thing of an epoch at one instant. Without the lock the second
+        # removed the log of the first, with its record, and a capture that had opened it saw no record at
+        # all.
+        with self._lock:
+            if self._log is None:
+                # A log that could not be removed when its epochs ended may end in an incomplete record: it
+                # goes first.
+                _unlink_quietly(self._directory_fd, undo_format.LOG_NAME)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+                fd = os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory_fd)
+                self._log = Descriptor(fd)
+            return self._log
+
+
+class _UndoSpace:
+    """Space of one undo directory. Threads may count at the same time: the figures are estimates."""
+
+    def __init__(self, directory_fd: int, limit_bytes: int) -> None:
+        self._directory_fd = directory_fd
+        self.limit_bytes = limit_bytes
+        self.kept_bytes = 0
+        """Space that undo takes on the backing file system, removed files that are kept alive included."""
+        self._copied_bytes = 0
+        """Part of ``kept_bytes`` that is new on the disk: written by root, and so charged to no user's
+        quota."""
+        self._checked_at_bytes = 0
+
+    def count(self, size_bytes: int) -> None:
+        """Count records and removed files that are kept alive."""
+        self.kept_bytes += size_bytes
+
+    def count_copy(self, size_bytes: int) -> None:
+        """Count copied content."""
+        self.kept_bytes += size_bytes
+        self._copied_bytes += size_bytes
+
+    def reset(self) -> None:
+        """Start at 0, because everything was removed."""
+        self.kept_bytes = self._copied_bytes = self._checked_at_bytes = 0
+
+    def excess(self) -> str | None:
+        """Return why the undo log takes too much space, in words; None where it does not."""
+        if self.kept_bytes > self.limit_bytes:
+            return f"undo log: over its limit of {self.limit_bytes} bytes"
+        if self._copied_bytes - self._checked_at_bytes < _ROOM_CHECK_BYTES:
+            return None
+        # Other users of the file system need its space too, and the owner of a root could fill it past any
+        # quota. Files that are kept alive do not count: they were there before.
+        self._checked_at_bytes = self._copied_bytes
+        if self._copied_bytes > self._free_bytes():
+            return f"undo log: its {self._copied_bytes} bytes are more than the file system has left"
+        return None
+
+    def has_room_for(self, size_bytes: int) -> bool:
+        """Return whether so much more can be saved within the limit and a quarter of the free space."""
+        # A copy beyond that would give up the very snapshot that it is made for: the file is captured as
+        # found instead, and marked.
+        fits = self._copied_bytes + size_bytes <= self._free_bytes() // 4
+        return fits and self.kept_bytes + size_bytes <= self.limit_bytes
+
+    def _free_bytes(self) -> int:
+        room = os.statvfs(self._directory_fd)
+        return room.f_bavail * room.f_frsize
+
+
+def _data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of [start, end) that are not holes.
+
+    A file system without SEEK_DATA calls everything data.
+    """
+    at = start
+    while at < end:
+        try:
+            data = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            # No data behind this offset.
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        if data >= end:
+            return
+        hole = os.lseek(fd, data, os.SEEK_HOLE)
+        yield max(data, at), min(hole, end)
+        at = hole
+
+
+def _copy_data(fd: int, out: int, start: int, end: int, on_copied: Callable[[int], None]) -> None:
+    """Copy [start, end) to the same offsets of another file; holes stay holes.
+
+    Args:
+        fd: file to copy from.
+        out: file to copy to.
+        start: first byte.
+        end: byte behind the last one.
+        on_copied: called with the length of each piece that was copied.
+    """
+    for data_start, data_end in _data_ranges(fd, start, end):
+        at = data_start
+        while at < data_end:
+            piece = os.pread(fd, min(_COPY_BYTES, data_end - at), at)
+            if not piece:
+                break
+            _write_all(out, piece, at)
+            at += len(piece)
+            on_copied(len(piece))
+
+
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at an offset, in as many calls as that takes."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _write_pieces(
+    dir_fd: int, name: bytes, pieces: Iterable[bytes | memoryview], size_bytes: int, *, new: bool
+) -> int:
+    """Write pieces one behind the other into a file of at least ``size_bytes``, and return their total length.
+
+    Args:
+        dir_fd: directory of the file.
+        name: name of the file.
+        pieces: content.
+        size_bytes: least length of the file; zeros follow the pieces.
+        new: the file is made, and removed again after a failure; a file that lies there is an error.
+    """
+    made = os.O_CREAT | os.O_EXCL if new else 0
+    out = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made, 0o600, dir_fd=dir_fd)
+    at = 0
+    try:
+        for piece in pieces:
+            _write_all(out, piece, at)
+            at += len(piece)
+        if os.fstat(out).st_size < size_bytes:
+            # A reader finds zeros where there is no piece, instead of the end of the file.
+            os.ftruncate(out, size_bytes)
+    except OSError:
+        if new:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=dir_fd)
+        raise
+    finally:
+        os.close(out)
+    return at
 
 
 class UndoLog:
@@ -86,11 +280,11 @@ class UndoLog:
         """State that was taken over from a predecessor; None where there was none."""
         if self.inherited is None:
             self._directory = fresh_directory(state_fd, UNDO_DIR)
-            self._log = UndoLogFile(self._directory.fd)
+            self._log = _UndoLogFile(self._directory.fd)
             hold = fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
         else:
             hold = Descriptor(own_directory(self._directory.fd, undo_format.HOLD_DIR.encode()))
-        self.space = UndoSpace(self._directory.fd, limit_bytes)
+        self.space = _UndoSpace(self._directory.fd, limit_bytes)
         self.hidden = HiddenLinks(hold)
         if self.inherited is not None:
             self.hidden.held |= self.inherited.held
@@ -104,7 +298,7 @@ class UndoLog:
         found = read_undo(directory.fd, self.block_size)
         if found is None:
             return None
-        log = UndoLogFile(directory.fd)
+        log = _UndoLogFile(directory.fd)
         if found.has_log:
             try:
                 log.resume(found.log_bytes)
@@ -176,7 +370,7 @@ class UndoLog:
             if epoch in self._pending:
                 self._pending.remove(epoch)
             self._unclean = True
-            unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+            _unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
             if self._pending:
                 return
         self._clear()
@@ -196,13 +390,13 @@ class UndoLog:
                 # Also before saving stops: were this process killed now, its successor must not take these
                 # epochs for whole.
                 for epoch in epochs:
-                    unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+                    _unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
             self._unclean = True
             self._pending = []
         # Outside `_io`, because it folds these epochs into the current one under the lock of Epochs.
         self._on_abandon(epochs, reason)
         for epoch in epochs:
-            unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+            _unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
         self._clear()
 
     def _forget_saved(self) -> None:
@@ -236,7 +430,7 @@ class UndoLog:
             names = os.listdir(self._directory.fd)
             ours = ("blocks-", "new-", "sealed-")
             gone += [
-                unlink_quietly(self._directory.fd, os.fsencode(name))
+                _unlink_quietly(self._directory.fd, os.fsencode(name))
                 for name in names
                 if name.startswith(ours)
             ]
@@ -365,7 +559,7 @@ class UndoLog:
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
         out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
         try:
-            copy_data(fd, out, start, end, self.space.count_copy)
+            _copy_data(fd, out, start, end, self.space.count_copy)
             if os.fstat(out).st_size < end:
                 # A reader finds zeros where the old file had a hole, instead of the end of this file.
                 os.ftruncate(out, end)
@@ -392,7 +586,7 @@ class UndoLog:
         try:
             syscalls.clone_file(out, fd)
         except OSError as error:
-            unlink_quietly(self._directory.fd, name)
+            _unlink_quietly(self._directory.fd, name)
             self.clones = error.errno not in _CANNOT_CLONE
             return False
         finally:
@@ -416,7 +610,7 @@ class UndoLog:
         if not self._pending or not size:
             return
         name = undo_format.blocks_name(ino, self.true_epoch).encode()
-        written = write_pieces(self._directory.fd, name, pieces, size, new=ino not in self._blocks)
+        written = _write_pieces(self._directory.fd, name, pieces, size, new=ino not in self._blocks)
         first, count = blocks_of(0, size, self.block_size)
         with self.saving():
             self.space.count_copy(written)
@@ -426,8 +620,8 @@ class UndoLog:
     def create_replacement(self, ino: int) -> tuple[int, bytes]:
         """Make an empty file in the undo directory, to take the name of inode ``ino``; return its descriptor and name there."""
         name = b"new-%d" % ino
-        # Left by a swap on a failing disk (truncate_swap.py).
-        unlink_quietly(self._directory.fd, name)
+        # Left by a swap on a failing disk (core/files.py).
+        _unlink_quietly(self._directory.fd, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._directory.fd), name
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.lazy.pending import PendingFiles
-from ciuic.lazy.pending_file import Load, PendingFile, PendingName, PendingPiece
+from ciuic.lazy.incomplete_files import Load, PendingFile, PendingFiles, PendingName, PendingPiece
 from ciuic.types import ChunkId
 
 BLOCK = 4096

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from ciuic.lazy.ending import finish
+from ciuic.lazy.filling import Settler
+from ciuic.lazy.incomplete_files import PendingFiles, PendingName, PendingPiece
 from ciuic.lazy.layout import MARKER, LazyLayout, LazyPhase, LazyRecord
-from ciuic.lazy.pending import PendingFiles
-from ciuic.lazy.pending_file import PendingName, PendingPiece
-from ciuic.lazy.settler import Settler
 from ciuic.types import ChunkId
 
 CHUNK = ChunkId(bytes(range(16)))
@@ -88,7 +86,7 @@ def test_the_mark_goes_after_the_names_are_durable(
     try:
         with open(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=content), "w") as file:
             file.write("x")
-        finish(layout, record, content)
+        layout.finish(record, content)
     finally:
         os.close(content)
     assert events.index(("fsync", "restored")) < events.index(("unlink", os.fsdecode(MARKER)))

@@ -12,10 +12,10 @@ from support.capture_bench import BLOCK, Bench, bench
 
 from ciuic.daemon.capture import content as capture_content
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials
-from ciuic.fuse_layer.cut.passthrough_writers import UnseenWriters
-from ciuic.fuse_layer.formats.sealed_format import read_sealed
-from ciuic.fuse_layer.formats.undo_format import sealed_name
+from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
+from ciuic.fuse_layer.sealed_format import read_sealed
 from ciuic.fuse_layer.state.overlay_state import OpenFile
+from ciuic.fuse_layer.undo_format import sealed_name
 from ciuic.system.spill import Spill
 from ciuic.types import FLAG_NOT_HELD, Entry, RootRecord
 
@@ -33,9 +33,9 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def writer_of(rig: Bench, name: bytes) -> tuple[int, int]:
     """Open a file past the overlay; return its handle and a descriptor like the kernel's, without clones."""
     rig.core._state.undo.clones = False
-    handle = rig.core.create(ROOT_ID, name, 0o644, os.O_WRONLY, ROOT)[1]
-    rig.core.is_unseen(handle)
-    fd = rig.core.descriptor(handle)
+    handle = rig.core.names.create(ROOT_ID, name, 0o644, os.O_WRONLY, ROOT)[1]
+    rig.core.files.is_unseen(handle)
+    fd = rig.core.files.descriptor(handle)
     os.pwrite(fd, b"\x01" * SIZE, 0)
     return handle, fd
 
@@ -84,7 +84,7 @@ def test_a_file_that_changes_while_it_is_read(how: str) -> None:
         assert step > 3
         content = check(rig, record, b"moving")
         assert set(content) <= {0, 1, 2}
-        rig.core.release(handle)
+        rig.core.files.release(handle)
         record, report = rig.snapshot()
         assert report.errors == []
         assert rig.flagged(record) == set()
@@ -107,7 +107,7 @@ def test_any_sequence_of_sizes(steps: list[tuple[bool, int]]) -> None:
         record, report = rig.capture(rig.cut(observe=False), interfere=interfere)
         assert report.errors == []
         check(rig, record, b"moving")
-        rig.core.release(handle)
+        rig.core.files.release(handle)
         rig.snapshot()
 
 
@@ -134,8 +134,8 @@ def test_a_stranger_that_writes_under_the_overlay_is_marked_too() -> None:
 def test_cut_during_the_last_release_of_a_mapped_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writes of a mapping after a cut during the last release are in the next snapshot."""
     with bench() as rig:
-        handle = rig.core.create(ROOT_ID, b"m", 0o644, os.O_RDWR, ROOT)[1]
-        rig.core.is_unseen(handle)
+        handle = rig.core.names.create(ROOT_ID, b"m", 0o644, os.O_RDWR, ROOT)[1]
+        rig.core.files.is_unseen(handle)
         mapping = os.open(rig.backing / "m", os.O_RDWR)
         ino = os.fstat(mapping).st_ino
         rig.core.committed(rig.core.cut().epoch)
@@ -147,7 +147,7 @@ def test_cut_during_the_last_release_of_a_mapped_file(monkeypatch: pytest.Monkey
             measured(writers, file)
 
         monkeypatch.setattr(UnseenWriters, "_measure", cut_there)
-        rig.core.release(handle)
+        rig.core.files.release(handle)
         os.pwrite(mapping, b"later", 0)
         epoch = rig.core.cut().epoch
         spill = Spill(os.fspath(rig.repository.path))

@@ -239,10 +239,10 @@ def test_sigkill_leaves_the_repository_as_it_was(stage: Stage) -> None:
     job = stage.job()
     assert stage.run(job)[0] == 0
     stage.core.committed(job.roots[0].epoch)
-    handle = stage.core.create(ROOT_ID, b"large", 0o644, os.O_RDWR, Credentials(0, 0))[1]
+    handle = stage.core.names.create(ROOT_ID, b"large", 0o644, os.O_RDWR, Credentials(0, 0))[1]
     for at in range(0, 64 << 20, 1 << 20):
-        stage.core.write(handle, at, os.urandom(1 << 20))
-    stage.core.release(handle)
+        stage.core.files.write(handle, at, os.urandom(1 << 20))
+    stage.core.files.release(handle)
     job = stage.job()
     expected = manifest(stage.root)
     before = stored_bytes(stage)

@@ -21,7 +21,7 @@ from ciuic.daemon.capture.job import CaptureProgress, RootJob
 from ciuic.daemon.capture.root import Interrupted, Report, RootUnreadable
 from ciuic.errors import CiuicError, Damaged
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, SetAttr
-from ciuic.fuse_layer.formats.undo_format import OldStat, UndoLost
+from ciuic.fuse_layer.undo_format import OldStat, UndoLost
 from ciuic.types import (
     FLAG_NOT_HELD,
     MAX_TIME_NS,
@@ -43,9 +43,9 @@ def rig() -> Iterator[Bench]:
 
 
 def write(rig: Bench, path: bytes, offset: int, data: bytes) -> None:
-    handle = rig.core.open(rig.driver.node(path), os.O_RDWR)
-    rig.core.write(handle, offset, data)
-    rig.core.release(handle)
+    handle = rig.core.files.open(rig.driver.node(path), os.O_RDWR)
+    rig.core.files.write(handle, offset, data)
+    rig.core.files.release(handle)
 
 
 def entry_at(rig: Bench, record: RootRecord, path: bytes) -> Entry | None:
@@ -61,11 +61,11 @@ def entry_at(rig: Bench, record: RootRecord, path: bytes) -> Entry | None:
 def test_the_second_snapshot_reads_only_changed_files(rig: Bench) -> None:
     """The second snapshot reads ten changed files of many, and examines only directories above them."""
     for folder in range(20):
-        node = rig.core.mkdir(ROOT_ID, b"folder%d" % folder, 0o755, ROOT).node
+        node = rig.core.names.mkdir(ROOT_ID, b"folder%d" % folder, 0o755, ROOT).node
         for number in range(50):
-            handle = rig.core.create(node, b"file%d" % number, 0o644, os.O_RDWR, ROOT)[1]
-            rig.core.write(handle, 0, b"%d %d" % (folder, number))
-            rig.core.release(handle)
+            handle = rig.core.names.create(node, b"file%d" % number, 0o644, os.O_RDWR, ROOT)[1]
+            rig.core.files.write(handle, 0, b"%d %d" % (folder, number))
+            rig.core.files.release(handle)
     record, report = rig.snapshot()
     assert (record.mode, report.files_read) == ("full", 1008)
     for number in range(10):
@@ -82,17 +82,17 @@ def test_the_second_snapshot_reads_only_changed_files(rig: Bench) -> None:
 def test_one_block_of_a_large_sparse_file_costs_one_block(rig: Bench) -> None:
     """A changed block of a large sparse file is read alone; growing it by a hole costs the last block."""
     size = 100 << 30
-    handle = rig.core.create(ROOT_ID, b"sparse", 0o644, os.O_RDWR, ROOT)[1]
-    rig.core.write(handle, 7 * BLOCK, b"x" * (5 * BLOCK))
-    rig.core.setattr(rig.driver.node(b"sparse"), SetAttr(size=size), handle)
+    handle = rig.core.names.create(ROOT_ID, b"sparse", 0o644, os.O_RDWR, ROOT)[1]
+    rig.core.files.write(handle, 7 * BLOCK, b"x" * (5 * BLOCK))
+    rig.core.attributes.setattr(rig.driver.node(b"sparse"), SetAttr(size=size), handle)
     record, report = rig.capture(rig.cut(observe=False))
     first = report.bytes_read
     assert first < 100 * BLOCK
-    rig.core.write(handle, 9 * BLOCK + 5, b"y")
+    rig.core.files.write(handle, 9 * BLOCK + 5, b"y")
     record, report = rig.capture(rig.cut(observe=False))
     assert report.bytes_read == BLOCK
-    rig.core.setattr(rig.driver.node(b"sparse"), SetAttr(size=size + BLOCK), handle)
-    rig.core.release(handle)
+    rig.core.attributes.setattr(rig.driver.node(b"sparse"), SetAttr(size=size + BLOCK), handle)
+    rig.core.files.release(handle)
     record, report = rig.capture(rig.cut(observe=False))
     assert report.bytes_read == 0
     entry = entry_at(rig, record, b"sparse")
@@ -110,7 +110,7 @@ def test_one_block_of_a_large_sparse_file_costs_one_block(rig: Bench) -> None:
 def test_a_moved_directory_is_not_read_again(rig: Bench) -> None:
     """The tree of a moved directory is reused by inode number, whatever the number of files in it."""
     rig.snapshot()
-    rig.core.rename(ROOT_ID, b"d", rig.driver.node(b"e"), b"moved", 0)
+    rig.core.names.rename(ROOT_ID, b"d", rig.driver.node(b"e"), b"moved", 0)
     _, report = rig.snapshot()
     assert report.files_read == 0
     assert report.entries == 3
@@ -121,13 +121,13 @@ def test_excludes_apply_again_to_a_moved_directory() -> None:
     with bench(("e/moved/*.log", "d/f/gone")) as rig:
         node = rig.driver.node(b"d")
         for name in (b"a.log", b"keep"):
-            rig.core.release(rig.core.create(node, name, 0o644, os.O_RDWR, ROOT)[1])
-        gone = rig.core.mkdir(rig.driver.node(b"d/f"), b"gone", 0o755, ROOT).node
-        rig.core.release(rig.core.create(gone, b"inside", 0o644, os.O_RDWR, ROOT)[1])
+            rig.core.files.release(rig.core.names.create(node, name, 0o644, os.O_RDWR, ROOT)[1])
+        gone = rig.core.names.mkdir(rig.driver.node(b"d/f"), b"gone", 0o755, ROOT).node
+        rig.core.files.release(rig.core.names.create(gone, b"inside", 0o644, os.O_RDWR, ROOT)[1])
         record, _ = rig.capture(rig.cut())
         assert entry_at(rig, record, b"d/a.log") is not None
         assert entry_at(rig, record, b"d/f/gone") is None
-        rig.core.rename(ROOT_ID, b"d", rig.driver.node(b"e"), b"moved", 0)
+        rig.core.names.rename(ROOT_ID, b"d", rig.driver.node(b"e"), b"moved", 0)
         record, _ = rig.capture(rig.cut())
         assert record.mode == "tracked"
         assert entry_at(rig, record, b"e/moved/a.log") is None
@@ -229,11 +229,11 @@ def test_access_times_alone_make_no_new_tree(rig: Bench) -> None:
 def test_a_linked_file_that_changed_under_a_removed_name_is_found_under_its_other(rig: Bench) -> None:
     """A linked file changed under a removed name is found by its other name, which the base knows."""
     rig.snapshot()
-    handle = rig.core.open(rig.driver.node(b"e/e"), os.O_RDWR)
+    handle = rig.core.files.open(rig.driver.node(b"e/e"), os.O_RDWR)
     rig.driver.do(("forget", 0, 0, 0))
-    rig.core.unlink(rig.driver.node(b"e"), b"e")
-    rig.core.write(handle, 1, b"through a handle whose name is gone")
-    rig.core.release(handle)
+    rig.core.names.unlink(rig.driver.node(b"e"), b"e")
+    rig.core.files.write(handle, 1, b"through a handle whose name is gone")
+    rig.core.files.release(handle)
     record, _ = rig.snapshot()
     assert record.mode == "tracked"
 
@@ -246,7 +246,7 @@ def test_file_written_under_no_known_name_is_found_by_comparing(rig: Bench) -> N
     """
     rig.driver.do(("forget", 0, 0, 0))
     rig.driver.do(("open", number_of(b"a"), 0, 0))
-    rig.core.unlink(ROOT_ID, b"a")
+    rig.core.names.unlink(ROOT_ID, b"a")
     rig.snapshot()
     rig.driver.do(("write_open", 0, 0, 0))
     record, _ = rig.snapshot()
@@ -261,12 +261,12 @@ def test_removed_hard_links_leave_the_link_table(rig: Bench) -> None:
     """The link table loses inodes without names, and is removed when it is empty."""
     record, _ = rig.snapshot()
     assert record.links
-    rig.core.unlink(ROOT_ID, b"a")
-    rig.core.unlink(rig.driver.node(b"e"), b"e")
+    rig.core.names.unlink(ROOT_ID, b"a")
+    rig.core.names.unlink(rig.driver.node(b"e"), b"e")
     rig.snapshot()
     rig.driver.do(("remove_all", *(number_of(b"d/f"),) * 2, 0))
     record, _ = rig.snapshot()
-    rig.core.unlink(rig.driver.node(b"d"), b"e")
+    rig.core.names.unlink(rig.driver.node(b"d"), b"e")
     record, _ = rig.snapshot()
     assert record.links == b""
 
@@ -323,8 +323,8 @@ def test_times_far_from_1970_are_stored_as_the_nearest_and_named() -> None:
     """A time beyond what an entry holds costs no name, and comparing finds the file unchanged afterwards."""
     with bench(below=Path("/dev/shm")) as rig:
         for name, year_9999_ns in ((b"late", 253370764800 * 10**9), (b"early", -253370764800 * 10**9)):
-            node = rig.core.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)[0].node
-            rig.core.setattr(node, SetAttr(mtime_ns=year_9999_ns, atime_ns=0))
+            node = rig.core.names.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)[0].node
+            rig.core.attributes.setattr(node, SetAttr(mtime_ns=year_9999_ns, atime_ns=0))
         record, report = rig.capture(rig.cut())
         late, early = entry_at(rig, record, b"late"), entry_at(rig, record, b"early")
         assert late is not None
@@ -334,7 +334,7 @@ def test_times_far_from_1970_are_stored_as_the_nearest_and_named() -> None:
         assert report.far_times == {ROOT_PATH: [ROOT_PATH + b"/early", ROOT_PATH + b"/late"]}
         # A change after the cut makes a record of the old attributes in the undo log.
         epoch = rig.cut()
-        rig.core.setattr(rig.core.lookup(ROOT_ID, b"late").node, SetAttr(mtime_ns=0))
+        rig.core.attributes.setattr(rig.core.names.lookup(ROOT_ID, b"late").node, SetAttr(mtime_ns=0))
         record, report = rig.capture(epoch)
         assert entry_at(rig, record, b"late") == late
         assert not report.errors

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.control.server import ControlServer
+from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.tracking.gate import Gate
 from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.protocol.worker_frames import FrameError, receive_frame, send_frame

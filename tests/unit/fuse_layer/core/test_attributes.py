@@ -30,10 +30,10 @@ def test_no_change_of_attributes_follows_a_symbolic_link(core: OverlayCore, tmp_
     outside = tmp_path / "outside"
     outside.touch(mode=0o600)
     os.utime(outside, ns=(5, 5))
-    link = core.symlink(ROOT_ID, b"link", os.fsencode(outside), ROOT).node
+    link = core.names.symlink(ROOT_ID, b"link", os.fsencode(outside), ROOT).node
     with pytest.raises(OSError, match=os.strerror(errno.ENOTSUP)):
-        core.setattr(link, SetAttr(mode=0o777))
-    core.setattr(link, SetAttr(uid=7, gid=8, mtime_ns=1234, atime_ns=5678))
+        core.attributes.setattr(link, SetAttr(mode=0o777))
+    core.attributes.setattr(link, SetAttr(uid=7, gid=8, mtime_ns=1234, atime_ns=5678))
     st = os.lstat(tmp_path / "root" / "link")
     assert (st.st_uid, st.st_gid, st.st_mtime_ns) == (7, 8, 1234)
     st = outside.stat()
@@ -44,12 +44,12 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(core: OverlayCore, tmp_pa
     """A name replaced by a link gives ESTALE, and nothing is changed."""
     outside = tmp_path / "outside"
     outside.touch(mode=0o600)
-    attr, handle = core.create(ROOT_ID, b"file", 0o600, os.O_RDWR, ROOT)
-    core.release(handle)
+    attr, handle = core.names.create(ROOT_ID, b"file", 0o600, os.O_RDWR, ROOT)
+    core.files.release(handle)
     (tmp_path / "root" / "link").symlink_to(outside)
     (tmp_path / "root" / "link").rename(tmp_path / "root" / "file")
     with pytest.raises(OSError, match="no longer where it was"):
-        core.setattr(attr.node, SetAttr(mode=0o4777))
+        core.attributes.setattr(attr.node, SetAttr(mode=0o4777))
     assert outside.stat().st_mode & 0o7777 == 0o600
 
 
@@ -57,8 +57,8 @@ def test_an_attribute_is_marked_though_the_change_fails_half_way(
     core: OverlayCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file whose ACL was changed is in the change set, though its set-group-id bit could not be dropped."""
-    attr, handle = core.create(ROOT_ID, b"file", 0o2755, os.O_RDWR, ROOT)
-    core.release(handle)
+    attr, handle = core.names.create(ROOT_ID, b"file", 0o2755, os.O_RDWR, ROOT)
+    core.files.release(handle)
     ino = attr.st.st_ino
     core.committed(core.cut().epoch)
     # Until the first change the file is in no change set.
@@ -69,6 +69,6 @@ def test_an_attribute_is_marked_though_the_change_fails_half_way(
 
     monkeypatch.setattr(os, "chmod", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        core.setxattr(attr.node, b"user.changed", b"1", 0, drops_group_bit=True)
-    assert core.getxattr(attr.node, b"user.changed") == b"1"
+        core.attributes.setxattr(attr.node, b"user.changed", b"1", 0, drops_group_bit=True)
+    assert core.attributes.getxattr(attr.node, b"user.changed") == b"1"
     assert core._state.tracker.current.changes[ino].attrs

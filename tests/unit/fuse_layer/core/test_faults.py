@@ -12,8 +12,8 @@ from typing import NoReturn
 import pytest
 from support.overlay import state_of
 
+from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.formats import sealed_format, undo_format
 from ciuic.fuse_layer.tracking import undo_log
 from ciuic.system.spill import Spill
 
@@ -28,18 +28,18 @@ class Job:
         self.core = core
 
     def open(self, name: bytes, flags: int = os.O_RDWR) -> int:
-        node = self.core.lookup(ROOT_ID, name).node
-        return self.core.open(node, flags)
+        node = self.core.names.lookup(ROOT_ID, name).node
+        return self.core.files.open(node, flags)
 
     def create(self, name: bytes, data: bytes) -> None:
-        _, handle = self.core.create(ROOT_ID, name, 0o644, os.O_RDWR, CALLER)
-        self.core.write(handle, 0, data)
-        self.core.release(handle)
+        _, handle = self.core.names.create(ROOT_ID, name, 0o644, os.O_RDWR, CALLER)
+        self.core.files.write(handle, 0, data)
+        self.core.files.release(handle)
 
     def overwrite(self, name: bytes, data: bytes) -> None:
         handle = self.open(name)
-        self.core.write(handle, 0, data)
-        self.core.release(handle)
+        self.core.files.write(handle, 0, data)
+        self.core.files.release(handle)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_held_file_is_removed_later_after_a_failure(
     """A held file that cannot be removed when its epoch ends is removed later, at the next request."""
     job.create(b"a", b"x" * 100_000)
     job.core.cut()
-    job.core.unlink(ROOT_ID, b"a")
+    job.core.names.unlink(ROOT_ID, b"a")
     monkeypatch.setattr(undo_log.os, "listdir", _failing(errno.EMFILE))
     job.core.committed(1)
     monkeypatch.undo()
@@ -136,7 +136,7 @@ def test_a_large_truncation_needs_no_new_inode(
     job.core.cut()
     monkeypatch.setattr(undo_log.UndoLog, "create_replacement", _failing(errno.ENOSPC))
     handle = job.open(b"a")
-    job.core.setattr(job.core.lookup(ROOT_ID, b"a").node, _size(3), handle)
+    job.core.attributes.setattr(job.core.names.lookup(ROOT_ID, b"a").node, _size(3), handle)
     assert (backing / "a").read_bytes() == b"xxx"
 
 
@@ -155,9 +155,9 @@ def test_handles_follow_a_replaced_file_without_a_spare_descriptor(
         return real(path, flags, *rest, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", open_)
-    job.core.setattr(job.core.lookup(ROOT_ID, b"a").node, _size(0), writer)
-    job.core.write(writer, 0, b"new")
-    assert job.core.read(reader, 0, 9) == b"new"
+    job.core.attributes.setattr(job.core.names.lookup(ROOT_ID, b"a").node, _size(0), writer)
+    job.core.files.write(writer, 0, b"new")
+    assert job.core.files.read(reader, 0, 9) == b"new"
     monkeypatch.undo()
     assert (backing / "a").read_bytes() == b"new"
 
@@ -223,7 +223,7 @@ def test_a_write_that_the_disk_cuts_short_goes_on(
 
     handle = job.open(b"a")
     monkeypatch.setattr(os, "pwrite", pwrite)
-    assert job.core.write(handle, 20_000, b"new" * 1000) == 3000
+    assert job.core.files.write(handle, 20_000, b"new" * 1000) == 3000
     assert answers == []
     assert (backing / "a").read_bytes()[20_000:] == b"new" * 1000
     assert job.core.status()["pending"] == []
@@ -233,9 +233,9 @@ def test_handle_is_released_although_times_cannot_be_set(job: Job, monkeypatch: 
     """The last close releases the file although its times cannot be set, so removed files free space."""
     job.create(b"a", b"x")
     handle = job.open(b"a")
-    monkeypatch.setattr("ciuic.fuse_layer.core.times.KernelTimes.settle", _failing(errno.ENOSPC))
+    monkeypatch.setattr("ciuic.fuse_layer.core.files.KernelTimes.settle", _failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
-        job.core.release(handle)
+        job.core.files.release(handle)
     assert job.core.open_files == 0
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from ciuic.fuse_layer.core.listing_habits import (
-    BELIEVED_LISTINGS,
-    MAX_PROCESSES,
-    MIN_LOOKED_UP,
-    ListingHabits,
-)
+from ciuic.fuse_layer.core.directories import BELIEVED_LISTINGS, MAX_PROCESSES, MIN_LOOKED_UP, ListingHabits
 
 FIND, LS = 100, 200
 

@@ -31,29 +31,36 @@ def test_names_alone_make_no_nodes(core: OverlayCore, tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     os.link(tmp_path / "file0", tmp_path / "link")
     before = len(core._state.nodes)
-    listed = {name: (number, mode) for name, number, mode, _ in core.list_names(core.opendir(ROOT_ID), 0)}
+    listed = {
+        name: (number, mode)
+        for name, number, mode, _ in core.directories.list_names(core.directories.opendir(ROOT_ID), 0)
+    }
     assert len(core._state.nodes) == before
     assert {os.fsdecode(name) for name in listed} == {path.name for path in tmp_path.iterdir()}
     for name, (number, mode) in listed.items():
-        attr = core.lookup(ROOT_ID, name)
+        attr = core.names.lookup(ROOT_ID, name)
         assert (attr.node, attr.st.st_mode) == (number, mode), name
 
 
 def test_reused_inode_number_is_listed_under_its_node(core: OverlayCore, tmp_path: Path) -> None:
     """A file with the reused number of a remembered node is listed under the id of its own node."""
     (tmp_path / "old").touch()
-    old = core.lookup(ROOT_ID, b"old")
+    old = core.names.lookup(ROOT_ID, b"old")
     core._state.nodes._unkey(core._state.nodes.get(old.node))
-    (listed,) = [entry for entry in core.list_names(core.opendir(ROOT_ID), 0) if entry[0] == b"old"]
+    (listed,) = [
+        entry
+        for entry in core.directories.list_names(core.directories.opendir(ROOT_ID), 0)
+        if entry[0] == b"old"
+    ]
     assert listed[1] != old.node
-    assert core.lookup(ROOT_ID, b"old").node == listed[1]
+    assert core.names.lookup(ROOT_ID, b"old").node == listed[1]
 
 
 def test_vanished_names_are_left_out(core: OverlayCore, tmp_path: Path) -> None:
     """A name removed after the listing began is left out."""
     for name in "ab":
         (tmp_path / name).touch()
-    entries = core.list_names(core.opendir(ROOT_ID), 0)
+    entries = core.directories.list_names(core.directories.opendir(ROOT_ID), 0)
     first = next(entries)[0]
     (tmp_path / ({"a": "b", "b": "a"}[os.fsdecode(first)])).unlink()
     assert list(entries) == []

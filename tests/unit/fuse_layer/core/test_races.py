@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
-from ciuic.fuse_layer.formats.sealed_format import read_sealed
-from ciuic.fuse_layer.formats.undo_format import LOG_NAME, LogReader, sealed_name
+from ciuic.fuse_layer.sealed_format import read_sealed
 from ciuic.fuse_layer.state.node_table import NodeTable
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.path_handles import PathHandle
+from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import HoldExpired
-from ciuic.fuse_layer.tracking.tracking import Tracker
+from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, sealed_name
 from ciuic.system.spill import Spill
 
 ROOT = Credentials(0, 0)
@@ -38,9 +38,9 @@ def core(top: Path) -> Iterator[OverlayCore]:
 
 
 def created(core: OverlayCore, name: bytes, data: bytes = b"") -> int:
-    attr, handle = core.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)
-    core.write(handle, 0, data)
-    core.release(handle)
+    attr, handle = core.names.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)
+    core.files.write(handle, 0, data)
+    core.files.release(handle)
     return attr.node
 
 
@@ -58,19 +58,19 @@ def once_after(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, then: 
 
 
 def _open(core: OverlayCore, node: int) -> None:
-    handle = core.open(node, os.O_RDWR)
-    core.write(handle, 0, b"to old")
-    core.release(handle)
+    handle = core.files.open(node, os.O_RDWR)
+    core.files.write(handle, 0, b"to old")
+    core.files.release(handle)
 
 
 @pytest.mark.parametrize(
     "operation",
     [
         pytest.param(_open, id="open and write"),
-        pytest.param(lambda core, node: core.setattr(node, SetAttr(size=3)), id="truncate"),
-        pytest.param(lambda core, node: core.setattr(node, SetAttr(mode=0o600)), id="chmod"),
-        pytest.param(lambda core, node: core.setxattr(node, b"user.of", b"old", 0), id="setxattr"),
-        pytest.param(lambda core, node: core.removexattr(node, b"user.whose"), id="removexattr"),
+        pytest.param(lambda core, node: core.attributes.setattr(node, SetAttr(size=3)), id="truncate"),
+        pytest.param(lambda core, node: core.attributes.setattr(node, SetAttr(mode=0o600)), id="chmod"),
+        pytest.param(lambda core, node: core.attributes.setxattr(node, b"user.of", b"old", 0), id="setxattr"),
+        pytest.param(lambda core, node: core.attributes.removexattr(node, b"user.whose"), id="removexattr"),
     ],
 )
 def test_file_that_took_a_name_meanwhile_is_not_changed(
@@ -83,11 +83,14 @@ def test_file_that_took_a_name_meanwhile_is_not_changed(
     old = created(core, b"name", b"old content")
     new = created(core, b"other", b"new content")
     for node in (old, new):
-        core.setxattr(node, b"user.whose", b"v", 0)
-    core.lookup(ROOT_ID, b"name")
+        core.attributes.setxattr(node, b"user.whose", b"v", 0)
+    core.names.lookup(ROOT_ID, b"name")
     before = (top / "other").stat()
     once_after(
-        monkeypatch, NodeTable, "path_handle", lambda: core.rename(ROOT_ID, b"other", ROOT_ID, b"name", 0)
+        monkeypatch,
+        NodeTable,
+        "path_handle",
+        lambda: core.names.rename(ROOT_ID, b"other", ROOT_ID, b"name", 0),
     )
     operation(core, old)
     after = (top / "name").stat()
@@ -106,24 +109,27 @@ def test_file_that_took_a_name_meanwhile_is_not_read(
 ) -> None:
     """Attributes, extended attributes and link targets are those of the requested node after a rename."""
     old, new = created(core, b"name", b"1234"), created(core, b"other", b"12")
-    core.setxattr(old, b"user.whose", b"old", 0)
-    core.setxattr(new, b"user.whose", b"new", 0)
-    old_link = core.symlink(ROOT_ID, b"link", b"old target", ROOT).node
-    core.symlink(ROOT_ID, b"other link", b"new target", ROOT)
+    core.attributes.setxattr(old, b"user.whose", b"old", 0)
+    core.attributes.setxattr(new, b"user.whose", b"new", 0)
+    old_link = core.names.symlink(ROOT_ID, b"link", b"old target", ROOT).node
+    core.names.symlink(ROOT_ID, b"other link", b"new target", ROOT)
 
     def meanwhile(source: bytes, target: bytes) -> None:
         once_after(
-            monkeypatch, NodeTable, "path_handle", lambda: core.rename(ROOT_ID, source, ROOT_ID, target, 0)
+            monkeypatch,
+            NodeTable,
+            "path_handle",
+            lambda: core.names.rename(ROOT_ID, source, ROOT_ID, target, 0),
         )
 
     meanwhile(b"other link", b"link")
-    assert core.readlink(old_link) == b"old target"
-    core.rename(ROOT_ID, b"name", ROOT_ID, b"first", 0)
-    core.rename(ROOT_ID, b"other", ROOT_ID, b"second", 0)
+    assert core.names.readlink(old_link) == b"old target"
+    core.names.rename(ROOT_ID, b"name", ROOT_ID, b"first", 0)
+    core.names.rename(ROOT_ID, b"other", ROOT_ID, b"second", 0)
     meanwhile(b"first", b"moved")
-    assert core.getattr(old).st.st_size == 4
+    assert core.attributes.getattr(old).st.st_size == 4
     meanwhile(b"second", b"moved")
-    assert core.getxattr(old, b"user.whose") == b"old"
+    assert core.attributes.getxattr(old, b"user.whose") == b"old"
 
 
 def test_operation_waits_for_the_node_table_of_a_rename(
@@ -143,9 +149,9 @@ def test_operation_waits_for_the_node_table_of_a_rename(
 
     monkeypatch.setattr(PathHandle, "open", looked)
     (top / "name").rename(top / "moved")
-    handle = core.open(node, os.O_RDONLY)
-    assert core.read(handle, 0, 100) == b"content"
-    core.release(handle)
+    handle = core.files.open(node, os.O_RDONLY)
+    assert core.files.read(handle, 0, 100) == b"content"
+    core.files.release(handle)
     assert looks == 3
 
 
@@ -157,15 +163,15 @@ def test_time_set_while_a_write_begins_is_kept(
 ) -> None:
     """A time set by the kernel while a write begins is kept, and is what a flush restores."""
     node = created(core, b"name", b"old")
-    core.setattr(node, SetAttr(mtime_ns=1))
-    core.forget(node, 1)
-    node = core.lookup(ROOT_ID, b"name").node
-    handle = core.open(node, os.O_RDWR)
-    once_after(monkeypatch, os, "fstat", lambda: core.setattr(node, SetAttr(mtime_ns=KERNEL_NS)))
-    core.write(handle, 0, b"new")
-    core.flush(handle)
+    core.attributes.setattr(node, SetAttr(mtime_ns=1))
+    core.names.forget(node, 1)
+    node = core.names.lookup(ROOT_ID, b"name").node
+    handle = core.files.open(node, os.O_RDWR)
+    once_after(monkeypatch, os, "fstat", lambda: core.attributes.setattr(node, SetAttr(mtime_ns=KERNEL_NS)))
+    core.files.write(handle, 0, b"new")
+    core.files.flush(handle)
     assert (top / "name").stat().st_mtime_ns == KERNEL_NS
-    core.release(handle)
+    core.files.release(handle)
 
 
 def test_time_set_in_the_middle_of_a_write_survives(
@@ -173,19 +179,19 @@ def test_time_set_in_the_middle_of_a_write_survives(
 ) -> None:
     """A time set by the kernel in the middle of a write survives the rest, and the flush restores it."""
     node = created(core, b"name", b"old")
-    handle = core.open(node, os.O_RDWR)
+    handle = core.files.open(node, os.O_RDWR)
     real = os.pwrite
 
     def pwrite(fd: int, data: bytes, offset: int) -> int:
-        core.setattr(node, SetAttr(mtime_ns=KERNEL_NS))
+        core.attributes.setattr(node, SetAttr(mtime_ns=KERNEL_NS))
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    core.write(handle, 0, b"new")
+    core.files.write(handle, 0, b"new")
     assert (top / "name").stat().st_mtime_ns != KERNEL_NS
-    core.flush(handle)
+    core.files.flush(handle)
     assert (top / "name").stat().st_mtime_ns == KERNEL_NS
-    core.release(handle)
+    core.files.release(handle)
 
 
 def test_a_flush_does_not_put_an_old_time_over_one_that_is_set_meanwhile(
@@ -193,10 +199,10 @@ def test_a_flush_does_not_put_an_old_time_over_one_that_is_set_meanwhile(
 ) -> None:
     """A flush does not overwrite a time set by utimensat(2) meanwhile."""
     node = created(core, b"name", b"old")
-    core.setattr(node, SetAttr(mtime_ns=1))
-    handle = core.open(node, os.O_RDWR)
-    core.write(handle, 0, b"new")
-    setting = threading.Thread(target=core.setattr, args=(node, SetAttr(mtime_ns=KERNEL_NS)))
+    core.attributes.setattr(node, SetAttr(mtime_ns=1))
+    handle = core.files.open(node, os.O_RDWR)
+    core.files.write(handle, 0, b"new")
+    setting = threading.Thread(target=core.attributes.setattr, args=(node, SetAttr(mtime_ns=KERNEL_NS)))
     real = syscalls.utimensat
 
     def utimensat(*args: object, **options: object) -> None:
@@ -207,10 +213,10 @@ def test_a_flush_does_not_put_an_old_time_over_one_that_is_set_meanwhile(
         real(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(syscalls, "utimensat", utimensat)
-    core.flush(handle)
+    core.files.flush(handle)
     setting.join()
     assert (top / "name").stat().st_mtime_ns == KERNEL_NS
-    core.release(handle)
+    core.files.release(handle)
 
 
 def test_write_within_a_tick_keeps_its_time_in_spite_of_a_close(
@@ -221,21 +227,21 @@ def test_write_within_a_tick_keeps_its_time_in_spite_of_a_close(
     The kernel sends no time for a write within its tick.
     """
     node = created(core, b"name", b"old")
-    core.setattr(node, SetAttr(mtime_ns=KERNEL_NS))
-    handle, other = core.open(node, os.O_RDWR), core.open(node, os.O_RDWR)
+    core.attributes.setattr(node, SetAttr(mtime_ns=KERNEL_NS))
+    handle, other = core.files.open(node, os.O_RDWR), core.files.open(node, os.O_RDWR)
     real = os.pwrite
 
     def pwrite(fd: int, data: bytes, offset: int) -> int:
-        core.flush(other)
+        core.files.flush(other)
         return real(fd, data, offset)
 
-    core.write(handle, 0, b"new")
+    core.files.write(handle, 0, b"new")
     monkeypatch.setattr(os, "pwrite", pwrite)
-    core.write(handle, 0, b"newer")
-    core.flush(handle)
+    core.files.write(handle, 0, b"newer")
+    core.files.flush(handle)
     assert (top / "name").stat().st_mtime_ns == KERNEL_NS
-    core.release(handle)
-    core.release(other)
+    core.files.release(handle)
+    core.files.release(other)
 
 
 def test_a_cut_that_outlives_its_hold_is_not_made(
@@ -267,7 +273,7 @@ def test_a_status_during_a_commit_keeps_the_log_of_the_next_epoch(
     """A status request that meets a half done commit leaves the log of the epoch cut meanwhile alone."""
     created(core, b"name", b"content")
     first = core.cut()
-    core.setattr(core.lookup(ROOT_ID, b"name").node, SetAttr(mode=0o600))
+    core.attributes.setattr(core.names.lookup(ROOT_ID, b"name").node, SetAttr(mode=0o600))
     status_asked, listed = threading.Event(), os.listdir
 
     def ask_and_stop(path: int) -> list[str]:
@@ -286,20 +292,22 @@ def test_a_status_during_a_commit_keeps_the_log_of_the_next_epoch(
     core.committed(first.epoch)
     status_asked.wait(0.5)
     second = core.cut()
-    core.setattr(core.lookup(ROOT_ID, b"name").node, SetAttr(mode=0o640))
+    core.attributes.setattr(core.names.lookup(ROOT_ID, b"name").node, SetAttr(mode=0o640))
     go_on.set()
     asker.join()
     reader = LogReader(f"/proc/self/fd/{core.undo_fd}/{LOG_NAME}", second.epoch)
     reader.poll()
     reader.close()
-    assert reader.inode(core.getattr(core.lookup(ROOT_ID, b"name").node).st.st_ino) is not None
+    assert (
+        reader.inode(core.attributes.getattr(core.names.lookup(ROOT_ID, b"name").node).st.st_ino) is not None
+    )
 
 
 def test_a_cut_between_making_a_file_and_writing_past_the_overlay(core: OverlayCore, top: Path) -> None:
     """A file made before the cut and written past the overlay after it is empty in the snapshot."""
-    attr, handle = core.create(ROOT_ID, b"name", 0o644, os.O_WRONLY, ROOT)
+    attr, handle = core.names.create(ROOT_ID, b"name", 0o644, os.O_WRONLY, ROOT)
     cut = core.cut()
-    core.is_unseen(handle)
+    core.files.is_unseen(handle)
     (top / "name").write_bytes(b"after the cut")
     reader = LogReader(f"/proc/self/fd/{core.undo_fd}/{LOG_NAME}", cut.epoch)
     reader.poll()
@@ -307,4 +315,4 @@ def test_a_cut_between_making_a_file_and_writing_past_the_overlay(core: OverlayC
     record = reader.inode(attr.st.st_ino)
     assert record is not None
     assert record.stat.size == 0
-    core.release(handle)
+    core.files.release(handle)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer.core import truncate_swap
+from ciuic.fuse_layer.core import files
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore, SetAttr
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
@@ -21,26 +21,28 @@ Change = Callable[[OverlayCore, int], object]
 
 
 def _open(core: OverlayCore, node: int) -> int:
-    return core.open(node, os.O_RDWR)
+    return core.files.open(node, os.O_RDWR)
 
 
 def _copy(core: OverlayCore, node: int) -> None:
     handle = _open(core, node)
-    assert core.copy_file_range(handle, 0, handle, 8192, 100) == 100
+    assert core.files.copy_file_range(handle, 0, handle, 8192, 100) == 100
 
 
 def _share(core: OverlayCore, node: int) -> None:
     handle = _open(core, node)
-    core.share(node, core.descriptor(handle), 0, 0, 4096)
+    core.files.share(node, core.files.descriptor(handle), 0, 0, 4096)
 
 
 CHANGES: dict[str, Change] = {
-    "write": lambda core, node: core.write(_open(core, node), 0, b"x"),
-    "write beyond the end": lambda core, node: core.write(_open(core, node), 100_000, b"x"),
-    "truncate": lambda core, node: core.setattr(node, SetAttr(size=5)),
-    "truncate an open file": lambda core, node: core.setattr(node, SetAttr(size=5), _open(core, node)),
-    "open with O_TRUNC": lambda core, node: core.open(node, os.O_RDWR | os.O_TRUNC),
-    "fallocate": lambda core, node: core.fallocate(_open(core, node), 0, 0, 50_000),
+    "write": lambda core, node: core.files.write(_open(core, node), 0, b"x"),
+    "write beyond the end": lambda core, node: core.files.write(_open(core, node), 100_000, b"x"),
+    "truncate": lambda core, node: core.attributes.setattr(node, SetAttr(size=5)),
+    "truncate an open file": lambda core, node: core.attributes.setattr(
+        node, SetAttr(size=5), _open(core, node)
+    ),
+    "open with O_TRUNC": lambda core, node: core.files.open(node, os.O_RDWR | os.O_TRUNC),
+    "fallocate": lambda core, node: core.files.fallocate(_open(core, node), 0, 0, 50_000),
     "copy": _copy,
     "share": _share,
 }
@@ -66,7 +68,7 @@ def core(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OverlayCore
 
 
 def _node(core: OverlayCore) -> int:
-    return core.lookup(core.lookup(ROOT_ID, b"below").node, b"file").node
+    return core.names.lookup(core.names.lookup(ROOT_ID, b"below").node, b"file").node
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -89,9 +91,9 @@ def test_a_privileged_writer_keeps_set_id_bits(core: OverlayCore, tmp_path: Path
     file.chmod(0o6777)
     node = _node(core)
     handle = _open(core, node)
-    core.write(handle, 0, b"x", keeps_privileges=True)
-    core.fallocate(handle, 0, 0, 50_000, keeps_privileges=True)
-    core.setattr(node, SetAttr(size=5, keeps_privileges=True), handle)
+    core.files.write(handle, 0, b"x", keeps_privileges=True)
+    core.files.fallocate(handle, 0, 0, 50_000, keeps_privileges=True)
+    core.attributes.setattr(node, SetAttr(size=5, keeps_privileges=True), handle)
     assert stat.S_IMODE(file.stat().st_mode) == 0o6777
 
 
@@ -100,9 +102,9 @@ def test_an_outsider_loses_the_group_bit(core: OverlayCore, tmp_path: Path) -> N
     file = tmp_path / "root" / "below" / "file"
     file.chmod(0o2767)
     handle = _open(core, _node(core))
-    core.fallocate(handle, 0, 0, 50_000, is_outside=lambda _: False)
+    core.files.fallocate(handle, 0, 0, 50_000, is_outside=lambda _: False)
     assert stat.S_IMODE(file.stat().st_mode) == 0o2767
-    core.fallocate(handle, 0, 0, 60_000, is_outside=lambda _: True)
+    core.files.fallocate(handle, 0, 0, 60_000, is_outside=lambda _: True)
     assert stat.S_IMODE(file.stat().st_mode) == 0o767
 
 
@@ -110,7 +112,7 @@ def test_a_truncation_that_gives_a_new_inode_drops_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file that is truncated while an epoch needs it is given a new inode, without the bits."""
-    monkeypatch.setattr(truncate_swap, "COPY_LIMIT_BYTES", 4096)
+    monkeypatch.setattr(files, "COPY_LIMIT_BYTES", 4096)
     file = tmp_path / "root" / "file"
     file.parent.mkdir()
     file.write_bytes(bytes(100_000))
@@ -119,7 +121,7 @@ def test_a_truncation_that_gives_a_new_inode_drops_the_bits(
     fd = os.open(tmp_path / "root", os.O_PATH | os.O_DIRECTORY)
     core = OverlayCore(fd, session="1" * 32, block_size=4096)
     core.cut()
-    core.setattr(core.lookup(ROOT_ID, b"file").node, SetAttr(size=5))
+    core.attributes.setattr(core.names.lookup(ROOT_ID, b"file").node, SetAttr(size=5))
     assert file.stat().st_ino != was
     assert stat.S_IMODE(file.stat().st_mode) == 0o777
     core.close()
@@ -137,12 +139,12 @@ def test_a_successor_takes_set_id_bits_away(tmp_path: Path, opened: bool) -> Non
     journal = JournalWriter(tmp_path / "ledger")
     journal.begin(45, 0, 4096)
     predecessor = OverlayCore(fd, session="s", journal=journal)
-    node = predecessor.lookup(ROOT_ID, b"file").node
+    node = predecessor.names.lookup(ROOT_ID, b"file").node
     inherited = journal_writer.replay(tmp_path / "ledger")
     successor = OverlayCore(fd, session="s", journal=JournalWriter(tmp_path / "ledger"), inherited=inherited)
     if opened:
-        successor._data.inherit(7, node, os.O_RDWR, unseen=False)
-    successor.write(7 if opened else successor.open(node, os.O_RDWR), 0, b"y")
+        successor.files.inherit(7, node, os.O_RDWR, unseen=False)
+    successor.files.write(7 if opened else successor.files.open(node, os.O_RDWR), 0, b"y")
     assert stat.S_IMODE(file.stat().st_mode) == 0o777
     successor.close()
     predecessor.close()

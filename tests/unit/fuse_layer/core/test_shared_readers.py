@@ -11,9 +11,9 @@ import pytest
 from support.core_driver import open_backing
 
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.core.truncate_swap import COPY_LIMIT_BYTES
+from ciuic.fuse_layer.core.files import COPY_LIMIT_BYTES
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
-from ciuic.fuse_layer.journal.session_journal import (
+from ciuic.fuse_layer.journal.records import (
     OpenedDirectory,
     OpenedFile,
     directory_opened_record,
@@ -36,7 +36,7 @@ def core(tmp_path: Path) -> Iterator[OverlayCore]:
 
 
 def fds(core: OverlayCore, handles: list[int]) -> list[int]:
-    return [core.descriptor(handle) for handle in handles]
+    return [core.files.descriptor(handle) for handle in handles]
 
 
 def count_until_refused(take: Callable[[int], object]) -> int:
@@ -56,11 +56,11 @@ def test_readers_share_within_one_user(core: OverlayCore) -> None:
 
     No reader has a descriptor of another user, whose limit pays for it, or one that can write.
     """
-    node = core.lookup(ROOT_ID, b"file").node
-    writer = core.open(node, os.O_RDWR, uid=1)
-    one = [core.open(node, os.O_RDONLY, uid=1) for _ in range(MANY)]
-    two = [core.open(node, os.O_RDONLY, uid=2) for _ in range(MANY)]
-    writers = [core.open(node, os.O_RDWR, uid=1) for _ in range(3)]
+    node = core.names.lookup(ROOT_ID, b"file").node
+    writer = core.files.open(node, os.O_RDWR, uid=1)
+    one = [core.files.open(node, os.O_RDONLY, uid=1) for _ in range(MANY)]
+    two = [core.files.open(node, os.O_RDONLY, uid=2) for _ in range(MANY)]
+    writers = [core.files.open(node, os.O_RDWR, uid=1) for _ in range(3)]
     ones, twos = set(fds(core, one)), set(fds(core, two))
     assert len(ones) == OWN_DESCRIPTORS
     assert len(twos) == 1
@@ -68,11 +68,11 @@ def test_readers_share_within_one_user(core: OverlayCore) -> None:
     assert len(set(fds(core, [writer, *writers]))) == 4
     assert not set(fds(core, [writer, *writers])) & (ones | twos)
     for handle in (*one, *two):
-        assert core.read(handle, 0, 3) == b"xxx"
+        assert core.files.read(handle, 0, 3) == b"xxx"
     quota = core._state.allowances.descriptors
     assert (quota.held(1), quota.held(2)) == (OWN_DESCRIPTORS + 4, 1)
     for handle in (writer, *writers, *one, *two):
-        core.release(handle)
+        core.files.release(handle)
     assert (quota.held(1), quota.held(2)) == (0, 0)
     assert core._state.allowances.sharing.held(2) == 0
     for fd in ones | twos:
@@ -82,16 +82,16 @@ def test_readers_share_within_one_user(core: OverlayCore) -> None:
 
 def test_shared_descriptors_follow_a_file_that_gets_another_inode(core: OverlayCore) -> None:
     """Every handle has the new inode after a truncation during a capture, shared and later ones too."""
-    node = core.lookup(ROOT_ID, b"file").node
-    readers = [core.open(node, os.O_RDONLY, uid=7) for _ in range(MANY)]
-    old = os.fstat(core.descriptor(readers[-1])).st_ino
+    node = core.names.lookup(ROOT_ID, b"file").node
+    readers = [core.files.open(node, os.O_RDONLY, uid=7) for _ in range(MANY)]
+    old = os.fstat(core.files.descriptor(readers[-1])).st_ino
     core.cut()
-    writer = core.open(node, os.O_WRONLY | os.O_TRUNC, uid=7)
-    core.write(writer, 0, b"new")
-    later = core.open(node, os.O_RDONLY, uid=7)
-    assert core.descriptor(later) == core.descriptor(readers[-1])
-    assert os.fstat(core.descriptor(later)).st_ino != old
-    assert {core.read(handle, 0, 10) for handle in (*readers, later)} == {b"new"}
+    writer = core.files.open(node, os.O_WRONLY | os.O_TRUNC, uid=7)
+    core.files.write(writer, 0, b"new")
+    later = core.files.open(node, os.O_RDONLY, uid=7)
+    assert core.files.descriptor(later) == core.files.descriptor(readers[-1])
+    assert os.fstat(core.files.descriptor(later)).st_ino != old
+    assert {core.files.read(handle, 0, 10) for handle in (*readers, later)} == {b"new"}
 
 
 def test_a_refused_create_makes_nothing(
@@ -102,30 +102,34 @@ def test_a_refused_create_makes_nothing(
     monkeypatch.setattr(quota, "_for_all", quota._sum + 3)
     monkeypatch.setattr(quota, "total", quota._sum + 4)
     held = count_until_refused(
-        lambda number: core.create(ROOT_ID, b"n%d" % number, 0o644, os.O_RDWR, Credentials(9, 9))
+        lambda number: core.names.create(ROOT_ID, b"n%d" % number, 0o644, os.O_RDWR, Credentials(9, 9))
     )
     assert not (tmp_path / f"n{held}").exists()
     with pytest.raises(OSError, match="Too many open files"):
-        core.tmpfile(ROOT_ID, 0o600, os.O_RDWR, Credentials(9, 9))
+        core.names.tmpfile(ROOT_ID, 0o600, os.O_RDWR, Credentials(9, 9))
     with pytest.raises(OSError, match="Too many open files"):
-        core.opendir(ROOT_ID, uid=9)
-    core.opendir(ROOT_ID, uid=0)
+        core.directories.opendir(ROOT_ID, uid=9)
+    core.directories.opendir(ROOT_ID, uid=0)
 
 
 def test_one_large_listing_is_never_refused(core: OverlayCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory larger than the bound can be listed, but not twice at a time by one user."""
     monkeypatch.setattr(core._state.allowances.names, "_for_all", 0)
     for number in range(5):
-        core.mkdir(ROOT_ID, b"d%d" % number, 0o755, Credentials(0, 0))
+        core.names.mkdir(ROOT_ID, b"d%d" % number, 0o755, Credentials(0, 0))
         for name in range(2):
-            core.mkdir(core.lookup(ROOT_ID, b"d%d" % number).node, b"%d" % name, 0o755, Credentials(0, 0))
-    first, second = (core.opendir(core.lookup(ROOT_ID, name).node, uid=9) for name in (b"d1", b"d2"))
+            core.names.mkdir(
+                core.names.lookup(ROOT_ID, b"d%d" % number).node, b"%d" % name, 0o755, Credentials(0, 0)
+            )
+    first, second = (
+        core.directories.opendir(core.names.lookup(ROOT_ID, name).node, uid=9) for name in (b"d1", b"d2")
+    )
     monkeypatch.setattr(core._state.allowances.names, "total", 0)
-    assert len(list(core.readdir(first, 0))) == 2
+    assert len(list(core.directories.readdir(first, 0))) == 2
     with pytest.raises(OSError, match="Too many open files"):
-        list(core.readdir(second, 0))
-    core.releasedir(first)
-    assert len(list(core.readdir(second, 0))) == 2
+        list(core.directories.readdir(second, 0))
+    core.directories.releasedir(first)
+    assert len(list(core.directories.readdir(second, 0))) == 2
 
 
 def test_journal_has_the_users_of_handles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +151,9 @@ def test_handles_on_shared_descriptors_have_a_bound(
     core: OverlayCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handles on shared descriptors have a bound of their own, as they cost memory."""
-    node = core.lookup(ROOT_ID, b"file").node
+    node = core.names.lookup(ROOT_ID, b"file").node
     for _ in range(OWN_DESCRIPTORS):
-        core.open(node, os.O_RDONLY, uid=9)
+        core.files.open(node, os.O_RDONLY, uid=9)
     monkeypatch.setattr(core._state.allowances, "sharing", allowances.Quota(100, owner=lambda: 1))
-    held = count_until_refused(lambda _: core.open(node, os.O_RDONLY, uid=9))
+    held = count_until_refused(lambda _: core.files.open(node, os.O_RDONLY, uid=9))
     assert 40 < held < 90

@@ -45,16 +45,16 @@ def _free(core: OverlayCore) -> tuple[int, int]:
 
 def _unlink(core: OverlayCore, name: bytes) -> None:
     """Unlink a file and forget it, as the kernel does at once with a node without name."""
-    node = core.lookup(ROOT_ID, name).node
-    core.unlink(ROOT_ID, name)
-    core.forget(node, 100)
+    node = core.names.lookup(ROOT_ID, name).node
+    core.names.unlink(ROOT_ID, name)
+    core.names.forget(node, 100)
 
 
 def _create(core: OverlayCore, name: bytes) -> int:
-    _, handle = core.create(ROOT_ID, name, 0o644, os.O_RDWR, CALLER)
-    core.write(handle, 0, b"x" * SIZE_BYTES)
+    _, handle = core.names.create(ROOT_ID, name, 0o644, os.O_RDWR, CALLER)
+    core.files.write(handle, 0, b"x" * SIZE_BYTES)
     # Delayed allocation would count later.
-    core.fsync(handle, False)
+    core.files.fsync(handle, False)
     return handle
 
 
@@ -63,14 +63,14 @@ def test_removed_files_are_free_while_they_are_kept(open_core: Callable[[], Over
     core = open_core()
     empty = _free(core)
     for number in range(FILES):
-        core.release(_create(core, b"%d" % number))
+        core.files.release(_create(core, b"%d" % number))
     cut = core.cut()
     for number in range(1, FILES):
         _unlink(core, b"%d" % number)
-    handle = core.open(core.lookup(ROOT_ID, b"0").node, os.O_RDWR)
-    core.write(handle, 0, b"y" * SIZE_BYTES)
-    core.fsync(handle, False)
-    core.release(handle)
+    handle = core.files.open(core.names.lookup(ROOT_ID, b"0").node, os.O_RDWR)
+    core.files.write(handle, 0, b"y" * SIZE_BYTES)
+    core.files.fsync(handle, False)
+    core.files.release(handle)
     assert core.pending
     free = _free(core)
     assert free[1] == empty[1] - 1
@@ -83,17 +83,17 @@ def test_renamed_and_open_files_are_not_free(open_core: Callable[[], OverlayCore
     """Renamed files, and removed ones that are open, are not free though the undo log holds them too."""
     core = open_core()
     handles = [_create(core, name) for name in (b"renamed", b"open", b"linked")]
-    core.link(core.lookup(ROOT_ID, b"linked").node, ROOT_ID, b"link")
+    core.names.link(core.names.lookup(ROOT_ID, b"linked").node, ROOT_ID, b"link")
     for handle in (handles[0], handles[2]):
-        core.release(handle)
+        core.files.release(handle)
     before = _free(core)
     cut = core.cut()
-    core.rename(ROOT_ID, b"renamed", ROOT_ID, b"elsewhere", 0)
+    core.names.rename(ROOT_ID, b"renamed", ROOT_ID, b"elsewhere", 0)
     _unlink(core, b"open")
-    core.unlink(ROOT_ID, b"linked")
+    core.names.unlink(ROOT_ID, b"linked")
     assert core.pending
     assert _free(core) == before
-    core.release(handles[1])
+    core.files.release(handles[1])
     free = _free(core)
     assert free[1] == before[1] + 1
     core.committed(cut.epoch)

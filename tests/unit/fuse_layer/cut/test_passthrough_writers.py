@@ -15,10 +15,9 @@ import pytest
 from support.capture_bench import BLOCK, Bench, bench
 from support.small_disks import missing, small_disk
 
-from ciuic.fuse_layer.core import data as core_data
-from ciuic.fuse_layer.core import truncate_swap
+from ciuic.fuse_layer.core import files, passthrough_writers
+from ciuic.fuse_layer.core import files as core_data
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, SetAttr
-from ciuic.fuse_layer.cut import instant, passthrough_writers
 from ciuic.types import Entry, RootRecord, lag_of
 
 ROOT = Credentials(0, 0)
@@ -40,7 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def rig(kind: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
     with bench(below=request.getfixturevalue("xfs") if kind == "xfs" else None) as made:
-        made.core.held_by_kernel = lambda node: True
+        made.core.files.swaps.held_by_kernel = lambda node: True
         yield made
     # pytest still has it when the disk is to be unmounted, and with it descriptors.
     vars(made).clear()
@@ -48,9 +47,9 @@ def rig(kind: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 def made(rig: Bench, name: bytes, content: bytes) -> int:
     """Make a closed file in the root; return its node."""
-    attr, handle = rig.core.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)
-    rig.core.write(handle, 0, content)
-    rig.core.release(handle)
+    attr, handle = rig.core.names.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)
+    rig.core.files.write(handle, 0, content)
+    rig.core.files.release(handle)
     return attr.node
 
 
@@ -71,12 +70,12 @@ def test_an_unseen_writer_is_wholly_dirty_in_every_epoch_until_it_closes(rig: Be
     node = made(rig, b"file", b"old")
     rig.core.committed(rig.core.cut().epoch)
     assert not is_dirty_as_a_whole(rig, node)
-    handle = rig.core.open(node, FRESH, unseen=True)
+    handle = rig.core.files.open(node, FRESH, unseen=True)
     for _ in range(3):
         assert is_dirty_as_a_whole(rig, node)
         rig.core.committed(rig.core.cut().epoch)
     assert is_dirty_as_a_whole(rig, node)
-    rig.core.release(handle)
+    rig.core.files.release(handle)
     assert is_dirty_as_a_whole(rig, node)
     rig.core.committed(rig.core.cut().epoch)
     assert not is_dirty_as_a_whole(rig, node)
@@ -85,11 +84,11 @@ def test_an_unseen_writer_is_wholly_dirty_in_every_epoch_until_it_closes(rig: Be
 def test_a_mapping_that_outlives_its_close_is_captured(rig: Bench) -> None:
     """A shared mapping that outlives its read-write handle makes the file count as written until it goes."""
     node = made(rig, b"file", bytes(BLOCK))
-    handle = rig.core.open(node, os.O_RDWR, unseen=True)
-    kernels = os.open(b"/proc/self/fd/%d" % rig.core.descriptor(handle), os.O_RDWR)
+    handle = rig.core.files.open(node, os.O_RDWR, unseen=True)
+    kernels = os.open(b"/proc/self/fd/%d" % rig.core.files.descriptor(handle), os.O_RDWR)
     with mmap.mmap(kernels, BLOCK) as mapping:
         os.close(kernels)
-        rig.core.release(handle)
+        rig.core.files.release(handle)
         for number in range(1, 4):
             mapping[0] = number
             record, _ = rig.capture(rig.cut(observe=False))
@@ -109,8 +108,8 @@ def test_content_of_a_passthrough_writer_is_that_at_the_cut(rig: Bench, size: in
     The file is copied or cloned.
     """
     node = made(rig, b"file", b"old")
-    handle = rig.core.open(node, FRESH, unseen=True)
-    fd = rig.core.descriptor(handle)
+    handle = rig.core.files.open(node, FRESH, unseen=True)
+    fd = rig.core.files.descriptor(handle)
     first, second = os.urandom(size), os.urandom(size)
     os.pwrite(fd, first, 0)
     epoch = rig.cut(observe=False)
@@ -125,7 +124,7 @@ def test_content_of_a_passthrough_writer_is_that_at_the_cut(rig: Bench, size: in
     assert entry.ino in rig.flagged(record)
     assert content == first
     assert lag_of(entry) is None
-    rig.core.release(handle)
+    rig.core.files.release(handle)
     record, _ = rig.capture(rig.cut(observe=False))
     assert rig.repository.content(entry_of(rig, record, b"file")) == first + second
     assert rig.flagged(record) == set()
@@ -136,11 +135,11 @@ def test_a_file_opened_past_us_while_an_epoch_waits_is_saved_first(rig: Bench) -
     content = os.urandom(5 * BLOCK + 9)
     node = made(rig, b"file", content)
     epoch = rig.cut()
-    handle = rig.core.open(node, os.O_RDWR, unseen=True)
-    os.pwrite(rig.core.descriptor(handle), b"\xff" * 3 * BLOCK, BLOCK)
+    handle = rig.core.files.open(node, os.O_RDWR, unseen=True)
+    os.pwrite(rig.core.files.descriptor(handle), b"\xff" * 3 * BLOCK, BLOCK)
     record, report = rig.capture(epoch)
     rig.check(record, report)
-    rig.core.release(handle)
+    rig.core.files.release(handle)
 
 
 def test_too_large_to_be_saved_gives_the_snapshot_up_and_never_the_open(
@@ -150,7 +149,7 @@ def test_too_large_to_be_saved_gives_the_snapshot_up_and_never_the_open(
     monkeypatch.setattr(core_data, "OPEN_COPY_LIMIT_BYTES", BLOCK)
     node = made(rig, b"file", os.urandom(3 * BLOCK))
     rig.cut(observe=False)
-    rig.core.release(rig.core.open(node, os.O_RDWR, unseen=True))
+    rig.core.files.release(rig.core.files.open(node, os.O_RDWR, unseen=True))
     assert bool(rig.core.status()["abandoned"]) is (kind != "xfs")
     assert rig.core.pending is (kind == "xfs")
 
@@ -165,17 +164,17 @@ def test_truncating_a_file_open_through_passthrough(
     It is cloned, or copied up to a limit, or the epoch is given up. The inode stays, because the kernel reads
     it past the overlay; the job gets no error.
     """
-    monkeypatch.setattr(truncate_swap, "COPY_LIMIT_BYTES", BLOCK)
-    monkeypatch.setattr(truncate_swap, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
+    monkeypatch.setattr(files, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(files, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
     node = made(rig, b"file", os.urandom((20 if large else 6) * BLOCK))
-    reader = rig.core.open(node, os.O_RDONLY)
-    ino = os.fstat(rig.core.descriptor(reader)).st_ino
+    reader = rig.core.files.open(node, os.O_RDONLY)
+    ino = os.fstat(rig.core.files.descriptor(reader)).st_ino
     epoch = rig.cut()
     if through == "open":
-        rig.core.release(rig.core.open(node, FRESH, unseen=True))
+        rig.core.files.release(rig.core.files.open(node, FRESH, unseen=True))
     else:
-        rig.core.setattr(node, SetAttr(size=0), None)
-    assert os.fstat(rig.core.descriptor(reader)).st_size == 0
+        rig.core.attributes.setattr(node, SetAttr(size=0), None)
+    assert os.fstat(rig.core.files.descriptor(reader)).st_size == 0
     assert os.stat(rig.backing / "file").st_ino == ino
     if large and kind != "xfs":
         assert rig.core.status()["pending"] == []
@@ -184,7 +183,7 @@ def test_truncating_a_file_open_through_passthrough(
     else:
         record, report = rig.capture(epoch)
         rig.check(record, report)
-    rig.core.release(reader)
+    rig.core.files.release(reader)
 
 
 def test_a_writer_that_makes_progress_is_given_a_moment(rig: Bench) -> None:
@@ -200,15 +199,15 @@ def test_a_writer_that_makes_progress_is_given_a_moment(rig: Bench) -> None:
         patch.setattr(passthrough_writers.time, "monotonic", now)
         rig.core.prepare_cut(2.0)
         assert waited == []
-        handle = rig.core.open(node, FRESH, unseen=True)
-        fd = rig.core.descriptor(handle)
+        handle = rig.core.files.open(node, FRESH, unseen=True)
+        fd = rig.core.files.descriptor(handle)
         os.utime(fd, ns=(0, 0))
         rig.core.prepare_cut(2.0)
         assert waited == []
         os.utime(fd, ns=(0, 1 << 62))
         rig.core.prepare_cut(2.0)
         assert 2.0 <= now() < 2.1
-    rig.core.release(handle)
+    rig.core.files.release(handle)
 
 
 def test_files_changed_during_the_hold_are_copied_again(rig: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +216,15 @@ def test_files_changed_during_the_hold_are_copied_again(rig: Bench, monkeypatch:
     The file of a writer that never pauses is marked.
     """
     first, second = (
-        rig.core.open(made(rig, name, b"old"), FRESH, unseen=True) for name in (b"first", b"second")
+        rig.core.files.open(made(rig, name, b"old"), FRESH, unseen=True) for name in (b"first", b"second")
     )
-    write = {handle: rig.core.descriptor(handle) for handle in (first, second)}
-    real, pauses_after = instant._copied, 2
+    write = {handle: rig.core.files.descriptor(handle) for handle in (first, second)}
+    real, pauses_after = passthrough_writers._copied, 2
     rounds = 0
 
-    def copy_then_write(fd: int, size_bytes: int, budget: instant._Budget) -> list[memoryview] | None:
+    def copy_then_write(
+        fd: int, size_bytes: int, budget: passthrough_writers._Budget
+    ) -> list[memoryview] | None:
         nonlocal rounds
         copy = real(fd, size_bytes, budget)
         if fd == write[first] and rounds < pauses_after:
@@ -231,7 +232,7 @@ def test_files_changed_during_the_hold_are_copied_again(rig: Bench, monkeypatch:
             os.pwrite(fd, b"%d" % rounds, 0)
         return copy
 
-    monkeypatch.setattr(instant, "_copied", copy_then_write)
+    monkeypatch.setattr(passthrough_writers, "_copied", copy_then_write)
     os.pwrite(write[first], b"0", 0)
     os.pwrite(write[second], b"seen", 0)
     record, _ = rig.capture(rig.cut(observe=False))
@@ -244,21 +245,23 @@ def test_files_changed_during_the_hold_are_copied_again(rig: Bench, monkeypatch:
     assert lag_ms is not None
     assert lag_ms < 10_000
     assert lag_of(entry_of(rig, record, b"second")) is None
-    rig.core.release(first)
-    rig.core.release(second)
+    rig.core.files.release(first)
+    rig.core.files.release(second)
 
 
 def test_a_handle_that_is_released_during_the_hold(rig: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handle released during the hold does not wait for the cut, which still holds its file."""
-    handle = rig.core.open(made(rig, b"file", b"old"), FRESH, unseen=True)
-    os.pwrite(rig.core.descriptor(handle), b"first", 0)
-    real = instant._copied
+    handle = rig.core.files.open(made(rig, b"file", b"old"), FRESH, unseen=True)
+    os.pwrite(rig.core.files.descriptor(handle), b"first", 0)
+    real = passthrough_writers._copied
 
-    def copied_while_released(fd: int, size_bytes: int, budget: instant._Budget) -> list[memoryview] | None:
-        rig.core.release(handle)
+    def copied_while_released(
+        fd: int, size_bytes: int, budget: passthrough_writers._Budget
+    ) -> list[memoryview] | None:
+        rig.core.files.release(handle)
         return real(fd, size_bytes, budget)
 
-    monkeypatch.setattr(instant, "_copied", copied_while_released)
+    monkeypatch.setattr(passthrough_writers, "_copied", copied_while_released)
     record, report = rig.capture(rig.cut(observe=False))
     entry = entry_of(rig, record, b"file")
     assert report.errors == []
@@ -270,8 +273,8 @@ def test_without_room_the_file_is_as_found_and_marked(
     rig: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy without room leaves the file marked and as found, and neither snapshot nor job fails."""
-    handle = rig.core.open(made(rig, b"file", b"old"), FRESH, unseen=True)
-    os.pwrite(rig.core.descriptor(handle), b"first", 0)
+    handle = rig.core.files.open(made(rig, b"file", b"old"), FRESH, unseen=True)
+    os.pwrite(rig.core.files.descriptor(handle), b"first", 0)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -282,27 +285,29 @@ def test_without_room_the_file_is_as_found_and_marked(
             if kind == "xfs":
                 patch.setattr(undo, "clone_blocks", lambda *_: False)
             patch.setattr(target, name, value)
-            os.pwrite(rig.core.descriptor(handle), b"first" * 2000, 0)
+            os.pwrite(rig.core.files.descriptor(handle), b"first" * 2000, 0)
             epoch = rig.cut(observe=False)
-            os.pwrite(rig.core.descriptor(handle), b"later", 0)
+            os.pwrite(rig.core.files.descriptor(handle), b"later", 0)
             record, report = rig.capture(epoch)
         assert report.errors == []
         assert rig.core.status()["abandoned"] == []
         assert lag_of(entry_of(rig, record, b"file")) is not None
-    rig.core.release(handle)
+    rig.core.files.release(handle)
 
 
 def test_more_files_than_a_hold_looks_at(rig: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files beyond the limit of a hold are captured as found, and marked."""
-    monkeypatch.setattr(instant, "MAX_FILES", 2)
-    handles = [rig.core.open(made(rig, b"%d" % number, b"old"), FRESH, unseen=True) for number in range(4)]
+    monkeypatch.setattr(passthrough_writers, "MAX_FILES", 2)
+    handles = [
+        rig.core.files.open(made(rig, b"%d" % number, b"old"), FRESH, unseen=True) for number in range(4)
+    ]
     for handle in handles:
-        os.pwrite(rig.core.descriptor(handle), b"content", 0)
+        os.pwrite(rig.core.files.descriptor(handle), b"content", 0)
     record, _ = rig.capture(rig.cut(observe=False))
     entries = [entry_of(rig, record, b"%d" % number) for number in range(4)]
     assert [lag_of(entry) is None for entry in entries] == [True, True, False, False]
     for handle in handles:
-        rig.core.release(handle)
+        rig.core.files.release(handle)
     record, _ = rig.capture(rig.cut(observe=False))
     assert all(lag_of(entry_of(rig, record, b"%d" % number)) is None for number in range(4))
 
@@ -312,10 +317,10 @@ def test_coarse_times_do_not_vouch_for_files_of_the_last_tick(
 ) -> None:
     """A file written within the last tick is marked without multigrain timestamps, an older one held."""
     monkeypatch.setattr(rig.core._unseen, "_fine_times", False)
-    handle = rig.core.open(made(rig, b"file", b"old"), FRESH, unseen=True)
+    handle = rig.core.files.open(made(rig, b"file", b"old"), FRESH, unseen=True)
     for tick_ns, held in ((1 << 50, False), (-(1 << 50), True)):
-        monkeypatch.setattr(instant, "TICK_NS", tick_ns)
-        os.pwrite(rig.core.descriptor(handle), b"content", 0)
+        monkeypatch.setattr(passthrough_writers, "TICK_NS", tick_ns)
+        os.pwrite(rig.core.files.descriptor(handle), b"content", 0)
         record, _ = rig.capture(rig.cut(observe=False))
         assert (lag_of(entry_of(rig, record, b"file")) is None) is held
-    rig.core.release(handle)
+    rig.core.files.release(handle)

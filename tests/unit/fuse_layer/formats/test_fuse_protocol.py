@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer import fuse_protocol as p
 
 SIZES = [
     # Values of sizeof in include/uapi/linux/fuse.h of Linux 6.18.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer.journal.session_claim import SessionClaim, SessionServed
+from ciuic.fuse_layer.journal.succession import SessionClaim, SessionServed
 
-_HOLD = "import sys; from pathlib import Path; from ciuic.fuse_layer.journal.session_claim import SessionClaim; claim = SessionClaim.begin(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+_HOLD = "import sys; from pathlib import Path; from ciuic.fuse_layer.journal.succession import SessionClaim; claim = SessionClaim.begin(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 def test_a_session_that_is_served_is_not_taken_over(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import pytest
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
@@ -47,13 +47,13 @@ def _fail(*_arguments: object, **_more: object) -> NoReturn:
 
 
 def _label(driver: KernelDriver, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(driver.core, "setxattr", _fail)
+    patch.setattr(driver.core.attributes, "setxattr", _fail)
 
 
 def _passing_by(driver: KernelDriver, patch: pytest.MonkeyPatch) -> None:
     unseen = OpenPlan(p.FOPEN_PASSTHROUGH, unseen=True)
     patch.setattr(OpenModes, "plan", lambda *_, **__: unseen)
-    patch.setattr(driver.core, "is_unseen", _fail)
+    patch.setattr(driver.core.files, "is_unseen", _fail)
 
 
 def _backing(driver: KernelDriver, patch: pytest.MonkeyPatch) -> None:

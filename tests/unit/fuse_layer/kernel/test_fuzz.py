@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import Attr, OverlayCore
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest, MalformedRequest
+from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
 from ciuic.fuse_layer.kernel import session
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
@@ -33,6 +33,8 @@ class StubCore:
     def __init__(self, *, answers: bool, fd: int) -> None:
         self._answers, self._fd = answers, fd
         self.pending = True
+        # The groups of operations, too.
+        self.names = self.files = self.attributes = self.directories = self.swaps = self
         self.held_by_kernel: Callable[[int], bool] = lambda node: False
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.kernel.modes import OpenModes
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 

@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
+from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.core.data import Data
 from ciuic.fuse_layer.core.directories import Directories
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.core.files import Files
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver
@@ -72,9 +72,13 @@ def predecessor(root: Path, tmp_path: Path) -> Iterator[Life]:
 def request_of(kind: str, life: Life) -> tuple[int, int, bytes]:
     """Return the request of each kind: opcode, node and body."""
     if kind == "open":
-        return p.OPEN, life.core.lookup(ROOT_ID, b"file").node, p.OPEN_IN.pack(os.O_RDWR | os.O_TRUNC, 0)
+        return (
+            p.OPEN,
+            life.core.names.lookup(ROOT_ID, b"file").node,
+            p.OPEN_IN.pack(os.O_RDWR | os.O_TRUNC, 0),
+        )
     if kind == "opendir":
-        return p.OPENDIR, life.core.lookup(ROOT_ID, b"folder").node, p.OPEN_IN.pack(0, 0)
+        return p.OPENDIR, life.core.names.lookup(ROOT_ID, b"folder").node, p.OPEN_IN.pack(0, 0)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     return p.CREATE, ROOT_ID, p.CREATE_IN.pack(flags, 0o100400, 0, 0) + b"new\0"
 
@@ -95,25 +99,25 @@ def test_an_open_that_comes_again(
     first = predecessor.handle(predecessor.ask(opcode, node, body, resent=False))
     if kind != "opendir":
         # The file was changed through another handle.
-        predecessor.core.write(first, 0, b"since")
+        predecessor.core.files.write(first, 0, b"since")
     with monkeypatch.context() as at_the_limit:
         if lost:
 
             def refused(*_arguments: object, **_more: object) -> None:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-            at_the_limit.setattr(Data, "inherit", refused)
+            at_the_limit.setattr(Files, "inherit", refused)
             at_the_limit.setattr(Directories, "inherit", refused)
         successor = Life(root, tmp_path / "ledger")
     try:
         handle = successor.handle(successor.ask(opcode, node, body, resent=True))
         assert (handle == first) is not lost
         if kind == "opendir":
-            assert list(successor.core.readdir(handle, 0)) == []
+            assert list(successor.core.directories.readdir(handle, 0)) == []
             assert set(successor.driver.handle_journal.directories) == {handle}
             return
-        assert successor.core.read(handle, 0, 100) == b"since"
-        assert successor.core.write(handle, 0, b"SINCE") == 5
+        assert successor.core.files.read(handle, 0, 100) == b"since"
+        assert successor.core.files.write(handle, 0, b"SINCE") == 5
         assert set(successor.driver.handle_journal.files) == {handle}
         assert successor.core.open_files == 1
         node = successor.driver.handle_journal.files[handle].node

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.live import wait_for
 
-from ciuic.fuse_layer.formats import fuse_protocol as p
-from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest, MalformedRequest
+from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
 from ciuic.fuse_layer.kernel import session as kernel_session
 from ciuic.fuse_layer.kernel.negotiation import UnsupportedProtocol, negotiate
 from ciuic.fuse_layer.kernel.session import KernelSession, Reply

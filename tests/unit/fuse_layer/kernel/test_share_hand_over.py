@@ -11,7 +11,7 @@ import pytest
 
 from ciuic.fuse_layer.kernel import worker as kernel_worker
 from ciuic.fuse_layer.kernel.worker import KernelWorker
-from ciuic.fuse_layer.worker_parts import WorkerContext
+from ciuic.fuse_layer.worker_lifecycle import WorkerContext
 from ciuic.protocol.worker_frames import Share
 
 

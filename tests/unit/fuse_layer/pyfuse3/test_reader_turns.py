@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from ciuic.fuse_layer.pyfuse3.reader_turns import RUN_OF_TURNS, WATCH_SECONDS, ReaderTurns
+from ciuic.fuse_layer.pyfuse3.dispatch import RUN_OF_TURNS, TURN_WATCH_SECONDS, ReaderTurns
 
 
 def run(task: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -99,7 +99,7 @@ def test_a_task_that_ends_without_handing_on_is_noticed() -> None:
                 started = trio.current_time()
             watching.cancel_scope.cancel()
         assert sorted(number for number, _ in woken) == [0, 1, 2, 3, 4]
-        assert max(when for _, when in woken) - started <= 5 * WATCH_SECONDS
+        assert max(when for _, when in woken) - started <= 5 * TURN_WATCH_SECONDS
 
     run(task)
 

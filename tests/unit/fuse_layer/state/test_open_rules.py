@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.capture_bench import Bench, bench
 
+from ciuic.fuse_layer.core import passthrough_writers
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials
-from ciuic.fuse_layer.cut import passthrough_writers
 from ciuic.fuse_layer.state import open_rules
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
 
@@ -136,15 +136,15 @@ def test_a_name_that_stays_open_over_cuts_is_learned(here: Bench, monkeypatch: p
     """
     now = 1000.0
     monkeypatch.setattr(passthrough_writers.time, "monotonic", lambda: now)
-    attr, handle = here.core.create(ROOT_ID, b"part-1", 0o644, os.O_WRONLY, Credentials(0, 0))
-    here.core.is_unseen(handle)
+    attr, handle = here.core.names.create(ROOT_ID, b"part-1", 0o644, os.O_WRONLY, Credentials(0, 0))
+    here.core.files.is_unseen(handle)
     wishes = []
     for seconds in (0.0, 30.0, 31.0):
         now += seconds
         here.core.committed(here.core.cut().epoch)
         wishes.append(here.core.preference(attr.node, os.O_WRONLY, fresh=True))
     assert wishes == [OpenPreference.ANY, OpenPreference.ANY, OpenPreference.TRACKED]
-    here.core.release(handle)
+    here.core.files.release(handle)
     here.start_again("6" * 32)
-    node = here.core.lookup(ROOT_ID, b"part-1").node
+    node = here.core.names.lookup(ROOT_ID, b"part-1").node
     assert here.core.preference(node, os.O_WRONLY, fresh=True) is OpenPreference.TRACKED

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.system.busy_poll import (
+from ciuic.fuse_layer.kernel.session import (
     MAX_PRESSURE_SHARE,
     MIN_REQUESTS_PER_TICK,
     BusyPoll,

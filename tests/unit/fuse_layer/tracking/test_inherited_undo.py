@@ -7,10 +7,10 @@ import os
 import pytest
 from support.capture_bench import BLOCK, Bench, bench
 
-from ciuic.fuse_layer.formats import undo_format
-from ciuic.fuse_layer.formats.undo_format import AbandonedRecord
+from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.tracking import inherited_undo
 from ciuic.fuse_layer.tracking.inherited_undo import read_undo
+from ciuic.fuse_layer.undo_format import AbandonedRecord
 
 Operation = tuple[str, int, int, int]
 WRITE_A: Operation = ("write", 0, 0, 1)
@@ -81,7 +81,7 @@ def test_the_number_of_a_removed_directory_counts_as_new() -> None:
         os.mkdir(rig.backing / "gone")
         ino = os.stat(rig.backing / "gone").st_ino
         epoch = rig.cut()
-        rig.core.rmdir(1, b"gone")
+        rig.core.names.rmdir(1, b"gone")
         assert rig.succeed()
         assert rig.core._state.tracker.is_fresh(ino)
         rig.check(*rig.capture(epoch))

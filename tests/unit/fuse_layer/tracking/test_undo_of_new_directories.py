@@ -10,7 +10,7 @@ import pytest
 from support.overlay import state_of
 
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.formats.undo_format import LogReader
+from ciuic.fuse_layer.undo_format import LogReader
 
 ROOT = Credentials(0, 0)
 
@@ -31,14 +31,14 @@ def test_names_in_a_directory_made_after_the_cut_have_no_records(core: OverlayCo
     Such a directory may have the inode number of one removed since the cut, whose records these would seem to
     be.
     """
-    _, handle = core.create(ROOT_ID, b"file", 0o600, os.O_RDWR, ROOT)
-    core.release(handle)
-    core.mkdir(ROOT_ID, b"folder", 0o700, ROOT)
+    _, handle = core.names.create(ROOT_ID, b"file", 0o600, os.O_RDWR, ROOT)
+    core.files.release(handle)
+    core.names.mkdir(ROOT_ID, b"folder", 0o700, ROOT)
     epoch = core.cut().epoch
-    new = core.mkdir(ROOT_ID, b"new", 0o700, ROOT)
+    new = core.names.mkdir(ROOT_ID, b"new", 0o700, ROOT)
     for name in (b"file", b"folder"):
-        core.rename(ROOT_ID, name, new.node, name, 0)
-        core.rename(new.node, name, ROOT_ID, b"back-" + name, 0)
+        core.names.rename(ROOT_ID, name, new.node, name, 0)
+        core.names.rename(new.node, name, ROOT_ID, b"back-" + name, 0)
     undo = state_of(tmp_path / "root") / "undo"
     log = LogReader(str(undo / "log"), epoch)
     log.poll()

@@ -1,8 +1,11 @@
-"""Table of the incomplete files of a lazy restore: what is missing, and who waits for it.
+"""Table of the incomplete files of a lazy restore: what is missing, who waits for it, and what is fetched next.
+
+Fetched first is what a reader waits for; then files that are being read, from where they are read; then files of one block, in the
+order of the tree, because packs have them side by side; then the newest.
 
 Guarantees: a block counts as there only after its content was checked and written; a waiting reader is told of damage, of an
-unreachable store and of an interrupt; no block is fetched by two threads at the same time. All methods may be called from any
-thread; `changed` guards the table.
+unreachable store and of an interrupt; no block is fetched by two threads at the same time. All methods of `PendingFiles` may be
+called from any thread; its `changed` guards the table and the order.
 """
 
 from __future__ import annotations
@@ -10,20 +13,236 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
-from ciuic.lazy.fetch_order import MAX_BATCH_BYTES, FetchOrder
-from ciuic.lazy.pending_file import Load, PendingFile, PendingName, PendingPiece, Work, begin, length_of
 from ciuic.repository.trees.block_maps import FANOUT, blocks_of
 from ciuic.types import ChunkId
 
+_NAME: Final = re.compile(rb"([0-9]{10})\.([0-9a-f]{32})\.([0-9]{1,2})\.([0-9]{1,19})\.(-?[0-9]{1,20})")
+MAX_BATCH_FILES: Final = 48
+MAX_BATCH_BYTES: Final = 8 << 20
+MAX_BATCH_BLOCKS: Final = 128
 _INTERRUPT_SECONDS: Final = 1.0
 """Interval in which a waiting reader looks again, should a notification be lost to it."""
 _LOCK_STRIPES: Final = 64
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class PendingName(NamedTuple):
+    """Name of a hidden link: everything that is needed to complete the file."""
+
+    number: int
+    """Position in the order of the snapshot's tree."""
+    content: bytes
+    map_height: int
+    size_bytes: int
+    mtime_ns: int
+
+    def encode(self) -> bytes:
+        """Return the name as bytes."""
+        return b"%010d.%b.%d.%d.%d" % (
+            *(self.number, self.content.hex().encode(), self.map_height),
+            *(self.size_bytes, self.mtime_ns),
+        )
+
+    @classmethod
+    def decode(cls, name: bytes) -> PendingName | None:
+        """Decode a name; None for one that is none of ours."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        number, content, height, size, mtime = found.groups()
+        return cls(int(number), bytes.fromhex(content.decode()), int(height), int(size), int(mtime))
+
+
+class PendingFile:
+    """An incomplete file. Its fields are guarded by the table's lock."""
+
+    __slots__ = (
+        *("cursor", "damaged", "failure", "failures", "filled", "gone", "in_flight", "ino", "io", "left"),
+        *("loading", "name", "rank", "segments", "settling", "shape"),
+    )
+
+    def __init__(
+        self, shape: PendingName, ino: int, n_segments: int, io: threading.Lock, *, is_new: bool
+    ) -> None:
+        self.shape: Final = shape
+        self.name: Final = shape.encode()
+        self.ino: Final = ino
+        self.io: Final = io
+        """Held while a block is written, or the file cut to nothing."""
+        self.segments: list[dict[int, ChunkId] | None] = [None] * n_segments
+        """Missing blocks of each leaf of the block map; None for a leaf that was not read yet."""
+        if is_new and not shape.map_height:
+            # The only block, whose id is known.
+            self.segments[0] = {0: ChunkId(shape.content)}
+        self.left = n_segments
+        """Number of segments that have, or may have, missing blocks."""
+        self.in_flight: set[int] = set()
+        self.loading: set[int] = set()
+        self.damaged: dict[int, str] = {}
+        """Reason by block that cannot be restored."""
+        self.failure = errno.EIO
+        self.failures = 0
+        """Counter of attempts to fetch something of it that failed."""
+        self.rank = 0
+        """Position in the order of fetching."""
+        self.cursor = 0
+        """Block after the last one that was read."""
+        self.filled = False
+        """All content was written, but is not durable."""
+        self.settling = False
+        self.gone = False
+        """It is incomplete no more."""
+
+
+class PendingPiece(NamedTuple):
+    """A missing block that is to be fetched."""
+
+    file: PendingFile
+    block: int
+    chunk: ChunkId
+
+
+class Load(NamedTuple):
+    """Leaf of a file's block map that is to be read."""
+
+    file: PendingFile
+    segment: int
+
+
+Work = list[PendingPiece] | Load
+
+
+def _length_of(file: PendingFile, block: int, block_size: int) -> int:
+    """Return the number of bytes that a block has."""
+    return min(block_size, file.shape.size_bytes - block * block_size)
+
+
+def _begin(file: PendingFile, block: int, segment: dict[int, ChunkId]) -> PendingPiece:
+    """Mark a missing block as being fetched, and return it as work."""
+    file.in_flight.add(block)
+    return PendingPiece(file, block, segment[block])
+
+
+class FetchOrder:
+    """The order of one restore."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size: Final = block_size
+        self._hot: dict[int, PendingFile] = {}
+        """Files that are being read; the last one was read last."""
+        self._order: list[PendingFile] = []
+        self._next = 0
+
+    def put(self, files: Iterable[PendingFile]) -> None:
+        """Take up all files."""
+        known = list(files)
+        # Files of one block are configuration and scripts, and a job reads them first.
+        small = [file for file in known if file.shape.size_bytes <= self.block_size]
+        large = [file for file in known if file.shape.size_bytes > self.block_size]
+        small.sort(key=lambda file: file.shape.number)
+        large.sort(key=lambda file: (-file.shape.mtime_ns, file.shape.number))
+        self._order, self._next = small + large, 0
+        for rank, file in enumerate(self._order):
+            file.rank = rank
+
+    def is_read(self, file: PendingFile, cursor: int) -> None:
+        """Put a file first that is being read, up to the block ``cursor``."""
+        if not file.gone:
+            self._hot.pop(file.ino, None)
+            self._hot[file.ino] = file
+            file.cursor = cursor
+
+    def forget(self, file: PendingFile) -> None:
+        """Take out a file of which nothing is left to fetch."""
+        self._hot.pop(file.ino, None)
+
+    def again(self, file: PendingFile) -> None:
+        """Look at a file again: some of it can be fetched now."""
+        self._next = min(self._next, file.rank)
+
+    def next(self) -> Work | None:
+        """Return what is to be fetched now where no reader waits; None if nothing is left to begin."""
+        for file in reversed(list(self._hot.values())):
+            work = self._batch_of(file, file.cursor)
+            if work is None and not file.in_flight and not file.loading:
+                # Nothing of it is left; it is taken up again if a fetch fails.
+                self._hot.pop(file.ino, None)
+            if work is not None:
+                return work
+        return self._in_order()
+
+    def _in_order(self) -> Work | None:
+        batch: list[PendingPiece] = []
+        size_bytes = files = 0
+        # What failed is put back, so the order is gone through until nothing is left.
+        while self._next < len(self._order):
+            file = self._order[self._next]
+            if file.gone or file.filled:
+                self._next += 1
+                continue
+            work = self._batch_of(file, 0, MAX_BATCH_BYTES - size_bytes, MAX_BATCH_BLOCKS - len(batch))
+            if work is None:
+                self._next += 1
+            elif isinstance(work, Load):
+                if not batch:
+                    return work
+                file.loading.discard(work.segment)
+                return batch
+            else:
+                batch += work
+                files += 1
+                size_bytes += sum(_length_of(piece.file, piece.block, self.block_size) for piece in work)
+                if (
+                    size_bytes >= MAX_BATCH_BYTES
+                    or len(batch) >= MAX_BATCH_BLOCKS
+                    or files >= MAX_BATCH_FILES
+                ):
+                    break
+        return batch or None
+
+    def _batch_of(
+        self,
+        file: PendingFile,
+        cursor: int,
+        max_bytes: int = MAX_BATCH_BYTES,
+        max_blocks: int = MAX_BATCH_BLOCKS,
+    ) -> Work | None:
+        """Return the file's next missing blocks from the cursor on, then those before it."""
+        if file.gone or file.filled:
+            return None
+        first = min(cursor // FANOUT, len(file.segments) - 1)
+        count = min(max_blocks, max(1, max_bytes // self.block_size))
+        for number in [*range(first, len(file.segments)), *range(first)]:
+            segment = file.segments[number]
+            if segment is None:
+                if number not in file.loading:
+                    file.loading.add(number)
+                    return Load(file, number)
+                continue
+            chosen = _from_cursor(segment, file.in_flight, cursor, count)
+            if chosen:
+                return [_begin(file, block, segment) for block in chosen]
+        return None
+
+
+def _from_cursor(segment: dict[int, ChunkId], in_flight: set[int], cursor: int, count: int) -> list[int]:
+    """Return up to ``count`` blocks that no thread fetches, those from the cursor on first."""
+    after: list[int] = []
+    before: list[int] = []
+    # In the order of the map, which is ascending.
+    for block in segment:
+        if block in in_flight:
+            continue
+        (after if block >= cursor else before).append(block)
+        if len(after) >= count:
+            break
+    return after or before[:count]
 
 
 class PendingFiles:
@@ -128,12 +347,12 @@ class PendingFiles:
             if segment is None:
                 missing += min(FANOUT * self.block_size, file.shape.size_bytes - start)
             else:
-                missing += sum(length_of(file, block, self.block_size) for block in segment)
+                missing += sum(_length_of(file, block, self.block_size) for block in segment)
         return missing
 
     def length(self, piece: PendingPiece) -> int:
         """Return the number of bytes that a block must have."""
-        return length_of(piece.file, piece.block, self.block_size)
+        return _length_of(piece.file, piece.block, self.block_size)
 
     # -- readers
 
@@ -221,7 +440,7 @@ class PendingFiles:
                 if block // FANOUT == number and block in segment:
                     waiting = True
                     if block not in file.in_flight:
-                        pieces.append(begin(file, block, segment))
+                        pieces.append(_begin(file, block, segment))
         return ([*work, pieces] if pieces else work), waiting
 
     # -- fetching
@@ -246,7 +465,7 @@ class PendingFiles:
                 start = number * FANOUT * self.block_size
                 size_bytes = min(end * self.block_size, file.shape.size_bytes) - start
                 self.bytes_left -= size_bytes - sum(
-                    length_of(file, block, self.block_size) for block in missing
+                    _length_of(file, block, self.block_size) for block in missing
                 )
                 file.segments[number] = missing
                 if not missing:
@@ -292,7 +511,7 @@ class PendingFiles:
                     continue
                 segment = file.segments[block // FANOUT]
                 if segment is not None and segment.pop(block, None) is not None:
-                    self.bytes_left -= length_of(file, block, self.block_size)
+                    self.bytes_left -= _length_of(file, block, self.block_size)
                     if not segment:
                         self._segment_done(file)
             self._tell()

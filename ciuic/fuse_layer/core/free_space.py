@@ -1,4 +1,9 @@
-"""Give up the undo log's space before writers that pass the worker by meet a disk that is full because of it.
+"""Free space of the backing file system: what the undo log's end would free, and when it is given up for it.
+
+statfs counts space and inodes that giving up the pending epochs would free as free. Only space that really becomes
+free counts: an inode that lives on under another name, or that the job has open, would take its space without us
+too. The figures are read from the disk, because a name of a held inode may come and go unseen; with many of them
+they may be a second old, so that a program that calls statfs(2) in a loop does not have them read each time.
 
 A write that comes to the worker and finds the disk full is repeated once the log is given up
 (OverlayState.with_space). A write that the kernel carries past the worker is not: its ENOSPC goes to the job,
@@ -11,16 +16,26 @@ free.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import structlog
 
-from ciuic.fuse_layer.core.reclaimable_space import SpaceEstimator
-from ciuic.fuse_layer.cut.passthrough_writers import UnseenWriters
+from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.state.overlay_state import OverlayState
+from ciuic.fuse_layer.tracking.undo_log import UndoLog
+from ciuic.fuse_layer.undo_format import HOLD_DIR
 
+log = structlog.get_logger(__name__)
+
+# Each costs an lstat(2): from so many on the figures are kept for a while.
+_MANY_INODES = 1000
+_STALE_SECONDS = 1.0
+# Unit of st_blocks, whatever the block size of the file system (stat(2)).
+_SECTOR_BYTES = 512
 NEAR_FULL_BYTES: Final = 1 << 30
 """Free space below which the disk counts as nearly full: the output of writers at 5 GB/s in four looks. A
 busy host runs the thread late, and removing a large file takes time."""
@@ -36,7 +51,58 @@ _LAST_BYTES: Final = 64 << 20
 _LAST_PART: Final = 16
 """Free space, in bytes and as a part of the file system, below which the log's space is given back however
 little it is."""
-log = structlog.get_logger(__name__)
+
+
+class ReclaimableSpace(NamedTuple):
+    """Space and inodes that would become free."""
+
+    size_bytes: int = 0
+    inodes: int = 0
+
+
+class SpaceEstimator:
+    """Estimator for one root. Thread-safe: two threads may both read the disk, and both are right."""
+
+    def __init__(self, undo: UndoLog, open_inodes: Callable[[], set[int]]) -> None:
+        self._undo = undo
+        self._open_inodes = open_inodes
+        self._known = (0.0, ReclaimableSpace())
+
+    def room(self) -> ReclaimableSpace:
+        """Return the figures, up to a second old where much is held; zeros when nothing is pending.
+
+        Never raises.
+        """
+        if not self._undo.active:
+            return ReclaimableSpace()
+        until, room = self._known
+        if time.monotonic() < until:
+            return room
+        room = self._look()
+        if room.inodes > _MANY_INODES:
+            self._known = (time.monotonic() + _STALE_SECONDS, room)
+        return room
+
+    def _look(self) -> ReclaimableSpace:
+        """Read the figures from the disk. Inodes that cannot be read do not count."""
+        directory = self._undo.directory_fd
+        try:
+            own = os.listdir(directory)
+        except OSError:
+            return ReclaimableSpace()
+        open_inodes = self._open_inodes()
+        size_bytes = inodes = 0
+        for name in [*own, *(f"{HOLD_DIR}/{ino}" for ino in list(self._undo.hidden.held))]:
+            try:
+                facts = os.lstat(name, dir_fd=directory)
+            except OSError:
+                # Removed meanwhile.
+                continue
+            # Another link, or an open handle of the job, keeps the inode: its space would not become free.
+            if facts.st_nlink == 1 and not stat.S_ISDIR(facts.st_mode) and facts.st_ino not in open_inodes:
+                size_bytes += facts.st_blocks * _SECTOR_BYTES
+                inodes += 1
+        return ReclaimableSpace(size_bytes, inodes)
 
 
 class RoomForUnseen:

@@ -1,7 +1,9 @@
-"""Threads that fetch what is missing: some for what a reader waits for, others for that and the rest.
+"""Threads of a lazy restore: some fetch what is missing, others make filled files durable and complete.
 
 Guarantees: a chunk is checked against its id before a byte of it is written; nothing is written to a file that was cut to nothing
-meanwhile; an error of the store or the disk is not final: it is told to those who wait, and the rest is tried again.
+meanwhile; an error of the store or the disk is not final: it is told to those who wait, and the rest is tried again. A hidden link is
+removed after the file's content and times were synced, in this order. Afterwards the file is one as any other; nothing of this process
+changes it any more.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from typing import Final
 import structlog
 
 from ciuic.errors import CiuicError, Damaged
-from ciuic.lazy.pending import PendingFiles
-from ciuic.lazy.pending_file import Load, PendingFile, PendingPiece, Work
+from ciuic.lazy.incomplete_files import Load, PendingFile, PendingFiles, PendingPiece, Work
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.trees.block_maps import FANOUT, blocks_of
@@ -29,10 +30,13 @@ log = structlog.get_logger(__name__)
 
 URGENT_THREADS: Final = 4
 """Threads that only do what a reader waits for: a read never queues behind batches of the rest."""
-_MAX_THREADS: Final = 8
-_PAUSE_SECONDS: Final = 2.0
+_MAX_FETCH_THREADS: Final = 8
+_FETCH_PAUSE_SECONDS: Final = 2.0
 """Pause of a thread after an error of the store or the disk."""
 _CLOSE_SECONDS: Final = 2.0
+_MAX_SETTLED_FILES: Final = 48
+_SETTLE_THREADS: Final = 2
+_SETTLE_PAUSE_SECONDS: Final = 2.0
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Filler:
         self._pending = pending
         processors = len(os.sched_getaffinity(0))
         # As in a plain restore: two more than compute at once, because some wait for the network.
-        count = min(_MAX_THREADS, processors + 2)
+        count = min(_MAX_FETCH_THREADS, processors + 2)
         self._turns = threading.BoundedSemaphore(processors)
         self._threads = [
             threading.Thread(target=self._run, args=(number < URGENT_THREADS,), name="fill", daemon=True)
@@ -98,7 +102,7 @@ class Filler:
         log.warning("lazy_fetch_waits", reason=self.trouble)
         number = (error.errno or errno.EIO) if isinstance(error, OSError) else errno.EIO
         self._pending.failed(work, number)
-        self._ended.wait(_PAUSE_SECONDS)
+        self._ended.wait(_FETCH_PAUSE_SECONDS)
 
     def _do(self, repository: Repository, work: Work) -> None:
         if isinstance(work, Load):
@@ -213,3 +217,82 @@ def _blocks_with_data(fd: int, size: int, blocks: dict[int, ChunkId]) -> list[in
         else:
             upto = data
     return found
+
+
+class Settler:
+    """The threads, and the same work in the thread of a caller that cannot wait for them."""
+
+    def __init__(self, pending: PendingFiles) -> None:
+        self._pending = pending
+        # Syncs at the same time share a write of the file system's journal, and wait for the disk together.
+        self._threads = [
+            threading.Thread(target=self._run, name="settle", daemon=True) for _ in range(_SETTLE_THREADS)
+        ]
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to settle what is filled."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads, after `PendingFiles.close`."""
+        self._ended.set()
+        for thread in self._threads:
+            # One that was not started has nothing to end.
+            if thread.is_alive():
+                thread.join()
+
+    def settle(self, file: PendingFile) -> None:
+        """Make a filled file complete now.
+
+        Raises:
+            OSError: it cannot be made durable.
+        """
+        if not self._pending.begin_settling(file):
+            return
+        try:
+            self._finish(file, self._begin(file))
+        except BaseException:
+            self._pending.not_settled(file)
+            raise
+
+    def _run(self) -> None:
+        while (files := self._pending.take_filled(_MAX_SETTLED_FILES)) is not None:
+            opened: list[tuple[PendingFile, int]] = []
+            # All are on their way to the disk before the first sync waits (restore/files/small.py).
+            for file in files:
+                try:
+                    opened.append((file, self._begin(file)))
+                except OSError as error:
+                    self._failed(file, error)
+            for file, fd in opened:
+                try:
+                    self._finish(file, fd)
+                except OSError as error:
+                    self._failed(file, error)
+
+    def _failed(self, file: PendingFile, error: OSError) -> None:
+        log.warning("lazy_file_not_settled", file=file.shape.number, reason=str(error))
+        if not file.gone:
+            self._ended.wait(_SETTLE_PAUSE_SECONDS)
+        self._pending.not_settled(file)
+
+    def _begin(self, file: PendingFile) -> int:
+        fd = self._pending.open(file)
+        try:
+            # Writing its content has moved the time. No other process changes it while the file is incomplete.
+            os.utime(fd, ns=(os.fstat(fd).st_atime_ns, file.shape.mtime_ns))
+            start_writing_out(fd, 0, file.shape.size_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _finish(self, file: PendingFile, fd: int) -> None:
+        try:
+            # Before the link goes: it alone says that the content may be missing.
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._pending.settled(file)

@@ -1,5 +1,6 @@
-"""Compare renames and removals that a killed worker had begun with the directory, and mend its successor's node table.
+"""Renames and removals in the session's journal: noted before the system call, settled by a successor (journal/records.py).
 
+A successor compares changes that a killed worker had begun with the directory, and corrects its node table.
 Guarantee: afterwards the table binds no name of an interrupted rename or removal to an inode that the
 directory has elsewhere. It holds before the first request is answered: a repeated request that finds its work
 done then has nothing left to do.
@@ -11,14 +12,15 @@ changed these names since.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 
 import structlog
 
-from ciuic.fuse_layer.journal.name_changes import ChangedInodes, ChangedNames, Changes
-from ciuic.fuse_layer.state.change_notes import note_settled
-from ciuic.fuse_layer.state.node import Node
-from ciuic.fuse_layer.state.node_table import NodeTable
+from ciuic.fuse_layer.journal import records
+from ciuic.fuse_layer.journal.journal_writer import JournalWriter
+from ciuic.fuse_layer.journal.records import ChangedInodes, ChangedNames, Changes
+from ciuic.fuse_layer.state.node_table import Node, NodeTable
 
 log = structlog.get_logger(__name__)
 
@@ -26,6 +28,60 @@ _MAX_ROUNDS = 8
 """Limit of rounds. A directory may be reached only when a rename of one above it is settled; interrupted
 renames nest no deeper than there are threads of a job that rename ancestors of each other's directories at
 one instant."""
+
+
+def note_changing(
+    journal: JournalWriter | None,
+    parent: Node,
+    name: bytes,
+    ino: int,
+    *,
+    to: tuple[Node, bytes] | None = None,
+    replaced: int = 0,
+    exchange: bool = False,
+    goes: tuple[Node, os.stat_result] | None = None,
+) -> None:
+    """Note that a name is about to be renamed or removed, before the system call that does it.
+
+    Args:
+        journal: journal of the session; None where there can be no successor.
+        parent: directory of the name.
+        name: name that changes.
+        ino: inode number that the name leads to.
+        to: directory and name after a rename; None for a removal.
+        replaced: inode number under the new name, 0 where that is free.
+        exchange: both names stay, and exchange their inodes.
+        goes: node and attributes of the inode that loses its name, where the kernel remembers it.
+    """
+    if journal is None:
+        return
+    if goes is not None and stat.S_ISDIR(goes[1].st_mode):
+        # Mode and owner end with the directory, and a program that has it open may still ask for them.
+        st = goes[1]
+        journal.append(records.emptied_record(goes[0].id, st.st_mode, st.st_uid, st.st_gid))
+    inodes = ChangedInodes(ino, replaced, exchange)
+    journal.append(records.changing_record(_names(parent, name, to), inodes))
+
+
+def note_unchanged(
+    journal: JournalWriter | None, parent: Node, name: bytes, *, to: tuple[Node, bytes] | None = None
+) -> None:
+    """Note that the file system refused the change that ``note_changing`` announced."""
+    # Without this record a successor, after the name was renamed later, would take it for removed: the file
+    # would get a second node, whose attributes the kernel keeps apart from those of the first.
+    _note_settled(journal, _names(parent, name, to))
+
+
+def _note_settled(journal: JournalWriter | None, names: ChangedNames) -> None:
+    """Note that the outcome of a change of these names is known."""
+    if journal is not None:
+        journal.append(records.unchanged_record(names))
+
+
+def _names(parent: Node, name: bytes, to: tuple[Node, bytes] | None) -> ChangedNames:
+    if to is None:
+        return ChangedNames(parent.id, name)
+    return ChangedNames(parent.id, name, to[0].id, to[1])
 
 
 def settle(nodes: NodeTable, changes: Changes, is_gone: Callable[[Node], bool]) -> None:
@@ -41,7 +97,7 @@ def settle(nodes: NodeTable, changes: Changes, is_gone: Callable[[Node], bool]) 
             break
         waiting = missed
     for names in changes:
-        note_settled(nodes.journal, names)
+        _note_settled(nodes.journal, names)
     if waiting:
         # A directory of theirs was removed later, or never was: no request can name them.
         log.info("name_changes_not_settled", count=len(waiting))

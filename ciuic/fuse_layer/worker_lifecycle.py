@@ -1,4 +1,4 @@
-"""Parts that the workers of both drivers share: context, announcement, detaching of their own mount."""
+"""What the workers of both drivers share: their context, the announcement that they serve, and the end of their own mount."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _ACCEPT_PAUSE_SECONDS = 0.1
 
 
 class CutLike(Protocol):
-    """Result of the core's ``cut`` (cut/epochs.py)."""
+    """Result of the core's ``cut`` (core/epochs.py)."""
 
     @property
     def epoch(self) -> int:

@@ -18,18 +18,19 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ciuic.fuse_layer.cut.instant import Instant
-from ciuic.fuse_layer.cut.passthrough_writers import UnseenWriters
-from ciuic.fuse_layer.formats import sealed_format, undo_format
-from ciuic.fuse_layer.state.node import Node
+from ciuic.fuse_layer import sealed_format, undo_format
+from ciuic.fuse_layer.core.passthrough_writers import Instant, UnseenWriters
+from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.overlay_state import OverlayState
+from ciuic.fuse_layer.tracking.changes import BlockSet, ChangeSet, InodeChange
 from ciuic.fuse_layer.tracking.gate import HoldExpired
 from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo
-from ciuic.fuse_layer.tracking.tracking import ChangeSet, InodeChange
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 
 # Every status reply has all of them.
 _MAX_ABANDONED: Final = 100
+_DUMP_VERSION: Final = 1
+_SESSION_VERSION: Final = 1
 
 
 class AbandonedEpoch(NamedTuple):
@@ -346,10 +347,6 @@ class Epochs:
         self._state.tracker.fold_into_current(older)
 
 
-_DUMP_VERSION: Final = 1
-_SESSION_VERSION: Final = 1
-
-
 def _as_record(change: InodeChange) -> undo_format.SealedChange:
     data: int | bytes = 0
     if change.whole:
@@ -360,8 +357,6 @@ def _as_record(change: InodeChange) -> undo_format.SealedChange:
 
 
 def _from_record(record: undo_format.SealedChange) -> InodeChange:
-    from ciuic.fuse_layer.tracking.blockset import BlockSet
-
     change = InodeChange()
     change.fresh, change.attrs, change.names = record.fresh, record.attrs, record.names
     change.whole = record.data == 1

@@ -15,7 +15,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 
-from ciuic.fuse_layer.formats.undo_format import SealedChange, UndoDamaged, sealed_name
+from ciuic.fuse_layer.undo_format import SealedChange, UndoDamaged, sealed_name
 from ciuic.system.spill import NameTable, NumberTable, Spill
 
 SEALED_VERSION: Final = 2
@@ -31,7 +31,7 @@ _NO_NAMES: Final[dict[bytes, int]] = {}
 
 
 class Unheld(msgspec.Struct, array_like=True, frozen=True):
-    """A file that is written past the worker, and whose content the cut could not save (instant.py)."""
+    """A file that is written past the worker, and whose content the cut could not save (core/passthrough_writers.py)."""
 
     ino: int
     size_bytes: int = 0

@@ -1,0 +1,442 @@
+"""File system of a lazily restored tree: an overlay that tracks nothing, whose requests wait for what is not there yet.
+
+Guarantees: a read is answered from blocks that are there; a file is changed only when it is complete; a file that is cut to nothing
+or loses its last name is not filled any more. Link counts, sizes, blocks and times are shown as if the file was complete. A request
+whose caller was killed or got a signal while it waited for the store is answered with EINTR.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
+from ciuic.fuse_layer.core.core import Attr, OverlayCore
+from ciuic.fuse_layer.core.directories import Directories
+from ciuic.fuse_layer.core.files import Files, KernelTimes
+from ciuic.fuse_layer.core.names import Names
+from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
+from ciuic.fuse_layer.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.kernel.driver import KernelDriver
+from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Handler, Reply
+from ciuic.fuse_layer.state.open_rules import OpenPreference
+from ciuic.fuse_layer.state.overlay_state import OverlayState
+from ciuic.lazy.filling import Settler
+from ciuic.lazy.incomplete_files import PendingFile, PendingFiles
+
+_BLOCK_BYTES: Final = 512
+_MAX_COPY_BYTES: Final = 64 << 20
+_NAMED: Final = (
+    *("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"),
+    *("st_blksize", "st_blocks", "st_rdev"),
+)
+_CAN_WAIT: Final = (p.OPEN, p.READ, p.SETATTR, p.COPY_FILE_RANGE, p.COPY_FILE_RANGE_64)
+
+
+class IncompleteFiles:
+    """What operations ask of incomplete files: which they are, and the waits for them."""
+
+    def __init__(self, state: OverlayState, pending: PendingFiles, settler: Settler) -> None:
+        self._state = state
+        self.pending = pending
+        self._settler = settler
+        self.durable = threading.Event()
+        """Set when the names of the tree are durable."""
+        self.opening: Counter[int] = Counter()
+        """Opens under way by inode, guarded by the table's lock."""
+        self.before_wait: Callable[[], None] = lambda: None
+        """Called before a request waits; the driver lets others go on."""
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Returns True if the caller of the request that this thread carries out was interrupted."""
+
+    def of(self, node_id: int) -> PendingFile | None:
+        """Return the incomplete file of a node; None if it is complete."""
+        return self.pending.find(self._state.nodes.get(node_id).ino)
+
+    def of_handle(self, handle: int) -> PendingFile | None:
+        """Return the incomplete file of an open handle; None if it is complete."""
+        return self.pending.find(self._state.file(handle).node.ino)
+
+    def complete(self, node_id: int) -> None:
+        """Wait until a file is complete.
+
+        Raises:
+            OSError: EIO where it cannot be completed, EINTR if the caller was interrupted.
+        """
+        file = self.of(node_id)
+        if file is None:
+            return
+        self.before_wait()
+        self.pending.wait_until_filled(file, self.interrupted)
+        self._settler.settle(file)
+
+    def drop_unnamed(self, file: PendingFile | None) -> None:
+        """Give up a file that has lost its last name and that no program has open."""
+        if file is None or file.gone:
+            return
+        # Under one lock with opens that are under way: a process that has the file open, now or in a moment, may read on. The node
+        # does not tell, because that of a file without a name is found no more.
+        with self.pending.changed:
+            try:
+                if os.stat(file.name, dir_fd=self.pending.directory).st_nlink > 1:
+                    return
+            except FileNotFoundError:
+                return
+            is_open = any(opened.node.ino == file.ino for opened in list(self._state.files.values()))
+            if not is_open and not self.opening[file.ino]:
+                self.pending.drop(file)
+
+    def shown(self, st: os.stat_result) -> os.stat_result:
+        """Return the attributes of a file as if it was complete."""
+        if not stat.S_ISREG(st.st_mode) or st.st_dev != self._state.nodes.device:
+            return st
+        file = self.pending.find(st.st_ino)
+        if file is None:
+            return st
+        # Archivers take a file without blocks for one hole, which they do not read. Filling moves the time.
+        blocks = max(st.st_blocks, -(-st.st_size // _BLOCK_BYTES))
+        seconds, _ = divmod(file.shape.mtime_ns, 10**9)
+        named = {name: getattr(st, name) for name in _NAMED}
+        named |= {
+            "st_blocks": blocks,
+            "st_mtime_ns": file.shape.mtime_ns,
+            "st_mtime": file.shape.mtime_ns / 1e9,
+        }
+        fields = list(st[:10])
+        fields[stat.ST_MTIME] = seconds
+        return os.stat_result(fields, named)
+
+
+class LazyFiles(Files):
+    """Operations on open files: blocks are fetched before they are read."""
+
+    def __init__(
+        self, state: OverlayState, times: KernelTimes, unseen: UnseenWriters, incomplete: IncompleteFiles
+    ) -> None:
+        super().__init__(state, times, unseen)
+        self._incomplete = incomplete
+        self._pending = incomplete.pending
+
+    def open(
+        self,
+        node_id: int,
+        flags: int,
+        *,
+        keeps_privileges: bool = False,
+        unseen: bool = False,
+        uid: int = 0,
+    ) -> int:
+        """Open a file and return its handle. One that is emptied needs its content no more."""
+
+        def opened() -> int:
+            return super(LazyFiles, self).open(
+                node_id, flags, keeps_privileges=keeps_privileges, unseen=unseen, uid=uid
+            )
+
+        ino = self._nodes.get(node_id).ino
+        opening = self._incomplete.opening
+        with self._pending.changed:
+            file = self._pending.find(ino)
+            if file is not None:
+                opening[ino] += 1
+        if file is None:
+            return opened()
+        try:
+            if not flags & os.O_TRUNC:
+                return opened()
+            with file.io:
+                handle = opened()
+                self._pending.drop(file)
+            return handle
+        finally:
+            with self._pending.changed:
+                opening[ino] -= 1
+                if not opening[ino]:
+                    del opening[ino]
+
+    def release(self, handle: int) -> None:
+        """Close a handle; the last one of a removed file ends its filling."""
+        opened = self._state.files.get(handle)
+        file = self._pending.find(opened.node.ino) if opened is not None else None
+        del opened
+        super().release(handle)
+        self._incomplete.drop_unnamed(file)
+
+    def read_nowait(self, handle: int, offset: int, size: int) -> memoryview | None:
+        """Read what is in memory; None where that would wait for the disk or the store."""
+        file = self._incomplete.of_handle(handle)
+        if file is not None and not self._pending.has(file, offset, size):
+            return None
+        return super().read_nowait(handle, offset, size)
+
+    def read(self, handle: int, offset: int, size: int) -> bytes:
+        """Read; may wait for the store."""
+        self._fetch(handle, offset, size)
+        return super().read(handle, offset, size)
+
+    def _fetch(self, handle: int, offset: int, size: int) -> None:
+        file = self._incomplete.of_handle(handle)
+        if file is not None and not self._pending.has(file, offset, size):
+            self._pending.wait(file, offset, size, self._incomplete.interrupted)
+
+    def copy_file_range(
+        self, source: int, source_offset: int, target: int, target_offset: int, length: int
+    ) -> int:
+        """Copy between two handles; the target was opened for writing, and is complete."""
+        # A caller goes on after less: the whole of a large file would be waited for.
+        length = min(length, _MAX_COPY_BYTES)
+        self._fetch(source, source_offset, length)
+        return super().copy_file_range(source, source_offset, target, target_offset, length)
+
+    def lseek(self, handle: int, offset: int, whence: int) -> int:
+        """Find data or a hole; an incomplete file counts as data up to its end."""
+        file = self._incomplete.of_handle(handle)
+        if file is None or file.filled:
+            return super().lseek(handle, offset, whence)
+        if offset >= file.shape.size_bytes:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        return offset if whence == os.SEEK_DATA else file.shape.size_bytes
+
+    def fsync(self, handle: int, datasync: bool) -> None:
+        """Make the content durable, and its name: a later run would make the tree anew where that is not."""
+        self._incomplete.durable.wait()
+        super().fsync(handle, datasync)
+
+
+class LazyAttributes(Attributes):
+    """Operations on attributes: size and modification time change only of a complete file."""
+
+    def __init__(
+        self, state: OverlayState, files: Files, times: KernelTimes, incomplete: IncompleteFiles
+    ) -> None:
+        super().__init__(state, files, times)
+        self._incomplete = incomplete
+
+    def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
+        """Change attributes; a file that is cut to nothing needs its content no more."""
+        file = self._incomplete.of(node_id)
+        if file is None:
+            return super().setattr(node_id, change, handle)
+        if change.size == 0:
+            with file.io:
+                attr = super().setattr(node_id, change, handle)
+                self._incomplete.pending.drop(file)
+            return attr
+        if change.size is not None or change.mtime_ns is not None or change.mtime_now:
+            self._incomplete.complete(node_id)
+        return super().setattr(node_id, change, handle)
+
+
+class LazyNames(Names):
+    """Operations on names: a file that loses its last one is not filled any more."""
+
+    def __init__(self, state: OverlayState, incomplete: IncompleteFiles) -> None:
+        super().__init__(state)
+        self._incomplete = incomplete
+
+    def unlink(self, parent_id: int, name: bytes) -> None:
+        """Remove a name."""
+        file = self._pending_at(parent_id, name)
+        super().unlink(parent_id, name)
+        self._incomplete.drop_unnamed(file)
+
+    def rename(self, parent_id: int, name: bytes, new_parent_id: int, new_name: bytes, flags: int) -> None:
+        """Rename, possibly over another file."""
+        file = self._pending_at(new_parent_id, new_name)
+        super().rename(parent_id, name, new_parent_id, new_name, flags)
+        self._incomplete.drop_unnamed(file)
+
+    def _pending_at(self, parent_id: int, name: bytes) -> PendingFile | None:
+        if not self._incomplete.pending.by_ino:
+            return None
+        try:
+            return self._incomplete.pending.find(self.peek(parent_id, name))
+        except OSError:
+            # The operation meets the same error, or none.
+            return None
+
+
+class LazyDirectories(Directories):
+    """Operations on open directories: syncs wait until the tree itself is durable."""
+
+    def __init__(self, state: OverlayState, incomplete: IncompleteFiles) -> None:
+        super().__init__(state)
+        self._incomplete = incomplete
+
+    def fsyncdir(self, handle: int, datasync: bool) -> None:
+        """Make a directory's names durable."""
+        self._incomplete.durable.wait()
+        super().fsyncdir(handle, datasync)
+
+
+class LazyCore(OverlayCore):
+    """The core; ``backing_fd`` is the restored tree, and the session's name means nothing."""
+
+    def __init__(
+        self, backing_fd: int, pending: PendingFiles, settler: Settler, *, kernel_keeps_times: bool
+    ) -> None:
+        self._pending = pending
+        self._settler = settler
+        super().__init__(
+            backing_fd, session="lazy-restore", kernel_keeps_times=kernel_keeps_times, plain=True
+        )
+        self._state.shown = self.incomplete.shown
+        self._state.undo.hidden.others = pending.by_ino
+        pending.remove_link = self._state.undo.hidden.let_other_go
+
+    def _make_operations(self, times: KernelTimes) -> None:
+        self.incomplete = IncompleteFiles(self._state, self._pending, self._settler)
+        self.names = LazyNames(self._state, self.incomplete)
+        self.files = LazyFiles(self._state, times, self._unseen, self.incomplete)
+        self.attributes = LazyAttributes(self._state, self.files, times, self.incomplete)
+        self.directories = LazyDirectories(self._state, self.incomplete)
+
+    def become(self, directory: int) -> None:
+        """Let the root be another directory, which has everything that was in it; nothing else may be under way."""
+        root = self._state.nodes.root
+        os.dup2(directory, self._state.nodes.root_directory.fd, inheritable=False)
+        root.ino = os.fstat(directory).st_ino
+
+    def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
+        """Return the preference for an open: the kernel must not read past us what is not there yet."""
+        file = self.incomplete.of(node_id)
+        if file is not None and not file.filled:
+            return OpenPreference.CACHED
+        return super().preference(node_id, flags, fresh=fresh)
+
+    def prepare_open(self, node_id: int, flags: int) -> None:
+        """Wait until a file that is opened for writing is complete; called before the open, without any lock.
+
+        Raises:
+            OSError: as of `IncompleteFiles.complete`.
+        """
+        if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_TRUNC:
+            self.incomplete.complete(node_id)
+
+
+class Turnstile:
+    """Counts requests under way. A request that comes while it is closed waits until it opens."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._inside = 0
+        self._closed = False
+
+    def enter(self) -> None:
+        """Wait until the turnstile is open, and count the caller."""
+        with self._changed:
+            while self._closed:
+                self._changed.wait()
+            self._inside += 1
+
+    def leave(self) -> None:
+        """Take the caller's count back."""
+        with self._changed:
+            self._inside -= 1
+            if self._closed:
+                self._changed.notify_all()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Keep callers out during the block, which begins when all have left."""
+        with self._changed:
+            self._closed = True
+            while self._inside:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()
+
+
+class LazyDriver(KernelDriver):
+    """Driver of the connection ``fuse_fd`` for ``core``."""
+
+    def __init__(
+        self,
+        core: LazyCore,
+        fuse_fd: int,
+        negotiated: Negotiated,
+        pending: PendingFiles,
+        turnstile: Turnstile,
+    ) -> None:
+        self._lazy = core
+        self._pending = pending
+        self._turnstile = turnstile
+        self._local = threading.local()
+        self._active: dict[int, bool] = {}
+        """Requests that may wait: True if their caller was interrupted."""
+        super().__init__(core, fuse_fd, negotiated)
+        core.incomplete.interrupted = self._is_interrupted
+        core.incomplete.before_wait = self.session.hand_on
+
+    def _handlers(self) -> Mapping[int, Any]:
+        handlers = {
+            opcode: self._interruptible(handler) if opcode in _CAN_WAIT else self._counted(handler)
+            for opcode, handler in super()._handlers().items()
+        }
+        handlers[p.OPEN] = self._prepared(handlers[p.OPEN])
+        handlers[p.INTERRUPT] = self._interrupt
+        return handlers
+
+    def _counted(self, handler: Handler) -> Handler:
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
+            self._turnstile.enter()
+            try:
+                return handler(request, data)
+            finally:
+                self._turnstile.leave()
+
+        return handle
+
+    def _interruptible(self, handler: Handler) -> Handler:
+        counted = self._counted(handler)
+
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
+            self._active[request.unique] = False
+            self._local.unique = request.unique
+            try:
+                return counted(request, data)
+            finally:
+                self._active.pop(request.unique, None)
+
+        return handle
+
+    def _prepared(self, handler: Handler) -> Handler:
+        """Complete a file before it is opened for writing: before the locks of an open, which others need."""
+
+        def prepare(request: FuseRequest, data: memoryview) -> Reply:
+            flags, _ = p.OPEN_IN.unpack_from(data)
+            self._lazy.prepare_open(request.node, flags)
+            return b""
+
+        prepared = self._interruptible(prepare)
+
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
+            prepared(request, data)
+            return handler(request, data)
+
+        return handle
+
+    def _interrupt(self, request: FuseRequest, data: memoryview) -> Reply:
+        # struct fuse_interrupt_in: the number of the request.
+        (unique,) = p.FORGET_IN.unpack_from(data)
+        with self._pending.changed:
+            if unique in self._active:
+                self._active[unique] = True
+                self._pending.changed.notify_all()
+        # No answer: the interrupted request is answered.
+        return None
+
+    def _is_interrupted(self) -> bool:
+        return self._active.get(getattr(self._local, "unique", 0), False)
