@@ -139,7 +139,9 @@ def saver_of(contender: str, training: Training, place: Path, every: int) -> Sav
 def _close(manager: Any) -> None:
     stats = manager.stats
     print(f"  {stats.saved} saved, {stats.skipped} skipped, {stats.failed} failed", file=sys.stderr)
-    pinned = [slot.arena.pinned for slot in manager._saver.client.slots if slot.arena is not None]
+    pinned = [
+        slot.arena.pinned for slot in manager._coordinator.pipeline.client.slots if slot.arena is not None
+    ]
     print(f"  page-locked: {pinned}", file=sys.stderr)
     manager.close()
 

@@ -1,8 +1,7 @@
 """Object graph of one `SnapshotManager`, and the reactions of its parts to steps, boundaries and messages.
 
-Guarantees: each part gets what it uses as constructor arguments, and only this module knows all of them.
-Events travel upward through `SaveEvents` and the two callbacks of `Boundaries`. Failures of saving are logged
-and counted, never raised into the training.
+Guarantees: each part gets what it uses as constructor arguments, and only this module knows all of them. Failures
+of saving are logged and counted, never raised into the training.
 """
 
 from __future__ import annotations
@@ -24,16 +23,23 @@ from ciuic.training.policy.forecast import Forecast, forecast_for
 from ciuic.training.policy.retention_rules import Keep
 from ciuic.training.policy.save_rules import SaveRules
 from ciuic.training.policy.save_schedule import SaveSchedule
-from ciuic.training.preemption import LastSave, Lifetime, rule_of
+from ciuic.training.preemption import LastSave, rule_of
 from ciuic.training.ranks import Ranks
+from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.remote.place import uploads_of
-from ciuic.training.results import Resumed, SaveResult, State
-from ciuic.training.saving.saver import SaveCallbacks, Saver
-from ciuic.training.saving.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
+from ciuic.training.results import Resumed, SaveCallbacks, State
+from ciuic.training.save_pipeline import (
+    CriticalSection,
+    RunProgress,
+    SavePipeline,
+    SnapshotSpec,
+    SnapshotTaker,
+)
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered
+from ciuic.training.writer.client import WriterClient
 from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
-from ciuic.training.writer.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
+from ciuic.training.writer.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules
 from ciuic.training.writer.paired_files import FilesystemPairing, Roots
 
 if TYPE_CHECKING:
@@ -60,7 +66,7 @@ class Settings:
 
 
 class SaveCoordinator:
-    """Parts of one manager, wired to each other; implements `SaveEvents`."""
+    """Parts of one manager, wired to each other."""
 
     def __init__(self, settings: Settings) -> None:
         """Create the repository if there is none, meet the other ranks, and install signal handlers.
@@ -76,11 +82,11 @@ class SaveCoordinator:
         uploads = uploads_of(settings.save_dir, settings.remotes)
         self.root = os.fsencode(f"/{settings.name}")
         self.run = RunProgress()
-        self.lifetime = Lifetime()
         self.forecast: Forecast | None = None
-        self.last_save: LastSave | None = None
         self.callbacks = SaveCallbacks()
-        self.deferred: list[Callable[[], object]] = []
+        self._closed = False
+        self._last_save: LastSave | None = None
+        self._deferred: list[Callable[[], object]] = []
         """Saves that were asked for within a step, for its boundary."""
         # Nothing calls these methods before the first object is registered, when all parts are there.
         self.boundaries = Boundaries(self._stepped, self._at_boundary, capturing)
@@ -97,89 +103,95 @@ class SaveCoordinator:
             watched=self.heartbeat.hello,
             uploads=uploads,
         )
-        self.saver = Saver(begin, self.heartbeat.fds, self, overlap=settings.options.overlap)
-        self.registered = Registered(self.boundaries, self.saver.overlap.watch)
+        self.pipeline = SavePipeline(
+            WriterClient(begin, begin_fds=self.heartbeat.fds),
+            CriticalSection(self._guard_released),
+            self.callbacks,
+            RemoteCopies(begin.repository, begin.uploads),
+            self._preemption_noticed,
+            overlap=settings.options.overlap,
+        )
+        self.registered = Registered(self.boundaries, self.pipeline.overlap.watch)
         # Before anything that is collective: the ranks that make a manager are counted first, with a time
         # limit.
         ranks = Ranks.meet(settings.name) if self._may_join else None
         self.schedule = SaveSchedule(settings.rules, None if ranks is None else ranks.vote())
-        self._filesystem = FilesystemPairing(settings.filesystem, settings.save_dir, self.saver.stats)
-        name_lock = NameLock(str(settings.save_dir), settings.name)
         self.taker = SnapshotTaker(
-            self.run, self.registered, self.schedule, self.saver, ranks, self._filesystem, name_lock
+            self.run,
+            self.registered,
+            self.schedule,
+            self.pipeline,
+            ranks,
+            FilesystemPairing(settings.filesystem, settings.save_dir),
+            NameLock(str(settings.save_dir), settings.name),
         )
         if preempted is not None:
             # Not the vote of the schedule: each has a message of its own under way from boundary to boundary.
             agree = settings.options.agree or (None if ranks is None else ranks.vote())
-            self.last_save = LastSave(
+            self._last_save = LastSave(
                 preempted,
                 agree,
-                lifetime=self.lifetime,
+                is_closed=lambda: self._closed,
+                run=self.run,
                 boundaries=self.boundaries,
                 registered=self.registered,
-                saver=self.saver,
+                pipeline=self.pipeline,
                 taker=self.taker,
                 heartbeat=self.heartbeat,
             )
             # Only now: a handler that ran before `last_save` is set would find nobody to act on the signal.
-            self.last_save.watch.install()
+            self._last_save.watch.install()
 
     @property
     def _may_join(self) -> bool:
         """True if the program left it open that this process is one of several ranks."""
         return self._settings.options.distributed is not False
 
-    # -- SaveEvents
+    @property
+    def closed(self) -> bool:
+        """True if no further snapshot is taken."""
+        return self._closed
 
-    def snapshot_saved(self, message: Saved) -> None:
-        """Count the file system snapshot that was asked for together with this one."""
-        self._filesystem.record_answer(message)
-
-    def save_ended(self, result: SaveResult) -> None:
-        """Queue the end of a save for the callbacks of `SnapshotManager.on_saved`."""
-        self.callbacks.notify(result)
-
-    def preemption_noticed(self, message: PreemptionNotice) -> None:
+    def _preemption_noticed(self, message: PreemptionNotice) -> None:
         """Prepare the last snapshot after the notice of a cloud."""
-        if self.last_save is not None:
-            self.last_save.notified(message)
+        if self._last_save is not None:
+            self._last_save.notified(message)
 
-    def guard_released(self) -> None:
+    def _guard_released(self) -> None:
         """Act on signals that arrived within the critical section."""
-        if self.last_save is not None:
-            self.last_save.guard_released()
+        if self._last_save is not None:
+            self._last_save.guard_released()
 
     # -- what the program registers, reports and resumes
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Register objects by name, and start the writer process before the first save needs it."""
-        if self.last_save is not None:
-            self.last_save.forget_weight_sample()
+        if self._last_save is not None:
+            self._last_save.forget_weight_sample()
         for name, value in objects.items():
             self.registered.add(name, value)
         if self.taker.writes:
             with quietly("the writer could not be started"):
-                self.saver.client.start()
+                self.pipeline.client.start()
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Give metrics to the rules, and save if that makes a snapshot due and the state is whole."""
         self.schedule.report(metrics)
         self.heartbeat.beat(self.run.step)
-        self.saver.advance()
+        self.pipeline.advance()
         if self.taker.ranks is not None:
             return  # The others hear of it at the next boundary: this rank must not act on it alone.
-        saves = not self.lifetime.closed and self.registered.objects and self.saver.client.is_ours
+        saves = not self._closed and self.registered.objects and self.pipeline.client.is_ours
         if saves and self.boundaries.whole:
             self._save_if_due()
 
     def resume_from(self, state: State) -> None:
         """Continue step count, rules and run id from a loaded state."""
-        self.saver.changed = False
+        self.pipeline.state_saved()
         self.run.step, self.run.epoch = state.facts.step or 0, state.facts.epoch
         self.run.id = state.facts.run or self.run.id
         self.schedule.begin_at(self.run.step)
-        if self.taker.writes:
-            self.taker.name_lock.acquire()
+        self.taker.acquire_name()
         # Rules that look at metrics count from the best of the whole run, not of this process.
         self._observe_earlier()
 
@@ -192,9 +204,9 @@ class SaveCoordinator:
         """
         check_fits(state, self.registered.objects, self.taker.ranks)
         # A copy from a device may still read the weights that are about to be overwritten.
-        self.saver.settle()
+        self.pipeline.settle()
         # A signal handler must not save a state that is half restored.
-        with self.saver.guard:
+        with self.pipeline.guard:
             put_back(state, self.registered.objects, self.taker.ranks)
         self.resume_from(state)
         epoch, batch = self._continues_at(state)
@@ -235,18 +247,20 @@ class SaveCoordinator:
         if not self._may_join:
             return
         if self.taker.ranks is None and (ranks := Ranks.meet(self._settings.name)) is not None:
-            self.taker.ranks = ranks
-            self.taker.prepared = self.taker.prepared or not ranks.saves
-            self.schedule.vote = ranks.vote()
-            if self.last_save is not None:
-                self.last_save.join_ranks(ranks)
+            self.taker.join_ranks(ranks)
+            if self._last_save is not None:
+                self._last_save.join_ranks(ranks)
         if self.taker.ranks is not None and not prepare:
-            self.taker.prepared = True
+            self.taker.skip_preparation()
+
+    def stop(self) -> None:
+        """Take no further snapshot, except for one that is due when the manager is closed."""
+        self._closed = True
 
     def close(self, timeout_seconds: float, error: BaseException | None) -> None:
         """Wait for staged saves, at most so long, and release the writer, the name and the process groups.
 
-        The caller has set ``lifetime.closed``.
+        The caller has called `stop`.
 
         Args:
             timeout_seconds: Upper bound; less where preemption leaves less.
@@ -255,33 +269,32 @@ class SaveCoordinator:
         # First the goodbye: waiting for the last saves may take longer than `heartbeat_seconds`, and a daemon
         # takes a training without a goodbye and without beats for hung.
         self.heartbeat.closing(error)
-        if self.deferred:
+        if self._deferred:
             log.warning(
                 "ciuic: a snapshot that was asked for within optimizer.step() was not taken: the step never ended"
             )
-        if self.last_save is not None:
-            self.last_save.watch.remove()
-        if self.lifetime.close_by is not None:
-            timeout_seconds = min(timeout_seconds, max(0.0, self.lifetime.close_by - time.monotonic()))
+        if self._last_save is not None:
+            self._last_save.watch.remove()
+        close_by = None if self._last_save is None else self._last_save.close_by
+        if close_by is not None:
+            timeout_seconds = min(timeout_seconds, max(0.0, close_by - time.monotonic()))
         end = time.monotonic() + timeout_seconds
         # No failure: SystemExit, by which all ranks end alike after a preemption.
         failed = isinstance(uncaught() if error is None else error, Exception)
         # Not after a failure, which may have come within a step: the forward pass has changed the batch
         # statistics then, and no optimizer has told of a step.
-        may_take = error is None and not failed and self.lifetime.close_by is None
-        if self.taker.skipped is not None and may_take:
+        may_take = error is None and not failed and close_by is None
+        if self.taker.has_skipped and may_take:
             self._take_skipped(timeout_seconds)
-        self.saver.close(max(0.0, end - time.monotonic()), failed=failed)
-        self.taker.name_lock.release()
-        if self.taker.ranks is not None:
-            self.taker.ranks.close()
-            self.taker.ranks = None
+        self.pipeline.close(max(0.0, end - time.monotonic()), failed=failed)
+        self.taker.release_name()
+        self.taker.close_ranks()
         # Last: a callback may be slow, and must delay no other step of the end.
         self.callbacks.close(max(0.0, end - time.monotonic()))
 
     def _take_skipped(self, timeout_seconds: float) -> None:
         # What is under way occupies the arenas.
-        if self.saver.is_ours and self.saver.wait(timeout_seconds):
+        if self.pipeline.is_ours and self.pipeline.wait(timeout_seconds):
             with quietly("the last snapshot that was due could not be taken"):
                 self.taker.take_skipped(is_whole=self.boundaries.whole)
 
@@ -290,58 +303,62 @@ class SaveCoordinator:
     def _stepped(self) -> None:
         self.run.step += 1
         self.heartbeat.beat(self.run.step)
-        self.saver.changed = True
-        if self.last_save is not None:
-            self.last_save.stepped()
+        self.pipeline.state_changed()
+        if self._last_save is not None:
+            self._last_save.stepped()
         self.schedule.warn_without_boundaries(self.boundaries)
 
     def _at_boundary(self) -> None:
         # While a CUDA graph is recorded nothing of a device may be queried or waited for: it would spoil the
         # graph.
-        if self.lifetime.closed or not self.registered.objects or not self.saver.is_ours or capturing():
+        if self._closed or not self.registered.objects or not self.pipeline.is_ours or capturing():
             return
         # Again, because a program without optimizers that report steps (Keras) comes here alone.
-        self.saver.changed = True
+        self.pipeline.state_changed()
         self.heartbeat.beat(self.run.step)
         # An arena that the writer has returned is free for a snapshot that is due at this boundary.
-        if self.saver.pending:
-            with self.saver.guard:
-                self.saver.hear()
+        if self.pipeline.pending:
+            with self.pipeline.guard:
+                self.pipeline.hear()
         # Votes begin only when all ranks have come to a boundary, so that a rank that registers nothing stops
         # no other.
         if not self.taker.all_at_boundary():
             self._leave_ranks()
         # The last snapshot goes before any other that is due; this may raise SystemExit.
-        if self.last_save is not None:
-            self.last_save.at_boundary()
-        self.saver.costs.boundary(time.monotonic(), writing=self.saver.pending > 0)
+        if self._last_save is not None:
+            self._last_save.at_boundary()
+        self.pipeline.costs.boundary(time.monotonic(), writing=self.pipeline.pending > 0)
         # After the first step everything has its size: moments of optimizers, for example, do not exist
         # before.
-        if not self._save_if_due() and not self.taker.prepared:
+        if not self._save_if_due() and not self.taker.is_prepared:
             with quietly("the first snapshot could not be prepared"):
                 self._prepare()
         self.take_deferred()
         # Last, because the snapshot needs to know which optimizers have reported this step.
-        self.saver.overlap.boundary()
+        self.pipeline.overlap.boundary()
+
+    def defer(self, save: Callable[[], object]) -> None:
+        """Take a snapshot that was asked for within a step when the step is over."""
+        self._deferred.append(save)
 
     def take_deferred(self) -> None:
         """Take the snapshots that were asked for within a step: it is over."""
-        while self.deferred:
+        while self._deferred:
             with quietly("a snapshot that was asked for within a step could not be taken"):
-                self.deferred.pop(0)()
+                self._deferred.pop(0)()
 
     def _prepare(self) -> None:
         """Allocate the first arena and compute the forecast, now that the state has its size."""
         self.taker.prepare()
-        size_bytes = self.saver.size_bytes
+        size_bytes = self.pipeline.size_bytes
         self.forecast = forecast_for(
             self._settings.save_dir,
             self.root,
             size_bytes,
-            write_seconds=self.saver.costs.write_estimate_seconds(size_bytes),
+            write_seconds=self.pipeline.costs.write_estimate_seconds(size_bytes),
             rules=self.schedule.rules,
             keeps=self._settings.keeps,
-            grace_seconds=None if self.last_save is None else self.last_save.grace_seconds,
+            grace_seconds=None if self._last_save is None else self._last_save.grace_seconds,
         )
         for warning in self.forecast.warnings:
             log.warning("ciuic: %s", warning)
@@ -353,26 +370,24 @@ class SaveCoordinator:
             "or pass options=ManagerOptions(distributed=False) on rank 0 if this is meant"
         )
         self.taker.leave_ranks()
-        self.schedule.vote = None
-        if self.last_save is not None:
-            self.last_save.leave_ranks()
+        if self._last_save is not None:
+            self._last_save.leave_ranks()
 
     def _save_if_due(self) -> bool:
         """Take a snapshot if a rule asks for one; return whether one was due."""
         # A save that could not be staged is not tried again after every step. With several ranks all of them
         # have to be asked all the same, because the vote is collective.
-        if self.schedule.vote is None and self.saver.is_backing_off:
+        if self.schedule.decides_alone and self.pipeline.is_backing_off:
             return False
         try:
-            reason = self.schedule.due(self.run.step, self.saver.costs)
+            reason = self.schedule.due(self.run.step, self.pipeline.costs)
         except RuntimeError as error:
-            self.saver.failed(f"the ranks cannot agree any more: {error}")
+            self.pipeline.outcome(f"the ranks cannot agree any more: {error}")
             return False
         # A copy under which the program changed weights is no snapshot: it is taken again at once. Not with
         # several ranks, of which only this one knows.
-        if self.schedule.vote is None and self.saver.pending_saves.changed:
+        if self.pipeline.pop_void_copy() and self.schedule.decides_alone:
             reason = reason or "the one before it was changed while it was copied"
-        self.saver.pending_saves.changed = False
         if reason:
             with quietly("a snapshot could not be taken"):
                 self.taker.take_due(SnapshotSpec(reason))

@@ -11,11 +11,9 @@ from typing import Any
 
 from ciuic.training.coordinator import SaveCoordinator
 from ciuic.training.results import Resumed, Save, State
-from ciuic.training.saving.snapshot_taker import AgreedSave, RanksGone, SnapshotSpec
-from ciuic.training.state.rank_state import RankState
+from ciuic.training.save_agreement import GatheredStates
+from ciuic.training.save_pipeline import SnapshotSpec
 
-GatheredStates = list[RankState] | AgreedSave | RanksGone | None
-"""Opaque result of `FrameworkAdapter.gather_states`, passed to `save_gathered` unchanged."""
 _REASON = "asked for"
 
 

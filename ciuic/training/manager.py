@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from ciuic.training import arguments
@@ -26,11 +26,9 @@ from ciuic.training.policy import save_rules
 from ciuic.training.policy.forecast import Forecast
 from ciuic.training.policy.retention_rules import Best, Keep, Latest
 from ciuic.training.policy.save_rules import Rule
-from ciuic.training.ranks import call_site_of
 from ciuic.training.remote.place import Remotes, place_of
-from ciuic.training.results import EXIT_SECONDS, Resumed, Save, State, Stats
-from ciuic.training.saving.saver import SaveCallback
-from ciuic.training.saving.snapshot_taker import explicit_request
+from ciuic.training.results import EXIT_SECONDS, Resumed, Save, SaveCallback, State, Stats
+from ciuic.training.save_pipeline import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.writer.paired_files import Roots
 
@@ -53,6 +51,13 @@ _MOVED_TO_FRAMEWORK: Final = {
 """Old names of what is the `FrameworkAdapter`'s now."""
 _managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
 """Managers of this process that are not closed."""
+
+
+def _call_site_of(frame: FrameType) -> str:
+    """Return file name and line of a call, which tell the calls of save_snapshot apart on all ranks."""
+    # By the place in the program, because each call may be reached on rank 0 alone: a plain count of calls
+    # would pair one that rank 0 makes alone with the next call that all ranks make.
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 class SnapshotManager(TrainingSnapshots):
@@ -133,13 +138,8 @@ class SnapshotManager(TrainingSnapshots):
         )
         self._best_rules = tuple(rule for rule in settings.keeps if isinstance(rule, Best))
         self._coordinator = SaveCoordinator(settings)
-        self._run = self._coordinator.run
-        self._heartbeat = self._coordinator.heartbeat
-        self._saver = self._coordinator.saver
-        self._copies = self._saver.copies
-        self._registered = self._coordinator.registered
-        self._taker = self._coordinator.taker
-        self.stats: Stats = self._saver.stats
+        self._copies = self._coordinator.pipeline.copies
+        self.stats: Stats = self._coordinator.pipeline.stats
         self.framework = FrameworkAdapter(self._coordinator, self._take_over, self._await_saves)
         self._place = (os.path.realpath(self.save_dir), name)
         self._saves = False
@@ -171,20 +171,20 @@ class SnapshotManager(TrainingSnapshots):
     @property
     def step(self) -> int:
         """Optimizer steps of the run, restarts included; the program counts if optimizers have no hooks."""
-        return self._run.step
+        return self._coordinator.run.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._run.step = arguments.whole_number(step, "step")
+        self._coordinator.run.step = arguments.whole_number(step, "step")
 
     @property
     def epoch(self) -> int | None:
         """Epoch that the program gave last."""
-        return self._run.epoch
+        return self._coordinator.run.epoch
 
     @epoch.setter
     def epoch(self, epoch: int | None) -> None:
-        self._run.epoch = None if epoch is None else arguments.whole_number(epoch, "epoch")
+        self._coordinator.run.epoch = None if epoch is None else arguments.whole_number(epoch, "epoch")
 
     @property
     def forecast(self) -> Forecast | None:
@@ -254,16 +254,17 @@ class SnapshotManager(TrainingSnapshots):
         objects, wanted = explicit_request(
             model, optimizer, epoch, others, metrics or {}, tags, hold, filesystem
         )
-        if not objects and not wanted.plain and not self._registered.objects:
+        if not objects and not wanted.plain and not self._coordinator.registered.objects:
             raise ValueError("there is nothing to save: give save_snapshot a model, or register it")
         # Registered, so that later automatic snapshots have them too.
         self.register(**objects)
-        self._heartbeat.beat(self.step)
+        self._coordinator.heartbeat.beat(self.step)
         self.epoch = self.epoch if wanted.epoch is None else wanted.epoch
         self.step = self.step if step is None else arguments.whole_number(step, "step")
         if self._coordinator.boundaries.gradients.are_pending():
             warn_once(_PENDING_GRADIENTS)
-        save, place = None, call_site_of(sys._getframe(1))
+        save, place = None, _call_site_of(sys._getframe(1))
+        taker = self._coordinator.taker
         stepping = self._coordinator.boundaries.optimizer_in_step()
         if stepping is not None and self._coordinator.boundaries.after_step(
             stepping, self._coordinator.take_deferred
@@ -272,16 +273,14 @@ class SnapshotManager(TrainingSnapshots):
             log.warning(
                 "ciuic: save_snapshot was called within optimizer.step(): it is taken when the step is over"
             )
-            self._coordinator.deferred.append(
-                lambda: self._taker.take(wanted, self._taker.parts_when_asked(place))
-            )
+            self._coordinator.defer(lambda: taker.take(wanted, taker.parts_when_asked(place)))
             return None
         try:
-            save = self._taker.take(wanted, self._taker.parts_when_asked(place))
+            save = taker.take(wanted, taker.parts_when_asked(place))
         finally:
             # Also after an error: the other ranks wait for this one to say how it ended.
             if wait:
-                self._taker.wait_durable(save, EXIT_SECONDS)
+                taker.wait_durable(save, EXIT_SECONDS)
         return save
 
     def boundary(self) -> None:
@@ -331,7 +330,7 @@ class SnapshotManager(TrainingSnapshots):
             TypeError: It cannot be called.
             ValueError: The manager is closed.
         """
-        if self._coordinator.lifetime.closed:
+        if self._coordinator.closed:
             raise ValueError(self._closed_because)
         self._coordinator.callbacks.add(callback)
         return callback
@@ -378,7 +377,7 @@ class SnapshotManager(TrainingSnapshots):
         return [
             one
             for one in list(_managers)
-            if one is not self and one._place == self._place and one._saver.client.is_ours
+            if one is not self and one._place == self._place and one._coordinator.pipeline.client.is_ours
         ]
 
     def _take_over(self) -> None:
@@ -387,7 +386,7 @@ class SnapshotManager(TrainingSnapshots):
         Raises:
             ValueError: This one is closed.
         """
-        if self._coordinator.lifetime.closed:
+        if self._coordinator.closed:
             raise ValueError(self._closed_because)
         if self._saves:
             return
@@ -423,7 +422,7 @@ class SnapshotManager(TrainingSnapshots):
         Returns:
             Whether that came in time. `Save.error` and `stats` tell of failures.
         """
-        return self._is_reader or self._saver.wait(timeout_seconds)
+        return self._is_reader or self._coordinator.pipeline.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
@@ -434,15 +433,19 @@ class SnapshotManager(TrainingSnapshots):
             timeout_seconds: How long to wait for staged saves to be durable, at most.
             remote_seconds: After that, how long to wait for every remote to have the newest snapshot, at most.
         """
-        if self._is_reader or self._coordinator.lifetime.closed:
+        if self._is_reader or self._coordinator.closed:
             return
         # First of all: a signal handler of the program may close the manager in the middle of this.
-        self._coordinator.lifetime.closed = True
+        self._coordinator.stop()
         # Otherwise the interpreter would keep the manager, and all that is registered, until its end.
         atexit.unregister(self.close)
         _managers.discard(self)
         self._coordinator.close(timeout_seconds, sys.exc_info()[1])
-        if remote_seconds > 0 and self._saver.copies.orders and not self.wait_remote(remote_seconds):
+        if (
+            remote_seconds > 0
+            and self._coordinator.pipeline.copies.orders
+            and not self.wait_remote(remote_seconds)
+        ):
             log.warning("ciuic: the newest snapshot is not on every remote yet; its upload goes on")
 
     def __enter__(self) -> SnapshotManager:

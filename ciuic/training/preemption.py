@@ -48,8 +48,7 @@ from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.logs import log, quietly
 from ciuic.training.policy.save_rules import Moment, Rule
 from ciuic.training.ranks import Ranks, Vote
-from ciuic.training.saving.saver import Saver
-from ciuic.training.saving.snapshot_taker import BoundaryState, SnapshotSpec, SnapshotTaker
+from ciuic.training.save_pipeline import BoundaryState, RunProgress, SavePipeline, SnapshotSpec, SnapshotTaker
 from ciuic.training.state import randomness
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered
@@ -469,15 +468,6 @@ def _first_elements(parameter: Any) -> Any:
 _MIN_CLOSE_SECONDS: Final = 0.5
 
 
-@dataclass
-class Lifetime:
-    """End of a manager's life, shared by the parts that look at it."""
-
-    closed: bool = False
-    close_by: float | None = None
-    """Deadline of `close` on the monotonic clock; None: only its own timeout counts."""
-
-
 class LastSave:
     """Decides on and takes the last snapshot of one manager; the `PreemptionHost` of a `PreemptionWatch`."""
 
@@ -486,10 +476,11 @@ class LastSave:
         rule: BeforePreemption,
         agree: Vote | Callable[[bool], bool] | None,
         *,
-        lifetime: Lifetime,
+        is_closed: Callable[[], bool],
+        run: RunProgress,
         boundaries: Boundaries,
         registered: Registered,
-        saver: Saver,
+        pipeline: SavePipeline,
         taker: SnapshotTaker,
         heartbeat: TrainerHeartbeat,
     ) -> None:
@@ -499,21 +490,24 @@ class LastSave:
             rule: What the program asked for.
             agree: Tells at each boundary whether any rank was told of preemption; every rank asks. None: this
                 process decides alone.
-            lifetime: Gets the deadline of closing.
+            is_closed: Tells whether the manager takes no further snapshot.
+            run: Progress of the run.
             boundaries: Tells whether the state is whole.
             registered: Objects that are saved.
-            saver: Stages and waits.
+            pipeline: Stages and waits.
             taker: Takes the snapshot.
             heartbeat: Is told that the program will end.
         """
         self._rule = rule
         self._agree = agree
-        self._lifetime = lifetime
+        self._is_closed = is_closed
+        self._run = run
         self._boundaries = boundaries
         self._registered = registered
-        self._saver = saver
+        self._pipeline = pipeline
         self._taker = taker
         self._heartbeat = heartbeat
+        self._close_by: float | None = None
         self._remembered: BoundaryState | None = None
         self._weight_sample: WeightSample | None = None
         self._writer_spoke = False
@@ -526,6 +520,11 @@ class LastSave:
     def grace_seconds(self) -> float:
         """Time between a signal and the end of the process."""
         return self._rule.grace_seconds
+
+    @property
+    def close_by(self) -> float | None:
+        """Deadline of `SnapshotManager.close` on the monotonic clock; None: only its own timeout counts."""
+        return self._close_by
 
     # -- what the coordinator calls
 
@@ -562,7 +561,7 @@ class LastSave:
         # Every rank asks at every boundary, whether it was told or not: the answer is collective.
         if self._agreed():
             self.watch.at_boundary()
-        epoch = self._registered.epoch(self._taker.run.epoch)
+        epoch = self._registered.epoch(self._run.epoch)
         self._remembered = BoundaryState(randomness.state(), self._registered.positions(), epoch)
 
     def guard_released(self) -> None:
@@ -603,18 +602,18 @@ class LastSave:
 
     def hear(self) -> None:
         """Read what the writer has said, or leave that to the end of the critical section."""
-        if self._saver.guard.depth:
+        if self._pipeline.guard.depth:
             self._writer_spoke = True
         else:
-            with self._saver.guard:
-                self._saver.hear()
+            with self._pipeline.guard:
+                self._pipeline.hear()
 
     def can_stage_now(self) -> bool:
         """Return whether the state is that of the last boundary, and nobody is staging."""
         # Several ranks must save at the same boundary, so their evaluations are not interrupted.
-        if self._saver.guard.depth or self._lifetime.closed or self._agree is not None:
+        if self._pipeline.guard.depth or self._is_closed() or self._agree is not None:
             return False
-        if not self._registered.objects or not self._saver.changed:
+        if not self._registered.objects or not self._pipeline.changed:
             return True  # Nothing is to be saved that is not.
         objects = self._registered.objects.values()
         if not any(isinstance(getattr(one, "training", None), bool) for one in objects):
@@ -626,15 +625,15 @@ class LastSave:
 
     def estimate_seconds(self) -> float | None:
         """Return how long a snapshot staged now takes to be durable; None if nothing was measured."""
-        return self._saver.estimate_seconds()
+        return self._pipeline.estimate_seconds()
 
     def stage_last(self, reason: str, *, at_boundary: bool) -> bool:
         """Stage the last snapshot; return whether the state is staged or durable."""
-        saver = self._saver
-        if not self._registered.objects or not (saver.changed or saver.stats.saved or saver.pending):
+        pipeline = self._pipeline
+        if not self._registered.objects or not (pipeline.changed or pipeline.stats.saved or pipeline.pending):
             return False
         # Nothing has changed since the last snapshot: that one is waited for.
-        if not saver.changed:
+        if not pipeline.changed:
             return True
         boundary_state = None if at_boundary or not self._boundaries.unchanged else self._remembered
         with quietly("the last snapshot could not be taken"):
@@ -654,14 +653,14 @@ class LastSave:
             Its id; None if it is not durable in this time.
         """
         # `close` in a `finally` of the program must not take longer than the grace either.
-        self._lifetime.close_by = time.monotonic() + max(_MIN_CLOSE_SECONDS, seconds)
-        self._saver.hurry()
+        self._close_by = time.monotonic() + max(_MIN_CLOSE_SECONDS, seconds)
+        self._pipeline.hurry()
         # `changed` is set again by a save that has failed.
-        if not self._saver.wait(seconds) or self._saver.changed:
+        if not self._pipeline.wait(seconds) or self._pipeline.changed:
             return None
         if not self._taker.writes:
             return "the one that rank 0 writes"
-        return self._saver.stats.last_id or None
+        return self._pipeline.stats.last_id or None
 
 
 _REQUEUE_SECONDS: Final = 20.0

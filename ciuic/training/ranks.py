@@ -18,14 +18,12 @@ with tensors that share no memory with the original.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
-from types import FrameType
 from typing import Any, Final
 
 import msgspec
@@ -545,13 +543,6 @@ class Vote:
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._in_flight = work, tensor
         return agreed
-
-
-def call_site_of(frame: FrameType) -> str:
-    """Return file name and line of a call, which tell the calls of save_snapshot apart on all ranks."""
-    # By the place in the program, because each call may be reached on rank 0 alone: a plain count of calls
-    # would pair one that rank 0 makes alone with the next call that all ranks make.
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @contextmanager

@@ -14,6 +14,8 @@ import pytest
 
 from ciuic import SnapshotManager
 from ciuic.training import device_streams
+from ciuic.training.arena import Arena
+from ciuic.training.writer import client
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -86,6 +88,9 @@ def test_every_snapshot_is_the_state_of_its_step(
     """Every snapshot is the state of its step, whatever device and program do right after."""
     if not pinned:
         monkeypatch.setattr(device_streams, "_register", lambda *arguments: None)
+    arenas: list[Arena] = []
+    allocate = client.allocate_arena
+    monkeypatch.setattr(client, "allocate_arena", lambda size: arenas.append(allocate(size)) or arenas[-1])
     training = Training()
     states: dict[int, dict[str, Any]] = {}
     training.optimizer.register_step_post_hook(lambda *_: states.update({len(states) + 1: training.flat()}))
@@ -98,9 +103,8 @@ def test_every_snapshot_is_the_state_of_its_step(
                     parameter.data.clamp_(-0.02, 0.02)
         manager.wait()
         if _ON_CUDA:
-            locked = [slot.arena.pinned for slot in manager._saver.client.slots if slot.arena is not None]
-            assert locked
-            assert all(one == pinned for one in locked)
+            assert arenas
+            assert all(arena.pinned == pinned for arena in arenas)
         assert len(_check_all(manager, states)) >= 2
 
 

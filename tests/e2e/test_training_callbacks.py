@@ -16,7 +16,7 @@ from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.training import SaveResult
-from ciuic.training.saving.saver import SaveCallbacks
+from ciuic.training.results import SaveCallbacks
 from ciuic.training.snapshots import TrainingSnapshots
 
 RESULT = SaveResult("cs-123456", 1, None, {})
@@ -94,7 +94,7 @@ def test_a_save_without_memory_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         def no_memory(*_: Any) -> None:
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(manager._saver.client, "reserve", no_memory)
+        monkeypatch.setattr("ciuic.training.writer.client.allocate_arena", no_memory)
         assert manager.save_snapshot(Model(), step=7) is None
     assert [(one.step, one.error) for one in told] == [(7, "Cannot allocate memory")]
 

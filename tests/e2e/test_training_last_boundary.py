@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 from support import sharded_training  # noqa: E402
+from support.leftovers import training_writer  # noqa: E402
 from support.sharded_training import Ranks  # noqa: E402
 
 from ciuic import SnapshotManager  # noqa: E402
@@ -29,9 +30,8 @@ def _train(manager: SnapshotManager, steps: int, *, more_steps: int = 0) -> Any:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters())
     manager.register(model=model, optimizer=optimizer)
-    writer = manager._saver.client._process
-    assert writer is not None
-    os.kill(writer.pid, signal.SIGSTOP)
+    writer = training_writer()
+    os.kill(writer, signal.SIGSTOP)
     try:
         for _ in range(steps + more_steps):
             optimizer.zero_grad()
@@ -39,7 +39,7 @@ def _train(manager: SnapshotManager, steps: int, *, more_steps: int = 0) -> Any:
             optimizer.step()
             manager.boundary()
     finally:
-        threading.Timer(0.2, os.kill, (writer.pid, signal.SIGCONT)).start()
+        threading.Timer(0.2, os.kill, (writer, signal.SIGCONT)).start()
     return model
 
 
@@ -90,16 +90,14 @@ def train_sharded(rank: int, world: int, save_dir: str, result: str) -> None:
     trained = sharded_training.Sharded(world)
     with SnapshotManager(save_dir, every_steps=5) as manager:
         manager.register(model=trained.model, optimizer=trained.optimizer)
-        writer = manager._saver.client._process
-        if rank == 0:
-            assert writer is not None
-            os.kill(writer.pid, signal.SIGSTOP)
+        writer = training_writer() if rank == 0 else 0
+        if writer:
+            os.kill(writer, signal.SIGSTOP)
         for number in range(20):
             trained.step(number)
             manager.boundary()
-        if rank == 0:
-            assert writer is not None
-            threading.Timer(0.2, os.kill, (writer.pid, signal.SIGCONT)).start()
+        if writer:
+            threading.Timer(0.2, os.kill, (writer, signal.SIGCONT)).start()
         time.sleep(0.1)
     digest = trained.digest()
     if rank == 0:

@@ -20,7 +20,6 @@ from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.protocol.pairing import SOCKET_NAME
-from ciuic.training.results import Stats
 from ciuic.training.writer import paired_files
 from ciuic.training.writer.messages import Manifest
 
@@ -218,7 +217,7 @@ def test_a_half_is_held_with_the_other_and_may_be_left_alone(daemon: Live, short
     (files,) = _paired(daemon)
     assert files["id"] == save.filesystem
     assert (files["held"], files["hold_reason"]) == (True, "paper")
-    asker = paired_files.FilesystemPairing(True, short_tmp / "snapshots", Stats()).requester(None)
+    asker = paired_files.FilesystemPairing(True, short_tmp / "snapshots").requester(None)
     assert asker is not None
     asked = asker(Manifest(time_ns=1, message="step 1", tags=(), files=[], id="cs-12345678"))
     asked.close()

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.leftovers import training_writer
 
 import ciuic
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
+from ciuic.training import save_pipeline, staging
 from ciuic.training.format.tensors import ArrayBuffer
-from ciuic.training.saving import saver, staging
 from ciuic.training.writer import client
 from ciuic.types import ChunkId
 
@@ -37,23 +38,21 @@ class Model:
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[SnapshotManager]:
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def manager(tmp_path: Path, model: Model) -> Iterator[SnapshotManager]:
     with SnapshotManager(tmp_path / "snapshots") as made:
-        made.register(model=Model())
+        made.register(model=model)
         yield made
 
 
-def _writer_of(manager: SnapshotManager) -> int:
-    process = manager._saver.client._process
-    assert process is not None
-    return process.pid
-
-
 def test_a_handler_that_saves_in_the_middle_of_a_save_gets_a_snapshot_of_its_own(
-    manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch
+    manager: SnapshotManager, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handler that saves within a save gets the other arena; both snapshots are whole."""
-    model = manager._registered.objects["model"]
     fill, saves = ArrayBuffer.fill, []
 
     def interrupted(place: ArrayBuffer, value: Any) -> None:
@@ -116,7 +115,7 @@ def test_a_forked_process_ends_as_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [False, True])
 def test_an_interrupt_in_the_middle_of_handing_over_loses_no_later_snapshot(
-    manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch, *, sent: bool
+    manager: SnapshotManager, model: Model, monkeypatch: pytest.MonkeyPatch, *, sent: bool
 ) -> None:
     """Arenas that the writer may read are not filled again after an interrupt during the handover."""
     send = client.send
@@ -132,7 +131,7 @@ def test_an_interrupt_in_the_middle_of_handing_over_loses_no_later_snapshot(
     with pytest.raises(KeyboardInterrupt):
         manager.save_snapshot(metrics={"number": 0.0})
     for number in range(1, 5):
-        for weights in manager._registered.objects["model"].weights.values():
+        for weights in model.weights.values():
             weights += 1
         save = manager.save_snapshot(metrics={"number": float(number)}, wait=True)
         assert save is not None
@@ -148,8 +147,8 @@ def test_a_writer_that_hangs_does_not_hang_the_training(
 ) -> None:
     """A save is skipped and counted while the writer hangs, and what was staged is stored afterwards."""
     manager.save_snapshot(wait=True)
-    monkeypatch.setattr(saver, "EXIT_SECONDS", 0.1)
-    writer = _writer_of(manager)
+    monkeypatch.setattr(save_pipeline, "EXIT_SECONDS", 0.1)
+    writer = training_writer()
     os.kill(writer, signal.SIGSTOP)
     try:
         assert manager.save_snapshot() is not None
@@ -167,7 +166,7 @@ def test_a_writer_that_is_killed_between_two_saves_costs_none(manager: SnapshotM
         save = manager.save_snapshot(wait=True)
         assert save is not None
         assert save.id
-        writer = _writer_of(manager)
+        writer = training_writer()
         os.kill(writer, signal.SIGKILL)
         os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)
     assert (manager.stats.saved, manager.stats.failed) == (3, 0)
@@ -207,7 +206,7 @@ def _damage_tree(save_dir: Path, name: bytes) -> None:
 def test_waiting_for_a_save_after_the_manager_was_closed_ends(manager: SnapshotManager) -> None:
     """Waiting for a save ends when the manager is closed, because no answer will come."""
     manager.save_snapshot(wait=True)
-    writer = _writer_of(manager)
+    writer = training_writer()
     os.kill(writer, signal.SIGSTOP)
     try:
         save = manager.save_snapshot()
@@ -235,7 +234,7 @@ def test_the_writer_is_found_where_the_program_was_found(tmp_path: Path) -> None
 def test_a_thread_that_waits_for_a_snapshot_keeps_no_other_from_saving(manager: SnapshotManager) -> None:
     """Another thread can save while one waits, and both snapshots are whole."""
     manager.save_snapshot(wait=True)
-    writer = _writer_of(manager)
+    writer = training_writer()
     os.kill(writer, signal.SIGSTOP)
     try:
         save = manager.save_snapshot()

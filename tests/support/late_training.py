@@ -19,6 +19,7 @@ import numpy as np
 from support.late_device import Device, Parameter, lane_of
 
 from ciuic import SnapshotManager
+from ciuic.training import save_pipeline
 
 _NAMES = ("weight", "bias")
 
@@ -149,8 +150,8 @@ def train(
     device.goes_on = True
     training = Training(device)
     states = _recorded(training)
+    save_pipeline.device_stream_of = lane_of
     with SnapshotManager(save_dir, every_steps=1) as manager:
-        manager._saver.overlap.device_stream_of = lane_of
         manager.register(
             model=State(training.model), average=State(training.average), optimizer=training.optimizer
         )

@@ -148,6 +148,17 @@ def living_children() -> dict[int, str]:
     return found
 
 
+def training_writer() -> int:
+    """Return the process id of the one writer of training states that this process has started."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    # The kernel shows no command line for a moment after the program has begun.
+    while not (found := [pid for pid, command in living_children().items() if "writer_process" in command]):
+        assert time.monotonic() < deadline, "no writer was started"
+        time.sleep(0.001)
+    (pid,) = found
+    return pid
+
+
 def _collect_zombies(before: Stock) -> None:
     """Reap children that began and ended during the test, which no other code waits for."""
     for pid in _child_pids() - before.children.keys():

@@ -27,14 +27,27 @@ class SaveSchedule:
     """Rules of one manager, with the steps and the time since the last snapshot."""
 
     def __init__(self, rules: SaveRules, vote: Vote | None) -> None:
-        """Begin to count at step 0, now."""
+        """Begin to count at step 0, now.
+
+        Args:
+            rules: Rules of the program.
+            vote: As for `decide_by`.
+        """
         self.rules = rules
-        self.vote = vote
-        """Agreement between ranks; None: this process decides alone."""
+        self._vote = vote
         self.reported: dict[str, float] = {}
         """Metrics for the next snapshot."""
         # The monotonic clock: one that is set back would delay snapshots.
         self._last_step, self._last_seconds = 0, time.monotonic()
+
+    @property
+    def decides_alone(self) -> bool:
+        """True if this process decides without other ranks."""
+        return self._vote is None
+
+    def decide_by(self, vote: Vote | None) -> None:
+        """Agree with other ranks by this vote from now on; None: decide alone."""
+        self._vote = vote
 
     def begin_at(self, step: int) -> None:
         """Count steps and time from here on."""
@@ -80,12 +93,12 @@ class SaveSchedule:
         # The rules may be the program's own, and raise anything.
         with quietly("the rules could not say whether a snapshot is due"):
             reason = self.rules.due(moment)
-        if self.vote is None:
+        if self._vote is None:
             return reason
         # What every rank decides alike needs no message. The rest is voted on, with the result of the vote
         # begun at the boundary before: a message that has to arrive now would let the training wait for it.
         alike = self.rules.due_alike(moment)
-        wanted = self.vote(bool(reason), again=not (alike or self.rules.all_alike))
+        wanted = self._vote(bool(reason), again=not (alike or self.rules.all_alike))
         return alike or ("a rank found it due" if wanted else "")
 
 

@@ -3,7 +3,7 @@
 Guarantees: the training waits for none of it. One connection is opened and one message sent, without
 blocking, before the state is copied; the writer has the answer by the time it commits, or commits without.
 Whatever the daemon does or refuses, the training's snapshot is made, and records what became of the other
-half. A refusal is logged once, until another one comes.
+half.
 
 References:
     docs/decisions/pairs.md; ciuic.protocol.pairing
@@ -21,9 +21,7 @@ from typing import Final
 
 from ciuic.errors import CiuicError
 from ciuic.protocol.pairing import ANSWER_SECONDS, Cut, Taken, answer, ask, pair_socket, text_of
-from ciuic.training.logs import log
-from ciuic.training.results import Stats
-from ciuic.training.writer.messages import Asking, Manifest, Saved
+from ciuic.training.writer.messages import Asking, Manifest
 from ciuic.types import Pair
 
 Roots = bool | Iterable[str | os.PathLike[str]]
@@ -52,25 +50,22 @@ class PairRequest:
 
 
 class FilesystemPairing:
-    """Pairing of one manager's snapshots with snapshots of the files."""
+    """Requests of one manager for snapshots of the files."""
 
-    def __init__(self, wanted: Roots, save_dir: Path, stats: Stats) -> None:
+    def __init__(self, wanted: Roots, save_dir: Path) -> None:
         """Prepare requests.
 
         Args:
             wanted: directories for snapshots that do not say otherwise.
             save_dir: repository of the training.
-            stats: counters of the manager.
 
         Raises:
             ValueError: `wanted` is a single path.
         """
         self._wanted = _roots_of(wanted)
         self._repository = text_of(os.path.realpath(save_dir))
-        self._stats = stats
         self._socket = "" if self._wanted is None else pair_socket(os.environ)
         """Path of the daemon's socket, found once: no file is read at the instant of a snapshot."""
-        self._warned: set[str] = set()
 
     def requester(self, wanted: Roots | None) -> Callable[[Manifest], PairRequest] | None:
         """Return the function to call at the instant of the snapshot; None if no files are wanted."""
@@ -98,26 +93,6 @@ class FilesystemPairing:
             # The state is saved all the same, and says why it is alone.
             return PairRequest(Asking(problem=str(error)))
         return PairRequest(Asking(by_seconds=time.monotonic() + ANSWER_SECONDS), connection)
-
-    def record_answer(self, saved: Saved) -> None:
-        """Count and log the answer that the writer received."""
-        if saved.pair is None:
-            return
-        self._stats.last_filesystem_id, self._stats.last_filesystem_error = saved.pair.id, saved.pair.problem
-        if saved.pair.id:
-            self._stats.filesystem += 1
-        else:
-            self._stats.filesystem_failed += 1
-            self._warn_once(
-                f"no snapshot of the files was made with {saved.id}: {saved.pair.problem}", saved.pair.problem
-            )
-        if saved.pair_note:
-            self._warn_once(saved.pair_note, saved.pair_note)
-
-    def _warn_once(self, text: str, key: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            log.warning("ciuic: %s", text)
 
 
 def planned_id() -> str:

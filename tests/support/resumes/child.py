@@ -219,7 +219,7 @@ def _watch(progress: SharedProgress) -> None:
     """Have the progress of the manager of this process recorded."""
     from ciuic.training.coordinator import SaveCoordinator
     from ciuic.training.format.tensors import ArrayBuffer
-    from ciuic.training.saving.saver import Saver
+    from ciuic.training.save_pipeline import SavePipeline
 
     if "torch" in sys.modules and "keras" not in sys.modules:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -228,7 +228,7 @@ def _watch(progress: SharedProgress) -> None:
             _count_step(progress)
 
         register_optimizer_step_post_hook(count)
-    own_resume, own_stage, own_fill = SaveCoordinator.resume_from, Saver.stage, ArrayBuffer.fill
+    own_resume, own_stage, own_fill = SaveCoordinator.resume_from, SavePipeline.stage, ArrayBuffer.fill
     copies_left = [-1]
     """Copies of tensors before the kill; negative: no kill."""
 
@@ -237,7 +237,7 @@ def _watch(progress: SharedProgress) -> None:
         progress.step = state.facts.step or 0
         progress.resumed = 1 + progress.step
 
-    def stage(self: Saver, state: Any, *args: Any, **options: Any) -> Any:
+    def stage(self: SavePipeline, state: Any, *args: Any, **options: Any) -> Any:
         progress.staged_step = progress.step
         progress.write_microseconds = int(1e6 * (self.stats.last_write_seconds or 0))
         if progress.copy_kill_step and progress.step >= progress.copy_kill_step:
@@ -257,5 +257,5 @@ def _watch(progress: SharedProgress) -> None:
         own_fill(self, value)
 
     SaveCoordinator.resume_from = resume_from  # type: ignore[method-assign]
-    Saver.stage = stage  # type: ignore[method-assign]
+    SavePipeline.stage = stage  # type: ignore[method-assign]
     ArrayBuffer.fill = fill  # type: ignore[method-assign]

@@ -1,24 +1,29 @@
-"""Saves on their way from devices are handed over whole, in their order, or not at all."""
+"""Saves on their way from devices are submitted whole, in their order, or not at all."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ciuic.training.device_copy import Overlap
-from ciuic.training.saving.saver import PendingSaves
+from ciuic.training.format.reading import Facts
+from ciuic.training.remote.copies import RemoteCopies
+from ciuic.training.results import Save, SaveCallbacks
+from ciuic.training.save_pipeline import CriticalSection, NotStaged, SavePipeline
+from ciuic.training.staging import GatheredState, StagedSave
+from ciuic.training.writer.client import WriterClient
+from ciuic.training.writer.messages import Begin, Manifest, RetentionRules
 
 
-class _Staged:
-    """A save whose copy ends when the test says so."""
+class _Copy:
+    """A copy from a device, which ends when the test says so."""
 
     def __init__(self, number: int, events: list[str]) -> None:
         self.number = number
-        self.copying: Any = self
         self.is_done = self.breaks = False
         self.changes: list[str] = []
-        self.hand_over_raises: BaseException | None = None
         self._events = events
 
     def settle(self) -> None:
@@ -39,97 +44,141 @@ class _Staged:
     def void(self) -> str:
         return "changed" if self.changes else ""
 
-    def hand_over(self) -> None:
-        if self.hand_over_raises is not None:
-            raise self.hand_over_raises
-        self._events.append(f"{self.number} handed over")
 
-    def give_up(self) -> None:
-        self._events.append(f"{self.number} given up")
+class _Client(WriterClient):
+    """A client that notes what it is given, and answers nothing."""
+
+    def __init__(self, save_dir: Path, events: list[str]) -> None:
+        super().__init__(Begin(repository=str(save_dir), root=b"/t", rules=RetentionRules(keep=())))
+        self.submit_raises: BaseException | None = None
+        self._events = events
+
+    def submit(self, slot: Any, manifest: Any, at: int, *, number: int | None = None, **_: Any) -> int:
+        if self.submit_raises is not None:
+            error, self.submit_raises = self.submit_raises, None
+            raise error
+        self._events.append(f"{number} submitted")
+        return number or 0
+
+    def release(self, slot: Any) -> None:
+        self._events.append("released")
+
+
+class _Saves:
+    """A pipeline whose states are on their way for as long as the test says."""
+
+    def __init__(self, save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.client = _Client(save_dir, self.events)
+        self.copies: dict[int, _Copy] = {}
+        self.pipeline = SavePipeline(
+            self.client,
+            CriticalSection(lambda: None),
+            SaveCallbacks(),
+            RemoteCopies(str(save_dir), ()),
+            lambda _: None,
+        )
+        monkeypatch.setattr("ciuic.training.save_pipeline.stage", self._stage)
+
+    def _stage(self, *_: Any, **__: Any) -> StagedSave:
+        copy = _Copy(self.client.next_number(), self.events)
+        self.copies[copy.number] = copy
+        slot, manifest = self.client.slots[0], _manifest()
+        return StagedSave(copy.number, slot, manifest, 0, True, copy, None, None)  # type: ignore[arg-type]
+
+    def add(self) -> tuple[Save | NotStaged, _Copy]:
+        """Stage one save that may be copied beside the next step."""
+        state = GatheredState({}, b"")
+        save = self.pipeline.stage(state, Facts(), _manifest(), may_wait=False, beside=True)
+        return save, self.copies[max(self.copies)]
+
+
+def _manifest() -> Manifest:
+    return Manifest(time_ns=1, message="", tags=(), files=[])
 
 
 @pytest.fixture
-def events() -> list[str]:
-    return []
+def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Saves:
+    return _Saves(tmp_path, monkeypatch)
 
 
-@pytest.fixture
-def pending(events: list[str]) -> PendingSaves:
-    return PendingSaves(Overlap(), lambda number, reason: events.append(f"{number}: {reason}"))
-
-
-def _add(pending: PendingSaves, events: list[str], *numbers: int) -> list[Any]:
-    staged: list[Any] = [_Staged(number, events) for number in numbers]
-    for one in staged:
-        pending.add(one)
-    return staged
-
-
-def test_in_their_order(pending: PendingSaves, events: list[str]) -> None:
+def test_in_their_order(saves: _Saves) -> None:
     """A save that has arrived waits for the one before it."""
-    first, second = _add(pending, events, 1, 2)
+    (_, first), (_, second) = saves.add(), saves.add()
     second.is_done = True
-    pending.advance()
-    assert (events, len(pending)) == ([], 2)
+    saves.pipeline.advance()
+    assert (saves.events, saves.pipeline.pending) == ([], 2)
     first.is_done = True
-    pending.advance()
-    assert (events, len(pending)) == (["1 handed over", "2 handed over"], 0)
+    saves.pipeline.advance()
+    assert (saves.events, saves.pipeline.pending) == (["1 submitted", "2 submitted"], 0)
 
 
-def test_a_save_of_tensors_changed_during_the_copy_fails(pending: PendingSaves, events: list[str]) -> None:
+def test_a_save_of_tensors_changed_during_the_copy_fails(
+    saves: _Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A save whose tensors changed during the copy fails, and the device waits for these from then on."""
-    (one,) = _add(pending, events, 1)
-    one.changes, one.is_done = ["model.weight"], True
-    pending.advance()
-    assert events == ["1 given up", "1: changed"]
-    assert pending.changed
-    assert pending._overlap.changed_under_copy == {"model.weight"}
+    distrusted: list[str] = []
+    monkeypatch.setattr(Overlap, "distrust", lambda _, names: distrusted.extend(names))
+    save, copy = saves.add()
+    copy.changes, copy.is_done = ["model.weight"], True
+    saves.pipeline.advance()
+    assert saves.events == ["released"]
+    assert isinstance(save, Save)
+    assert save.error == saves.pipeline.stats.last_error == "changed"
+    assert distrusted == ["model.weight"]
+    assert [saves.pipeline.pop_void_copy() for _ in range(2)] == [True, False]
 
 
-def test_a_device_or_a_writer_that_fails_makes_no_snapshot(pending: PendingSaves, events: list[str]) -> None:
+def test_a_device_or_a_writer_that_fails_makes_no_snapshot(saves: _Saves) -> None:
     """An error of the device or of the writer fails its save and no other."""
-    first, second = _add(pending, events, 1, 2)
-    first.breaks = second.is_done = True
-    second.hand_over_raises = BrokenPipeError(32, "the writer is gone")
-    assert pending.finish()
-    assert events[-4:] == [
-        "1 given up",
-        "1: the device has failed: broken",
-        "2 given up",
-        "2: the writer is gone",
-    ]
+    added = [saves.add() for _ in range(3)]
+    added[0][1].breaks = added[1][1].is_done = True
+    saves.client.submit_raises = BrokenPipeError(32, "the writer is gone")
+    saves.pipeline.wait(0)
+    assert saves.events.count("released") == 2
+    errors = [save.error for save, _ in added if isinstance(save, Save)]
+    assert errors == ["the device has failed: broken", "the writer is gone", None]
+    assert saves.pipeline.changed
 
 
-def test_an_interrupt_loses_the_save_and_not_the_arena(pending: PendingSaves, events: list[str]) -> None:
-    """A KeyboardInterrupt during the handover releases the arena for later saves."""
-    (one,) = _add(pending, events, 1)
-    one.is_done, one.hand_over_raises = True, KeyboardInterrupt()
+def test_an_interrupt_loses_the_save_and_not_the_arena(saves: _Saves) -> None:
+    """A KeyboardInterrupt during the hand-over releases the arena for later saves."""
+    save, copy = saves.add()
+    copy.is_done, saves.client.submit_raises = True, KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        pending.advance()
-    assert "1 given up" in events
-    (other,) = _add(pending, events, 2)
+        saves.pipeline.advance()
+    assert "released" in saves.events
+    assert isinstance(save, Save)
+    assert save.error == "interrupted while it was handed over"
+    _, other = saves.add()
     other.is_done = True
-    pending.advance()
-    assert events[-1] == "2 handed over"
+    saves.pipeline.advance()
+    assert saves.events[-1] == "2 submitted"
 
 
-def test_finish_waits_for_ever_or_so_long(pending: PendingSaves, events: list[str]) -> None:
-    """`finish` respects its time limit, and without one waits until all saves have arrived."""
-    _add(pending, events, 1)
-    assert not pending.finish(0.01)
-    assert pending.finish()
-    assert events[-1] == "1 handed over"
+def test_waiting_ends_with_the_copy_or_its_time(saves: _Saves) -> None:
+    """`wait` respects its time limit; a save that may not be copied beside the next step waits for its copy."""
+    save, copy = saves.add()
+    assert not saves.pipeline.wait(0.01)
+    assert isinstance(save, Save)
+    assert not save.done
+    at_once = saves.pipeline.stage(GatheredState({}, b""), Facts(), _manifest(), may_wait=False, beside=False)
+    assert isinstance(at_once, Save)
+    assert copy.is_done
+    assert saves.events[-1] == "2 submitted"
 
 
 def test_no_device_is_queried_while_a_graph_is_recorded(
-    pending: PendingSaves, events: list[str], monkeypatch: pytest.MonkeyPatch
+    saves: _Saves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No device is queried or waited for while a CUDA graph is recorded, not even by `finish`."""
-    monkeypatch.setattr("ciuic.training.saving.saver.capturing", lambda: True)
-    (one,) = _add(pending, events, 1)
-    one.is_done = True
-    pending.advance()
-    assert not pending.finish()
-    assert events == []
-    pending.abandon()
-    assert events == ["1: its copy from the device did not end in time"]
+    """No device is queried or waited for while a CUDA graph is recorded, not even by `close`."""
+    monkeypatch.setattr("ciuic.training.save_pipeline.capturing", lambda: True)
+    save, copy = saves.add()
+    copy.is_done = True
+    saves.pipeline.advance()
+    assert not saves.pipeline.wait(0)
+    assert saves.events == []
+    saves.pipeline.close(0, failed=False)
+    assert saves.events == []
+    assert isinstance(save, Save)
+    assert save.error == "its copy from the device did not end in time"

@@ -23,7 +23,7 @@ def reading_of(heartbeat: TrainerHeartbeat) -> HeartbeatReading:
 def test_steps_reports_and_saves_are_beats(tmp_path: Path) -> None:
     """Steps, reports and saves beat on the page; closing the manager says goodbye."""
     manager = SnapshotManager(tmp_path / "s", options=ManagerOptions(heartbeat_seconds=5))
-    heartbeat = manager._heartbeat
+    heartbeat = manager._coordinator.heartbeat
     assert heartbeat.hello is not None
     assert (heartbeat.hello.heartbeat_seconds, heartbeat.hello.where) == (5.0, str(tmp_path / "s"))
     assert reading_of(heartbeat).beats == 0

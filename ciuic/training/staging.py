@@ -102,56 +102,21 @@ def rank_pieces(objects: Mapping[str, Any], rank: int) -> GatheredState:
     return GatheredState(leaves, b"", f".rank{rank}")
 
 
-class StagedSave:
-    """State that is in an arena, or on its way there from devices."""
+class StagedSave(NamedTuple):
+    """State that is in an arena, or on its way there from devices: what the writer will get."""
 
-    def __init__(
-        self,
-        client: WriterClient,
-        slot: Slot,
-        plan: _ArenaPlan,
-        *,
-        copying: AsyncCopy | None,
-        claim: Claim | None,
-        pair_request: PairRequest | None,
-    ) -> None:
-        # Before the hand-over: the saver knows the save by it while devices still copy.
-        self.number = client.next_number()
-        """Number of the save."""
-        self.copying = copying
-        """Copies from devices; None if all of the state is in the arena."""
-        self._client = client
-        self._slot = slot
-        self._plan = plan
-        self._claim = claim
-        self._pair_request = pair_request
-
-    def hand_over(self) -> None:
-        """Submit the state to the writer; nothing may be on its way any more.
-
-        Raises:
-            OSError: there is no writer.
-        """
-        self._client.submit(
-            self._slot,
-            self._plan.manifest,
-            self._plan.tail.end,
-            commit=self._plan.commit,
-            claim=self._claim,
-            pair_request=self._pair_request,
-            number=self.number,
-        )
-        # The writer has a descriptor of the connection by now.
-        self._close_request()
-
-    def give_up(self) -> None:
-        """Drop the save and release its arena."""
-        self._client.release(self._slot)
-        self._close_request()
-
-    def _close_request(self) -> None:
-        if self._pair_request is not None:
-            self._pair_request.close()
+    number: int
+    """Number of the save. Taken before the hand-over: the save is known by it while devices still copy."""
+    slot: Slot
+    manifest: Manifest
+    manifest_offset: int
+    """Offset in the arena with room for the encoded manifest."""
+    commit: bool
+    """True if the writer makes a snapshot of this arena; False if another rank's writer does."""
+    copying: AsyncCopy | None
+    """Copies from devices; None if all of the state is in the arena."""
+    claim: Claim | None
+    pair_request: PairRequest | None
 
 
 def stage(
@@ -200,7 +165,17 @@ def stage(
             for place, value in on_host:
                 place.fill(value)
         plan.tail.write_to(slot.arena.memory)
-        return StagedSave(client, slot, plan, copying=copying, claim=claim, pair_request=pair_request)
+        return StagedSave(
+            client.next_number(),
+            slot,
+            plan.manifest,
+            plan.tail.end,
+            # A state without its document belongs to a snapshot that another rank's writer makes.
+            bool(state.document),
+            copying,
+            claim,
+            pair_request,
+        )
     # BaseException: a signal handler of the program may raise in the middle of the copy.
     except BaseException as error:
         _undo_staging(client, slot, copying, pair_request)
@@ -268,8 +243,6 @@ class _ArenaPlan(NamedTuple):
     tail: _TrailingFiles
     manifest: Manifest
     """Manifest with all files."""
-    commit: bool
-    """True if the writer makes a snapshot of this arena; False if another rank's writer does."""
 
     @property
     def size_bytes(self) -> int:
@@ -289,7 +262,7 @@ def _plan_arena(client: WriterClient, state: GatheredState, facts: Facts, manife
         tail.add(STATE_FILE, state.document)
         tail.add(FACTS_FILE, encode_facts(facts))
     manifest = msgspec.structs.replace(manifest, files=manifest_files((*layout.files, *tail.files)))
-    return _ArenaPlan(signature, layout, tail, manifest, commit=bool(state.document))
+    return _ArenaPlan(signature, layout, tail, manifest)
 
 
 def _layout_for(client: WriterClient, signature: _Signature, state: GatheredState) -> Layout:
