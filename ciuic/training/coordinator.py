@@ -28,13 +28,8 @@ from ciuic.training.ranks import Ranks
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.remote.place import uploads_of
 from ciuic.training.results import Resumed, SaveCallbacks, State
-from ciuic.training.save_pipeline import (
-    CriticalSection,
-    RunProgress,
-    SavePipeline,
-    SnapshotSpec,
-    SnapshotTaker,
-)
+from ciuic.training.save_pipeline import CriticalSection, SavePipeline
+from ciuic.training.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered
 from ciuic.training.writer.client import WriterClient

@@ -11,8 +11,7 @@ from typing import Any
 
 from ciuic.training.coordinator import SaveCoordinator
 from ciuic.training.results import Resumed, Save, State
-from ciuic.training.save_agreement import GatheredStates
-from ciuic.training.save_pipeline import SnapshotSpec
+from ciuic.training.snapshot_taker import GatheredStates, SnapshotSpec
 
 _REASON = "asked for"
 

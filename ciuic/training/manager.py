@@ -28,7 +28,7 @@ from ciuic.training.policy.retention_rules import Best, Keep, Latest
 from ciuic.training.policy.save_rules import Rule
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.results import EXIT_SECONDS, Resumed, Save, SaveCallback, State, Stats
-from ciuic.training.save_pipeline import explicit_request
+from ciuic.training.snapshot_taker import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.writer.paired_files import Roots
 

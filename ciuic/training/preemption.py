@@ -48,7 +48,8 @@ from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.logs import log, quietly
 from ciuic.training.policy.save_rules import Moment, Rule
 from ciuic.training.ranks import Ranks, Vote
-from ciuic.training.save_pipeline import BoundaryState, RunProgress, SavePipeline, SnapshotSpec, SnapshotTaker
+from ciuic.training.save_pipeline import SavePipeline
+from ciuic.training.snapshot_taker import BoundaryState, RunProgress, SnapshotSpec, SnapshotTaker
 from ciuic.training.state import randomness
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered

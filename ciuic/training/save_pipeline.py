@@ -1,11 +1,11 @@
-"""One save on its way: take -> stage -> submit -> outcome.
+"""One save on its way from the gathered state to its end: stage -> submit -> outcome.
 
-=========  ===================================================================================================
-take       `SnapshotTaker`: what is saved, by this process alone or in agreement with the other ranks
-stage      `SavePipeline.stage`: the state is copied into an arena, from devices perhaps beside the next step
-submit     an arena whose copies have arrived goes to the writer (`writer.client`), in the order of the saves
-outcome    `SavePipeline.outcome`: how it ended, for counts, the log, the program's `Save` and its callbacks
-=========  ===================================================================================================
+=======  =====================================================================================================
+stage    the state is copied at one instant into an arena, from devices perhaps beside the next step: all of
+         what a save costs the training
+submit   an arena whose copies have arrived goes to the writer (`writer.client`), in the order of the saves
+outcome  how the save ended, for counts, the log, the program's `Save` and its callbacks
+=======  =====================================================================================================
 
 Guarantees: failures are logged, counted in `stats` and never raised into the training, except for errors of the
 program itself (`Unsaveable`). A failed save leaves `changed` set, so that the next boundary knows of something to
@@ -14,49 +14,39 @@ save. While the `CriticalSection` is entered, signal handlers only leave a flag,
 The writer gets a state only when all of it has arrived from devices and nothing of it was changed on the way, and in
 the order of the saves; otherwise the save fails. Only a save that may wait, `wait` and `close` make the host wait.
 
-On several ranks all count from the step of a snapshot, even if it fails.
+The layout of an arena is kept as long as names, shapes and dtypes stay, so that a save is one copy of each tensor
+and little else. The arena holds the files of the snapshot as they will be restored: safetensors, `state.json`,
+`snapshot.json`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ciuic.repository.writing.shared_write_claim import Claim
-from ciuic.training import arguments
-from ciuic.training.device_copy import Overlap
+from ciuic.training.arena import Slot
+from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
 from ciuic.training.device_streams import capturing, device_stream_of
-from ciuic.training.format.reading import Facts, facts_summary, framework_versions, metric_floats
-from ciuic.training.format.shards import are_sharded
-from ciuic.training.logs import log, quietly, warn_once
-from ciuic.training.name_lock import NameLock
-from ciuic.training.policy.save_schedule import SaveCosts, SaveSchedule
-from ciuic.training.ranks import Ranks, RanksApart
+from ciuic.training.format.layout import FileInMemory, Layout, aligned, lay_out
+from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, Facts, encode_facts
+from ciuic.training.format.structure import Leaf
+from ciuic.training.format.tensors import Array, ArrayBuffer, outside_inference_mode
+from ciuic.training.logs import log, warn_once
+from ciuic.training.policy.save_schedule import SaveCosts
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.results import EXIT_SECONDS, Save, SaveCallbacks, SaveResult, Stats
-from ciuic.training.save_agreement import (
-    AgreedSave,
-    GatheredStates,
-    RanksGone,
-    agree,
-    decode_states,
-    gather_part,
-)
-from ciuic.training.staging import GatheredState, StagedSave, gather, stage
-from ciuic.training.state import randomness, rank_state
-from ciuic.training.state.rank_state import RankState
-from ciuic.training.state.registered import Registered
-from ciuic.training.state.stateful import unregistered
-from ciuic.training.writer.client import FORKED, WriterClient
+from ciuic.training.writer.client import FORKED, WriterClient, manifest_files
 from ciuic.training.writer.messages import (
     FromWriter,
     Manifest,
@@ -67,13 +57,8 @@ from ciuic.training.writer.messages import (
     Put,
     Saved,
 )
-from ciuic.training.writer.paired_files import FilesystemPairing, PairRequest, Roots, planned_id
-from ciuic.training.writer.rank_parts import report_failure
+from ciuic.training.writer.paired_files import PairRequest
 
-TAG: Final = "training"
-"""Tag of every snapshot of a training state."""
-_AT_END: Final = "skipped before the end"
-"""Reason in a snapshot that was due while the writer was busy, and is taken when the manager is closed."""
 POLL_SECONDS: Final = 0.2
 """Longest pause between two looks at the writer's messages."""
 # Pause between two looks at a device while there is a deadline: no device offers a wait with one.
@@ -89,466 +74,19 @@ _SIZE_MARGIN: Final = 1.01
 _SIZE_MARGIN_BYTES: Final = 1 << 20
 
 
-class RunProgress:
-    """Progress of the run."""
+class GatheredState(NamedTuple):
+    """Everything of this rank that is saved at once. Tensors still belong to the trainer."""
 
-    def __init__(self) -> None:
-        self.id = os.urandom(16).hex()
-        """Id of the run; a resumed run keeps it."""
-        self.step = 0
-        self.epoch: int | None = None
-        """Epoch that the program named last."""
-
-
-class BoundaryState(NamedTuple):
-    """State at the last boundary, as far as an evaluation changes it."""
-
-    random: dict[str, Any]
-    positions: dict[str, Any]
-    epoch: int | None
-
-
-class SnapshotSpec(NamedTuple):
-    """Properties of a snapshot that is to be taken."""
-
-    reason: str
-    epoch: int | None = None
-    metrics: Mapping[str, float] = MappingProxyType({})
-    plain: Mapping[str, Any] = MappingProxyType({})
-    tags: tuple[str, ...] = ()
-    hold: str = ""
-    """Reason for which the snapshot is held; empty if it is not."""
-    filesystem: Roots | None = None
-    """Directories whose files are wanted with it; None for the manager's default."""
-    is_explicit: bool = False
-    """True if the program asked for it, perhaps on this rank alone."""
-    may_wait: bool = False
-    """True if it may wait for the writer to finish an earlier one."""
-    boundary_state: BoundaryState | None = None
-    """State to save in place of the current generators and positions."""
-
-
-def explicit_request(
-    model: Any,
-    optimizer: Any,
-    epoch: Any,
-    others: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-    tags: Any,
-    hold: Any,
-    filesystem: Roots | None,
-) -> tuple[dict[str, Any], SnapshotSpec]:
-    """Validate the arguments of `save_snapshot`.
-
-    Returns:
-        The objects by name, and the properties of the snapshot.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-    """
-    objects, plain = arguments.objects_and_values(model, optimizer, others)
-    return objects, SnapshotSpec(
-        "asked for",
-        None if epoch is None else arguments.whole_number(epoch, "epoch"),
-        arguments.numbers(metrics),
-        plain,
-        arguments.texts(tags),
-        arguments.reason(hold),
-        filesystem,
-        is_explicit=True,
-        may_wait=True,
-    )
-
-
-class _SkippedSave(NamedTuple):
-    """The last save that was due and was skipped because the writer was busy."""
-
-    step: int
-    request: SnapshotSpec
-    """Properties of the snapshot, with the generators and positions of its boundary."""
-    parts: list[RankState] | None
-    """States of the ranks at that boundary; None: of this process alone, or sharded."""
-
-
-class SnapshotTaker:
-    """Taking of a manager's snapshots, alone or together with other ranks."""
-
-    def __init__(
-        self,
-        run: RunProgress,
-        registered: Registered,
-        schedule: SaveSchedule,
-        pipeline: SavePipeline,
-        ranks: Ranks | None,
-        pairing: FilesystemPairing,
-        name_lock: NameLock,
-    ) -> None:
-        """Connect the parts of a manager that a snapshot needs.
-
-        Args:
-            run: progress of the run.
-            registered: objects to be saved.
-            schedule: counts from the last snapshot.
-            pipeline: gets what was taken.
-            ranks: connection to the other ranks; None if this process saves for itself.
-            pairing: requests of snapshots of files.
-            name_lock: lock on the name of the training in the repository.
-        """
-        self._run = run
-        self._registered = registered
-        self._schedule = schedule
-        self._pipeline = pipeline
-        self._ranks = ranks
-        self._pairing = pairing
-        self._name_lock = name_lock
-        self._prepared = self._checked_completeness = self._ranks_met = self._is_silent = False
-        self._skipped: _SkippedSave | None = None
+    leaves: dict[str, list[Leaf]]
+    document: bytes
+    """Content of `state.json`; empty if another rank stores it."""
+    part: str = ""
+    """Suffix of this rank's files whose names other ranks use too."""
 
     @property
-    def ranks(self) -> Ranks | None:
-        """Connection to the other ranks; None if this process saves for itself."""
-        return self._ranks
-
-    @property
-    def writes(self) -> bool:
-        """True if this process writes snapshots."""
-        return not self._is_silent if self._ranks is None else self._ranks.saves
-
-    @property
-    def is_prepared(self) -> bool:
-        """True if memory for a first save was allocated, or none is needed."""
-        return self._prepared
-
-    @property
-    def has_skipped(self) -> bool:
-        """True if the last save that was due was skipped, and none was taken since."""
-        return self._skipped is not None
-
-    @property
-    def _is_sharded(self) -> bool:
-        """True if each rank has a part of the state."""
-        return self._ranks is not None and are_sharded(self._registered.objects.values())
-
-    # -- the other ranks
-
-    def join_ranks(self, ranks: Ranks) -> None:
-        """Save together with the other ranks from now on."""
-        self._ranks = ranks
-        self._prepared = self._prepared or not ranks.saves
-        self._schedule.decide_by(ranks.vote())
-
-    def leave_ranks(self) -> None:
-        """Save without the other ranks from now on: rank 0 by itself, others nothing."""
-        self._is_silent = not self.writes
-        self._ranks = None
-        self._schedule.decide_by(None)
-
-    def close_ranks(self) -> None:
-        """Close the connection to the other ranks."""
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
-
-    def all_at_boundary(self) -> bool:
-        """Return whether the other ranks come to boundaries too."""
-        # Asked until they have come once: agreements at boundaries would wait for ranks that never come.
-        if self._ranks is not None and not self._ranks_met:
-            with quietly("the other ranks are gone"):
-                self._ranks_met = self._ranks.all_at_boundary()
-            return self._ranks_met
-        return True
-
-    # -- before the first save, and after the last one
-
-    def acquire_name(self) -> None:
-        """Take the lock on the training's name, if this process writes."""
-        if self.writes:
-            self._name_lock.acquire()
-
-    def release_name(self) -> None:
-        """Let other processes have the name of the training."""
-        self._name_lock.release()
-
-    def skip_preparation(self) -> None:
-        """Leave the memory of a first save to that save: asking the objects for their states is collective."""
-        self._prepared = True
-
-    def prepare(self) -> None:
-        """Allocate memory for the first save, once the first step has given everything its size."""
-        self._prepared = True
-        is_sharded = self._is_sharded
-        if not self.writes and not is_sharded:
-            return
-        # Not earlier than the first step, in which optimizers create their state.
-        states = self._registered.states()
-        if self._ranks is not None and is_sharded:
-            self._pipeline.prepare(gather_part(self._registered.objects, states, self._ranks.rank))
-        else:
-            self._pipeline.prepare(gather(states, {}, {}))
-        self._pipeline.hear()
-
-    # -- what the ranks have of their own
-
-    def parts_when_asked(self, place: str) -> GatheredStates:
-        """Gather the ranks' states for a snapshot that the program asked for.
-
-        Args:
-            place: file and line of the call, to tell calls on several ranks apart.
-
-        Returns:
-            As `gather_parts`; None if this rank alone was asked.
-        """
-        if self._ranks is None:
-            return None
-        ranks = self._ranks
-        ranks.begin_asked(self._run.step, place)
-        try:
-            if not self._is_sharded:
-                return decode_states(ranks.hand_in(rank_state.own_state(self._registered.objects).message()))
-            if not ranks.all_asked():
-                raise RanksApart(
-                    "save_snapshot must be called on every rank, because each has a part of the state"
-                )
-        except RanksApart as error:
-            # Rank 0 alone still has a state to save, unless each rank has a part of it.
-            if self._is_sharded:
-                return RanksGone(str(error))
-            self._pipeline.outcome(str(error))
-            return None
-        return self._agree(ranks, may_wait=True)
-
-    def gather_parts(self, *, may_wait: bool) -> GatheredStates:
-        """Gather what each rank has of its own. Collective.
-
-        Args:
-            may_wait: wait for an arena to become free.
-
-        Returns:
-            None if this process saves for itself. The states of all ranks on rank 0, and [] on the others.
-            For a sharded state `AgreedSave` on all ranks, or [] on all if they skip this one. `RanksGone` if
-            another rank has ended or they cannot agree: no snapshot is taken then, since one without that
-            rank's generators and position would become the newest, and a resume from it would not be exact.
-        """
-        if self._ranks is None:
-            return None
-        # On all alike, whatever becomes of this one: they must find the next one due at the same step.
-        self._schedule.begin_at(self._run.step)
-        if self._is_sharded:
-            return self._agree(self._ranks, may_wait=may_wait)
-        try:
-            own = rank_state.own_state(self._registered.objects)
-            return decode_states(self._ranks.gather(own.message())) or []
-        except RanksApart as error:
-            return RanksGone(f"the other ranks are gone: {error}")
-
-    def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | RanksGone | list[RankState]:
-        """Agree on a sharded save; [] if it is skipped."""
-        client = self._pipeline.client
-        if may_wait:
-            self._pipeline.wait_for_arena()
-        try:
-            objects, states = self._registered.objects, self._registered.states()
-            found = agree(ranks, client.repository, objects, states, is_busy=not client.can_take)
-            if found is None:
-                self._pipeline.stats.skipped += 1
-                self._skipped = _SkippedSave(self._run.step, SnapshotSpec(_AT_END), None)
-            return found or []
-        except (RanksApart, OSError) as error:
-            return RanksGone(str(error))
-
-    # -- snapshots
-
-    def take_due(self, request: SnapshotSpec) -> Save | None:
-        """Gather what each rank has of its own, and take a snapshot that a rule asks for. Collective.
-
-        Returns:
-            As `take`.
-
-        Raises:
-            Unsaveable: a value cannot be stored.
-        """
-        try:
-            return self.take(request, self.gather_parts(may_wait=request.may_wait))
-        except Exception as error:
-            # The program does not see the exception of a save that it did not ask for.
-            if self.writes:
-                self._pipeline.callbacks.notify(
-                    SaveResult.of(self._facts(request, world_size=1), error=str(error))
-                )
-            raise
-
-    def take(self, request: SnapshotSpec, parts: GatheredStates) -> Save | None:
-        """Take a snapshot.
-
-        Returns:
-            The save; None if it could not be staged, or if another rank writes.
-
-        Raises:
-            Unsaveable: a value cannot be stored.
-        """
-        if isinstance(parts, RanksGone):
-            # Told by the rank that would have written it.
-            told = self._facts(request, world_size=1) if self.writes else None
-            self._pipeline.outcome(parts.problem, facts=told)
-            return None
-        if isinstance(parts, AgreedSave):
-            with self._pipeline.guard:
-                if self.writes:
-                    return self._take_whole(request, parts.parts, parts)
-                self._take_part(request, parts)
-                return None
-        # The ranks did not agree, and one rank's part alone is no snapshot.
-        if self._is_sharded:
-            return None
-        if not self.writes:
-            self._record_taken(request)
-            return None
-        with self._pipeline.guard:
-            return self._take_whole(request, parts)
-
-    def _take_part(self, request: SnapshotSpec, agreed: AgreedSave) -> None:
-        """Take this rank's part of the snapshot that rank 0's writer makes."""
-        began = time.monotonic()
-        joint_save, self._prepared = agreed.joint_save, True
-        states = self._registered.states()
-        manifest = Manifest(time_ns=time.time_ns(), message="", tags=(), files=[], joint_save=joint_save)
-        state = gather_part(self._registered.objects, states, joint_save.rank)
-        # Not beside the next step: rank 0's writer waits for this part, so it is handed over before the step.
-        save = self._pipeline.stage(state, Facts(), manifest, may_wait=False, beside=False)
-        if isinstance(save, NotStaged):
-            # Otherwise rank 0's writer would wait for this part until its deadline.
-            with quietly("rank 0 could not be told that this rank has no part"):
-                reason = self._pipeline.stats.last_error or "no free arena"
-                report_failure(self._pipeline.client.repository, joint_save, reason)
-            return
-        self._pipeline.stalled(time.monotonic() - began)
-        self._record_taken(request)
-
-    def _take_whole(
-        self, request: SnapshotSpec, parts: list[RankState] | None, agreed: AgreedSave | None = None
-    ) -> Save | None:
-        """Take the state of this process, with what the other ranks have of their own."""
-        began = time.monotonic()
-        # Frees the arenas that the writer has returned since.
-        self._pipeline.hear()
-        self._warn_incomplete()
-        self._prepared = True
-        states, random = self._registered.states(), randomness.state()
-        if request.boundary_state is not None:
-            # Within an evaluation: the resumed run continues from the last boundary and evaluates again.
-            states, random = states | request.boundary_state.positions, request.boundary_state.random
-        values: dict[str, Any] = {"plain": list(request.plain), "random": random}
-        if self._registered.passes is not None:
-            values["passes"] = self._registered.passes.state_dict() | {"given": self._run.epoch}
-        if parts:
-            values["ranks"] = rank_state.differing(parts)
-        facts = self._facts(request, world_size=len(parts) if parts else 1)
-        request_pair = self._pairing.requester(request.filesystem)
-        manifest = Manifest(
-            time_ns=time.time_ns(),
-            message=facts_summary(facts),
-            tags=(TAG, *request.tags),
-            hold_reason=request.hold,
-            files=[],
-            joint_save=None if agreed is None else agreed.joint_save,
-            # The snapshot of the files names this one, so its id is chosen before it exists.
-            id="" if request_pair is None else planned_id(),
-        )
-        claim = None if agreed is None else agreed.claim
-        try:
-            state = gather(states, request.plain, values, with_shards=agreed is not None)
-            facts = msgspec.structs.replace(
-                facts, size_bytes=state.size_bytes if agreed is None else agreed.size_bytes
-            )
-            save = self._pipeline.stage(
-                state,
-                facts,
-                manifest,
-                may_wait=request.may_wait,
-                # What ranks have agreed on is handed over before they go on.
-                beside=agreed is None and not request.may_wait,
-                claim=claim,
-                request_pair=request_pair,
-            )
-        finally:
-            if claim is not None:
-                claim.release()  # does nothing if the claim was handed over
-        if save is NotStaged.SKIPPED:
-            # A skipped save is not tried at every boundary: the next one is due as if it had been taken.
-            self._schedule.begin_at(self._run.step)
-            at_boundary = BoundaryState(random, self._registered.positions(), facts.epoch)
-            again = request._replace(reason=_AT_END, boundary_state=request.boundary_state or at_boundary)
-            self._skipped = _SkippedSave(self._run.step, again, parts)
-        if isinstance(save, NotStaged):
-            return None
-        self._pipeline.stalled(time.monotonic() - began)
-        self._record_taken(request)
-        return save
-
-    def take_skipped(self, *, is_whole: bool) -> None:
-        """Save what was skipped, at the end of the program. Collective where the state is sharded.
-
-        Args:
-            is_whole: whether the program is between two steps.
-        """
-        skipped, self._skipped = self._skipped, None
-        if skipped is None:
-            return
-        if self._is_sharded:
-            # Every rank knows of the skip, and comes here if it ends in order.
-            if self._ranks is not None and is_whole and self._ranks.all_closing():
-                self.take(skipped.request, self._agree(self._ranks, may_wait=False))
-        elif self._run.step == skipped.step:
-            self.take(skipped.request, skipped.parts)
-        elif self._ranks is None and is_whole:
-            # Steps were made since: the state of now is the better one.
-            self.take(SnapshotSpec(_AT_END), None)
-        # `_record_taken` has not been called, or another skip was noted.
-        if self._skipped is not None or self._pipeline.changed:
-            self._skipped = None
-            log.warning(
-                "ciuic: the snapshot that was due at step %d was skipped, and could not be taken at the end",
-                skipped.step,
-            )
-
-    def wait_durable(self, save: Save | None, seconds: float) -> None:
-        """Wait for the end of a save that the program asked for, durable or failed, on all ranks."""
-        if save is not None:
-            save.wait()
-        if self._ranks is not None:
-            with quietly("the other ranks are gone"):
-                self._ranks.durable(seconds)
-
-    def _record_taken(self, request: SnapshotSpec) -> None:
-        """Record that a snapshot of this boundary was taken, by this rank or by rank 0."""
-        self._pipeline.state_saved()
-        self._skipped = None
-        # The others, which may not have been asked, must find the next one due at the same step.
-        alone = request.is_explicit and self._ranks is not None
-        self._schedule.taken(None if alone else self._run.step)
-
-    def _facts(self, request: SnapshotSpec, world_size: int) -> Facts:
-        """Return the content of `snapshot.json`."""
-        epoch = request.epoch if request.boundary_state is None else request.boundary_state.epoch
-        return Facts(
-            step=self._run.step,
-            epoch=self._registered.epoch(self._run.epoch) if epoch is None else epoch,
-            metrics=self._schedule.reported | metric_floats(request.metrics),
-            reason=request.reason,
-            objects=tuple(self._registered.objects),
-            run=self._run.id,
-            framework=framework_versions(),
-            world_size=world_size,
-        )
-
-    def _warn_incomplete(self) -> None:
-        """Warn once of what a resume would miss, and take the lock on the training's name."""
-        if not self._checked_completeness:
-            self._checked_completeness = True
-            # With the first save, or `resume`: a process that only loads is no second training.
-            self._name_lock.acquire()
-            for note in unregistered(self._registered.objects, has_position=self._registered.has_position):
-                log.warning("ciuic: a resume would not be exact: %s", note)
+    def size_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(leaf.array.size_bytes for leaves in self.leaves.values() for leaf in leaves)
 
 
 class NotStaged(Enum):
@@ -1058,3 +596,206 @@ class CriticalSection:
         # Not while an exception is on its way out: what was deferred may raise SystemExit in its place.
         if not self.depth and error is None:
             self._released()
+
+
+_Signature = tuple[tuple[str, tuple[tuple[str, Array], ...]], ...]
+"""Names, shapes and dtypes of a state, for which a layout is valid."""
+
+
+class _SlotLayout(NamedTuple):
+    """Layout that an arena was filled with, and the buffers of its tensors."""
+
+    signature: _Signature
+    layout: Layout
+    places: list[ArrayBuffer]
+
+
+class StagedSave(NamedTuple):
+    """State that is in an arena, or on its way there from devices: what the writer will get."""
+
+    number: int
+    """Number of the save. Taken before the hand-over: the save is known by it while devices still copy."""
+    slot: Slot
+    manifest: Manifest
+    manifest_offset: int
+    """Offset in the arena with room for the encoded manifest."""
+    commit: bool
+    """True if the writer makes a snapshot of this arena; False if another rank's writer does."""
+    copying: AsyncCopy | None
+    """Copies from devices; None if all of the state is in the arena."""
+    claim: Claim | None
+    pair_request: PairRequest | None
+
+
+def stage(
+    client: WriterClient,
+    state: GatheredState,
+    facts: Facts,
+    manifest: Manifest,
+    overlap: Overlap,
+    *,
+    beside: bool,
+    claim: Claim | None = None,
+    request_pair: Callable[[Manifest], PairRequest] | None = None,
+) -> StagedSave | None:
+    """Copy the state into an arena.
+
+    Args:
+        client: client of the writer process.
+        state: the gathered state.
+        facts: content of `snapshot.json`.
+        manifest: manifest without files.
+        overlap: record of the tensors that may be copied beside the training.
+        beside: True if the program may go on while devices copy.
+        claim: claim on the repository, for the writer.
+        request_pair: called right before the copy, once it is certain that there will be one.
+
+    Returns:
+        The staged state; None while there is no free arena.
+
+    Raises:
+        OSError: ENOMEM, or EIO if the device fails.
+    """
+    plan = _plan_arena(client, state, facts, manifest)
+    slot = client.reserve(plan.size_bytes)
+    if slot is None:
+        return None
+    copying = pair_request = None
+    try:
+        # Before the copy: the cut of the files follows 6 ms later in the median, while the state is still
+        # being copied.
+        pair_request = None if request_pair is None else request_pair(plan.manifest)
+        assert slot.arena is not None
+        with outside_inference_mode():
+            items, on_host = _split_by_device(state, _places(slot, plan), overlap)
+            copying = AsyncCopy(slot.arena, items, overlap, beside=beside) if items else None
+            # Filled while devices copy by themselves.
+            for place, value in on_host:
+                place.fill(value)
+        plan.tail.write_to(slot.arena.memory)
+        return StagedSave(
+            client.next_number(),
+            slot,
+            plan.manifest,
+            plan.tail.end,
+            # A state without its document belongs to a snapshot that another rank's writer makes.
+            bool(state.document),
+            copying,
+            claim,
+            pair_request,
+        )
+    # BaseException: a signal handler of the program may raise in the middle of the copy.
+    except BaseException as error:
+        _undo_staging(client, slot, copying, pair_request)
+        # torch reports the failure of a device as a RuntimeError.
+        if isinstance(error, RuntimeError):
+            raise OSError(errno.EIO, f"copying the state from its device failed: {error}") from None
+        raise
+
+
+def _undo_staging(
+    client: WriterClient, slot: Slot, copying: AsyncCopy | None, pair_request: PairRequest | None
+) -> None:
+    """Free the arena of a state that could not be staged."""
+    if pair_request is not None:
+        pair_request.close()
+    if copying is not None:
+        # The arena will be used again: no device may still be writing to it.
+        with suppress(RuntimeError):
+            copying.wait()
+    client.release(slot)
+
+
+def _split_by_device(
+    state: GatheredState, places: list[ArrayBuffer], overlap: Overlap
+) -> tuple[list[DeviceTensor], list[tuple[ArrayBuffer, Any]]]:
+    """Return the tensors on devices and those on the host, each with its place in the arena."""
+    items: list[DeviceTensor] = []
+    on_host: list[tuple[ArrayBuffer, Any]] = []
+    leaves = [(name, leaf) for name, of_one in state.leaves.items() for leaf in of_one]
+    for place, (name, leaf) in zip(places, leaves, strict=True):
+        # Empty tensors need no copy from a device.
+        if leaf.array.size_bytes and overlap.device_stream_of(leaf.value) is not None:
+            items.append(DeviceTensor(f"{name}.{leaf.name}", place, leaf.value, leaf.array.size_bytes))
+        else:
+            on_host.append((place, leaf.value))
+    return items, on_host
+
+
+class _TrailingFiles:
+    """Files behind the tensors, whose sizes change from save to save."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.end = aligned(layout.size_bytes)
+        self.files: list[FileInMemory] = []
+        self.content: list[tuple[int, bytes]] = []
+
+    def add(self, path: str, content: bytes) -> None:
+        """Append a file."""
+        self.files.append(FileInMemory(path, self.end, len(content)))
+        self.content.append((self.end, content))
+        self.end = aligned(self.end + len(content))
+
+    def write_to(self, memory: memoryview) -> None:
+        """Write all files to an arena."""
+        for offset, content in self.content:
+            memory[offset : offset + len(content)] = content
+
+
+class _ArenaPlan(NamedTuple):
+    """Contents of an arena, known before one is reserved."""
+
+    signature: _Signature
+    layout: Layout
+    """Layout of the tensors."""
+    tail: _TrailingFiles
+    manifest: Manifest
+    """Manifest with all files."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size that the arena must have: the manifest is written to it too, behind all files."""
+        return self.tail.end + len(msgspec.msgpack.encode(self.manifest))
+
+
+def _plan_arena(client: WriterClient, state: GatheredState, facts: Facts, manifest: Manifest) -> _ArenaPlan:
+    """Lay out the files of a state and complete its manifest with them."""
+    signature = tuple(
+        (name, tuple((leaf.name, leaf.array) for leaf in leaves)) for name, leaves in state.leaves.items()
+    )
+    # Equal signatures mean equal headers and offsets.
+    layout = _layout_for(client, signature, state)
+    tail = _TrailingFiles(layout)
+    if state.document:
+        tail.add(STATE_FILE, state.document)
+        tail.add(FACTS_FILE, encode_facts(facts))
+    manifest = msgspec.structs.replace(manifest, files=manifest_files((*layout.files, *tail.files)))
+    return _ArenaPlan(signature, layout, tail, manifest)
+
+
+def _layout_for(client: WriterClient, signature: _Signature, state: GatheredState) -> Layout:
+    """Return the layout of a state, from an arena that has it already if there is one."""
+    for slot in client.slots:
+        # The layout of an unchanged signature is kept, headers in the arena included: a save then is one copy
+        # per tensor.
+        if isinstance(slot.layout, _SlotLayout) and slot.layout.signature == signature:
+            return slot.layout.layout
+    return lay_out(state.leaves, state.part)
+
+
+def _places(slot: Slot, plan: _ArenaPlan) -> list[ArrayBuffer]:
+    """Return the buffers of the tensors; writes the headers before them if the arena has another layout."""
+    filled = slot.layout
+    if isinstance(filled, _SlotLayout) and filled.signature == plan.signature:
+        return filled.places
+    assert slot.arena is not None
+    memory = slot.arena.memory
+    for offset, content in plan.layout.fixed:
+        memory[offset : offset + len(content)] = content
+    places = [
+        ArrayBuffer(memory[tensor.offset : tensor.offset + tensor.array.size_bytes], tensor.array)
+        for in_object in plan.layout.tensors.values()
+        for tensor in in_object
+    ]
+    slot.layout = _SlotLayout(plan.signature, plan.layout, places)
+    return places

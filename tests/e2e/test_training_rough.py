@@ -18,7 +18,7 @@ from support.leftovers import training_writer
 import ciuic
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
-from ciuic.training import save_pipeline, staging
+from ciuic.training import save_pipeline
 from ciuic.training.format.tensors import ArrayBuffer
 from ciuic.training.writer import client
 from ciuic.types import ChunkId
@@ -65,7 +65,7 @@ def test_a_handler_that_saves_in_the_middle_of_a_save_gets_a_snapshot_of_its_own
             for weights in model.weights.values():
                 weights -= 1
 
-    monkeypatch.setattr(staging.ArrayBuffer, "fill", interrupted)
+    monkeypatch.setattr(ArrayBuffer, "fill", interrupted)
     saves.append(manager.save_snapshot(metrics={"outer": 1.0}))
     assert manager.wait()
     for save, metrics, value in ((saves[1], {"inner": 1.0}, 1.0), (saves[2], {"outer": 1.0}, 0.0)):

@@ -198,7 +198,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
                 return dict(copy_state(state_dict, copy_to_heap))
             assert slot.arena is not None
             memory = memoryview(slot.arena.map)
-            slot.layout = None  # a cached layout of `staging` is not valid any more
+            slot.layout = None  # a cached layout of `save_pipeline` is not valid any more
             # torch keeps the copy as long as it likes: the slot is free when nothing refers to this memory
             # any more.
             slot.staged = weakref.ref(memory)

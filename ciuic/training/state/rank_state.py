@@ -153,7 +153,7 @@ def _small_state(name: str, value: Any) -> Any:
     if torch is not None and isinstance(value, torch.nn.Module):
         return None
     state = state_of(value, name)
-    # Each rank stores its own part of these (`save_agreement`).
+    # Each rank stores its own part of these (`snapshot_taker`).
     if contains_shards(state):
         return None
     size_bytes = sum(leaf.array.size_bytes for leaf in pack(state, name).leaves)

@@ -48,7 +48,7 @@ class Registered:
             ValueError: The name cannot be used.
             TypeError: The object has no state, or one with a value that cannot be stored.
         """
-        # `values` is the object with the manager's own values (`staging.VALUES`).
+        # `values` is the object with the manager's own values (`snapshot_taker.VALUES`).
         if not name.isidentifier() or name == "values":
             raise ValueError(f"the name of an object must be an identifier other than 'values', got {name!r}")
         if name in self.objects and (self.objects[name] is value or self._originals.get(name) is value):

@@ -313,9 +313,14 @@ class WriterClient:
             slot.known_to_writer = True
         slot.save = save.number
         try:
-            self._send(save, fds)
-        except OSError:
+            if self._sock is None:
+                raise BrokenPipeError(GONE)
+            send(self._sock, save, fds)
+        except OSError as error:
+            # The caller sees the exception and still has the state: the save is not reported as lost.
             slot.save = 0
+            if isinstance(error, (BrokenPipeError, ConnectionResetError)) and self._sock is not None:
+                self._handle_lost_writer()
             raise
         except BaseException:
             # A signal handler of the program raised inside sendmsg(2): the writer may have received the save
@@ -401,9 +406,6 @@ class WriterClient:
         try:
             send(self._sock, message, fds)
         except (BrokenPipeError, ConnectionResetError):
-            if isinstance(message, SaveRequest):
-                # The caller sees the exception and still has the state: the save is not reported as lost.
-                self._answered(message.number)
             self._handle_lost_writer()
             raise
 

@@ -11,8 +11,7 @@ from ciuic.training.device_copy import Overlap
 from ciuic.training.format.reading import Facts
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.results import Save, SaveCallbacks
-from ciuic.training.save_pipeline import CriticalSection, NotStaged, SavePipeline
-from ciuic.training.staging import GatheredState, StagedSave
+from ciuic.training.save_pipeline import CriticalSection, GatheredState, NotStaged, SavePipeline, StagedSave
 from ciuic.training.writer.client import WriterClient
 from ciuic.training.writer.messages import Begin, Manifest, RetentionRules
 
