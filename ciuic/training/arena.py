@@ -1,4 +1,4 @@
-"""Memory that the trainer fills and the writer reads, that outlives the trainer, and who owns it at the moment.
+"""Memory that the trainer fills and the writer reads, and that outlives the trainer.
 
 An arena is an anonymous file (memfd): it has no name, and the kernel frees it when both processes have let go
 of it. Its pages count as shared memory of the process that touched them first; the size of /dev/shm does not
@@ -16,7 +16,6 @@ import fcntl
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -132,36 +131,6 @@ class ReadArena:
         """Unmap the arena."""
         self.memory.release()
         self._map.close()
-
-
-GROWTH_FACTOR: Final = 1.125
-"""Factor by which a new arena exceeds the requested size, so that a state that grows a little needs no second
-one.
-"""
-
-
-class Slot:
-    """An arena and its state of ownership."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.arena: Arena | None = None
-        self.known_to_writer = False
-        self.save = 0
-        """Number of the save for which the writer holds the arena; 0 if it does not."""
-        self.staged: weakref.ref[memoryview] | None = None
-        """Weak reference to the memory that the caller staged here and will submit later; while it is alive
-        the slot is not free.
-        """
-        self.reserved = False
-        """True while the caller is filling the arena."""
-        self.layout: object = None
-        """Cache of the caller that is valid for this arena only."""
-
-    @property
-    def is_free(self) -> bool:
-        """True if neither the writer nor the caller uses the arena."""
-        return not (self.save or self.reserved) and (self.staged is None or self.staged() is None)
 
 
 def allocate_arena(size_bytes: int) -> Arena:

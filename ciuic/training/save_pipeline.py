@@ -35,7 +35,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ciuic.repository.writing.shared_write_claim import Claim
-from ciuic.training.arena import Slot
 from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
 from ciuic.training.device_streams import capturing, device_stream_of
 from ciuic.training.format.layout import FileInMemory, Layout, aligned, lay_out
@@ -46,7 +45,7 @@ from ciuic.training.logs import log, warn_once
 from ciuic.training.policy.save_schedule import SaveCosts
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.results import EXIT_SECONDS, Save, SaveCallbacks, SaveResult, Stats
-from ciuic.training.writer.client import FORKED, WriterClient, manifest_files
+from ciuic.training.writer.client import FORKED, Slot, WriterClient, manifest_files
 from ciuic.training.writer.messages import (
     FromWriter,
     Manifest,

@@ -31,8 +31,7 @@ from ciuic.training.format.reading import (
     metric_floats,
 )
 from ciuic.training.format.shards import are_sharded
-from ciuic.training.format.structure import Leaf, pack
-from ciuic.training.json_documents import encode_json
+from ciuic.training.format.structure import Leaf, encode_json, pack
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
 from ciuic.training.policy.save_schedule import SaveSchedule

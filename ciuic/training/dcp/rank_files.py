@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from ciuic.repository import Repository
 from ciuic.repository.writing.shared_write_claim import Claim
-from ciuic.training.arena import Arena, Slot
+from ciuic.training.arena import Arena
 from ciuic.training.dcp.metadata import ItemLocation
 from ciuic.training.device_streams import DeviceStream, device_stream_of
 from ciuic.training.format import structure, tensors
@@ -51,7 +51,7 @@ from ciuic.training.logs import log
 from ciuic.training.policy.retention_rules import Latest
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.remote.place import RemoteList, uploads_of
-from ciuic.training.writer.client import GONE, WriterClient, manifest_files
+from ciuic.training.writer.client import GONE, Slot, WriterClient, manifest_files
 from ciuic.training.writer.messages import (
     COMPRESSIONS,
     Begin,

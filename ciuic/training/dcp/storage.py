@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ciuic.training.arena import Slot
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, encode_metadata
 from ciuic.training.dcp.rank_files import (
     ArenaPlacer,
@@ -52,6 +51,7 @@ from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts, metri
 from ciuic.training.remote.copies import RemoteProgress
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.results import EXIT_SECONDS
+from ciuic.training.writer.client import Slot
 from ciuic.training.writer.messages import StoredFile
 
 __all__ = ["TAG", "CiuicStorageReader", "CiuicStorageWriter"]

@@ -1,20 +1,31 @@
-"""Boundaries of steps: moments at which the state is whole, after a step and everything that belongs to it.
+"""Boundaries of steps, at which the state is whole, and the batches that a step has not trained with yet.
 
 A state that was read between `optimizer.step()` and `scheduler.step()` would resume into a run that never
 was. Where a data loader is watched, the boundary of a step is the moment in which the next batch is asked
 for. Otherwise it is the return of the last companion call: the calls on schedulers, gradient scalers and
 averages of weights that have followed every step so far. The companions are learnt from the program: what did
 not follow one step is not waited for after the next.
+
+A prefetcher fetches a batch before it trains with the one before, so that the position of a loader is not that of
+the training. The batches that a pass fetches before any gradient is added, and before any step, are read ahead; so
+many are ahead until the pass ends, and each step after its end trains with some of them. Where the gradients are
+out of sight (no optimizer of torch's) the steps alone are counted, and where those cannot tell, or the batches
+are fetched by another thread, the position is not sure: that is logged, and again at a resume. A program that tells
+(`consumed`) is believed.
+Gradients are looked up in torch's own optimizers and those derived from them, at a few parameters of each. Another
+optimizer may keep its gradients anywhere: of it nothing is known.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, Final
 
-from ciuic.training.state.data_position import Gradients, Passes, ReadAhead
+from ciuic.training.logs import warn_once
 from ciuic.training.state.method_hooks import override, tell_after
 
 # In this order, of which the first that an object has is watched: a GradScaler has `step`, within which the
@@ -26,6 +37,20 @@ NOTHING_TELLS: Final = (
     "no automatic snapshots are taken, because no registered object tells when a step of several optimizers is over: "
     "register the loader, or call boundary() after each step"
 )
+_OWN_POSITION: Final = (
+    "a resume would not be exact: the program fetches batches before it trains with the one before, and the loader's own state "
+    "counts them as done: register a DataLoader without a state_dict, whose batches are counted here"
+)
+NOT_SURE: Final = (
+    "a resume would not be exact: the program seems to fetch batches before it trains with the one before, and how many "
+    "cannot be known here: call manager.consumed() for each batch that it takes from its prefetcher"
+)
+_AHEAD: Final = (
+    "the program fetches %d batch(es) before it trains with the first: they count as read ahead, and come again after a "
+    "resume. If it has left them out instead, call manager.consumed() for each batch that it has done with"
+)
+# Parameters of each optimizer that are looked at, spread over all of them.
+_SAMPLE: Final = 16
 # Steps in a row without a boundary after which none is expected any more.
 _MAX_UNCLOSED_STEPS: Final = 5
 
@@ -291,3 +316,261 @@ class _ReportingIterator:
     def __getattr__(self, name: str) -> Any:
         # Whatever else the program asks of the iterator is answered by the loader's own.
         return getattr(self._inner, name)
+
+
+class Passes:
+    """Passes over a loader that knows its own position and not the number of its pass."""
+
+    def __init__(self) -> None:
+        """Begin before the first pass."""
+        self.passes = 0
+        """Passes begun so far, including the current one."""
+        self.batches = 0
+        """Batches taken of the current pass."""
+        self._is_over = True
+        self._continues = False
+        """The next iterator is of the pass that the loader was restored into."""
+        self._read_ahead = ReadAhead()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the pass and of its batches."""
+        if self._read_ahead.remaining:
+            warn_once(_OWN_POSITION)
+        return {"passes": self.passes, "batches": self.batches, "over": self._is_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterator continue at a saved position, as the loader does that was restored with it."""
+        self.passes, self.batches, self._is_over = state["passes"], state["batches"], state["over"]
+        self._continues = not self._is_over
+
+    @property
+    def epoch(self) -> int:
+        """Pass to continue with right after `load_state_dict`: the interrupted one, or the next."""
+        return self.passes if self._is_over else self.passes - 1
+
+    @property
+    def taken(self) -> int:
+        """Batches taken of pass `epoch`."""
+        return 0 if self._is_over else self.batches
+
+    def begun(self, read_ahead: ReadAhead) -> None:
+        """Count a pass: the program has asked for an iterator."""
+        self._read_ahead = read_ahead
+        read_ahead.begun()
+        if not self._continues:
+            self.passes, self.batches = self.passes + 1, 0
+        self._is_over = self._continues = False
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        self.batches += 1
+        self._read_ahead.fetched()
+
+    def ended(self) -> None:
+        """Leave the pass: there was no further batch."""
+        self._is_over = True
+        self._read_ahead.exhausted()
+
+
+class ReadAhead:
+    """Batches of the current pass that were fetched and not trained with."""
+
+    def __init__(self, gradients: Gradients | None = None) -> None:
+        """Begin before the first pass.
+
+        Args:
+            gradients: Those of the training; None: the program does not train with the loader's manager.
+        """
+        self._gradients = gradients or Gradients()
+        self._home = threading.get_ident()
+        """Thread that has registered the loader."""
+        self._steps_in: int | None = None
+        """Thread of the last step."""
+        self._is_told = False
+        self._is_doubtful = False
+        """The position has been found unsure."""
+        self.begun()
+        self._mark: dict[int, tuple[Any, int]] = {}
+
+    def begun(self) -> None:
+        """Begin or continue a pass."""
+        self._fetched = 0
+        self._consumed = 0
+        self._ahead = 0
+        self._is_leading = True
+        """The program has not trained in this pass yet."""
+        self._is_exhausted = False
+        self._steps_after_end = 0
+        self._at_steps: list[int] = []
+        """Numbers of batches fetched at the first two steps."""
+        self._trained = False
+
+    def asked(self) -> None:
+        """Look at what has happened since the fetch before."""
+        if self._is_leading and self._fetched and not self._is_exhausted:
+            if self._trained or self._gradients.were_added(self._mark):
+                self._is_leading = False
+            elif self._gradients.are_known:
+                self._ahead += 1
+        if self._is_leading:
+            self._mark = self._gradients.mark()
+        self._trained = False
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        self._fetched += 1
+
+    def exhausted(self) -> None:
+        """Note that there was no further batch."""
+        self._is_exhausted = True
+
+    def trained(self) -> None:
+        """Note that the batches fetched before are trained with, with or without a step."""
+        self._trained = True
+
+    def stepped(self) -> None:
+        """Count a step of the run."""
+        self.trained()
+        self._steps_in = threading.get_ident()
+        self._steps_after_end += self._is_exhausted
+        if len(self._at_steps) < 2:
+            self._at_steps.append(self._fetched)
+        if self._is_told or not self._fetched:
+            return
+        if self._ahead:
+            warn_once(_AHEAD % self._ahead)
+        # Where gradients are seen, this is a step with what was accumulated of the last batches.
+        if not self._gradients.are_known and (self._is_exhausted or self._ahead_by_steps() > 0):
+            self._doubt()
+
+    def consumed(self, batches: int) -> None:
+        """Believe the program, which has trained with so many more batches of the pass or is about to."""
+        self._is_told = True
+        self._consumed += batches
+
+    def is_foreign(self) -> bool:
+        """Return whether batches are fetched by another thread than the one that trains; then none of its fetches is a boundary."""
+        here = threading.get_ident()
+        # Not the thread of steps alone: an optimizer may step within the backward pass, in a thread of autograd.
+        if self._steps_in is None or here in (self._steps_in, self._home):
+            return False
+        self._doubt()
+        return True
+
+    @property
+    def is_sure(self) -> bool:
+        """True if the position is that of the training."""
+        if self._is_told:
+            return True
+        # Two batches before the first step: accumulated, or one read ahead?
+        first = not self._gradients.are_known and len(self._at_steps) == 1 and self._at_steps[0] > 1
+        return not self._is_doubtful and not first
+
+    @property
+    def remaining(self) -> int:
+        """Number of batches that were fetched and not trained with."""
+        if self._is_told:
+            return max(0, self._fetched - self._consumed)
+        per_step = self._at_steps[1] - self._at_steps[0] if len(self._at_steps) == 2 else 1
+        return max(0, min(self._fetched, self._ahead) - self._steps_after_end * max(1, per_step))
+
+    def _ahead_by_steps(self) -> int:
+        """Return by how many batches the first step came later than the second."""
+        return 2 * self._at_steps[0] - self._at_steps[1] if len(self._at_steps) == 2 else 0
+
+    def _doubt(self) -> None:
+        self._is_doubtful = True
+        if not self._is_told:
+            warn_once(NOT_SURE)
+
+
+class Gradients:
+    """Gradients of the optimizers of one training."""
+
+    def __init__(self, capturing: Callable[[], bool] = lambda: False) -> None:
+        """Begin without optimizers.
+
+        Args:
+            capturing: Returns whether nothing on a device may be read now.
+        """
+        self._capturing = capturing
+        self._sampled: dict[int, tuple[Any, list[Any]]] = {}
+        """Optimizers with the parameters that are looked at, by id."""
+        self._used: dict[int, tuple[Any, int]] = {}
+        """Gradients that the last step has used, by id of the parameter."""
+
+    def add(self, optimizer: Any) -> None:
+        """Look at an optimizer too."""
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
+            return
+        found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        self._sampled[id(optimizer)] = (optimizer, found[:: max(1, len(found) // _SAMPLE)])
+
+    def remove(self, optimizer: Any) -> None:
+        """Look at an optimizer no longer."""
+        self._sampled.pop(id(optimizer), None)
+
+    @property
+    def are_known(self) -> bool:
+        """True if there are parameters to look at."""
+        return any(parameters for _, parameters in self._sampled.values())
+
+    def stepped(self, optimizer: Any) -> None:
+        """Take the gradients of an optimizer as used: it has made its step."""
+        _, parameters = self._sampled.get(id(optimizer), (None, ()))
+        self._used |= _marked(parameters)
+
+    def mark(self) -> dict[int, tuple[Any, int]]:
+        """Return what `were_added` compares with."""
+        return dict(mark for _, parameters in self._sampled.values() for mark in _marked(parameters).items())
+
+    def were_added(self, since: dict[int, tuple[Any, int]]) -> bool:
+        """Return whether a backward pass has added to a gradient since `mark`; setting it to zero does not count."""
+        return self._capturing() or any(
+            _any_added(parameters, since) for _, parameters in self._sampled.values()
+        )
+
+    def are_pending(self) -> bool:
+        """Return whether gradients were added that no step has used.
+
+        In every optimizer: the backward pass of one often adds to another's as well, which are then dropped (a GAN).
+        """
+        return (
+            self.are_known
+            and not self._capturing()
+            and all(_any_added(found, self._used) for _, found in self._sampled.values() if found)
+        )
+
+
+def _any_added(parameters: Iterable[Any], since: Mapping[int, tuple[Any, int]]) -> bool:
+    return any(
+        one.grad is not None and _is_another(one.grad, since.get(id(one))) and _is_nonzero(one.grad)
+        for one in parameters
+    )
+
+
+def _marked(parameters: Any) -> dict[int, tuple[Any, int]]:
+    # Weakly: the memory of a gradient that the program drops must be free at once.
+    return {
+        id(one): (weakref.ref(one.grad), _version(one.grad)) for one in parameters if one.grad is not None
+    }
+
+
+def _is_another(gradient: Any, mark: tuple[Any, int] | None) -> bool:
+    return mark is None or mark[0]() is not gradient or mark[1] != _version(gradient)
+
+
+def _version(gradient: Any) -> int:
+    return 0 if gradient.is_inference() else int(gradient._version)
+
+
+def _is_nonzero(gradient: Any) -> bool:
+    torch = sys.modules["torch"]
+    # Of a sharded one the answer would be a collective call, and of a sparse one there is none.
+    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+    try:
+        return not plain or bool(gradient.detach().any())
+    # Not for every dtype and device, and no reason to end a training.
+    except RuntimeError:
+        return True

@@ -9,8 +9,8 @@ from typing import Any
 from ciuic.training.format.shards import TemplateLookup, are_sharded, contains_shards, template_lookup
 from ciuic.training.format.structure import check_values
 from ciuic.training.logs import log
-from ciuic.training.state.boundaries import Boundaries
-from ciuic.training.state.data_position import Passes, Position, is_plain_loader
+from ciuic.training.state.boundaries import Boundaries, Passes
+from ciuic.training.state.data_position import Position, is_plain_loader
 from ciuic.training.state.stateful import state_access, state_of
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -22,7 +23,7 @@ import msgspec
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
-from ciuic.training.arena import GROWTH_FACTOR, Arena, Slot, allocate_arena
+from ciuic.training.arena import Arena, allocate_arena
 from ciuic.training.remote.uploads import store_variables
 from ciuic.training.writer.messages import (
     Attach,
@@ -81,9 +82,37 @@ def detach(process: subprocess.Popen[bytes]) -> None:
 
 # Arenas of a manager: the writer stores one while the trainer fills the other.
 _ARENAS: Final = 2
+_GROWTH_FACTOR: Final = 1.125
+"""Factor by which a new arena exceeds the requested size, so that a state that grows a little needs no second
+one.
+"""
 GONE: Final = "the writer process is gone"
 FORKED: Final = "this process was forked from the one that made the SnapshotManager: it needs one of its own"
 INTERRUPTED: Final = "interrupted while it was handed over"
+
+
+class Slot:
+    """An arena and its state of ownership."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.arena: Arena | None = None
+        self.known_to_writer = False
+        self.save = 0
+        """Number of the save for which the writer holds the arena; 0 if it does not."""
+        self.staged: weakref.ref[memoryview] | None = None
+        """Weak reference to the memory that the caller staged here and will submit later; while it is alive
+        the slot is not free.
+        """
+        self.reserved = False
+        """True while the caller is filling the arena."""
+        self.layout: object = None
+        """Cache of the caller that is valid for this arena only."""
+
+    @property
+    def is_free(self) -> bool:
+        """True if neither the writer nor the caller uses the arena."""
+        return not (self.save or self.reserved) and (self.staged is None or self.staged() is None)
 
 
 class WriterClient:
@@ -216,7 +245,7 @@ class WriterClient:
             if slot.arena is not None:
                 slot.arena.close()
             slot.arena, slot.layout, slot.known_to_writer = None, None, False
-            with_spare = int(size_bytes * GROWTH_FACTOR) if size_bytes >= 1 << 20 else 1 << 20
+            with_spare = int(size_bytes * _GROWTH_FACTOR) if size_bytes >= 1 << 20 else 1 << 20
             try:
                 slot.arena = allocate_arena(with_spare)
             except OSError:
