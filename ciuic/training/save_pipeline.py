@@ -261,7 +261,7 @@ class SavePipeline:
             self._back_off()
             return NotStaged.FAILED
         if staged is None:
-            self._count_skip()
+            self.count_skip()
             return NotStaged.SKIPPED
         save = Save(self, staged.number)
         # Before it is submitted, which may fail at once.
@@ -304,10 +304,15 @@ class SavePipeline:
         self._not_before = time.monotonic() + self._back_off_seconds
         self._back_off_seconds = min(2 * self._back_off_seconds, _MAX_BACK_OFF_SECONDS)
 
-    def _count_skip(self) -> None:
+    def count_skip(self, *, is_logged: bool = False) -> None:
+        """Count a save that was skipped because the writer is busy.
+
+        Args:
+            is_logged: True if the log has it already.
+        """
         self.stats.skipped += 1
         # Logged for the 1st, 2nd, 4th, 8th ... skip: a writer that is too slow may go on so for days.
-        if self.stats.skipped.bit_count() == 1:
+        if not is_logged and self.stats.skipped.bit_count() == 1:
             log.warning(
                 "ciuic: snapshot skipped: the writer is still storing the last two (%d skipped so far)",
                 self.stats.skipped,

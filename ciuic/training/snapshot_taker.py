@@ -529,7 +529,7 @@ class SnapshotTaker:
             objects, states = self._registered.objects, self._registered.states()
             found = agree(ranks, client.repository, objects, states, is_busy=not client.can_take)
             if found is None:
-                self._pipeline.stats.skipped += 1
+                self._pipeline.count_skip(is_logged=True)
                 self._skipped = _SkippedSave(self._run.step, SnapshotSpec(_AT_END), None)
             return found or []
         except (RanksApart, OSError) as error:

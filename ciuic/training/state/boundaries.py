@@ -41,7 +41,7 @@ _OWN_POSITION: Final = (
     "a resume would not be exact: the program fetches batches before it trains with the one before, and the loader's own state "
     "counts them as done: register a DataLoader without a state_dict, whose batches are counted here"
 )
-NOT_SURE: Final = (
+_NOT_SURE: Final = (
     "a resume would not be exact: the program seems to fetch batches before it trains with the one before, and how many "
     "cannot be known here: call manager.consumed() for each batch that it takes from its prefetcher"
 )
@@ -481,7 +481,7 @@ class ReadAhead:
     def _doubt(self) -> None:
         self._is_doubtful = True
         if not self._is_told:
-            warn_once(NOT_SURE)
+            warn_once(_NOT_SURE)
 
 
 class Gradients:
