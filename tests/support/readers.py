@@ -397,7 +397,6 @@ class _StubCore:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.pending = True
-        self.held_by_kernel: Callable[[int], bool] = lambda node: False
 
     def __getattr__(self, name: str) -> Any:
         status = os.fstat(self._fd)
