@@ -397,6 +397,8 @@ class _StubCore:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.pending = True
+        # The groups of operations, too.
+        self.names = self.files = self.attributes = self.directories = self
 
     def __getattr__(self, name: str) -> Any:
         status = os.fstat(self._fd)
