@@ -18,15 +18,13 @@ from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.base.metrics import Metrics
 from ciuic.daemon.base.notify import Notifier
+from ciuic.daemon.base.process_priority import SLICE, PriorityControl, SliceWeight
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.base.wakeup import Wakeup
-from ciuic.daemon.roots.priority_control import PriorityControl
-from ciuic.daemon.roots.session_keeper import SessionKeeper
-from ciuic.daemon.roots.sessions import SessionStore
+from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
-from ciuic.daemon.roots.systemd_slice import SLICE, SliceWeight
 from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
@@ -65,7 +63,7 @@ class DaemonParts:
             notifier: connection to systemd.
             now_ns: wall clock.
             stored_fds: descriptors that systemd kept over a restart, by name.
-            command_prefix: words before the commands of captures and upkeep (systemd_slice.py).
+            command_prefix: words before the commands of captures and upkeep (process_priority.py).
             worker_service: socket of ciuic-workers.service (prefork/service.py); empty: workers are children.
 
         Raises:

@@ -68,7 +68,7 @@ class Daemon:
             notifier: connection to systemd.
             now_ns: wall clock.
             stored_fds: descriptors that systemd kept over a restart, by name.
-            command_prefix: words before the commands of captures and upkeep (systemd_slice.py).
+            command_prefix: words before the commands of captures and upkeep (process_priority.py).
             worker_service: socket of ciuic-workers.service (prefork/service.py); empty: workers are children.
 
         Raises:

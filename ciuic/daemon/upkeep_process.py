@@ -1,7 +1,7 @@
 """Process that applies retention and frees space: `python -m ciuic.daemon.upkeep_process`.
 
 Standard input: one `UpkeepJob` as a line of JSON, then an `Urgency` a line whenever it changes
-(urgency_channel.py). Standard output: one `PruneReport` (exit status 0) or `ErrorDocument` (exit status: its
+(base/child_processes.py). Standard output: one `PruneReport` (exit status 0) or `ErrorDocument` (exit status: its
 code). A process of its own, so that I/O class and nice value apply, and marking never occupies the daemon's
 interpreter.
 """
@@ -98,7 +98,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 
 def main() -> int:
     """Run the process and return its exit status."""
-    from ciuic.daemon.base.urgency_channel import JobInput, follow_urgency
+    from ciuic.daemon.base.child_processes import JobInput, follow_urgency
     from ciuic.system.sandbox import profiles
     from ciuic.system.sandbox.privileges import limit_upkeep
 

@@ -141,7 +141,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/daemon/peers/messages.py": "a socket pair between processes of root",
     "ciuic/daemon/peer_receiver.py": "our own command line",
     "ciuic/daemon/base/runtime.py": "files of root in a directory of root",
-    "ciuic/daemon/base/urgency_channel.py": "the daemon, on our standard input",
+    "ciuic/daemon/base/child_processes.py": "the daemon, on our standard input",
     "ciuic/daemon/upkeep/upkeep.py": "what our own child has encoded",
     "ciuic/fuse_layer/tracking/changes.py": "bits that undo_format has checked",
     "ciuic/protocol/worker_client.py": "credentials, written by the kernel",

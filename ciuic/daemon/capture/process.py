@@ -28,7 +28,7 @@ import msgspec
 import structlog
 
 from ciuic.daemon.base import logs
-from ciuic.daemon.base.urgency_channel import JobInput, follow_urgency
+from ciuic.daemon.base.child_processes import JobInput, follow_urgency
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
     EXIT_NO_ROOM,

@@ -22,9 +22,13 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import EXPENDABLE_OOM_SCORE_ADJ, describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import (
+    EXPENDABLE_OOM_SCORE_ADJ,
+    describe_exit,
+    mark_expendable,
+    send_urgency,
+)
 from ciuic.daemon.base.runtime import PendingRecord, RuntimeDirectory
-from ciuic.daemon.base.urgency_channel import send_urgency
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
     CaptureJob,
@@ -77,7 +81,7 @@ class Captures:
 
         Args:
             cwd: working directory of the captures.
-            prefix: words before each command (systemd_slice.py).
+            prefix: words before each command (process_priority.py).
         """
         self._cwd = cwd
         self._command = [*prefix, *module_command(CAPTURE_MODULE)]

@@ -26,11 +26,11 @@ import trio
 
 from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob, printable
-from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
 from ciuic.daemon.snapshots.cut import (

@@ -438,14 +438,14 @@ async def make_cut(
     tags = [] if await flush_all(supervisors, flush) else [TAG_UNFLUSHED]
     for supervisor in supervisors:
         await supervisor.refresh_bypassing()
-    trusted = {supervisor.path: not supervisor.untrusted for supervisor in supervisors}
+    trusted = {supervisor.path: not supervisor.bypass.has_gap for supervisor in supervisors}
     # Before the cut: writers past the overlay that are known to be gone now have written all they will, and a
     # capture that compares everything has it.
-    unbypassed = {supervisor.path for supervisor in supervisors if supervisor.all_accounted}
+    unbypassed = {supervisor.path for supervisor in supervisors if supervisor.bypass.all_accounted}
     async with cut_all(supervisors, turn) as cuts:
         # Workers may have been replaced since the first look.
         for supervisor in supervisors:
-            trusted[supervisor.path] &= not supervisor.untrusted
+            trusted[supervisor.path] &= not supervisor.bypass.has_gap
         yield SnapshotCut(
             records=[CutRecord(path=cut.path, session=cut.session, epoch=cut.epoch) for cut in cuts],
             time_ns=max(cut.cut_ns for cut in cuts),
@@ -655,7 +655,7 @@ async def settle_epoch(store: Store, path: str, worker: OverlayWorker, epoch: in
 
 
 class TrackingTrust:
-    """Marks of roots whose tracking has a gap (`RootSupervisor.untrusted`), because a process wrote past the overlay.
+    """Marks of roots whose tracking has a gap (`BypassWatch.has_gap`), because a process wrote past the overlay.
 
     Guarantees: a gap is remembered until a snapshot that was cut after the last bypass had ended, and that
     compared everything, is committed; a successor of the daemon knows of it. docs/decisions/trust.md has the
@@ -676,13 +676,13 @@ class TrackingTrust:
         # following one would trust tracking that never saw the last writes of the process
         # (docs/decisions/trust.md).
         for path in committed.unbypassed & compared:
-            if path in roots and roots[path].all_accounted:
-                roots[path].untrusted = False
+            if path in roots and roots[path].bypass.all_accounted:
+                roots[path].bypass.has_gap = False
         self.note()
 
     def note(self) -> None:
         """Write the marks to the runtime directory for a successor, if they have changed."""
-        untrusted = {path for path, supervisor in self._roots().items() if supervisor.untrusted}
+        untrusted = {path for path, supervisor in self._roots().items() if supervisor.bypass.has_gap}
         if untrusted == self._noted:
             return
         try:
@@ -698,5 +698,5 @@ class TrackingTrust:
             paths: roots that it had marked; None where that is not known, and then every root is marked.
         """
         for path, supervisor in self._roots().items():
-            supervisor.untrusted |= paths is None or path in paths
+            supervisor.bypass.has_gap |= paths is None or path in paths
         self.note()

@@ -31,8 +31,7 @@ import trio
 from ciuic.daemon.base.alerts import KEY_MISSING
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import PendingRecord
-from ciuic.daemon.roots.backing_descriptors import backing_descriptors
-from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.roots.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.daemon.snapshots.capturing import Capturing, Context
 from ciuic.daemon.snapshots.cut import CutTurns, Retaking, make_cut, mounted_roots, settle_epoch

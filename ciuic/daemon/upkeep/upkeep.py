@@ -18,13 +18,12 @@ import structlog
 import trio
 
 from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import describe_exit, mark_expendable, send_urgency
+from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules
-from ciuic.daemon.base.urgency_channel import send_urgency
 from ciuic.daemon.base.wakeup import Wakeup
-from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.errors import BY_EXIT_CODE, CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
