@@ -11,8 +11,7 @@ from collections.abc import Callable
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import KEY_MISSING, Alerts, EventBus
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import RootSettings, Settings

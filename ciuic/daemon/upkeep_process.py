@@ -31,7 +31,7 @@ from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files,
 from ciuic.system.urgency import Urgency
 
 # Wait for another writer. Captures of the same daemon are none: the daemon lets them and upkeep take turns.
-LOCK_WAIT_SECONDS = 60.0
+_LOCK_WAIT_SECONDS = 60.0
 
 
 class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -72,7 +72,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
             remotes=remotes.done,
             reserve_bytes=job.reserve_bytes,
             dry_run=job.dry_run,
-            wait_seconds=LOCK_WAIT_SECONDS,
+            wait_seconds=_LOCK_WAIT_SECONDS,
             should_stop=should_stop,
         )
     return PruneReport(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import structlog
 import trio
 
-from ciuic.daemon.base.wakeup import Wakeup
+from ciuic.daemon.base.events import Wakeup
 from ciuic.system.child_process import find_program, program_environment
 from ciuic.system.precedence import IoPriority, place
 from ciuic.system.urgency import Urgency

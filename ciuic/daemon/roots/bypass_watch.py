@@ -15,7 +15,7 @@ from typing import TypeVar
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.roots.mount_hooks import MountHooks
 from ciuic.protocol.control_types import BypassingMountReport, BypassReport
 from ciuic.system.bypass import REMEDY, Bypasser, BypassingMount

@@ -24,7 +24,7 @@ from typing import Final
 import structlog
 import trio
 
-from ciuic.daemon.base.notify import Notifier
+from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions, successor_arguments
 from ciuic.fuse_layer.prefork import keeper, messages
 from ciuic.fuse_layer.prefork.client import SpareProcess

@@ -29,9 +29,8 @@ import structlog
 import trio
 
 import ciuic
-from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.child_processes import describe_exit
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.bypass_watch import BypassWatch
 from ciuic.daemon.roots.mount_hooks import MountHooks

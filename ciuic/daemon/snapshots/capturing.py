@@ -24,8 +24,7 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import KEY_MISSING, Alerts, EventBus
 from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory

@@ -38,9 +38,9 @@ from typing import NamedTuple
 import structlog
 import trio
 
+from ciuic.daemon.base.events import Wakeup
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.base.runtime import CutRecord, RuntimeDirectory
-from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.flush_helper import VANISHED

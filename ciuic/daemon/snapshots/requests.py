@@ -28,7 +28,7 @@ from typing import NamedTuple
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import KEY_MISSING
+from ciuic.daemon.base.events import KEY_MISSING
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import PendingRecord
 from ciuic.daemon.roots.supervisor import RootSupervisor, backing_descriptors

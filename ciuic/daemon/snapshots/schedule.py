@@ -26,9 +26,8 @@ import trio
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts, Wakeup
 from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.errors import CiuicError

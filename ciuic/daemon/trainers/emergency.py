@@ -18,8 +18,7 @@ import structlog
 import trio
 
 from ciuic.daemon.base.alert_hook import trainer_key
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.trainers.trainer import WatchedTrainer
 from ciuic.errors import CiuicError

@@ -5,7 +5,7 @@ belong to their user, or to a group of theirs that may write there, by the kerne
 and the owner of the directory (permission.py). No content can be read through the socket, and only callers
 that may have a snapshot taken learn of it. Callers without the right to the control socket have a part of the
 queue's places (snapshot_queue.py), so that requests on the control socket and the schedule always find one.
-Their holds are limited (user_holds.py). Leaves the socket to peers/server.py.
+Their holds are limited (user_holds.py). Leaves the socket to peer_server.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import structlog
 import trio
 
 from ciuic.config import HoldsConfig
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.peers.messages import ReceiverOptions
-from ciuic.daemon.peers.server import PeerQuestion, PeerReply, PeerServer
+from ciuic.daemon.peer_messages import ReceiverOptions
+from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer
 from ciuic.daemon.roots.permission import is_administrator, owners, owns
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.requests import Snapshots

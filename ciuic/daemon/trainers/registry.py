@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.trainer import ProcessIdentity, TrainerEnd, WatchedTrainer
 from ciuic.daemon.trainers.watch_journal import WatchRecord

@@ -19,8 +19,7 @@ import trio
 
 from ciuic.daemon.base.accounts import Accounts
 from ciuic.daemon.base.alert_hook import AlertHook
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.roots.permission import WatchPermission, owners
 from ciuic.daemon.roots.supervisor import RootSupervisor

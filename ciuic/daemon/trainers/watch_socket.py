@@ -5,7 +5,7 @@ Then the caller may close the connection.
 Guarantees: the kernel's credentials of the caller decide, not its message: a caller whose trainers are not
 watched is refused before any descriptor of its is received, and a caller that is neither root nor the owner
 of the registered process is refused too. Descriptors of unprivileged callers are received by a process of its
-own (peers/server.py); only a pidfd and pages come here, and are kept or closed.
+own (peer_server.py); only a pidfd and pages come here, and are kept or closed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final
 import msgspec
 import structlog
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.peers.messages import ReceiverOptions
-from ciuic.daemon.peers.server import PeerQuestion, PeerReply, PeerServer, close_all
+from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.peer_messages import ReceiverOptions
+from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer, close_all
 from ciuic.daemon.trainers.registry import TrainerRegistry
 from ciuic.daemon.trainers.trainer import ProcessIdentity
 from ciuic.errors import CiuicError, NotPermitted, UsageError

@@ -16,7 +16,7 @@ from support.fake_daemon import FakeOverlay, FakeWorker, until
 from support.live import wait_for
 from support.second_user import MADE_UP, run_as
 
-from ciuic.daemon.base.notify import Notifier
+from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.roots import sessions
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.worker_process import WorkerOptions

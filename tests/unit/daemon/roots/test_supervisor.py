@@ -11,8 +11,7 @@ import trio.testing
 from support.fake_daemon import FakeOverlay, FakeWorker, NoMounts
 
 import ciuic.daemon.roots.supervisor as supervisor_module
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots import bypass_watch
 from ciuic.daemon.roots.supervisor import RootSupervisor

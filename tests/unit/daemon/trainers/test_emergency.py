@@ -8,8 +8,7 @@ from typing import NamedTuple
 import trio
 import trio.testing
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.trainers.emergency import MAX_ALERTS, Emergencies
 from ciuic.daemon.trainers.registry import RETURN_SECONDS, TrainerRegistry
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
