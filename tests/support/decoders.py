@@ -80,7 +80,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/daemon/control_api.py": ("request for a snapshot",),
     "ciuic/daemon/capture/job.py": ("capture job", "capture message"),
     "ciuic/daemon/upkeep_process.py": ("job of upkeep",),
-    "ciuic/daemon/trainers/watch_journal.py": ("watched trainers",),
+    "ciuic/daemon/trainers/registry.py": ("watched trainers",),
     "ciuic/daemon/trainers/watch_socket.py": ("hello of a trainer",),
     "ciuic/protocol/worker_frames.py": ("control frame",),
     "ciuic/fuse_layer/core/epochs.py": ("saved tracking",),

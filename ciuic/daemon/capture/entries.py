@@ -392,7 +392,7 @@ def _unheld_of(sealed: Sealed) -> dict[int, Unheld]:
 def _is_as_held(inode: PinnedInode, unheld: Unheld) -> bool:
     """Return whether the file, read just now, is proved to be what it was under the hold.
 
-    See fuse_layer/cut/instant.py.
+    See fuse_layer/core/passthrough_writers.py.
     """
     if not unheld.provable:
         return False

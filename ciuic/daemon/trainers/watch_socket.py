@@ -37,7 +37,7 @@ from ciuic.system import processes
 
 # Connections, which trainers keep open. 512 trainers are watched at most, some with several managers.
 MAX_CONNECTIONS: Final = 1024
-MAX_CONNECTIONS_OF_A_USER: Final = 256
+_MAX_CONNECTIONS_OF_A_USER: Final = 256
 _HELLO: Final[msgspec.msgpack.Decoder[Hello]] = msgspec.msgpack.Decoder(Hello)
 log = structlog.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class WatchSocket:
             path=str(runtime_dir / SOCKET_NAME),
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_connections=MAX_CONNECTIONS,
-            max_connections_of_a_user=MAX_CONNECTIONS_OF_A_USER,
+            max_connections_of_a_user=_MAX_CONNECTIONS_OF_A_USER,
             takes_descriptors=True,
         )
         self.server = PeerServer(
