@@ -278,7 +278,7 @@ class SnapshotText(_ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the candidates for the word that is being typed."""
-        from ciuic.cli.shared.candidates import complete_snapshot
+        from ciuic.cli.shared.completion import complete_snapshot
 
         return complete_snapshot(ctx, incomplete)
 
@@ -296,7 +296,7 @@ class SnapshotPath(_ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the candidates for the word that is being typed."""
-        from ciuic.cli.shared.candidates import complete_snapshot_path
+        from ciuic.cli.shared.completion import complete_snapshot_path
 
         return complete_snapshot_path(ctx, incomplete)
 

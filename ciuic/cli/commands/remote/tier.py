@@ -39,7 +39,7 @@ def tier(place: str, dry_run: bool, as_json: bool) -> None:
     minimum duration in the colder class.
     """
     from ciuic.cli.shared.progress import progress
-    from ciuic.cli.shared.remotes.cold import open_session_classes
+    from ciuic.cli.shared.remotes import open_session_classes
     from ciuic.remote.upkeep.space_classes import classes_of_spaces
     from ciuic.remote.upkeep.tier_moves import apply_rules
 
