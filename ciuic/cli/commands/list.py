@@ -19,9 +19,8 @@ import click
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import json_name, plural, shown_text
-from ciuic.cli.shared.options import HOST_PATH, FrameCommand
+from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
-from ciuic.cli.shared.remotes import use_configured_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import UsageError
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety

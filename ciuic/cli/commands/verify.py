@@ -17,9 +17,8 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.marks import resolve_all
 from ciuic.cli.shared.names import plural
-from ciuic.cli.shared.options import ID, FrameCommand
+from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
-from ciuic.cli.shared.remotes import remote_options, use_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.verify_result import as_document, print_damages, reporting
 from ciuic.errors import Damaged

@@ -1,36 +1,26 @@
-"""Remotes that commands read in place of the repository: their options, their opening, and what is archived in them.
+"""The remote that ``--repo URL`` names, opened for reading.
 
 Guarantees: a machine that never saw the remote needs the URL and the key, and no configuration. Secrets come from the environment, the
 configuration or a prompt on the terminal, and never from the command line.
-
-A restore that would stop at an archived pack is refused before anything is changed, with the command that thaws.
 """
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
 from ciuic.cli.shared.messages import complain
-from ciuic.cli.shared.names import plural, shown
-from ciuic.cli.shared.session import Session
 from ciuic.errors import CiuicError, NotFound, UsageError
-from ciuic.repository.errors import Archived
-from ciuic.units import human_size
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.remote.objects.model import Objects
-    from ciuic.remote.objects.storage_classes import ObjectClasses
     from ciuic.remote.objects.urls import StoreSettings
     from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.remote.sealing.slot_secret import SlotSecret
-    from ciuic.repository import Repository
-    from ciuic.repository.lookup import Located
 
 
 # People type keys from paper.
@@ -165,105 +155,3 @@ def _asked(url: str) -> SlotSecret:
     from ciuic.remote.sealing.slot_secret import typed_secret
 
     return typed_secret(click.prompt(f"passphrase or recovery key of {url}", hide_input=True, err=True))
-
-
-def use_configured_remote(session: Session, name: str = "") -> None:
-    """Have the session read the configured remote of this name, or the only one.
-
-    Raises:
-        UsageError: none is configured, or several are and none was named.
-        NotFound: none has this name.
-    """
-    remotes = session.config.remotes
-    named = [remote for remote in remotes if name in ("", remote.name)]
-    if name and not named:
-        known = ", ".join(remote.name for remote in remotes) or "none"
-        raise NotFound(f"no remote {name!r} is configured", hint=f"there is: {known}")
-    if len(named) != 1:
-        known = ", ".join(f"{remote.name} ({remote.url})" for remote in remotes) or "none"
-        raise UsageError(f"which remote? configured: {known}", hint="name it: --name NAME, or --repo URL")
-    session.repo_option, session.remote_option = None, named[0].url
-
-
-def remote_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --remote and --name; see `use_remote`."""
-    for add in (
-        click.option("--name", default="", metavar="NAME", help="With --remote: its name, of several."),
-        click.option(
-            "--remote", "remote", is_flag=True, help="The configured remote instead; or --repo URL."
-        ),
-    ):
-        command = add(command)
-    return command
-
-
-def use_remote(session: Session, remote: bool, name: str) -> bool:
-    """Have the session read the remote that --remote, --name or --repo mean, and return whether they mean one.
-
-    Raises:
-        UsageError, NotFound: as `use_configured_remote`; or --name was given alone.
-    """
-    if name and not remote:
-        raise UsageError("--name goes with --remote")
-    if remote and session.remote_url is None:
-        use_configured_remote(session, name)
-    elif name:
-        raise UsageError("--name names a configured remote, and --repo another: give one or the other")
-    return session.remote_url is not None
-
-
-# Every object store that archives takes hours for the speed that is the default.
-_TIME = "this takes the store some hours; --status of the same command says until when"
-
-
-def refuse_archived(repository: Repository, snapshot: str, selected: Sequence[Located]) -> None:
-    """Raise Archived if the content of these files and directories cannot all be read before it is thawed.
-
-    Args:
-        repository: Repository of the snapshot; nothing is asked unless it is one of a remote.
-        snapshot: Id of the snapshot.
-        selected: Files and directories to restore.
-    """
-    from ciuic.remote.reading.remote_repository import RemoteRepository
-    from ciuic.remote.upkeep.thawing import cold_needs, unreadable_now
-
-    if not isinstance(repository, RemoteRepository):
-        return
-    packs = unreadable_now(repository.reader, cold_needs(repository, selected))
-    if not packs:
-        return
-    paths = " ".join(f"-p {shlex.quote(shown(source.path))}" for source in selected)
-    size = human_size(sum(pack.size_bytes for pack in packs))
-    verb = "is" if len(packs) == 1 else "are"
-    raise Archived(
-        f"{plural(len(packs), 'pack')} of {snapshot} ({size}) {verb} archived in the store; nothing was changed",
-        hint=f"thaw first: ciuic --repo {shlex.quote(repository.reader.space.objects.url)} remote thaw {snapshot} {paths}\n"
-        f"{_TIME}",
-    )
-
-
-def open_session_classes(session: Session, url: str) -> ObjectClasses:
-    """Open the storage classes of the remote with this URL, as the configuration says where it is.
-
-    Raises:
-        UsageError: the store has none that can be changed from here, or its library is not installed.
-    """
-    from ciuic.remote.objects.opening import open_classes
-    from ciuic.remote.objects.urls import StoreSettings
-
-    config = _configured_remote(session, url)
-    settings = None
-    if config is not None:
-        settings = StoreSettings(endpoint=config.endpoint or "", region=config.region or "")
-    return open_classes(url, settings)
-
-
-def _configured_remote(session: Session, url: str) -> RemoteConfig | None:
-    from ciuic.remote.objects.urls import parse_url
-
-    try:
-        known = session.config.remotes
-    except CiuicError:
-        return None
-    place = parse_url(url)
-    return next((remote for remote in known if parse_url(remote.url) == place), None)
