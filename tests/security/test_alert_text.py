@@ -21,8 +21,8 @@ import trio
 import trio.testing
 from support.real_systemd import RealSystemd, reason_against
 
+from ciuic.cli.commands.status import print_trainers
 from ciuic.cli.shared.session import Session
-from ciuic.cli.shared.trainer_lines import print_trainers
 from ciuic.config import AlertConfig
 from ciuic.daemon.base import alert_hook
 from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, environment_file, notice_of, prepare
