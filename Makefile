@@ -57,7 +57,7 @@ rescue-remote: preflight-rescue-remote
 test: preflight-test
 	@.ci/setup test
 	@$(MAKE) --no-print-directory check
-	$(PYTEST) $(PARALLEL) $(ARGS)
+	$(PYTEST) $(PARALLEL) --durations=20 $(ARGS)
 	CIUIC_TEST_DRIVER=pyfuse3 $(PYTEST) $(PARALLEL) $(BOTH_DRIVERS)
 	CIUIC_TEST_DRIVER=kernel-cached $(PYTEST) $(PARALLEL) $(CACHED)
 

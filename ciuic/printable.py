@@ -8,7 +8,6 @@ operator's script puts it. Two different names are shown differently. Documents 
 
 from __future__ import annotations
 
-import string
 from typing import Final
 
 
@@ -23,7 +22,7 @@ def _shown(char: str) -> str:
     return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
 
 
-_PLAIN: Final = frozenset(string.ascii_letters + string.digits + "._@:+,=/-")
+_PLAIN: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._@:+,=/-")
 
 
 def escaped(text: str) -> str:

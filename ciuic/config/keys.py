@@ -105,7 +105,7 @@ KEYS: dict[str, Key] = {
         # most.
         Key("capture.finish_within", interval_value, "", show=format_duration),
         Key("capture.undo_limit", undo_limit_value, "16GiB", show=format_size),
-        # No text here: `_EMPTY` in draft.py has the lists, and a list in the file replaces all of one.
+        # No text here: `_EMPTY` in load.py has the lists, and a list in the file replaces all of one.
         Key("overlay.tracked_names", names_value, "", show=show_list),
         Key("overlay.mapped_names", names_value, "", show=show_list),
         # Follows `daemon.runtime_dir` where that alone is set (`Draft.build`).

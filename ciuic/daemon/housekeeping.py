@@ -1,21 +1,26 @@
 """Periodic checks of the daemon, every half minute.
 
 Guarantees: an epoch whose outcome a worker was not told is settled; an epoch that a worker gave up, a store
-short of space, a remote that falls behind, a clock that was set and processes that bypass the overlay are alerts; `systemctl status`
-shows an up-to-date line.
+short of space, a remote that falls behind, a clock that was set and processes that bypass the overlay are
+alerts; `systemctl status` shows an up-to-date line.
+
+A clock that was set is detected by comparing wall time with the time since boot, which cannot be set. A host
+that slept does not count as a clock that was set (CLOCK_BOOTTIME counts sleep), nor does a clock that NTP
+adjusts a little at a time. Leaves the consequences to schedule.py and ciuic.retention.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from functools import partial
 
 import structlog
 import trio
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.base.alerts import KEY_MISSING
-from ciuic.daemon.base.clock import ClockWatch
+from ciuic.daemon.base.events import KEY_MISSING
 from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.errors import CiuicError
@@ -23,14 +28,38 @@ from ciuic.protocol.control_types import rfc3339
 from ciuic.units import human_duration, human_size, plural
 
 # Each round asks every worker for its status and looks at the repository.
-PERIOD_SECONDS = 30.0
+_PERIOD_SECONDS = 30.0
 # Floor of free space where none is configured: below it even the smallest checkpoint may not fit.
-LOW_SPACE_BYTES = 1 << 30
+_LOW_SPACE_BYTES = 1 << 30
 # Share of a file system of less than 20 GiB that is the floor instead.
-LOW_SPACE_SHARE = 0.05
+_LOW_SPACE_SHARE = 0.05
 # Beginning of the key of the alert that a remote is behind.
-KEY_REMOTE = "remote:"
+_KEY_REMOTE = "remote:"
+# Less than this is clock discipline (NTP), not a clock that was set.
+_STEP_SECONDS = 60.0
 log = structlog.get_logger(__name__)
+
+
+class ClockWatch:
+    """Comparison of both clocks from one call to the next."""
+
+    def __init__(
+        self,
+        now_ns: Callable[[], int],
+        boot_ns: Callable[[], int] = lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self._now_ns = now_ns
+        self._boot_ns = boot_ns
+        self._difference_ns = now_ns() - boot_ns()
+
+    def moved_seconds(self) -> float:
+        """Return how far the clock was put forward (positive) or back since the last call.
+
+        Return 0 for less than a minute.
+        """
+        before, self._difference_ns = self._difference_ns, self._now_ns() - self._boot_ns()
+        moved = (self._difference_ns - before) / 1e9
+        return moved if abs(moved) >= _STEP_SECONDS else 0.0
 
 
 class DaemonHousekeeping:
@@ -41,9 +70,9 @@ class DaemonHousekeeping:
         self._clock = ClockWatch(parts.now_ns)
 
     async def run(self) -> None:
-        """Check every `PERIOD_SECONDS`, until cancelled."""
+        """Check every `_PERIOD_SECONDS`, until cancelled."""
         while True:
-            await trio.sleep(PERIOD_SECONDS)
+            await trio.sleep(_PERIOD_SECONDS)
             try:
                 await self.once()
             except Exception:
@@ -133,7 +162,7 @@ class DaemonHousekeeping:
         if settings.min_free is not None:
             floor = settings.min_free.floor_bytes(facts.total_bytes)
         else:
-            floor = min(LOW_SPACE_BYTES, int(LOW_SPACE_SHARE * facts.total_bytes))
+            floor = min(_LOW_SPACE_BYTES, int(_LOW_SPACE_SHARE * facts.total_bytes))
         if facts.total_bytes and facts.free_bytes < floor:
             alerts.report(
                 "space",
@@ -148,13 +177,13 @@ class DaemonHousekeeping:
         alerts, max_lags = self._parts.alerts, dict(self._parts.settings.max_lags)
         # A remote that is no longer configured, or without a limit since a reload.
         for alert in alerts.standing():
-            if alert.key.startswith(KEY_REMOTE) and alert.key.removeprefix(KEY_REMOTE) not in max_lags:
+            if alert.key.startswith(_KEY_REMOTE) and alert.key.removeprefix(_KEY_REMOTE) not in max_lags:
                 alerts.clear(alert.key)
         if not max_lags:
             return
         store, now_ns = self._parts.store, self._parts.now_ns()
         for remote in await trio.to_thread.run_sync(partial(store.remotes, list(max_lags), now_ns=now_ns)):
-            key = f"{KEY_REMOTE}{remote.name}"
+            key = f"{_KEY_REMOTE}{remote.name}"
             if remote.seconds <= max_lags[remote.name]:
                 alerts.clear(key)
                 continue

@@ -15,8 +15,8 @@ import trio
 
 from ciuic.config import Config, check_owners, load_config, raise_for
 from ciuic.daemon.base import logs
-from ciuic.daemon.base.notify import Notifier, take_stored_fds
-from ciuic.daemon.roots.systemd_slice import slice_prefix
+from ciuic.daemon.base.process_priority import slice_prefix
+from ciuic.daemon.base.systemd import Notifier, take_stored_fds
 from ciuic.daemon.service import Daemon
 from ciuic.errors import CiuicError, NotPermitted
 

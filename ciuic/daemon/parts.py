@@ -12,21 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ciuic.config import Config, check_overlaps
-from ciuic.daemon.active_settings import ActiveSettings
 from ciuic.daemon.base.accounts import AccountNames, Accounts
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
 from ciuic.daemon.base.metrics import Metrics
-from ciuic.daemon.base.notify import Notifier
+from ciuic.daemon.base.process_priority import SLICE, PriorityControl, SliceWeight
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
-from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.base.wakeup import Wakeup
-from ciuic.daemon.roots.priority_control import PriorityControl
-from ciuic.daemon.roots.session_keeper import SessionKeeper
-from ciuic.daemon.roots.sessions import SessionStore
+from ciuic.daemon.base.settings import ActiveSettings, Settings
+from ciuic.daemon.base.systemd import Notifier
+from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
-from ciuic.daemon.roots.systemd_slice import SLICE, SliceWeight
 from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
@@ -35,7 +30,7 @@ from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledS
 from ciuic.daemon.snapshots.space import SpaceWatch
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch
-from ciuic.daemon.upkeep.upkeep import UPKEEP_MODULE, Upkeep
+from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.protocol.pairing import SOCKET_NAME
@@ -65,7 +60,7 @@ class DaemonParts:
             notifier: connection to systemd.
             now_ns: wall clock.
             stored_fds: descriptors that systemd kept over a restart, by name.
-            command_prefix: words before the commands of captures and upkeep (systemd_slice.py).
+            command_prefix: words before the commands of captures and upkeep (process_priority.py).
             worker_service: socket of ciuic-workers.service (prefork/service.py); empty: workers are children.
 
         Raises:

@@ -8,9 +8,12 @@ answers back; the daemon never holds a caller's connection nor anything that was
 
 * credentials first: no descriptor is received from a caller that the daemon has not admitted;
 * this process receives and closes no descriptor of a caller either: for each connection that has some, a
-  helper (helper_process.py) is forked that holds nothing else. A helper that does not end costs its user this
+  helper (peer_helpers.py) is forked that holds nothing else. A helper that does not end costs its user this
   socket as long as it lives and some minutes more;
-* a silent connection is closed, and limits hold for each user (peers/connection_limits.py);
+* a silent connection is closed;
+* one user never keeps another out, however many connections it opens; while all connections are in use, users
+  that are known to the daemon (root, owners of roots, users with a watched trainer) have precedence over
+  others;
 * it ends with the channel: with the daemon, or when the daemon replaces it.
 """
 
@@ -23,15 +26,14 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from ciuic.daemon.peers.connection_limits import ConnectionLimits, OpenConnection
-from ciuic.daemon.peers.helper_pool import HelperPool
-from ciuic.daemon.peers.messages import (
+from ciuic.daemon.peer_helpers import HelperPool
+from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
     Admit,
     AnswerCaller,
@@ -50,11 +52,12 @@ from ciuic.protocol.peer_socket import Caller, Queued
 from ciuic.system.sandbox import privileges
 from ciuic.system.sandbox.profiles import limit_receiver
 
-BEAT_SECONDS: Final = 1.0
+_ROOT = 0
+_BEAT_SECONDS: Final = 1.0
 # Longest wait for an answer of the daemon, which comes within seconds or not at all.
-ANSWER_SECONDS: Final = 60.0
+_ANSWER_SECONDS: Final = 60.0
 # Exit status when too many connections wait that cannot be closed safely: a successor begins anew.
-EXIT_RETIRED: Final = 3
+_EXIT_RETIRED: Final = 3
 # Send buffer of the channel: the daemon may stand still for some time (a debugger, a stop signal), and
 # messages wait here.
 _CHANNEL_BUFFER_BYTES: Final = 4 << 20
@@ -66,7 +69,64 @@ MAX_GROUPS: Final = 4096
 _ACCEPTS_AT_ONCE: Final = 64
 
 
-class PeerConnection:
+class OpenConnection(NamedTuple):
+    """Connection, as far as the choice depends on it."""
+
+    number: int
+    """Number that ascends with the time of arrival."""
+    uid: int
+    silent: bool
+    """True if no message has come on it, so that no request is lost when it is closed."""
+
+
+class ConnectionLimits:
+    """Limits of one socket."""
+
+    def __init__(self, max_connections: int, max_of_a_user: int) -> None:
+        self._max_connections = max_connections
+        self._max_of_a_user = max_of_a_user
+        self.known: frozenset[int] = frozenset()
+        """Users with precedence."""
+
+    def is_one_too_many(self, uid: int, counts: Counter[int]) -> bool:
+        """Return whether this user has as many connections as one may have. Root has no limit of its own."""
+        return uid != _ROOT and counts[uid] >= self._max_of_a_user
+
+    def victim(self, uid: int, counts: Counter[int], places: Iterable[OpenConnection]) -> int | None:
+        """Return the number of the silent connection to close for a new one of `uid` on a full socket.
+
+        Return None where there is none.
+
+        It belongs to a user that is not known, where `uid` is known, or else to one that has more connections
+        than `uid` would have. Of these it is the oldest of the user with the most connections.
+        """
+        rank = self._rank(uid)
+        # Of users with the same precedence the other one has to have more than `uid` with its new connection:
+        # otherwise two users would close each other's connections for ever.
+        candidates = [
+            place
+            for place in places
+            if place.silent
+            and (
+                self._rank(place.uid) > rank
+                or (self._rank(place.uid) == rank and counts[place.uid] > counts[uid] + 1)
+            )
+        ]
+        if not candidates:
+            return None
+        chosen = max(candidates, key=lambda place: (self._rank(place.uid), counts[place.uid], -place.number))
+        return chosen.number
+
+    def is_full(self, counts: Counter[int]) -> bool:
+        """Return whether all connections are in use."""
+        return counts.total() >= self._max_connections
+
+    def _rank(self, uid: int) -> int:
+        """Return the precedence of a user: 0 root, 1 known users, 2 others."""
+        return 0 if uid == _ROOT else 1 if uid in self.known else 2
+
+
+class _PeerConnection:
     """Connection of one caller. `state` says what it waits for."""
 
     def __init__(self, number: int, sock: socket.socket, caller: Caller, deadline: float) -> None:
@@ -91,7 +151,7 @@ class Receiver:
         self._options = options
         self._selector = selectors.DefaultSelector()
         self._limits = ConnectionLimits(options.max_connections, options.max_connections_of_a_user)
-        self._connections: dict[int, PeerConnection] = {}
+        self._connections: dict[int, _PeerConnection] = {}
         self._counts: Counter[int] = Counter()
         self._numbers = 0
         self._outgoing: deque[bytes] = deque()
@@ -113,14 +173,14 @@ class Receiver:
                     return 0
             now = time.monotonic()
             if now >= next_beat:
-                next_beat = now + BEAT_SECONDS
+                next_beat = now + _BEAT_SECONDS
                 # Heartbeats do not pile up for a daemon that stands still.
                 if not self._outgoing:
                     self._tell(Beat(len(self._connections)))
             self._hang_up_on_the_silent(now)
             self._helpers.look(now)
             if self._helpers.too_many_unclosed:
-                return EXIT_RETIRED
+                return _EXIT_RETIRED
 
     # -- the daemon
 
@@ -161,13 +221,13 @@ class Receiver:
             if connection is not None:
                 self._carry_out(connection, message)
 
-    def _carry_out(self, connection: PeerConnection, message: Admit | AnswerCaller) -> None:
+    def _carry_out(self, connection: _PeerConnection, message: Admit | AnswerCaller) -> None:
         if isinstance(message, Admit):
             self._admit(connection, message)
         else:
             self._answer(connection, message)
 
-    def _admit(self, connection: PeerConnection, message: Admit) -> None:
+    def _admit(self, connection: _PeerConnection, message: Admit) -> None:
         if connection.state != "admission":
             return
         if message.refusal:
@@ -178,7 +238,7 @@ class Receiver:
         connection.state = "message"
         self._listen_to(connection)
 
-    def _answer(self, connection: PeerConnection, message: AnswerCaller) -> None:
+    def _answer(self, connection: _PeerConnection, message: AnswerCaller) -> None:
         # In state "helper" the helper has handed the message to the daemon and has not ended yet.
         if connection.state not in ("answer", "helper"):
             return
@@ -201,7 +261,7 @@ class Receiver:
             except OSError:  # out of descriptors or memory, which passes: accept again after a pause
                 # Level-triggered: the listener would stay readable and the loop would spin.
                 self._selector.unregister(self._listener)
-                self._accept_again_at = time.monotonic() + BEAT_SECONDS
+                self._accept_again_at = time.monotonic() + _BEAT_SECONDS
                 break
             try:
                 caller = peer_socket.caller_of(sock)
@@ -226,7 +286,7 @@ class Receiver:
         if refused:
             self._helpers.close(number, sock, caller)
             return
-        connection = PeerConnection(number, sock, caller, time.monotonic() + self._options.silent_seconds)
+        connection = _PeerConnection(number, sock, caller, time.monotonic() + self._options.silent_seconds)
         self._connections[number] = connection
         self._counts[caller.uid] += 1
         if self._options.takes_descriptors:
@@ -239,10 +299,10 @@ class Receiver:
         self._numbers += 1
         return self._numbers
 
-    def _listen_to(self, connection: PeerConnection) -> None:
+    def _listen_to(self, connection: _PeerConnection) -> None:
         self._selector.register(connection.sock, selectors.EVENT_READ, lambda mask: self._hear(connection))
 
-    def _hear(self, connection: PeerConnection) -> bool:
+    def _hear(self, connection: _PeerConnection) -> bool:
         """Handle what came on a connection: a message, descriptors, or the end."""
         try:
             found = peer_socket.queued(connection.sock)
@@ -270,11 +330,11 @@ class Receiver:
             self._drop(connection)
         return True
 
-    def _expect_answer(self, connection: PeerConnection) -> None:
+    def _expect_answer(self, connection: _PeerConnection) -> None:
         connection.state = "answer"
-        connection.deadline = time.monotonic() + ANSWER_SECONDS
+        connection.deadline = time.monotonic() + _ANSWER_SECONDS
 
-    def _say(self, connection: PeerConnection, data: bytes, trouble: str = "") -> None:
+    def _say(self, connection: _PeerConnection, data: bytes, trouble: str = "") -> None:
         uid, groups = connection.caller
         self._tell(Said(number=connection.number, uid=uid, groups=tuple(groups), data=data, trouble=trouble))
 
@@ -292,11 +352,11 @@ class Receiver:
 
     # -- ends
 
-    def _finish(self, connection: PeerConnection, last_words: bytes) -> None:
+    def _finish(self, connection: _PeerConnection, last_words: bytes) -> None:
         _sent(connection.sock, last_words)
         self._drop(connection)
 
-    def _drop(self, connection: PeerConnection) -> None:
+    def _drop(self, connection: _PeerConnection) -> None:
         del self._connections[connection.number]
         self._counts[connection.caller.uid] -= 1
         # Users without a connection are forgotten: in a container they are created at no cost.

@@ -11,16 +11,13 @@ from collections.abc import Callable
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import KEY_MISSING, Alerts, EventBus
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import RootSettings, Settings
-from ciuic.daemon.roots.backing_descriptors import backing_descriptors
-from ciuic.daemon.roots.mount_hooks import MountHooks, RealMounts
-from ciuic.daemon.roots.recovery import is_mounted
+from ciuic.daemon.roots.mount_hooks import MountHooks, RealMounts, is_mounted
 from ciuic.daemon.roots.sessions import SessionStore
-from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.roots.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import CiuicError, NotFound

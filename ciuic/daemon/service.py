@@ -6,6 +6,10 @@ clean stop: no new work, the running capture ended and its epochs given back, ro
 
 Guarantees: a clean stop leaves no mount, socket or process of ciuic behind, except a worker that still serves
 handles that a job has open. A crash leaves the workers serving, and the next daemon adopts them.
+
+A reload (SIGHUP, POST /v1/reload) takes up a changed configuration. One that is not valid changes nothing; a
+root that is gone from it is unmounted before the call returns. `_apply_configuration` waits for no mount, so
+that a signal after SIGHUP is not delayed by a root that hangs; `_await_mounted` does.
 """
 
 from __future__ import annotations
@@ -14,36 +18,102 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final, NamedTuple
 
 import structlog
 import trio
 
 from ciuic.config import Config
-from ciuic.daemon.api.api import Api
-from ciuic.daemon.api.reloading import apply_configuration, await_mounted
-from ciuic.daemon.api.server import serve_api
-from ciuic.daemon.base.notify import Notifier
+from ciuic.daemon.base.metrics import keep_metrics_file
 from ciuic.daemon.base.runtime import bind_control_socket
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.base.systemd import Notifier, is_restarting
+from ciuic.daemon.control_api import Api, serve_api
 from ciuic.daemon.housekeeping import DaemonHousekeeping
-from ciuic.daemon.metrics_writer import run_metrics
 from ciuic.daemon.parts import DaemonParts
-from ciuic.daemon.restart import is_restarting
+from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import end_orphaned_captures
 from ciuic.daemon.snapshots.requests import find_state
 from ciuic.daemon.snapshots.schedule import last_cut_ns
 from ciuic.daemon.status import status_document
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import (
+    MountState,
     PruneReport,
     ReloadReport,
+    RootChange,
     RootStatus,
     SnapshotRequest,
     SnapshotState,
     StatusDocument,
 )
+from ciuic.protocol.metrics_file import METRICS_NAME
 
-CONTROL_FD_NAME = "control"
+# Settings that change at a restart only, because workers and commands find the daemon by them, and their
+# configuration keys.
+_AT_RESTART: Final = {"socket": "control.socket", "runtime_dir": "daemon.runtime_dir"}
+_CONTROL_FD_NAME = "control"
 log = structlog.get_logger(__name__)
+
+
+class _AppliedConfiguration(NamedTuple):
+    """Outcome of a reload; the roots in `started` may not be mounted yet."""
+
+    report: ReloadReport
+    started: list[RootSupervisor]
+
+
+async def _apply_configuration(parts: DaemonParts) -> _AppliedConfiguration:
+    """Read the configuration again and apply it.
+
+    Raises:
+        ConfigError: the configuration is not valid; nothing was changed.
+        Unreachable: the daemon is stopping.
+    """
+    parts.refuse_when_stopping()
+    before = parts.settings
+    wanted = await trio.to_thread.run_sync(parts.active.read)
+    parts.take_over(wanted)
+    report = ReloadReport(config_path=wanted.config_path, at_restart=_at_restart(before, wanted))
+    # A list of its own: `remove` changes the dictionary.
+    for path in [path for path in parts.roots.supervisors if parts.settings.root(path) is None]:
+        await parts.roots.remove(path)
+        state: MountState = "stopping" if path in parts.roots.departing else "unmounted"
+        report.changes.append(RootChange(path=path, change="removed", state=state))
+    known = set(parts.roots.supervisors)
+    supervisors = [parts.roots.change_or_start(root) for root in parts.settings.roots]
+    for supervisor in supervisors:
+        if supervisor.path not in known:
+            parts.first_snapshots.wanted(supervisor.path)
+    # After the roots: the first one decides where the repository is, and mounted ones know where it was.
+    await parts.roots.prepare_store()
+    if before.interval_seconds != parts.settings.interval_seconds:
+        parts.schedule.change_interval(parts.settings.interval_seconds)
+    parts.priorities.wake()  # the running capture goes on under the new deadline and share
+    # At once, because the next regular look-up may be a minute away.
+    await parts.accounts.refresh()
+    log.info("configuration_reloaded", file=parts.settings.config_path)
+    return _AppliedConfiguration(
+        report, [supervisor for supervisor in supervisors if supervisor.path not in known]
+    )
+
+
+async def _await_mounted(applied: _AppliedConfiguration) -> ReloadReport:
+    """Wait until every added root is mounted or its first attempt has failed, and report how each ended."""
+    report, started = applied
+    for supervisor in started:
+        await supervisor.settled()
+        await supervisor.not_in_transition()
+        report.changes.append(
+            RootChange(
+                path=supervisor.path, change="added", state=supervisor.state, error=supervisor.error or ""
+            )
+        )
+    return report
+
+
+def _at_restart(before: Settings, wanted: Settings) -> list[str]:
+    return [key for field, key in _AT_RESTART.items() if getattr(before, field) != getattr(wanted, field)]
 
 
 class Daemon:
@@ -68,7 +138,7 @@ class Daemon:
             notifier: connection to systemd.
             now_ns: wall clock.
             stored_fds: descriptors that systemd kept over a restart, by name.
-            command_prefix: words before the commands of captures and upkeep (systemd_slice.py).
+            command_prefix: words before the commands of captures and upkeep (process_priority.py).
             worker_service: socket of ciuic-workers.service (prefork/service.py); empty: workers are children.
 
         Raises:
@@ -102,16 +172,22 @@ class Daemon:
             listener = bind_control_socket(
                 parts.settings.socket,
                 parts.accounts.group_id,
-                self._stored_fds.pop(CONTROL_FD_NAME, None),
+                self._stored_fds.pop(_CONTROL_FD_NAME, None),
             )
         except BaseException:
             parts.runtime.release(keep_pending=True, keep_untrusted=True)  # a killed predecessor's
             raise
-        parts.notifier.store(CONTROL_FD_NAME, listener.fileno())
+        parts.notifier.store(_CONTROL_FD_NAME, listener.fileno())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._feed_watchdog)
-            nursery.start_soon(run_metrics, parts, self.metrics)
+            nursery.start_soon(parts.metrics_registry.follow, parts.events)
+            nursery.start_soon(
+                keep_metrics_file,
+                parts.runtime.path / METRICS_NAME,
+                lambda: parts.settings.exports_metrics,
+                self.metrics,
+            )
             nursery.start_soon(parts.accounts.run)
             nursery.start_soon(parts.watch.tell)
             await nursery.start(serve_api, Api(self), listener, self._served.wait, parts.accounts.revoked)
@@ -122,7 +198,7 @@ class Daemon:
             await self._shut_down(working)
             nursery.cancel_scope.cancel()
         parts.settings.socket.unlink(missing_ok=True)
-        parts.notifier.unstore(CONTROL_FD_NAME)
+        parts.notifier.unstore(_CONTROL_FD_NAME)
         goes_on = parts.snapshots.capturing.leaving or not parts.roots.begun
         # A root that is unmounted needs no mark: mounted anew, it is compared in full anyway.
         parts.runtime.release(keep_pending=goes_on, keep_untrusted=parts.roots.any_left_mounted)
@@ -212,7 +288,7 @@ class Daemon:
 
     async def _reload_quietly(self) -> None:
         try:
-            await apply_configuration(self.parts)
+            await _apply_configuration(self.parts)
         except CiuicError as error:
             log.error("reload_refused", error=str(error))
 
@@ -264,7 +340,7 @@ class Daemon:
 
     async def reload(self) -> ReloadReport:
         """Take up a changed configuration; raise ConfigError and change nothing when it is not valid."""
-        return await await_mounted(await apply_configuration(self.parts))
+        return await _await_mounted(await _apply_configuration(self.parts))
 
     def request_stop(self) -> None:
         self._stop.set()

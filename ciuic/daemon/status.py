@@ -24,7 +24,7 @@ from ciuic.protocol.control_types import (
 )
 from ciuic.system.io_throttle import audible, waits_files
 
-SHOWN_INCIDENTS = 20
+_SHOWN_INCIDENTS = 20
 log = structlog.get_logger(__name__)
 
 
@@ -82,7 +82,7 @@ async def status_document(parts: DaemonParts) -> StatusDocument:
         beside=_beside(parts),
         alerts=parts.alerts.standing(),
         trainers=parts.watch.statuses(),
-        incidents=parts.watch.incidents()[:SHOWN_INCIDENTS],
+        incidents=parts.watch.incidents()[:_SHOWN_INCIDENTS],
         stopping=parts.stopping,
         config_path=parts.settings.config_path,
     )

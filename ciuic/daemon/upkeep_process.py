@@ -1,7 +1,7 @@
 """Process that applies retention and frees space: `python -m ciuic.daemon.upkeep_process`.
 
 Standard input: one `UpkeepJob` as a line of JSON, then an `Urgency` a line whenever it changes
-(urgency_channel.py). Standard output: one `PruneReport` (exit status 0) or `ErrorDocument` (exit status: its
+(base/child_processes.py). Standard output: one `PruneReport` (exit status 0) or `ErrorDocument` (exit status: its
 code). A process of its own, so that I/O class and nice value apply, and marking never occupies the daemon's
 interpreter.
 """
@@ -31,7 +31,7 @@ from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files,
 from ciuic.system.urgency import Urgency
 
 # Wait for another writer. Captures of the same daemon are none: the daemon lets them and upkeep take turns.
-LOCK_WAIT_SECONDS = 60.0
+_LOCK_WAIT_SECONDS = 60.0
 
 
 class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -72,7 +72,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
             remotes=remotes.done,
             reserve_bytes=job.reserve_bytes,
             dry_run=job.dry_run,
-            wait_seconds=LOCK_WAIT_SECONDS,
+            wait_seconds=_LOCK_WAIT_SECONDS,
             should_stop=should_stop,
         )
     return PruneReport(
@@ -98,7 +98,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 
 def main() -> int:
     """Run the process and return its exit status."""
-    from ciuic.daemon.base.urgency_channel import JobInput, follow_urgency
+    from ciuic.daemon.base.child_processes import JobInput, follow_urgency
     from ciuic.system.sandbox import profiles
     from ciuic.system.sandbox.privileges import limit_upkeep
 

@@ -27,7 +27,7 @@ from typing import TextIO, cast
 
 import structlog
 
-from ciuic.fuse_layer.core.core import OverlayCore
+from ciuic.fuse_layer.core.core import OverlayCore, UntrackedCore
 from ciuic.fuse_layer.driver_choice import DriverChoice, ask_kernel, choose
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
@@ -199,7 +199,9 @@ def _serve(arguments: argparse.Namespace) -> None:
         journal: JournalWriter | None = None,
         inherited: InheritedSession | None = None,
     ) -> OverlayCore:
-        return OverlayCore(
+        # Whatever killed the workers before: without tracking there is less that could.
+        core = UntrackedCore if arguments.plain else OverlayCore
+        return core(
             backing_fd,
             session=secrets.token_hex(16),
             block_size=arguments.block_size,
@@ -207,7 +209,6 @@ def _serve(arguments: argparse.Namespace) -> None:
             kernel_keeps_times=kernel_keeps_times,
             journal=journal,
             inherited=inherited,
-            plain=arguments.plain,
             rules=OpenRules(arguments.tracked_names, arguments.mapped_names),
         )
 

@@ -1,4 +1,4 @@
-"""File system of a lazily restored tree: an overlay that tracks nothing, whose requests wait for what is not there yet.
+"""File system of a lazily restored tree: a passthrough file system whose requests wait for what is not there yet.
 
 Guarantees: a read is answered from blocks that are there; a file is changed only when it is complete; a file that is cut to nothing
 or loses its last name is not filled any more. Link counts, sizes, blocks and times are shown as if the file was complete. A request
@@ -18,17 +18,17 @@ from typing import Any, Final
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
-from ciuic.fuse_layer.core.core import Attr, OverlayCore
 from ciuic.fuse_layer.core.directories import Directories
 from ciuic.fuse_layer.core.files import Files, KernelTimes
 from ciuic.fuse_layer.core.names import Names
-from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
+from ciuic.fuse_layer.core.passthrough_core import PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.kernel.session import Handler, Reply
+from ciuic.fuse_layer.state.node_table import NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference
-from ciuic.fuse_layer.state.overlay_state import OverlayState
+from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState
 from ciuic.lazy.filling import Settler
 from ciuic.lazy.incomplete_files import PendingFile, PendingFiles
 
@@ -41,10 +41,38 @@ _NAMED: Final = (
 _CAN_WAIT: Final = (p.OPEN, p.READ, p.SETATTR, p.COPY_FILE_RANGE, p.COPY_FILE_RANGE_64)
 
 
+class LazyState(PassthroughState):
+    """State in which incomplete files look as if they were complete."""
+
+    def __init__(self, nodes: NodeTable, pending: PendingFiles) -> None:
+        super().__init__(nodes, pending.hidden)
+        self._pending = pending
+
+    def shown(self, st: os.stat_result) -> os.stat_result:
+        """Return the attributes of a file as if it was complete."""
+        if not stat.S_ISREG(st.st_mode) or st.st_dev != self.nodes.device:
+            return st
+        file = self._pending.find(st.st_ino)
+        if file is None:
+            return st
+        # Archivers take a file without blocks for one hole, which they do not read. Filling moves the time.
+        blocks = max(st.st_blocks, -(-st.st_size // _BLOCK_BYTES))
+        seconds, _ = divmod(file.shape.mtime_ns, 10**9)
+        named = {name: getattr(st, name) for name in _NAMED}
+        named |= {
+            "st_blocks": blocks,
+            "st_mtime_ns": file.shape.mtime_ns,
+            "st_mtime": file.shape.mtime_ns / 1e9,
+        }
+        fields = list(st[:10])
+        fields[stat.ST_MTIME] = seconds
+        return os.stat_result(fields, named)
+
+
 class IncompleteFiles:
     """What operations ask of incomplete files: which they are, and the waits for them."""
 
-    def __init__(self, state: OverlayState, pending: PendingFiles, settler: Settler) -> None:
+    def __init__(self, state: PassthroughState, pending: PendingFiles, settler: Settler) -> None:
         self._state = state
         self.pending = pending
         self._settler = settler
@@ -94,34 +122,12 @@ class IncompleteFiles:
             if not is_open and not self.opening[file.ino]:
                 self.pending.drop(file)
 
-    def shown(self, st: os.stat_result) -> os.stat_result:
-        """Return the attributes of a file as if it was complete."""
-        if not stat.S_ISREG(st.st_mode) or st.st_dev != self._state.nodes.device:
-            return st
-        file = self.pending.find(st.st_ino)
-        if file is None:
-            return st
-        # Archivers take a file without blocks for one hole, which they do not read. Filling moves the time.
-        blocks = max(st.st_blocks, -(-st.st_size // _BLOCK_BYTES))
-        seconds, _ = divmod(file.shape.mtime_ns, 10**9)
-        named = {name: getattr(st, name) for name in _NAMED}
-        named |= {
-            "st_blocks": blocks,
-            "st_mtime_ns": file.shape.mtime_ns,
-            "st_mtime": file.shape.mtime_ns / 1e9,
-        }
-        fields = list(st[:10])
-        fields[stat.ST_MTIME] = seconds
-        return os.stat_result(fields, named)
-
 
 class LazyFiles(Files):
     """Operations on open files: blocks are fetched before they are read."""
 
-    def __init__(
-        self, state: OverlayState, times: KernelTimes, unseen: UnseenWriters, incomplete: IncompleteFiles
-    ) -> None:
-        super().__init__(state, times, unseen)
+    def __init__(self, state: PassthroughState, times: KernelTimes, incomplete: IncompleteFiles) -> None:
+        super().__init__(state, times)
         self._incomplete = incomplete
         self._pending = incomplete.pending
 
@@ -215,7 +221,7 @@ class LazyAttributes(Attributes):
     """Operations on attributes: size and modification time change only of a complete file."""
 
     def __init__(
-        self, state: OverlayState, files: Files, times: KernelTimes, incomplete: IncompleteFiles
+        self, state: PassthroughState, files: Files, times: KernelTimes, incomplete: IncompleteFiles
     ) -> None:
         super().__init__(state, files, times)
         self._incomplete = incomplete
@@ -238,7 +244,7 @@ class LazyAttributes(Attributes):
 class LazyNames(Names):
     """Operations on names: a file that loses its last one is not filled any more."""
 
-    def __init__(self, state: OverlayState, incomplete: IncompleteFiles) -> None:
+    def __init__(self, state: PassthroughState, incomplete: IncompleteFiles) -> None:
         super().__init__(state)
         self._incomplete = incomplete
 
@@ -267,7 +273,7 @@ class LazyNames(Names):
 class LazyDirectories(Directories):
     """Operations on open directories: syncs wait until the tree itself is durable."""
 
-    def __init__(self, state: OverlayState, incomplete: IncompleteFiles) -> None:
+    def __init__(self, state: PassthroughState, incomplete: IncompleteFiles) -> None:
         super().__init__(state)
         self._incomplete = incomplete
 
@@ -277,27 +283,33 @@ class LazyDirectories(Directories):
         super().fsyncdir(handle, datasync)
 
 
-class LazyCore(OverlayCore):
-    """The core; ``backing_fd`` is the restored tree, and the session's name means nothing."""
+class LazyCore(PassthroughCore):
+    """The core; ``backing_fd`` is the restored tree."""
 
     def __init__(
         self, backing_fd: int, pending: PendingFiles, settler: Settler, *, kernel_keeps_times: bool
     ) -> None:
-        self._pending = pending
-        self._settler = settler
+        state = LazyState(NodeTable(backing_fd), pending)
+        times = KernelTimes(state, active=kernel_keeps_times)
+        self.incomplete = incomplete = IncompleteFiles(state, pending, settler)
+        files = LazyFiles(state, times, incomplete)
         super().__init__(
-            backing_fd, session="lazy-restore", kernel_keeps_times=kernel_keeps_times, plain=True
+            state,
+            names=LazyNames(state, incomplete),
+            files=files,
+            attributes=LazyAttributes(state, files, times, incomplete),
+            directories=LazyDirectories(state, incomplete),
         )
-        self._state.shown = self.incomplete.shown
-        self._state.undo.hidden.others = pending.by_ino
-        pending.remove_link = self._state.undo.hidden.let_other_go
 
-    def _make_operations(self, times: KernelTimes) -> None:
-        self.incomplete = IncompleteFiles(self._state, self._pending, self._settler)
-        self.names = LazyNames(self._state, self.incomplete)
-        self.files = LazyFiles(self._state, times, self._unseen, self.incomplete)
-        self.attributes = LazyAttributes(self._state, self.files, times, self.incomplete)
-        self.directories = LazyDirectories(self._state, self.incomplete)
+    def connect_waits(self, *, before_wait: Callable[[], None], interrupted: Callable[[], bool]) -> None:
+        """Call these hooks of the driver from now on; before the first request.
+
+        Args:
+            before_wait: called before a request waits, so that others may go on.
+            interrupted: returns True if the caller of the request that this thread carries out was interrupted.
+        """
+        self.incomplete.before_wait = before_wait
+        self.incomplete.interrupted = interrupted
 
     def become(self, directory: int) -> None:
         """Let the root be another directory, which has everything that was in it; nothing else may be under way."""
@@ -377,8 +389,7 @@ class LazyDriver(KernelDriver):
         self._active: dict[int, bool] = {}
         """Requests that may wait: True if their caller was interrupted."""
         super().__init__(core, fuse_fd, negotiated)
-        core.incomplete.interrupted = self._is_interrupted
-        core.incomplete.before_wait = self.session.hand_on
+        core.connect_waits(before_wait=self.session.hand_on, interrupted=self._is_interrupted)
 
     def _handlers(self) -> Mapping[int, Any]:
         handlers = {

@@ -260,7 +260,7 @@ class Settler:
     def _run(self) -> None:
         while (files := self._pending.take_filled(_MAX_SETTLED_FILES)) is not None:
             opened: list[tuple[PendingFile, int]] = []
-            # All are on their way to the disk before the first sync waits (restore/files/small.py).
+            # All are on their way to the disk before the first sync waits (restore/workers.py).
             for file in files:
                 try:
                     opened.append((file, self._begin(file)))

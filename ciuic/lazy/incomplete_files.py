@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
+from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks
 from ciuic.repository.trees.block_maps import FANOUT, blocks_of
 from ciuic.types import ChunkId
 
@@ -260,8 +261,8 @@ class PendingFiles:
         self._over = threading.Condition(lock)
         self._waiting = 0
         self.by_ino: dict[int, PendingFile] = {}
-        self.remove_link: Callable[[Callable[[], None]], None] = lambda remove: remove()
-        """Carries out the removal of a hidden link, so that no process sees a link count with it in between."""
+        self.hidden = HiddenLinks(others=self.by_ino)
+        """Count of our links to incomplete files, which no process sees."""
         self.bytes_total = self.bytes_left = 0
         self.files_total = 0
         self.closed = False
@@ -319,7 +320,7 @@ class PendingFiles:
                 os.unlink(file.name, dir_fd=self.directory)
             self.by_ino.pop(file.ino, None)
 
-        self.remove_link(remove)
+        self.hidden.let_other_go(remove)
         file.gone = True
         file.segments = []
         self._order.forget(file)

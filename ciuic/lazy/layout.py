@@ -237,7 +237,7 @@ class LazyLayout:
         # What an earlier run has moved is in the destination already.
         for name in map(os.fsencode, os.listdir(content)):
             rename_new(content, name, self.destination, name)
-        # The core's, which a remover of trees spares.
+        # An earlier run may have been of a version whose core made a state directory; a remover of trees spares it.
         remove_state(content)
         _copy_attributes(content, self.destination)
         # Without this a power cut could leave neither the names nor the record that would move them again.

@@ -169,7 +169,7 @@ def verify_snapshots(
 
 
 class Verification:
-    """A verification: first find bad chunks, then name the files that they belong to. verify_slice.py does it in parts."""
+    """A verification: first find bad chunks, then name the files that they belong to. `verify_slice` does it in parts."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Guarantees: a frame is read whole or not at all. A descriptor sent with a frame is received with that frame and with no other.
 Paths of any length can be bound and connected. The path of a root's socket follows from the root, so that it can be found from the
-mount point. The server (fuse_layer/control/server.py) and the client (worker_client.py) define what the maps mean.
+mount point. The server (fuse_layer/control_server.py) and the client (worker_client.py) define what the maps mean.
 """
 
 from __future__ import annotations

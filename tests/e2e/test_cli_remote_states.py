@@ -18,8 +18,8 @@ from click.shell_completion import CompletionItem
 from support.remote_training import WAIT_SECONDS, wait_until
 
 from ciuic import SnapshotManager
-from ciuic.cli.shared import candidates
-from ciuic.cli.shared.remotes.opening import open_named_remote
+from ciuic.cli.shared import completion
+from ciuic.cli.shared.remotes import open_named_remote
 from ciuic.cli.shared.session import Session
 from ciuic.remote.access import add_slot, open_remote
 from ciuic.remote.errors import WrongKey
@@ -122,7 +122,7 @@ def test_states_are_compared_and_exported(remote: Remote, tmp_path: Path) -> Non
 def test_words_are_completed_from_a_remote(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids and paths on a remote are completed; without a key, or a remote, there are none, and no question is asked."""
     # The process of a test must not end because the machine is busy.
-    monkeypatch.setattr(candidates, "_MAX_REMOTE_SECONDS", 120.0)
+    monkeypatch.setattr(completion, "_MAX_REMOTE_SECONDS", 120.0)
     monkeypatch.setenv("CIUIC_CONFIG", str(remote.home / "none.toml"))
     monkeypatch.setenv("CIUIC_REMOTE_KEY_FILE", remote.key_file)
 
@@ -134,7 +134,7 @@ def test_words_are_completed_from_a_remote(remote: Remote, monkeypatch: pytest.M
     def values(found: list[CompletionItem]) -> set[str]:
         return {one.value for one in found}
 
-    complete, complete_path = candidates.complete_snapshot, candidates.complete_snapshot_path
+    complete, complete_path = completion.complete_snapshot, completion.complete_snapshot_path
     assert values(complete(context(remote.url), "")) == {*remote.ids, "latest"}
     assert values(complete_path(context(remote.url, snapshot_id="first@20"), "/fi")) == {"/first/"}
     names = values(complete_path(context(remote.url, snapshot_id="first@20"), "/first/"))
@@ -151,9 +151,9 @@ def test_a_store_that_does_not_answer_ends_completion(
 ) -> None:
     """While a remote keeps a completion waiting, the process ends with nothing printed."""
     ended = threading.Event()
-    monkeypatch.setattr(candidates, "_MAX_REMOTE_SECONDS", 0.01)
+    monkeypatch.setattr(completion, "_MAX_REMOTE_SECONDS", 0.01)
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
-    with candidates._bounded(Session(remote_option="s3://bucket")):
+    with completion._bounded(Session(remote_option="s3://bucket")):
         assert ended.wait(60)
 
 

@@ -13,7 +13,7 @@ from support.live import Live
 from support.overlay import Overlay
 from support.site import CHECKOUT, Site, site_in, until
 
-from ciuic.daemon.roots.recovery import detach_dead
+from ciuic.daemon.roots.mount_hooks import detach_dead
 from ciuic.protocol.worker_client import WorkerRefused
 from ciuic.system import mountinfo
 

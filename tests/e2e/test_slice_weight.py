@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mount
 
 _CAP_SYS_RESOURCE = 24
 _CODE = Path(__file__).parents[2]
-_WEIGH = "import sys, trio; from ciuic.daemon.roots.systemd_slice import SliceWeight; trio.run(SliceWeight().set, float(sys.argv[1]))"
+_WEIGH = "import sys, trio; from ciuic.daemon.base.process_priority import SliceWeight; trio.run(SliceWeight().set, float(sys.argv[1]))"
 _RISE = """
 import os, time
 from ciuic.system.sandbox.privileges import Capability, keep_only, permitted

@@ -15,8 +15,8 @@ from support.dying_os import DATA_CALLS, NAME_CALLS, DyingOs, Killed, Steps
 
 from ciuic.daemon.capture import content
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.core import attributes, directories, files, names
-from ciuic.fuse_layer.state import node_table, overlay_state
+from ciuic.fuse_layer.core import attributes, directories, files, names, overlay_files, overlay_names
+from ciuic.fuse_layer.state import node_table, overlay_state, passthrough_state
 from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links, undo_log
 from ciuic.system import spill
@@ -33,7 +33,10 @@ MODULES = (
     names,
     names,
     node_table,
+    overlay_files,
+    overlay_names,
     overlay_state,
+    passthrough_state,
     files,
     syscalls,
     undo_log,
@@ -46,7 +49,7 @@ MODULES = (
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the limits so that small files and few changes take the code paths of large ones and many."""
     monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
-    monkeypatch.setattr(files, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(overlay_files, "COPY_LIMIT_BYTES", BLOCK)
     monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
     monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
 

@@ -20,9 +20,9 @@ from support.overlay import Overlay, overlay_over
 from support.trees import Manifest, assert_same, manifest
 
 from ciuic.daemon.capture import content
-from ciuic.daemon.capture import root as capture_root
+from ciuic.daemon.capture import roots as capture_root
 from ciuic.daemon.capture.job import RootJob
-from ciuic.daemon.capture.root import Report
+from ciuic.daemon.capture.roots import Report
 from ciuic.daemon.snapshots import cut
 from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
 

@@ -21,12 +21,11 @@ import trio
 import trio.testing
 from support.real_systemd import RealSystemd, reason_against
 
+from ciuic.cli.commands.status import print_trainers
 from ciuic.cli.shared.session import Session
-from ciuic.cli.shared.trainer_lines import print_trainers
 from ciuic.config import AlertConfig
-from ciuic.daemon.base import alert_command
-from ciuic.daemon.base.alert_command import environment_file, prepare
-from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, notice_of
+from ciuic.daemon.base import alert_hook
+from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, environment_file, notice_of, prepare
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
 from ciuic.errors import NotPermitted
@@ -52,7 +51,7 @@ def notice(name: str = ATTACK, message: str = "") -> AlertNotice:
 
 def prepared(
     command: tuple[str, ...], alert: AlertNotice, place: Path, user: str | None = None
-) -> alert_command.Prepared:
+) -> alert_hook.Prepared:
     return prepare(AlertConfig(command, user, 30), alert.environment(), "C.UTF-8", place)
 
 
@@ -170,7 +169,7 @@ def test_nothing_is_left_of_a_run_or_of_a_daemon_that_was_killed(
     fake = tmp_path / "systemd-run"
     fake.write_text(f"#!/bin/sh\nls {tmp_path}/run > {tmp_path}/seen\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(alert_command, "find_program", lambda name: str(fake))
+    monkeypatch.setattr(alert_hook, "find_program", lambda name: str(fake))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/alert-old.env").write_text("secret")
     (tmp_path / "run/pending.json").write_text("[]")

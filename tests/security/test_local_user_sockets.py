@@ -28,7 +28,7 @@ from support.live import Live, wait_for
 from support.second_user import User
 from support.served_sockets import ServedWatch
 
-from ciuic.daemon.peers import server
+from ciuic.daemon import peer_server
 from ciuic.daemon.roots.permission import WatchPermission
 
 pytestmark = pytest.mark.mount
@@ -46,8 +46,8 @@ OLDER_KERNEL = (
 @pytest.fixture(params=["this kernel", "older kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "older kernel":
-        command = (server.RECEIVER_COMMAND[0], "-c", OLDER_KERNEL)
-        monkeypatch.setattr(server, "RECEIVER_COMMAND", command)
+        command = (peer_server.RECEIVER_COMMAND[0], "-c", OLDER_KERNEL)
+        monkeypatch.setattr(peer_server, "RECEIVER_COMMAND", command)
     return str(request.param)
 
 
@@ -212,7 +212,7 @@ def test_a_receiver_that_ends_or_stands_still_is_replaced(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     """A receiver that ends or stops is replaced for the next caller, and trainers stay watched."""
-    monkeypatch.setattr(server, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(peer_server, "SILENT_SECONDS", 3.0)
     with ServedWatch(short_tmp) as served:
         assert attack(ALICE, INTRODUCE, str(served.path), "before") == "welcome"
         first = _receiver(served.path)

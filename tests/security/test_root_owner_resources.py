@@ -18,12 +18,12 @@ from support.second_user import MADE_UP
 from support.site import CHECKOUT
 
 from ciuic.compare.diff import diff_live, diff_snapshots
-from ciuic.daemon.capture import directory, walk
 from ciuic.daemon.capture import roots as capture_roots
-from ciuic.daemon.capture.directory_path import MAX_DEPTH
+from ciuic.daemon.capture import walk
 from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
 from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.root import Report
+from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.walk import MAX_DEPTH
 from ciuic.fuse_layer.core.core import ROOT_ID
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots
@@ -152,13 +152,13 @@ def test_wide_levels_of_a_deep_chain_cost_bounded_memory(
     monkeypatch.setattr(walk, "MAX_PENDING_BYTES", 20_000)
     monkeypatch.setattr(walk, "STREAMS_HELD", 5)
     held: list[int] = []
-    real = directory.Directory.put
+    real = walk.Directory.put
 
-    def put(self: directory.Directory, name: bytes, entry: object) -> None:
+    def put(self: walk.Directory, name: bytes, entry: object) -> None:
         held.append(len(self.pending))
         real(self, name, entry)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(directory.Directory, "put", put)
+    monkeypatch.setattr(walk.Directory, "put", put)
     short = take(repository, deep)
     assert short.roots[0].entry == at_ease.roots[0].entry
     assert held

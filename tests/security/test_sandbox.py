@@ -64,7 +64,7 @@ _FORBIDDEN = [
 ]
 _CONFINED = """
 import ctypes, errno, json, os, socket, sys, threading
-from ciuic.system.sandbox import privileges, profiles as seccomp_profiles, seccomp, syscall_numbers
+from ciuic.system.sandbox import privileges, profiles as seccomp_profiles, seccomp
 numbers = json.loads(sys.argv[2])
 libc = ctypes.CDLL(None, use_errno=True)
 def made(number, *arguments):

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import RootSettings, Settings
 from ciuic.daemon.capture.job import CaptureJob, CaptureProgress, Done, Failed

@@ -22,7 +22,7 @@ from support.stored import read_back
 
 from ciuic.daemon.capture.job import CaptureJob, RootJob
 from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.root import Report
+from ciuic.daemon.capture.roots import Report
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots

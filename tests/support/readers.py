@@ -35,7 +35,7 @@ from ciuic.daemon.capture.job import (
     encode_job,
     encode_message,
 )
-from ciuic.daemon.trainers import watch_journal, watch_socket
+from ciuic.daemon.trainers import registry, watch_socket
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer import sealed_format
@@ -397,7 +397,8 @@ class _StubCore:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.pending = True
-        self.held_by_kernel: Callable[[int], bool] = lambda node: False
+        # The groups of operations, too.
+        self.names = self.files = self.attributes = self.directories = self
 
     def __getattr__(self, name: str) -> Any:
         status = os.fstat(self._fd)
@@ -454,8 +455,8 @@ def _mark(data: bytes) -> object:
 
 def _book(data: bytes) -> object:
     with tempfile.TemporaryDirectory() as top:
-        Path(top, watch_journal.FILE_NAME).write_bytes(data)
-        return watch_journal.read_journal(Path(top))
+        Path(top, registry.JOURNAL_NAME).write_bytes(data)
+        return registry.read_journal(Path(top))
 
 
 def _index(data: bytes) -> object:
@@ -574,7 +575,7 @@ _MOUNTS = rb"""36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root r
 
 
 def _json(kind: Any) -> Callable[[bytes], object]:
-    """Decode JSON as daemon/api/api.py, scrub_state.py and repository/notes.py do."""
+    """Decode JSON as daemon/control_api.py, maintenance/verify.py and repository/notes.py do."""
     return _refusing(lambda data: msgspec.json.decode(data, type=kind), UnicodeDecodeError, RecursionError)
 
 
@@ -635,7 +636,7 @@ def more_readers() -> list[Reader]:
         Reader("request of the kernel", _request, bytes([_OPCODES.index(p.RENAME)]) + bytes(11) + p.RENAME_IN.pack(1) + b"a\0b\0"),
         Reader("security contexts", _refusing(p.security_contexts, p.MalformedRequest, struct.error), p.SECCTX_HEADER.pack(p.SECCTX_HEADER.size, 0)),
         Reader("mark of a repository", _mark, msgspec.msgpack.encode(repository_mark.RepositoryMark(b"/r", b"/", "ab" * 16))),
-        Reader("watched trainers", _book, msgspec.json.encode(watch_journal.WatchJournal())),
+        Reader("watched trainers", _book, msgspec.json.encode(registry.WatchJournal())),
         Reader("index", _index, _valid_index()),
         Reader("planes", _refusing(lambda data: byte_planes.decode(data, _BLOCK), ValueError), plane),
         Reader("difference in planes", _refusing(lambda data: byte_planes.decode(data, _BLOCK, bytes(_BLOCK)), ValueError), difference),

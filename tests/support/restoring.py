@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ciuic.daemon.capture.job import CaptureJob, RootJob
 from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.root import Report
+from ciuic.daemon.capture.roots import Report
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 

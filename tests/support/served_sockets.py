@@ -17,11 +17,9 @@ from typing import Any
 
 import trio
 
-from ciuic.daemon.api.api import Api
-from ciuic.daemon.api.server import MAX_CONNECTIONS, serve_api
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.runtime import bind_control_socket
+from ciuic.daemon.control_api import MAX_CONNECTIONS, Api, serve_api
 from ciuic.daemon.roots.permission import WatchPermission
 from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.registry import TrainerRegistry

@@ -9,9 +9,8 @@ import click
 from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
 from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import shown_text
-from ciuic.cli.shared.options import FrameCommand
+from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
-from ciuic.cli.shared.remotes.choice import remote_options, use_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import Damaged, UsageError
 

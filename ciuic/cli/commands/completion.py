@@ -18,6 +18,6 @@ def command(shell: str) -> None:
     zsh:  ciuic completion zsh > "${fpath[1]}/_ciuic"
     fish: ciuic completion fish > ~/.config/fish/completions/ciuic.fish
     """  # noqa: D301  click's mark of a paragraph that is not wrapped is the character \b
-    from ciuic.cli.shared.shells import SCRIPTS
+    from ciuic.cli.shared.completion import SCRIPTS
 
     out(SCRIPTS[shell], newline=False)

@@ -48,7 +48,7 @@ def show(as_json: bool) -> None:
         ]
         out_json({"config": None if file is None else str(file), "values": values})
         return
-    from ciuic.cli.shared.tables import Column, show_table
+    from ciuic.cli.shared.output import Column, show_table
 
     note(f"configuration file: {file if file is not None else 'none'}")
     show_table(
@@ -154,6 +154,6 @@ def example(name: str) -> None:
     ciuic config example alert.sh | install -m 755 /dev/stdin /etc/ciuic/alert.sh
     ciuic config example monitoring/rules.yml > /etc/prometheus/ciuic-rules.yml
     """  # noqa: D301  click's mark of a paragraph that is not wrapped is the character \b
-    from ciuic.cli.shared.shipped import shipped_text
+    from ciuic.cli.shared.systemd import shipped_text
 
     out(shipped_text("etc", name), newline=False)

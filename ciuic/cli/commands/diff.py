@@ -124,7 +124,7 @@ def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None,
 
 
 def _print_tensors(diff: StateDiff, *, as_json: bool, machine_readable: bool) -> None:
-    from ciuic.cli.shared.tables import Column, show_table
+    from ciuic.cli.shared.output import Column, show_table
     from ciuic.training.compare.state_diff import HEADERS, row
 
     if as_json:

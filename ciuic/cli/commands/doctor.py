@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ciuic.cli.doctor.findings import Finding, ok, problem, warning
+from ciuic.cli.doctor.inquiry import Finding, ok, problem, warning
 from ciuic.cli.shared.names import plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped

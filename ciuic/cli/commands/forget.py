@@ -15,9 +15,8 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS, resolve_all
 from ciuic.cli.shared.messages import complain
 from ciuic.cli.shared.names import plural
-from ciuic.cli.shared.options import ID, FrameCommand
+from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out_json
-from ciuic.cli.shared.remotes.choice import remote_options, use_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, UsageError
 from ciuic.repository import promised

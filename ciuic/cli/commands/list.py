@@ -4,28 +4,112 @@ Guarantees: one row or line a committed snapshot, from the catalogue alone; ``--
 ``id|YYYY-MM-DD HH:MM:SS|size_bytes`` and nothing else. Safety snapshots are shown when they are asked for (``--all``), so that a script
 that takes the first line never restores what an earlier restore replaced. A snapshot that was promised and given up is a row with the
 reason. A snapshot file that cannot be read is never passed over in silence: stderr names it.
+
+Labels of snapshots on a remote are job, epoch, step and host. They stand in the names of manifests, so that snapshots are chosen by them before a manifest is read.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import json_name, plural, shown_text
-from ciuic.cli.shared.options import HOST_PATH, FrameCommand
+from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
-from ciuic.cli.shared.remotes import labels
-from ciuic.cli.shared.remotes.choice import use_configured_remote
 from ciuic.cli.shared.session import Session, current
+from ciuic.errors import UsageError
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
 if TYPE_CHECKING:
+    from ciuic.cli.shared.output import Column
     from ciuic.repository import SnapshotInfo
     from ciuic.repository.promised import Promise
+
+
+FILES: Final = "files"
+"""Job of snapshots of files (docs/remote-format.md, section 2)."""
+
+
+class WantedLabels(NamedTuple):
+    """Labels by which ``list`` chooses; None: any."""
+
+    job: str | None = None
+    epoch: int | None = None
+    step: int | None = None
+    host: str | None = None
+
+    @property
+    def are_set(self) -> bool:
+        """True if one of them is given."""
+        return any(label is not None for label in self)
+
+
+def label_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --job, --epoch, --step and --host."""
+    number = click.IntRange(min=0)
+    for add in (
+        click.option("--host", metavar="NAME", help="Of a remote: only snapshots of this host."),
+        click.option("--step", type=number, metavar="N", help="Of a remote: only states of this step."),
+        click.option("--epoch", type=number, metavar="N", help="Of a remote: only states of this epoch."),
+        click.option(
+            "--job", metavar="NAME", help="Of a remote: only states of the training with this name; or files."
+        ),
+    ):
+        command = add(command)
+    return command
+
+
+def choose(session: Session, wanted: WantedLabels) -> None:
+    """Have the session read the snapshots with these labels alone.
+
+    Raises:
+        UsageError: no remote is read.
+        NotFound: no snapshot is of this host.
+    """
+    if not wanted.are_set:
+        return
+    if session.remote_url is None:
+        raise UsageError(
+            "--job, --epoch, --step and --host choose among the snapshots of a remote",
+            hint="with --repo URL or --all-hosts; in a repository of this host --root /NAME chooses a training",
+        )
+    session.narrow_remote(lambda remote: remote.labelled(*wanted))
+
+
+def document(session: Session, info: SnapshotInfo) -> dict[str, Any]:
+    """Return the fields of a snapshot in JSON; None where a snapshot has no such label."""
+    name = None if session.remote_url is None else session.remote.snapshots.label(info.id)
+    if name is None or name.job == FILES:
+        return {"job": None, "epoch": None, "step": None}
+    return {"job": name.job, "epoch": name.epoch, "step": name.step}
+
+
+def label_columns(
+    session: Session, infos: Sequence[SnapshotInfo]
+) -> tuple[list[Column], dict[str, list[str]]]:
+    """Return the columns of labels, and the cells of each snapshot by its id; none where no snapshot is a state's."""
+    from ciuic.cli.shared.names import shown_text
+    from ciuic.cli.shared.output import Column
+
+    if session.remote_url is None:
+        return [], {}
+    labels = {info.id: session.remote.snapshots.label(info.id) for info in infos}
+    headers = [Column("HOST", shrink=True)]
+    hosts = {info.id: [shown_text(info.host)] for info in infos}
+    if all(name is None or name.job == FILES for name in labels.values()):
+        return headers, {str(id_): cells for id_, cells in hosts.items()}
+    cells = {
+        str(id_): ["", "", *hosts[id_]]
+        if name is None or name.job == FILES
+        else [name.job, f"{name.epoch}-{name.step}", *hosts[id_]]
+        for id_, name in labels.items()
+    }
+    return [Column("JOB", shrink=True), Column("EPOCH-STEP", right=True), *headers], cells
 
 
 class _Filter(NamedTuple):
@@ -74,7 +158,7 @@ class _Filter(NamedTuple):
     is_flag=True,
     help="From the configured remote: the snapshots of all hosts. With --repo URL they are shown anyway.",
 )
-@labels.label_options
+@label_options
 @json_option
 def command(
     root: bytes | None,
@@ -98,7 +182,7 @@ def command(
     session = current()
     if all_hosts and session.remote_url is None:
         use_configured_remote(session)
-    labels.choose(session, labels.WantedLabels(**wanted))
+    choose(session, WantedLabels(**wanted))
     asked = _Filter(
         root=root,
         tag=tag,
@@ -117,7 +201,7 @@ def command(
             {
                 "repository": session.place,
                 "snapshots": [
-                    {**as_document(info), **labels.document(session, info), "pair": _pair(found.get(info.id))}
+                    {**as_document(info), **document(session, info), "pair": _pair(found.get(info.id))}
                     for info in infos
                 ],
                 "lost": [_lost_document(promise) for promise in _lost(session, asked)],
@@ -227,7 +311,7 @@ def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
 
 
 def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> None:
-    from ciuic.cli.shared.tables import Cell, Column, show_table
+    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_duration, human_size
 
     columns = [
@@ -244,7 +328,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     if found:
         columns.append(Column("PAIR"))
     # In a remote there may be snapshots of many hosts and jobs.
-    more, cells = labels.columns(session, infos)
+    more, cells = label_columns(session, infos)
     columns += more
     dated = [
         (
@@ -289,7 +373,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
 
 def state_cell(info: SnapshotInfo) -> Any:
     """``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
-    from ciuic.cli.shared.tables import Cell
+    from ciuic.cli.shared.output import Cell
 
     if is_safety(info.tags, info.message):
         return Cell("safety, held" if info.held else "safety", "cyan")

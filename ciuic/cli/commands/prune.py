@@ -16,9 +16,8 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
 from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import plural
-from ciuic.cli.shared.options import FrameCommand
+from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
-from ciuic.cli.shared.remotes.choice import remote_options, use_remote
 from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def _document(report: PruneResult) -> dict[str, Any]:
 
 
 def _print(report: PruneResult) -> None:
-    from ciuic.cli.shared.tables import Cell, Column, show_table
+    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_size
 
     gone = "would go" if report.dry_run else "removed"

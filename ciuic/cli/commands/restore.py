@@ -282,7 +282,7 @@ def _planned(
             hint=f"ciuic show {source.id} names it; the safety snapshot of a protected root has it if it can be read now",
         )
     if session.remote_url is not None:
-        from ciuic.cli.shared.remotes.cold import refuse_archived
+        from ciuic.cli.shared.cold_packs import refuse_archived
 
         refuse_archived(plan.repository, str(source.id), [target.source for target in plan.targets])
     return plan

@@ -3,6 +3,9 @@
 Guarantees: the id, alone on stdout, is printed once the instant is fixed; with ``--wait`` once the snapshot is durable, and
 exit code 8 says that it lacks roots; with ``--wait=remote`` once every configured remote has committed it, too.
 Interrupting the wait interrupts nothing else: the capture goes on in the daemon.
+
+A remote counts as done only when the record of the process that uploads names the snapshot as stored, which is written after the
+remote's commit. Interrupting the wait interrupts nothing else.
 """
 
 from __future__ import annotations
@@ -18,18 +21,88 @@ from ciuic.cli.shared.messages import complain, warn
 from ciuic.cli.shared.names import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
-from ciuic.cli.shared.remotes.waiting import RemoteWait
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.snapshot_options import OPTIONS
 from ciuic.cli.shared.waiting_reason import reason_of, telling_why
-from ciuic.errors import BY_EXIT_CODE, CiuicError, Partial
+from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.progress import Reporter
     from ciuic.protocol.control_types import SnapshotState
 
-# Only for progress that somebody sees; the wait of a script ends with the commit (`await_commit`).
+
 _POLL_SECONDS: Final = 0.2
+# Time after which it is said that nothing uploads, or what the upload waits for.
+_PATIENCE_SECONDS: Final = 5.0
+
+
+class RemoteWait:
+    """Wait for the configured remotes; made before the snapshot is taken, so that what is missing is said first."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names = [remote.name for remote in session.config.remotes]
+        if not self._names:
+            raise NotFound("no remote is configured to wait for", hint="ciuic remote init URL makes one")
+
+    def until_stored(self, snapshot_id: str) -> None:
+        """Return when every remote has committed the snapshot.
+
+        Raises:
+            CiuicError: a remote does not want it.
+        """
+        try:
+            began, told = time.monotonic(), False
+            repository = self._session.repository.id
+            for name in self._names:
+                while not _is_stored(name, repository, snapshot_id):
+                    if not told and time.monotonic() - began > _PATIENCE_SECONDS:
+                        told = True
+                        _tell(name)
+                    time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            complain(f"{snapshot_id} is committed on this host, and its upload goes on")
+            raise
+
+
+def _is_stored(name: str, repository: str, snapshot_id: str) -> bool:
+    from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_record
+
+    try:
+        record = read_record(name)
+    except StoredRecordDamaged as error:
+        raise CiuicError(
+            f"{snapshot_id} is committed on this host; what the remote {name} has stored cannot be read: {error}"
+        ) from None
+    # Ids are short: another repository, which was uploaded before this one, may have the same.
+    if record is None or record.repository != repository:
+        return False
+    if snapshot_id in record.stored:
+        return True
+    if snapshot_id in record.passed_over:
+        raise CiuicError(
+            f"{snapshot_id} is committed on this host, and does not go to the remote {name}",
+            hint="its schedule or retention leaves the snapshot out: ciuic config show",
+        )
+    return False
+
+
+def _tell(name: str) -> None:
+    """Say why a remote may take long."""
+    from ciuic.protocol.stored_remotely import upload_state_dir
+    from ciuic.remote.upload.upload_status import read_status
+
+    status = read_status(name, upload_state_dir())
+    if status is None or not status.runs:
+        warn(
+            f"nothing seems to upload to the remote {name}",
+            hint="ciuic remote upload, or ciuic service install",
+        )
+    elif status.waits_for:
+        warn(f"the upload to the remote {name} waits: {shown_text(status.waits_for)}")
+
+
+# Only for progress that somebody sees; the wait of a script ends with the commit (`await_commit`).
 
 
 def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:

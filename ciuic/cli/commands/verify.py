@@ -1,27 +1,34 @@
 """``ciuic verify``: can these snapshots be restored exactly?
 
 Guarantees: damage is named with path, block and every snapshot that shares it; exit 4 exactly when there is any.
+
+With ``--checksum --max-duration`` it is a scrub in slices, for a timer: the next run goes on where this one stopped, however it ended;
+it makes way for whoever waits for the disk (ciuic.system.io_throttle); exit 4 exactly when this slice found damage, so that a timer's
+unit fails on the day it is found.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ciuic.cli.shared import times
 from ciuic.cli.shared.marks import resolve_all
 from ciuic.cli.shared.names import plural
-from ciuic.cli.shared.options import ID, FrameCommand
-from ciuic.cli.shared.output import json_option, note, out_json, out_prose
-from ciuic.cli.shared.remotes.choice import remote_options, use_remote
+from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
+from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.verify_result import as_document, print_damages, reporting
 from ciuic.errors import Damaged
 from ciuic.types import TAG_NOT_HELD
+from ciuic.units import human_size
 
 if TYPE_CHECKING:
-    from ciuic.maintenance.verify import VerifyResult
+    from ciuic.maintenance.verify import Pass, VerifyResult
     from ciuic.types import SnapshotId
+
 
 _NAMED = 3
 """Snapshots that a note names; ``--json`` has all of them."""
@@ -67,7 +74,6 @@ def command(
         # A slice goes on in the packs where the last one stopped, which knows nothing of single snapshots.
         if ids or not checksum:
             raise click.UsageError("--max-duration goes with --checksum, for all snapshots: name none")
-        from ciuic.cli.shared.verify_slices import verify_for
 
         return verify_for(session, _seconds(max_duration), restart=restart, as_json=as_json)
     if restart:
@@ -176,8 +182,6 @@ def _united(results: list[VerifyResult]) -> VerifyResult:
 
 
 def _print(result: VerifyResult, everything: bool, share: float | None) -> None:
-    from ciuic.units import human_size
-
     print_damages(result)
     number = len(result.snapshots)
     subject = ", ".join(result.snapshots) if number and not everything else plural(number, "snapshot")
@@ -193,3 +197,62 @@ def _print(result: VerifyResult, everything: bool, share: float | None) -> None:
             "every byte is right" if result.checksum else "everything is there (--checksum reads every byte)"
         )
     out_prose(f"{subject}: {verdict}; {looked}", 2, fg="red" if result.damaged else "green")
+
+
+def verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool) -> int:
+    """Verify one slice and return the exit code."""
+    from ciuic.maintenance.verify import ScrubBook, verify_slice
+    from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files
+
+    deadline = time.monotonic() + seconds
+    # Where it stopped is noted there.
+    repository = session.own_repository
+    pace = Pace(
+        gauges(waits_files(str(session.config.runtime_dir))),
+        min_share=session.config.capture.min_share,
+        processor_waits=processor_waits(),
+    )
+    with ScrubBook(session.repository_dir, repository.id) as book, reporting() as report:
+        if restart:
+            # 0: no pass has begun, so that this slice begins one.
+            book.state.began_ns = 0
+        result = verify_slice(
+            repository,
+            book,
+            time_is_up=lambda: time.monotonic() >= deadline,
+            between=pace.step,
+            progress=report,
+        )
+        state = book.state
+        book.save()
+    stored = repository.stored_bytes()
+    if as_json:
+        out_json({**as_document(result), "scrub": _document(state, stored)})
+    else:
+        _print_slice(result, state, stored)
+    return Damaged.exit_code if result.damaged else 0
+
+
+def _document(state: Pass, stored_bytes: int) -> dict[str, Any]:
+    return {
+        "complete": not state.began_ns,
+        "bytes_done": state.bytes_read,
+        # A prune during the pass may have left fewer bytes than were read.
+        "bytes_total": max(stored_bytes, state.bytes_read),
+        "damages": state.damages,
+    }
+
+
+def _print_slice(result: VerifyResult, state: Pass, stored_bytes: int) -> None:
+    print_damages(result)
+    verdict = f"{len(result.damages)} damaged" if result.damaged else "every byte that was read is right"
+    colour = "red" if result.damaged else "green"
+    if not state.began_ns:
+        out(f"{verdict}; that completes a pass over {human_size(state.bytes_read)}", fg=colour)
+        return
+    share = state.bytes_read / max(stored_bytes, state.bytes_read, 1)
+    out(
+        f"{verdict}; {share:.0%} of {human_size(stored_bytes)} since {times.clock(state.began_ns)}, "
+        "the next run goes on there",
+        fg=colour,
+    )

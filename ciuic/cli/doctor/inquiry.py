@@ -2,6 +2,8 @@
 
 Guarantees: no question takes longer than its limit, whatever the file system does, and neither does the end of this process. A
 directory that has not answered once is not asked again.
+
+A finding is ok, a warning or a problem; the latter two have a remedy.
 """
 
 from __future__ import annotations
@@ -14,12 +16,38 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
-from ciuic.cli.doctor.findings import Finding, warning
 from ciuic.cli.shared.names import shown_text
 from ciuic.errors import CiuicError
 from ciuic.system.poll import readable
+
+Level = Literal["ok", "warning", "problem"]
+
+
+class Finding(NamedTuple):
+    """``check`` is a stable name; ``remedy`` says what to do, empty when nothing need be done."""
+
+    check: str
+    level: Level
+    message: str
+    remedy: str = ""
+
+
+def ok(check: str, message: str) -> Finding:
+    """Return a finding that needs nothing."""
+    return Finding(check, "ok", message)
+
+
+def warning(check: str, message: str, remedy: str) -> Finding:
+    """Return a finding to look at, with its remedy."""
+    return Finding(check, "warning", message, remedy)
+
+
+def problem(check: str, message: str, remedy: str) -> Finding:
+    """Return a finding that needs the operator, with its remedy."""
+    return Finding(check, "problem", message, remedy)
+
 
 # A disk that is busy answers in well under a second; an operator waits for these at most once for each root.
 ANSWER_SECONDS: Final = 5.0

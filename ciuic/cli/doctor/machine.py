@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ciuic.cli.doctor.findings import Finding, ok, problem, warning
-from ciuic.cli.doctor.inquiry import Inquiry, NoAnswer, not_looked_at
+from ciuic.cli.doctor.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
 from ciuic.system import service_manager
 from ciuic.system.mountinfo import Mount
 

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ciuic.cli.doctor.findings import Finding, ok, problem, warning
-from ciuic.cli.doctor.inquiry import Inquiry, NoAnswer, not_looked_at
+from ciuic.cli.doctor.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
 from ciuic.cli.shared.names import shown, shown_text
 from ciuic.errors import CiuicError
 from ciuic.system.disk_space import Reserve, available_bytes, measurable, reserve_of, total_bytes

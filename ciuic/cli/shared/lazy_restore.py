@@ -123,7 +123,7 @@ def _run(
     source = store.load(store.resolve(snapshot))
     repository = session.repository_of(source.id)
     if session.remote_url is not None:
-        from ciuic.cli.shared.remotes.cold import refuse_archived
+        from ciuic.cli.shared.cold_packs import refuse_archived
         from ciuic.repository.lookup import find
 
         refuse_archived(repository, str(source.id), [find(repository, source, as_recorded(source, path))])

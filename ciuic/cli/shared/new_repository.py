@@ -70,7 +70,7 @@ def make_repository(session: Session, path: Path, *, offline: bool) -> bool:
         return False
     identity, block_size = None, session.config.repository.block_size_bytes
     if session.config.remotes and not offline:
-        from ciuic.cli.shared.remotes.identity import identity_of_remote
+        from ciuic.cli.shared.remote_identity import identity_of_remote
 
         identity, block_size = identity_of_remote(session.config)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from ciuic.cli.shared.names import absolute
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import URL_MARK, Session
 from ciuic.cli.shared.snapshot_options import RESERVED_TAGS
+from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
@@ -278,7 +279,7 @@ class SnapshotText(_ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the candidates for the word that is being typed."""
-        from ciuic.cli.shared.candidates import complete_snapshot
+        from ciuic.cli.shared.completion import complete_snapshot
 
         return complete_snapshot(ctx, incomplete)
 
@@ -296,7 +297,7 @@ class SnapshotPath(_ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the candidates for the word that is being typed."""
-        from ciuic.cli.shared.candidates import complete_snapshot_path
+        from ciuic.cli.shared.completion import complete_snapshot_path
 
         return complete_snapshot_path(ctx, incomplete)
 
@@ -331,3 +332,48 @@ ID = SnapshotText()
 SNAPSHOT_PATH = SnapshotPath()
 DIRECTORY = HostPath(directory=True)
 HOST_PATH = HostPath()
+
+
+def use_configured_remote(session: Session, name: str = "") -> None:
+    """Have the session read the configured remote of this name, or the only one.
+
+    Raises:
+        UsageError: none is configured, or several are and none was named.
+        NotFound: none has this name.
+    """
+    remotes = session.config.remotes
+    named = [remote for remote in remotes if name in ("", remote.name)]
+    if name and not named:
+        known = ", ".join(remote.name for remote in remotes) or "none"
+        raise NotFound(f"no remote {name!r} is configured", hint=f"there is: {known}")
+    if len(named) != 1:
+        known = ", ".join(f"{remote.name} ({remote.url})" for remote in remotes) or "none"
+        raise UsageError(f"which remote? configured: {known}", hint="name it: --name NAME, or --repo URL")
+    session.repo_option, session.remote_option = None, named[0].url
+
+
+def remote_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --remote and --name; see `use_remote`."""
+    for add in (
+        click.option("--name", default="", metavar="NAME", help="With --remote: its name, of several."),
+        click.option(
+            "--remote", "remote", is_flag=True, help="The configured remote instead; or --repo URL."
+        ),
+    ):
+        command = add(command)
+    return command
+
+
+def use_remote(session: Session, remote: bool, name: str) -> bool:
+    """Have the session read the remote that --remote, --name or --repo mean, and return whether they mean one.
+
+    Raises:
+        UsageError, NotFound: as `use_configured_remote`; or --name was given alone.
+    """
+    if name and not remote:
+        raise UsageError("--name goes with --remote")
+    if remote and session.remote_url is None:
+        use_configured_remote(session, name)
+    elif name:
+        raise UsageError("--name names a configured remote, and --repo another: give one or the other")
+    return session.remote_url is not None

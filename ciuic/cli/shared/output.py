@@ -1,16 +1,22 @@
-"""Output of commands: results to stdout, everything else to stderr.
+"""Output of commands: results and tables to stdout, everything else to stderr.
 
 Guarantees: stdout carries results only, and with ``--json`` exactly one document; a reader that leaves early is noticed
 quietly and does not change the exit code; colour only on a terminal and never with NO_COLOR.
+
+Tables are drawn with rich on a terminal, and are plain aligned columns everywhere else. On a terminal that is too narrow for the table each row becomes a record: its first cell on a line of its own, the others
+below it with their headers, broken between cells and never inside a number.
+
+rich is imported only where it draws: it doubles the time that ``ciuic list`` takes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import click
 
@@ -108,3 +114,111 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--json", "as_json", is_flag=True, callback=remember, help="Print one JSON document."
     )(command)
+
+
+# A path or a sentence that is folded more often cannot be read.
+_LEAST_WIDTH: Final = 24
+"""Width down to which a column may shrink, in columns of the terminal."""
+
+
+class Column(NamedTuple):
+    """``right`` aligns numbers; ``shrink`` marks the column that gives way on a narrow terminal."""
+
+    header: str
+    right: bool = False
+    shrink: bool = False
+
+
+class Cell(NamedTuple):
+    """Text with a rich style (``red``, ``dim`` …)."""
+
+    text: str
+    style: str = ""
+
+
+Row = Sequence["str | Cell"]
+
+
+def show_table(columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    """Print the table. Cells are one line of printable characters (see names.py)."""
+    width = terminal_width()
+    # A pipe gets aligned columns of any width, without rich: its import takes 40 ms.
+    if width is None:
+        _align(columns, rows)
+    elif _fits(columns, rows, width):
+        _draw(columns, rows)
+    else:
+        _records(columns, rows, max(width, MIN_WIDTH))
+
+
+def _fits(columns: Sequence[Column], rows: Sequence[Row], width: int) -> bool:
+    """Return True if all columns but those that may shrink fit: half an id is useless."""
+    needed = 0
+    for index, column in enumerate(columns):
+        longest = max(len(column.header), *(len(_text(row[index])) for row in rows), 0)
+        needed += min(longest, _LEAST_WIDTH) if column.shrink else longest
+    return needed + 2 * (len(columns) - 1) <= width
+
+
+def _text(cell: str | Cell) -> str:
+    return cell.text if isinstance(cell, Cell) else cell
+
+
+def _align(columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    lines = [[column.header for column in columns], *([_text(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    aligned = []
+    for line in lines:
+        cells = [
+            text.rjust(width) if column.right else text.ljust(width)
+            for text, width, column in zip(line, widths, columns, strict=True)
+        ]
+        aligned.append("  ".join(cells).rstrip())
+    out("\n".join(aligned))
+
+
+def _records(columns: Sequence[Column], rows: Sequence[Row], width: int) -> None:
+    for row in rows:
+        out(_text(row[0]), bold=True)
+        line = ""
+        # Pairs of header and text are kept together, so that a number is never separated from what it counts.
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            text = _text(cell)
+            if not text:
+                continue
+            pair = f"{column.header.lower()} {text}"
+            if line and len(line) + 2 + len(pair) > width:
+                out(line)
+                line = ""
+            line = f"{line}; {pair}" if line else f"  {pair}"
+            # Longer than the terminal by itself, such as a path: broken between its words.
+            if len(line) > width:
+                *whole, line = wrapped(line, 4)
+                for part in whole:
+                    out(part)
+        if line:
+            out(line)
+
+
+def _draw(columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # Two blanks between columns, as in a pipe: one is the right padding, one the line of the box.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(
+            column.header,
+            justify="right" if column.right else "left",
+            no_wrap=not column.shrink,
+            overflow="fold" if column.shrink else "ellipsis",
+        )
+    for row in rows:
+        # Text, not str: brackets in a file name are not markup.
+        table.add_row(
+            *(Text(_text(cell), style=cell.style if isinstance(cell, Cell) else "") for cell in row)
+        )
+    # highlight=False: rich would colour numbers and paths by rules of its own.
+    Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False).print(table)

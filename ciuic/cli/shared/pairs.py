@@ -93,7 +93,7 @@ def document(pair: Pair | None, half: Half | None) -> dict[str, Any] | None:
 
 def cell(half: Half | None) -> Any:
     """Return the pair's cell in the table of `list`."""
-    from ciuic.cli.shared.tables import Cell
+    from ciuic.cli.shared.output import Cell
 
     if half is None:
         return ""

@@ -19,7 +19,7 @@ import click
 from ciuic.cli.shared.messages import complain, warn
 
 if TYPE_CHECKING:
-    from ciuic.cli.shared.remotes.opening import EveryVersion
+    from ciuic.cli.shared.remotes import EveryVersion
     from ciuic.config import Config
     from ciuic.protocol.control import ControlClient
     from ciuic.remote.reading.opening import ReadableRemote
@@ -147,7 +147,7 @@ class Session:
         """Request of --behind-deletions and --stored-before; None where they were not given."""
         if not self.behind_deletions and self.stored_before is None:
             return None
-        from ciuic.cli.shared.remotes.opening import EveryVersion
+        from ciuic.cli.shared.remotes import EveryVersion
         from ciuic.cli.shared.times import parse_when
 
         before_ns = None if self.stored_before is None else parse_when(self.stored_before, self.now_ns)
@@ -157,7 +157,7 @@ class Session:
     def remote(self) -> ReadableRemote:
         """The remote that is read, open until the run ends."""
         if self._remote is None:
-            from ciuic.cli.shared.remotes.opening import open_named_remote
+            from ciuic.cli.shared.remotes import open_named_remote
 
             assert self.remote_url is not None
             self._take_events()

@@ -1,4 +1,4 @@
-"""Installation below systemd: unit files in one directory, and calls of systemctl.
+"""Installation below systemd: unit files in one directory, calls of systemctl, and the files that are installed with the program.
 
 Guarantees: unit files are replaced atomically; only files that this module writes are removed. Everything outside
 (directories, the systemctl program) comes in as an argument.
@@ -12,13 +12,28 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from ciuic.cli.shared.shipped import shipped_text
 from ciuic.errors import CiuicError, NotPermitted
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system.child_process import find_program, program_environment
+
+
+def shipped_text(folder: str, name: str) -> str:
+    """The file as shipped: in data/ of the installed package, or in the folder of a checkout."""
+    # The wheel has the files in ciuic/data; an editable installation runs from the checkout, which has them
+    # at the top.
+    package = Path(str(resources.files("ciuic")))
+    for candidate in (package / "data" / folder / name, package.parent / folder / name):
+        if candidate.is_file():
+            return candidate.read_text(encoding="utf-8")
+    raise CiuicError(
+        f"this installation lacks the file {folder}/{name}",
+        hint="install ciuic again, as a package or with pip",
+    )
+
 
 UNITS: Final = (
     "ciuic.service",

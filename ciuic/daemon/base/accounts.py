@@ -16,20 +16,20 @@ from typing import Final, NamedTuple, TypeVar
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.base.runtime import permit_control_group
 from ciuic.errors import CiuicError
 
 # Longest time for which a change of an account goes unnoticed. Group membership comes from the kernel and
 # needs no look-up.
-REFRESH_SECONDS: Final = 60.0
+_REFRESH_SECONDS: Final = 60.0
 # Time limit of one look-up, with much to spare for a directory service that answers at all.
 LOOKUP_SECONDS: Final = 5.0
-EVERYBODY: Final = "*"
+_EVERYBODY: Final = "*"
 # Names that are remembered for display; users in a container are created at no cost, so the table is emptied
 # when it is full.
-MAX_NAMES: Final = 4096
-T = TypeVar("T")
+_MAX_NAMES: Final = 4096
+_T = TypeVar("_T")
 log = structlog.get_logger(__name__)
 _names: dict[int, str] = {}
 
@@ -81,7 +81,7 @@ class Accounts:
     @property
     def everybody(self) -> bool:
         """True if `watch.users` names everybody."""
-        return EVERYBODY in self._wanted().users
+        return _EVERYBODY in self._wanted().users
 
     def revoked(self) -> int:
         """Return how often the control socket was taken back from a group."""
@@ -103,10 +103,10 @@ class Accounts:
             )
 
     async def run(self) -> None:
-        """Look up every `REFRESH_SECONDS`, until cancelled."""
+        """Look up every `_REFRESH_SECONDS`, until cancelled."""
         while True:
             await self.refresh()
-            await trio.sleep(REFRESH_SECONDS)
+            await trio.sleep(_REFRESH_SECONDS)
 
     async def refresh(self) -> bool:
         """Look up now, and return whether the name service answered in time."""
@@ -138,7 +138,7 @@ class Accounts:
             return
         name = await self._ask(lambda: _name_of(uid))
         if name is not None:
-            if len(_names) >= MAX_NAMES:
+            if len(_names) >= _MAX_NAMES:
                 _names.clear()
             _names[uid] = name
 
@@ -147,7 +147,7 @@ class Accounts:
         for uid in set(uids):
             await self.learn_name(uid)
 
-    async def _ask(self, look_up: Callable[[], T]) -> T | None:
+    async def _ask(self, look_up: Callable[[], _T]) -> _T | None:
         with trio.move_on_after(LOOKUP_SECONDS):
             return await trio.to_thread.run_sync(look_up, abandon_on_cancel=True, limiter=self._name_service)
         return None
@@ -181,7 +181,7 @@ def _ids_of(wanted: AccountNames) -> tuple[int | None, frozenset[int]]:
         try:
             users.add(pwd.getpwnam(name).pw_uid)
         except KeyError:
-            if name != EVERYBODY:
+            if name != _EVERYBODY:
                 log.warning("user_not_found", name=name)
     try:
         return grp.getgrnam(wanted.group).gr_gid if wanted.group else None, frozenset(users)

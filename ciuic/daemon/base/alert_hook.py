@@ -6,48 +6,150 @@ processes that it has started are killed when it exceeds its time limit; its out
 log. An event that repeats is told three times, then every ten minutes, with the number of events that were
 left out.
 
-Under systemd it is run as a service of its own (systemd-run), because the daemon and its children may not
-open network connections. Leaves starting the command to alert_command.py.
+The operator's command is run word by word, and no text of a user is part of any command line: it is in the
+JSON on standard input and in environment variables. A program that others may write to is not run. Under
+systemd the command is run as a service of its own (systemd-run), because the daemon and its children may not
+open network connections. The variables are then in a file that only root can read, because systemd expands
+`$` in arguments and shows them to everybody.
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
 import trio
 
-from ciuic.config import AlertConfig
-from ciuic.daemon.base.alert_command import Prepared, prepare, remove_left_over
+from ciuic.config import AlertConfig, alert_flaw
 from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
 from ciuic.daemon.base.events import EventBus
 from ciuic.errors import NotPermitted
 from ciuic.printable import escaped, one_line
 from ciuic.protocol.control_types import Event
+from ciuic.system.child_process import SYSTEM_PATH, find_program
 
 # An event that repeats is told three times at once, and then every ten minutes.
-BURST: Final = 3
-PAUSE_SECONDS: Final = 600.0
+_BURST: Final = 3
+_PAUSE_SECONDS: Final = 600.0
 # Burst of all trainers of one user: each name has a burst of its own, and a user may register many names.
-BURST_OF_A_USER: Final = 30
+_BURST_OF_A_USER: Final = 30
 # Notices that wait while a slow command runs; further ones are logged and dropped.
-MAX_WAITING_NOTICES: Final = 64
+_MAX_WAITING_NOTICES: Final = 64
 # Output of the command that is logged; the rest is read and discarded, so that the command never blocks on a
 # full pipe.
-MAX_OUTPUT_BYTES: Final = 4096
+_MAX_OUTPUT_BYTES: Final = 4096
 # Time between SIGTERM and SIGKILL.
 _KILL_SECONDS: Final = 2.0
 # Time for the pipe to be read after the command has ended, in case a child of it holds the pipe open.
 _LAST_WORDS_SECONDS: Final = 0.1
 _OF_TRAINERS: Final = "trainer:"
 log = structlog.get_logger(__name__)
+_PREFIX: Final = "alert-"
+_SUFFIX: Final = ".env"
+# Characters that need a backslash in a value between double quotes (systemd.exec(5), EnvironmentFile=).
+_SPECIAL: Final = frozenset('"\\`$')
+
+
+class Prepared(NamedTuple):
+    """A command that is ready to be started. Call `discard` when it has ended."""
+
+    command: list[str]
+    how: dict[str, Any]
+    """Keyword arguments for subprocess.Popen."""
+    file: Path | None = None
+
+    def discard(self) -> None:
+        """Remove the file with the variables, if there is one."""
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.unlink(missing_ok=True)
+
+
+def prepare(
+    settings: AlertConfig, variables: Mapping[str, str], language: str, directory: Path | None
+) -> Prepared:
+    """Prepare one run of the command.
+
+    Args:
+        settings: the command, its user and time limit.
+        variables: environment variables about the alert.
+        language: value of LANG.
+        directory: directory of root's own for the file of variables; None: start the command without systemd.
+
+    Raises:
+        NotPermitted: others may write to the program.
+        KeyError: there is no such user.
+        OSError: the file cannot be written.
+    """
+    flaw = alert_flaw(settings)
+    if flaw is not None:
+        raise NotPermitted(f"alert.command is not run: the {flaw.found}", hint=flaw.remedy)
+    variables = {"PATH": SYSTEM_PATH, "LANG": language, **variables}
+    if directory is not None:
+        return _as_service(settings, variables, directory)
+    how: dict[str, Any] = {"env": variables}
+    if settings.user is not None:
+        user = pwd.getpwnam(settings.user)
+        groups = os.getgrouplist(user.pw_name, user.pw_gid)
+        how |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": groups}
+        variables |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
+    return Prepared(list(settings.command), how)
+
+
+def _remove_left_over(directory: Path) -> None:
+    """Remove files of variables that a killed daemon left."""
+    with suppress(OSError):
+        for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+            path.unlink(missing_ok=True)
+
+
+def _as_service(settings: AlertConfig, variables: Mapping[str, str], directory: Path) -> Prepared:
+    program, *words = settings.command
+    if "$" in program:
+        raise NotPermitted(
+            f"alert.command is not run: systemd would expand the $ in {program}", hint="give it another name"
+        )
+    descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=directory)  # 0600
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(environment_file(variables))
+    command = [
+        find_program("systemd-run"),
+        # --collect: a unit that failed is removed too, and does not pile up in systemd.
+        *("--pipe", "--wait", "--collect", "--quiet", "--service-type=exec"),
+        # systemd keeps the time limit as well: the command is a child of systemd, and killing systemd-run
+        # would leave it running.
+        f"--property=RuntimeMaxSec={settings.timeout_seconds}",
+        f"--property=EnvironmentFile={name}",
+        *([] if settings.user is None else [f"--uid={settings.user}"]),
+        "--",
+        program,
+        # A dollar sign is doubled for systemd, which expands variables in arguments (systemd.service(5),
+        # COMMAND LINES).
+        *(word.replace("$", "$$") for word in words),
+    ]
+    # Variables reach the command by the file alone; systemd-run itself needs none.
+    return Prepared(command, {"env": {"PATH": SYSTEM_PATH}}, Path(name))
+
+
+def environment_file(variables: Mapping[str, str]) -> bytes:
+    """Return the variables in the format of EnvironmentFile= of systemd.exec(5), where nothing is expanded.
+
+    The encoding is UTF-8.
+    """
+    lines = []
+    for name, value in variables.items():
+        quoted = "".join(f"\\{char}" if char in _SPECIAL else char for char in value)
+        lines.append(f'{name}="{quoted}"\n')
+    return "".join(lines).encode("utf-8", "backslashreplace")
 
 
 def trainer_key(name: str, where: str) -> str:
@@ -129,7 +231,7 @@ class Pacing:
     """Rate limit for each key: a burst at first, then one for each pause."""
 
     def __init__(
-        self, now: Callable[[], float], *, burst: int = BURST, pause_seconds: float = PAUSE_SECONDS
+        self, now: Callable[[], float], *, burst: int = _BURST, pause_seconds: float = _PAUSE_SECONDS
     ) -> None:
         self._now = now
         self._burst, self._pause_seconds = burst, pause_seconds
@@ -179,13 +281,13 @@ class AlertHook:
         self._environment = environment
         self._service_directory = service_directory
         self._on_refusal = on_refusal
-        self._send, self._receive = trio.open_memory_channel[AlertNotice](MAX_WAITING_NOTICES)
+        self._send, self._receive = trio.open_memory_channel[AlertNotice](_MAX_WAITING_NOTICES)
 
     async def follow(self, events: EventBus) -> None:
         """Queue notices of events, until the bus is closed."""
         pacing = Pacing(trio.current_time)
         of_users = Pacing(
-            trio.current_time, burst=BURST_OF_A_USER, pause_seconds=PAUSE_SECONDS / BURST_OF_A_USER
+            trio.current_time, burst=_BURST_OF_A_USER, pause_seconds=_PAUSE_SECONDS / _BURST_OF_A_USER
         )
         with events.subscribe() as subscription:
             async for event in subscription.events():
@@ -206,7 +308,7 @@ class AlertHook:
     async def run(self) -> None:
         """Run the command for queued notices, one after the other, until cancelled."""
         if self._service_directory is not None:
-            remove_left_over(self._service_directory)
+            _remove_left_over(self._service_directory)
         async for notice in self._receive:
             try:
                 await self._tell(notice)
@@ -260,7 +362,7 @@ class AlertHook:
             if process.returncode is None:  # the daemon ends
                 with trio.CancelScope(shield=True):
                     await _kill(process)
-        output = bytes(said[:MAX_OUTPUT_BYTES]).decode("utf-8", "replace").strip()
+        output = bytes(said[:_MAX_OUTPUT_BYTES]).decode("utf-8", "replace").strip()
         if not in_time:
             log.error(
                 "alert_command_killed", key=notice.key, after_seconds=settings.timeout_seconds, output=output
@@ -309,7 +411,7 @@ async def _listen(process: trio.Process, said: bytearray) -> None:
     assert process.stdout is not None
     async with process.stdout:
         async for part in process.stdout:
-            if len(said) < MAX_OUTPUT_BYTES:
+            if len(said) < _MAX_OUTPUT_BYTES:
                 said += part
 
 

@@ -1,18 +1,25 @@
-"""Metrics in Prometheus text format, from a status document and a few counters.
+"""Metrics in Prometheus text format, from a status document and a few counters, and the file of the exporter.
 
-Guarantees: names are stable; every figure has its unit in its name. The registry is this module's own, so
+Guarantees: names are stable; every figure has its unit in its name. No failure of the metrics ends the daemon.
+The registry is this module's own, so
 that the metrics of a process that embeds the daemon are not mixed with these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import get_args
 
+import structlog
+import trio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ciuic.daemon.base.events import EventBus
 from ciuic.protocol.control_types import Event, IncidentKind, Progress, RootStatus, StatusDocument
+from ciuic.protocol.metrics_file import WRITE_SECONDS, write_metrics
 
 _ROOT_GAUGES = (
     ("dirty_bytes", "ciuic_root_dirty_bytes", "Upper bound of what the next snapshot reads"),
@@ -37,6 +44,7 @@ _REMOTE_GAUGES = (
     ),
     ("stored", "ciuic_remote_stored_snapshots", "Snapshots of the repository that the remote has"),
 )
+log = structlog.get_logger(__name__)
 
 
 class Metrics:
@@ -190,3 +198,40 @@ class Metrics:
         if root.last_snapshot is not None:
             cut = datetime.fromisoformat(root.last_snapshot.time)
             self._last_of_root.labels(root.path).set(cut.timestamp())
+
+
+async def keep_metrics_file(
+    path: Path, is_wanted: Callable[[], bool], text: Callable[[], Awaitable[bytes]]
+) -> None:
+    """Replace the file of the metrics every `WRITE_SECONDS`, until cancelled; then remove it.
+
+    Args:
+        path: the file (`ciuic.protocol.metrics_file`).
+        is_wanted: returns whether an exporter is configured; while none is, there is no file.
+        text: returns the metrics in Prometheus text format.
+    """
+    is_failing = False
+    try:
+        while True:
+            try:
+                if is_wanted():
+                    # In this thread: a file of some kilobytes, on tmpfs.
+                    write_metrics(path, await text())
+                else:
+                    _remove(path)
+                is_failing = False
+            except Exception:  # nothing of the metrics may end the daemon
+                # Once, not every ten seconds.
+                if not is_failing:
+                    log.exception("metrics_not_written", path=str(path))
+                is_failing = True
+            await trio.sleep(WRITE_SECONDS)
+    finally:
+        # The exporter answers `ciuic_up 0` at once.
+        with suppress(OSError):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # In the thread of the caller: the file is on tmpfs.
+    path.unlink(missing_ok=True)

@@ -1,7 +1,9 @@
 """Repository operations of the daemon process itself. All of them block; call them in threads.
 
 Guarantees: nothing here holds the repository open between calls or takes its lock, except to create a
-repository. Captures and upkeep are processes of their own and open it for themselves.
+repository. Captures and upkeep are processes of their own and open it for themselves. Whether upkeep has
+something to do is decided from the catalogue alone, and the plan is that of `ciuic.maintenance.prune`, or
+upkeep would be started in vain, or not at all.
 """
 
 from __future__ import annotations
@@ -11,24 +13,90 @@ import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import structlog
 
+from ciuic.compare.restore_records import undoes_newest_change
 from ciuic.config.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
-from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules, upkeep_need
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import RemoteStatus, RepositoryStatus, SnapshotSummary, rfc3339
-from ciuic.protocol.stored_remotely import remote_lag
+from ciuic.protocol.stored_remotely import remote_lag, remotes_done
 from ciuic.repository import Repository, promised
 from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own
+from ciuic.retention import MinFree, RetentionPolicy, plan_retention, snapshots_having
 from ciuic.system import mountinfo
-from ciuic.system.disk_space import measurable
-from ciuic.types import TAG_PARTIAL, SnapshotId, is_safety
+from ciuic.system.disk_space import measurable, unstored_floor_bytes
+from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId, is_safety
 
+# Newest snapshots that are searched for an epoch: more epochs than that are never pending.
+_RECENT_SNAPSHOTS = 32
 log = structlog.get_logger(__name__)
+
+
+class UpkeepRules(NamedTuple):
+    """Facts that decide which snapshots stay."""
+
+    policy: RetentionPolicy
+    min_free: MinFree | None = None
+    remotes: tuple[str, ...] = ()
+    """Names of the remotes to which snapshots go."""
+    reserve_bytes: int = 0
+    """Free space that captures leave to others."""
+
+
+class UpkeepNeed(NamedTuple):
+    """Answer to the question if upkeep has something to do."""
+
+    is_due: bool
+    """Some snapshot is kept by no rule, or free space is below the floor of snapshots that may yield."""
+    unstored: int = 0
+    """Number of snapshots that stay because a remote has not stored them."""
+
+
+def _upkeep_need(
+    repository: Repository, rules: UpkeepRules, free_bytes: int, file_system_bytes: int, *, now_ns: int
+) -> UpkeepNeed:
+    """Return whether upkeep has something to do.
+
+    Args:
+        repository: the open repository.
+        rules: what decides.
+        free_bytes: free space of its file system.
+        file_system_bytes: size of its file system.
+        now_ns: the current time.
+    """
+    infos = repository.snapshots.list()
+    states = {
+        info.id
+        for info in infos
+        if not STATE_TAGS.isdisjoint(info.tags) and repository.snapshots.load(info.id).is_state
+    }
+    lacking = [repository.snapshots.load(info.id) for info in infos if TAG_PARTIAL in info.tags]
+    plan = plan_retention(
+        infos,
+        rules.policy,
+        now_ns=now_ns,
+        states=states,
+        having=snapshots_having(
+            {info.id: info.roots for info in infos},
+            [root.path for snapshot in lacking for root in snapshot.left_out],
+        ),
+        undoes=partial(undoes_newest_change, repository, infos),
+        remotes=remotes_done(rules.remotes, repository.id).done,
+    )
+    floor_bytes = unstored_floor_bytes(rules.min_free, file_system_bytes, rules.reserve_bytes)
+    # Without min_free, only snapshots yield that nothing but a remote keeps.
+    may_yield = rules.min_free is not None or any(
+        decision.remotes and not decision.local_reasons for decision in plan.kept
+    )
+    return UpkeepNeed(
+        bool(plan.removed) or (may_yield and free_bytes < floor_bytes),
+        sum(bool(decision.remotes) for decision in plan.kept),
+    )
 
 
 @contextmanager
@@ -45,10 +113,6 @@ def _in_words(path: Path) -> Iterator[None]:
         raise CiuicError(
             f"the index of the repository {path} cannot be read: {error}", hint="ciuic check --repair"
         ) from error
-
-
-# Newest snapshots that are searched for an epoch: more epochs than that are never pending.
-RECENT_SNAPSHOTS = 32
 
 
 class LastSnapshot(Protocol):
@@ -295,7 +359,7 @@ class Store:
         wanted = (os.fsencode(root), session, epoch)
         try:
             with self._open() as repository:
-                for info in repository.snapshots.list(root=wanted[0], limit=RECENT_SNAPSHOTS):
+                for info in repository.snapshots.list(root=wanted[0], limit=_RECENT_SNAPSHOTS):
                     try:
                         records = repository.snapshots.load(info.id).roots
                     # Another snapshot may have the epoch.
@@ -318,7 +382,7 @@ class Store:
         try:
             with self._open() as repository:
                 room = self._room(self._known_path())
-                return upkeep_need(repository, rules, room.free_bytes, room.total_bytes, now_ns=now_ns)
+                return _upkeep_need(repository, rules, room.free_bytes, room.total_bytes, now_ns=now_ns)
         except NotFound:
             return UpkeepNeed(is_due=False)
 

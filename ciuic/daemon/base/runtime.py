@@ -25,7 +25,7 @@ from ciuic.types import Pair
 # Connections that the kernel queues: a command that finds the queue full takes the daemon for absent.
 _BACKLOG = 512
 # Attempts to lock a file that is still at its path. One fails only where another daemon ends at this moment.
-MAX_LOCK_ATTEMPTS = 100
+_MAX_LOCK_ATTEMPTS = 100
 log = structlog.get_logger(__name__)
 
 
@@ -107,7 +107,7 @@ class RuntimeDirectory:
     def _open_locked(self) -> int:
         """Return a descriptor of the lock file, locked. Raises Busy and OSError."""
         lock = self.path / "daemon.lock"
-        for _ in range(MAX_LOCK_ATTEMPTS):
+        for _ in range(_MAX_LOCK_ATTEMPTS):
             self._create()
             try:
                 fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from typing import Final, NamedTuple
 
-from ciuic.daemon.capture.block_runs import read_all, united
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode, SealedView
 from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
 from ciuic.repository.codecs.compression import Content
@@ -38,7 +37,7 @@ _BATCH_BLOCKS: Final = 16 << 10
 _ANY_NUMBER: Final = 1 << 62
 EMPTY_MAP: Final = MapRef(b"", 0)
 
-Tick = Callable[[int], None]
+_Tick = Callable[[int], None]
 """Called with the number of bytes read, after each run; may raise to stop."""
 
 
@@ -80,7 +79,7 @@ class _Piece(NamedTuple):
 class ContentReader:
     """Reader of regular files of one view, which stores them through one writer."""
 
-    def __init__(self, view: SealedView, writer: Writer, block_size: int, tick: Tick) -> None:
+    def __init__(self, view: SealedView, writer: Writer, block_size: int, tick: _Tick) -> None:
         self._view = view
         self._writer = writer
         self._block_size = block_size
@@ -120,7 +119,7 @@ class ContentReader:
         if size != previous.size_bytes:  # the last block is as long as the file says
             ends = (previous.size_bytes // self._block_size, size // self._block_size)
             wanted += [(block, block + 1) for block in ends]
-        runs = united(wanted, blocks_of(size, self._block_size))
+        runs = _united(wanted, blocks_of(size, self._block_size))
         # Not shared: the next changes in place of a shared file would need new space on the file system.
         return self._store(inode, MapRef(previous.content, previous.map_height), runs)
 
@@ -359,7 +358,7 @@ class ContentReader:
         if self._reader is None:
             # One thread: two would read alternate ranges, which the kernel does not recognise as sequential.
             self._reader = ThreadPoolExecutor(1, "ciuic-read")
-        return self._reader.submit(read_all, fd, offset, length)
+        return self._reader.submit(_read_all, fd, offset, length)
 
     def _finish(self, fd: int, begun: _Begun) -> _Piece:
         """Return the piece, filled with zeros where the file ends now."""
@@ -368,11 +367,11 @@ class ContentReader:
             if begun.staged is not None:
                 parts = self._read_staged(fd, offset, begun, begun.staged)
                 have = sum(map(len, parts))
-                parts += read_all(fd, offset + have, begun.length - have)
+                parts += _read_all(fd, offset + have, begun.length - have)
             elif begun.reading is not None:
                 parts = begun.reading.result()
             else:
-                parts = read_all(fd, offset, begun.length)
+                parts = _read_all(fd, offset, begun.length)
             if begun.staged is None:
                 self._drop_behind.end(fd, begun.spans)
         except OSError as error:
@@ -387,12 +386,12 @@ class ContentReader:
         length = begun.length - begun.length % self._block_size
         parts = begun.reading.result() if begun.reading is not None else None
         if begun.cached:
-            parts = read_all(fd, offset, length) if parts is None else parts
+            parts = _read_all(fd, offset, length) if parts is None else parts
             if sum(map(len, parts)) == length and self._writer.stage.is_unchanged(fd, offset, length, staged):
                 return parts
             parts = None
         if parts is None:
-            parts = read_all(staged.file.fd, staged.offset, length)
+            parts = _read_all(staged.file.fd, staged.offset, length)
         self._drop_behind.end(staged.file.fd, begun.spans)
         return parts
 
@@ -405,3 +404,34 @@ class ContentReader:
             return True
         # Under an overlay ctime also moves when a hold link is dropped, which changes no content.
         return not self._view.exact and recorded_time(now.st_ctime_ns) != inode.stat.ctime_ns
+
+
+def _read_all(fd: int, offset: int, length: int) -> list[bytes]:
+    """Read a range; return less where the file ends now."""
+    parts: list[bytes] = []
+    have = 0
+    # pread(2) may return less than was asked for. The parts are joined once, by the caller: most reads have
+    # one.
+    while have < length and (part := os.pread(fd, length - have, offset + have)):
+        parts.append(part)
+        have += len(part)
+    return parts
+
+
+def _united(runs: list[tuple[int, int]], blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield the same blocks, below `blocks`, as maximal runs (first, stop) in order."""
+    start = end = 0
+    for first, stop in sorted(runs):
+        stop = min(stop, blocks)
+        if first >= stop:
+            continue
+        if first > end:
+            if end > start:
+                yield start, end
+            start, end = first, stop
+        elif start == end:
+            start, end = first, stop
+        else:
+            end = max(end, stop)
+    if end > start:
+        yield start, end

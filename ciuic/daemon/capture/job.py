@@ -31,7 +31,7 @@ EXIT_NO_ROOM = 21
 EXIT_INTERRUPTED = 130
 # Limit of a capture's data: twenty times what captures of ten million files were measured to take. Only a
 # root that was made to exhaust memory reaches it.
-DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
+_DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
 
 
 class RootJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -79,7 +79,7 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     """Value idle, best-effort:N or none."""
     left_out: tuple[LeftOut, ...] = ()
     """Requested roots that cannot be captured."""
-    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+    memory_limit_bytes: int = _DEFAULT_MEMORY_LIMIT_BYTES
     """Memory limit of the process; 0: none."""
     urgency: Urgency = Urgency()
     """Deadline and share (ciuic.system.io_throttle, ciuic.system.precedence); changes follow on standard

@@ -28,7 +28,7 @@ import msgspec
 import structlog
 
 from ciuic.daemon.base import logs
-from ciuic.daemon.base.urgency_channel import JobInput, follow_urgency
+from ciuic.daemon.base.child_processes import JobInput, follow_urgency
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
     EXIT_NO_ROOM,
@@ -42,8 +42,14 @@ from ciuic.daemon.capture.job import (
     encode_message,
     printable,
 )
-from ciuic.daemon.capture.root import PATHS_IN_MESSAGE, Interrupted, Report
-from ciuic.daemon.capture.roots import Captured, capture_roots, limit_memory
+from ciuic.daemon.capture.roots import (
+    PATHS_IN_MESSAGE,
+    Captured,
+    Interrupted,
+    Report,
+    capture_roots,
+    limit_memory,
+)
 from ciuic.daemon.capture.space import CaptureRoom, NoRoom
 from ciuic.errors import Busy, CiuicError, UsageError
 from ciuic.excludes import effective_patterns

@@ -15,7 +15,7 @@ from typing import TypeVar
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.roots.mount_hooks import MountHooks
 from ciuic.protocol.control_types import BypassingMountReport, BypassReport
 from ciuic.system.bypass import REMEDY, Bypasser, BypassingMount
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 2.0
 # Module name in the command line of every overlay worker.
 _WORKER = "ciuic.fuse_layer.worker"
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class BypassWatch:
@@ -146,7 +146,7 @@ class BypassWatch:
     ) -> list[Bypasser] | None:
         return await self._within(seconds, lambda: self._hooks.bypassing(self._path, ignore_pids, only_pids))
 
-    async def _within(self, seconds: float, search: Callable[[], Awaitable[list[T]]]) -> list[T] | None:
+    async def _within(self, seconds: float, search: Callable[[], Awaitable[list[_T]]]) -> list[_T] | None:
         """Return what a search finds; None where it does not end or fails, and `_failure` says why."""
         with trio.move_on_after(seconds):
             try:

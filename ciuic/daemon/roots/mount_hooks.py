@@ -1,21 +1,31 @@
-"""Access of a supervisor to processes and mounts: find, serve, take over or detach the overlay of a root.
+"""Access of a supervisor to processes and mounts: find, serve, take over, watch or detach the overlay of a root.
 
 Guarantees: everything that may block runs in a thread; each method says which side closes descriptors that
-are handed in.
+are handed in. A mount that any process may still answer is never detached. Leaves supervising to
+supervisor.py.
+
+A root that the daemon begins to serve is in one of four cases: no overlay (mount one); a live worker of a
+predecessor (adopt it); dead mounts of killed workers, perhaps several on top of one another (detach them); an
+overlay that another process serves (refuse, and touch nothing).
+
+An overlay that another process unmounts is detected by poll(2) on /proc/self/mountinfo, which reports that
+some mount came or went (proc_pid_mountinfo(5)); the file is then read once. It is detected within
+`_SETTLE_SECONDS` and the time of one read; a host that mounts and unmounts all the time costs one read for
+each `_SETTLE_SECONDS`.
 """
 
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Callable, Collection
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 import structlog
 import trio
 
 from ciuic.daemon.base.settings import RootSettings
-from ciuic.daemon.roots.mount_watch import unmounted
-from ciuic.daemon.roots.recovery import detach_dead, is_mounted, is_orphaned, open_root, recover_root
 from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.worker_process import (
     OverlayWorker,
@@ -24,16 +34,117 @@ from ciuic.daemon.roots.worker_process import (
     adopt_worker,
     start_worker,
 )
-from ciuic.errors import CiuicError
+from ciuic.errors import Busy, CiuicError, NotFound, UsageError
 from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import MovedMounts, mounts_in_overlay_at
+from ciuic.protocol.worker_client import peer_pid
 from ciuic.system.bypass import Bypasser, BypassingMount, find_bypassing, find_bypassing_mounts
 from ciuic.system.open_files import MountUser, mount_users
 
+# Pause between two reads: container runtimes change tens of mounts at a time, and a thousand mounts take a
+# millisecond to parse.
+_SETTLE_SECONDS: Final = 0.1
+# A dead mount answers ENOTCONN at once; one that does not answer in time hangs, and must not be detached.
+_PROBE_TIMEOUT_SECONDS = 5.0
+# A bound for the loop over mounts that lie on top of one another.
+_MAX_STACKED = 64
 # Threads that search through /proc at a time, including abandoned ones that still wait: they must not use up
 # the threads that everything else in the daemon needs.
-MAX_LOOKS = 4
+_MAX_LOOKS = 4
 log = structlog.get_logger(__name__)
+
+
+async def unmounted(root: str) -> None:
+    """Wait until no overlay of ciuic is mounted at `root`.
+
+    Raises:
+        OSError: the process is out of descriptors.
+    """
+    with open("/proc/self/mountinfo", "rb") as file, select.epoll() as changes:  # noqa: ASYNC230  no disk is behind it
+        # trio waits for readability only. The file itself reports POLLPRI, so it is watched through an epoll
+        # descriptor.
+        changes.register(file.fileno(), select.EPOLLPRI)
+        while await trio.to_thread.run_sync(mounts.overlay_at, os.fsencode(root)) is not None:
+            await trio.lowlevel.wait_readable(changes.fileno())
+            changes.poll(0)
+            await trio.sleep(_SETTLE_SECONDS)
+
+
+def _recover_root(root: str, worker_socket: Path) -> OverlayWorker | None:
+    """Adopt the live worker of `root`, or detach dead overlays and return None. Blocks; run in a thread.
+
+    Raises:
+        Busy: another process serves an overlay there, or one hangs there.
+    """
+    # Without a mount, a worker that listens there serves files that were open when the root was unmounted.
+    if mounts.overlay_at(root) is not None:
+        worker = adopt_worker(worker_socket)
+        if worker is not None:
+            log.info("worker_adopted", root=root, pid=worker.pid, session=worker.session)
+            return worker
+    detach_dead(root)
+    # A worker that still serves open handles of a detached mount may listen there; it need not be reached any
+    # more.
+    worker_socket.unlink(missing_ok=True)
+    return None
+
+
+def _is_orphaned(root: str, worker_socket: Path) -> bool:
+    """Return whether an overlay is over `root` that no worker serves."""
+    return mounts.overlay_at(root) is not None and peer_pid(worker_socket) is None
+
+
+def detach_dead(root: str) -> int:
+    """Detach every dead overlay over `root`, and return their number.
+
+    Raises:
+        Busy: an overlay there is not dead.
+        CiuicError: there are more than `_MAX_STACKED`.
+    """
+    for count in range(_MAX_STACKED):
+        entry = mounts.overlay_at(root)
+        if entry is None:
+            return count
+        liveness = mounts.probe(root, _PROBE_TIMEOUT_SECONDS)
+        if liveness != "dead":
+            raise Busy(
+                f"{root} is served by another ciuic"
+                + (" that does not answer" if liveness == "hung" else ""),
+                hint="stop the daemon that serves it; if there is none: umount -l " + root,
+            )
+        lost = mounts.detach_keeping_inside(root)
+        log.warning("dead_mount_detached", root=root, mount_id=entry.mount_id)
+        if lost:
+            log.error("mounts_inside_lost", root=root, mounts=lost)
+    raise CiuicError(f"{root} has more than {_MAX_STACKED} dead overlays on it", hint=f"umount -l {root}")
+
+
+def _open_root(root: str) -> int:
+    """Return the backing descriptor of `root`.
+
+    Raises:
+        NotFound: there is nothing at the path.
+        UsageError: the path is not a directory.
+        CiuicError: the directory cannot be opened.
+    """
+    try:
+        return mounts.open_backing(root)
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"{root} does not exist", hint="make it, or take it out of the configuration"
+        ) from error
+    except NotADirectoryError as error:
+        raise UsageError(
+            f"{root} is not a directory", hint="protect the directory that contains it"
+        ) from error
+    except OSError as error:
+        raise CiuicError(f"{root} cannot be opened: {os.strerror(error.errno or 0)}") from error
+
+
+def is_mounted(root: str) -> bool:
+    """Return whether an overlay of ciuic, dead or alive, is over `root`."""
+    return mounts.overlay_at(root) is not None
 
 
 class MountHooks(Protocol):
@@ -73,7 +184,7 @@ class RealMounts:
         self._own_pids = own_pids
         self._spare = spare
         self._kept = kept
-        self._looking = trio.CapacityLimiter(MAX_LOOKS)
+        self._looking = trio.CapacityLimiter(_MAX_LOOKS)
 
     async def establish(self, settings: RootSettings) -> OverlayWorker:
         """Return a worker that serves the root.
@@ -93,9 +204,9 @@ class RealMounts:
             adopted = await _go_on(options, *left, spare=self._spare)
         if adopted is None:
             # Not abandoned on cancellation: a worker that is adopted must become known.
-            adopted = await trio.to_thread.run_sync(recover_root, settings.path, options.socket)
+            adopted = await trio.to_thread.run_sync(_recover_root, settings.path, options.socket)
         if adopted is None:
-            backing_fd = await trio.to_thread.run_sync(open_root, settings.path, abandon_on_cancel=True)
+            backing_fd = await trio.to_thread.run_sync(_open_root, settings.path, abandon_on_cancel=True)
             # A process that is ready becomes the worker where there is one: the root is unprotected until the
             # worker serves.
             adopted = await start_worker(options, backing_fd, spare=self._spare)
@@ -217,7 +328,7 @@ async def _go_on(
     Return None where the session is served or over, or no worker could be started.
     """
     try:
-        orphaned = await trio.to_thread.run_sync(is_orphaned, options.root, options.socket)
+        orphaned = await trio.to_thread.run_sync(_is_orphaned, options.root, options.socket)
         if orphaned:
             return await start_worker(options, os.dup(backing_fd), session_fd, spare=spare)
     except (CiuicError, OSError) as error:

@@ -11,7 +11,7 @@ from ciuic.system.child_process import environment, module_command
 
 # Variables by which systemd passes sockets to a process (sd_listen_fds(3)) and asks it for notifications
 # (sd_notify(3)).
-SYSTEMD_VARIABLES = (
+_SYSTEMD_VARIABLES = (
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"),
     *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"),
 )
@@ -28,5 +28,5 @@ def exec_standby() -> NoReturn:
     os.chdir("/")
     command = module_command("ciuic.fuse_layer.standby", WORKER)
     # `environment` keeps harmless variables only, and drops these with the rest.
-    told = {name: os.environ[name] for name in SYSTEMD_VARIABLES if name in os.environ}
+    told = {name: os.environ[name] for name in _SYSTEMD_VARIABLES if name in os.environ}
     os.execve(command[0], command, {**environment(), **told})

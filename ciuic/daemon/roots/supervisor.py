@@ -1,32 +1,40 @@
 """Supervisor of one root: recover, mount, watch, and replace the worker at once when it dies.
 
 Guarantees: as long as the task runs, the overlay is over the root or an alert says why not; a dead mount is
-detached before a new worker starts; after `stop` nothing is mounted there, unless a process is in the overlay: then it is
-served on until the last one has left, because a job must not fail. Belongs to the trio thread.
+detached before a new worker starts; after `stop` nothing is mounted there, unless a process is in the
+overlay: then it is served on until the last one has left, because a job must not fail. Belongs to the trio
+thread.
+
+A worker that hangs is killed, so that a successor goes on with its session. The probe needs no lock and no
+disk in the worker: one that does not answer three probes in a row is stopped, deadlocked or in an endless
+loop, and its job waits with it; a disk that hangs keeps a worker from serving, not from answering. A worker
+whose session would end with it is never killed.
+
+A worker whose overlay another process unmounted goes on serving open files, with nothing pending in the undo
+log that it shares with its successor.
+
+Leaves to others: processes and mounts (mount_hooks.py, worker_process.py), the search for bypasses
+(bypass_watch.py).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Final
 
 import structlog
 import trio
 
 import ciuic
-from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.child_processes import describe_exit
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.bypass_watch import BypassWatch
-from ciuic.daemon.roots.detached_worker import abort_pending, leave_to_linger
-from ciuic.daemon.roots.hang_watch import end_when_hung
 from ciuic.daemon.roots.mount_hooks import MountHooks
-from ciuic.daemon.roots.root_alerts import RootAlerts
-from ciuic.daemon.roots.root_status import add_worker_status
-from ciuic.daemon.roots.worker_process import OverlayWorker
+from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.errors import CiuicError, Unreachable
 from ciuic.fuse_layer.journal.succession import (
     PLAIN_AFTER_DEATHS,
@@ -35,21 +43,234 @@ from ciuic.fuse_layer.journal.succession import (
     pause_seconds,
 )
 from ciuic.fuse_layer.system.mounts import MovedMounts
-from ciuic.protocol.control_types import MountState, RootStatus
-from ciuic.system.bypass import Bypasser
+from ciuic.protocol.control_types import MountState, RootStatus, rfc3339
+from ciuic.system import service_manager
 from ciuic.system.open_files import describe
+from ciuic.units import plural
 
 # The first attempts follow at once, because the root is unprotected meanwhile; a lasting cause is tried twice
 # a minute.
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STOP_TIMEOUT_SECONDS = 60.0
 # Pause between two looks at what is mounted in an overlay that ends when nobody is in it.
-DEPARTURE_SECONDS = 1.0
+_DEPARTURE_SECONDS = 1.0
 # A worker that has detached and still lives after this long is serving open handles.
 LINGER_NOTICE_SECONDS = 3.0
 # Time for which a detached worker serves the handles of a job that goes on: in effect until they close.
-LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
+_LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
+# Pause between two probes of a worker (`_end_when_hung`).
+_PROBE_PERIOD_SECONDS = 3.0
+# The probe needs no lock and no disk in the worker.
+_PROBE_ANSWER_SECONDS = 5.0
+# Probes in a row without an answer, after which a worker counts as hung.
+_SILENCES = 3
+# The old worker should leave undo log, journal and socket before the root is mounted anew. That takes some
+# milliseconds, unless the host is overloaded or the worker hangs, and meanwhile the plain directory is open
+# to everybody.
+_DETACH_SECONDS: Final = 3.0
+# libfuse owns the connection of a pyfuse3 worker, so the end of the process is the only sign that no file was
+# open in it.
+_END_SECONDS: Final = 0.5
+# Longest wait for what a worker tells about itself, because `ciuic status` waits for the slowest one.
+_STATUS_TIMEOUT_SECONDS: Final = 2.0
+_COPIED_FIELDS: Final = (
+    *("driver", "driver_why", "passthrough", "filtered", "epoch", "dirty_bytes"),
+    *("dirty_inodes", "undo_bytes", "open_files", "requests"),
+)
 log = structlog.get_logger(__name__)
+
+# A limiter of its own: probes of workers that hang are abandoned and keep their threads until the socket
+# times out.
+_threads = trio.CapacityLimiter(256)
+
+
+class _RootAlerts:
+    """Report and clear the alerts of one root. Belongs to the trio thread."""
+
+    def __init__(self, alerts: Alerts, path: str) -> None:
+        self._alerts = alerts
+        self._path = path
+
+    def not_mounted(self, error: str, hint: str) -> None:
+        """Report that the root has no overlay."""
+        self._alerts.report(
+            f"root:{self._path}",
+            f"{self._path} is not protected: {error}",
+            hint=hint or "the daemon keeps trying",
+            root=self._path,
+        )
+
+    def not_unmounted(self, error: str, hint: str) -> None:
+        """Report that the overlay is still over the root although it should not be."""
+        self._alerts.report(
+            f"root:{self._path}",
+            f"the overlay of {self._path} could not be unmounted: {error or 'its worker does not stop'}",
+            hint=hint or f"look at its log; as a last resort: umount -l {self._path}",
+            root=self._path,
+        )
+
+    def clear_mount(self) -> None:
+        """Clear what `not_mounted` and `not_unmounted` reported."""
+        self._alerts.clear(f"root:{self._path}")
+
+    def clear_silent(self) -> None:
+        """Clear the alert about a worker that does not answer: it has ended."""
+        self._alerts.clear(f"silent:{self._path}")
+
+    def worker_died(self, status: int | None, *, has_session: bool) -> None:
+        """Report that the worker died.
+
+        Args:
+            status: exit status, negative for a signal; None when it is not known.
+            has_session: a successor can go on with the session, so that files stay open.
+        """
+        noticed = (
+            "a successor goes on with its session, and files stay open"
+            if has_session
+            else "files that were open through it answer ENOTCONN"
+        )
+        self._alerts.report(
+            f"worker:{self._path}",
+            f"the overlay worker of {self._path} died ({describe_exit(status)}) and was started again",
+            hint=f"{noticed}; see the worker's last lines in the log",
+            root=self._path,
+            severity="warning",
+        )
+
+    def unmounted_by_others(self, *, lingers: bool) -> None:
+        """Report that another process unmounted the overlay.
+
+        Args:
+            lingers: the worker goes on serving files that are open in the overlay.
+        """
+        files = (
+            "files that were open in it go on being served, and what is written to them is not tracked"
+            if lingers
+            else "no file was open in it"
+        )
+        self._alerts.report(
+            f"unmounted:{self._path}",
+            f"the overlay of {self._path} was taken off by somebody else (umount, or a signal to its worker) and is "
+            f"mounted again; {files}",
+            hint="the next snapshot compares the whole tree; to take an overlay away: ciuic unprotect PATH",
+            root=self._path,
+            severity="warning",
+        )
+
+    def plain(self, plain: bool, deaths: int) -> None:
+        """Report that the root is served without tracking after `deaths` deaths in a row, or clear that."""
+        if not plain:
+            self._alerts.clear(f"plain:{self._path}")
+            return
+        self._alerts.report(
+            f"plain:{self._path}",
+            f"{self._path} is served without snapshots: its overlay worker died {plural(deaths, 'time')} in a row",
+            hint="the job goes on, and the log has the workers' last lines; to try again, "
+            + service_manager.restart_hint(),
+            root=self._path,
+        )
+
+    def set_aside(self, names: Sequence[bytes]) -> None:
+        """Report the new names of files that the root's owner had put where the worker keeps its state."""
+        if not names:
+            return
+        shown = ", ".join(os.fsdecode(name) for name in names)
+        self._alerts.report(
+            f"reserved:{self._path}",
+            f"{self._path} had a file of its owner under the reserved name {os.fsdecode(ciuic.STATE_DIR_NAME)}; "
+            f"it was renamed to {shown}",
+            hint="look at it; ciuic has not used it",
+            root=self._path,
+            severity="warning",
+        )
+
+
+async def _end_when_hung(worker: OverlayWorker) -> None:
+    """Probe a worker until it hangs, and kill it then. Cancel this when the worker ends by itself."""
+    if worker.session_fd is None:
+        return
+    silences = 0
+    while silences < _SILENCES:
+        await trio.sleep(_PROBE_PERIOD_SECONDS)
+        silences = 0 if await _answers(worker) else silences + 1
+    log.error("worker_hangs", pid=worker.pid, silences=silences)
+    worker.kill()
+
+
+async def _answers(worker: OverlayWorker) -> bool:
+    """Probe once, on a new connection: the standing one may be waiting for an answer that needs a disk."""
+    client = worker.connect()
+    try:
+        with trio.fail_after(_PROBE_ANSWER_SECONDS):
+            await trio.to_thread.run_sync(_probe, client, abandon_on_cancel=True, limiter=_threads)
+    except trio.TooSlowError:
+        return False
+    except CiuicError as error:
+        log.warning("worker_silent", pid=worker.pid, error=str(error))
+        return False
+    return True
+
+
+def _probe(client: WorkerClient) -> None:
+    try:
+        client.alive()
+    finally:
+        client.close()
+
+
+def _abort_pending(client: WorkerClient) -> None:
+    """Abort every epoch that is sealed and not captured."""
+    for epoch in client.status().pending:
+        client.abort(epoch)
+
+
+async def _leave_to_linger(worker: OverlayWorker, grace_seconds: float) -> bool:
+    """Have a worker whose overlay is gone end when the last file in it is closed.
+
+    Return whether it lives on until then.
+
+    Args:
+        worker: worker without a mount.
+        grace_seconds: longest time for which it serves open files.
+    """
+    if worker.session_fd is None:
+        with trio.move_on_after(_END_SECONDS):
+            await worker.wait()
+    lingers = worker.is_alive() and not worker.session_is_over()
+    with trio.move_on_after(_DETACH_SECONDS):
+        if not lingers:
+            await worker.wait()
+            return False
+        with suppress(CiuicError):
+            await worker.ask(_abort_pending)
+            await worker.ask(lambda client: client.stop(grace_seconds))
+    return lingers
+
+
+async def _add_worker_status(document: RootStatus, worker: OverlayWorker, *, has_gap: bool) -> None:
+    """Add what the worker answers within `_STATUS_TIMEOUT_SECONDS` to `document`.
+
+    A worker that does not answer is its error.
+
+    Args:
+        document: document to complete.
+        worker: worker of the root.
+        has_gap: a process has written to the root without passing the overlay, so tracking does not count.
+    """
+    document.worker_pid = worker.pid
+    document.session = worker.session
+    try:
+        with trio.fail_after(_STATUS_TIMEOUT_SECONDS):
+            facts = await worker.ask(lambda client: client.status())
+    except (Unreachable, trio.TooSlowError):
+        document.error = "the worker does not answer"
+        return
+    for name in _COPIED_FIELDS:
+        setattr(document, name, getattr(facts, name))
+    document.waited_seconds = facts.waited_us / 1e6
+    document.pending = list(facts.pending)
+    document.tracking = facts.since > 0 and not has_gap
+    document.mounted_since = rfc3339(facts.mounted_ns) if facts.mounted_ns else ""
 
 
 def _put_back(moved: MovedMounts) -> None:
@@ -109,7 +330,7 @@ class RootSupervisor:
         self._handed_over: OverlayWorker | None = None
         self.bypass = BypassWatch(settings.path, hooks, alerts)
         self._hooks = hooks
-        self._root_alerts = RootAlerts(alerts, settings.path)
+        self._root_alerts = _RootAlerts(alerts, settings.path)
         self._events = events
         self._on_session = on_session
         self._on_session_lost = on_session_lost
@@ -180,7 +401,7 @@ class RootSupervisor:
         status: int | None = None
         self._session_gone = False
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(end_when_hung, worker)
+            nursery.start_soon(_end_when_hung, worker)
             # In a task of its own: it waits for the cut that is being made, which may itself wait for this
             # worker's successor.
             nursery.start_soon(self._on_session, self.path, worker)
@@ -219,9 +440,8 @@ class RootSupervisor:
     async def _end_when_unmounted(self, watching: trio.CancelScope) -> None:
         try:
             await self._hooks.unmounted(self.path)
-        except (
-            OSError
-        ) as error:  # out of descriptors: the end of the session is still noticed by the end of the worker
+        except OSError as error:
+            # Out of descriptors: the end of the session is still noticed by the end of the worker.
             log.warning("mounts_not_watched", root=self.path, error=str(error))
             return
         # Not waited for: a worker that serves open files lives on after its mount is gone.
@@ -232,9 +452,9 @@ class RootSupervisor:
         """Have a worker unmount as soon as nobody is in the overlay, whatever others have mounted inside it."""
         # Of each worker: one that goes on with the session of another does not know of its request.
         with suppress(CiuicError):
-            await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+            await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS))
         while True:
-            await trio.sleep(DEPARTURE_SECONDS)
+            await trio.sleep(_DEPARTURE_SECONDS)
             # The worker waits for the others by itself, but may move no mounts. While somebody is in the overlay they stay in it.
             if not await self._hooks.has_mounts_inside(self.path) or await self._hooks.users(self.path):
                 continue
@@ -243,7 +463,7 @@ class RootSupervisor:
                 moved = await self._hooks.move_mounts_inside(self.path, worker.backing_fd)
                 is_unmounted = False
                 try:
-                    is_unmounted = await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+                    is_unmounted = await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS))
                 finally:
                     if is_unmounted:
                         moved.close()
@@ -260,7 +480,7 @@ class RootSupervisor:
         self._set("restarting")
         self.error = "its overlay was taken off by somebody else"
         await self._hooks.forget(self.path)
-        lingers = await leave_to_linger(worker, LINGER_GRACE_SECONDS)
+        lingers = await _leave_to_linger(worker, _LINGER_GRACE_SECONDS)
         self.lingers |= lingers
         log.error("root_unmounted_by_others", root=self.path, pid=worker.pid, open_files=lingers)
         self._root_alerts.unmounted_by_others(lingers=lingers)
@@ -356,25 +576,6 @@ class RootSupervisor:
 
     # -- from outside
 
-    @property
-    def bypassing(self) -> Sequence[Bypasser]:
-        """Processes that were found to bypass the overlay and are not known to have ended."""
-        return self.bypass.processes
-
-    @property
-    def all_accounted(self) -> bool:
-        """See `BypassWatch.all_accounted`."""
-        return self.bypass.all_accounted
-
-    @property
-    def untrusted(self) -> bool:
-        """True if the root could be written past the overlay since the last snapshot that compared everything."""
-        return self.bypass.has_gap
-
-    @untrusted.setter
-    def untrusted(self, has_gap: bool) -> None:
-        self.bypass.has_gap = has_gap
-
     async def refresh_bypassing(self) -> None:
         """See `BypassWatch.refresh`."""
         await self.bypass.refresh(self._own_pids())
@@ -446,8 +647,8 @@ class RootSupervisor:
                     moved = await self._hooks.move_mounts_inside(self.path, worker.backing_fd)
                     # No epoch may be pending in a worker that lingers: it shares the undo directory with its
                     # successor.
-                    await worker.ask(abort_pending)
-                    if not await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS)):
+                    await worker.ask(_abort_pending)
+                    if not await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS)):
                         self.in_use = True
                         return
                 except Unreachable:
@@ -499,7 +700,7 @@ class RootSupervisor:
         worker = self.worker
         if worker is None:
             return document
-        await add_worker_status(document, worker, has_gap=self.untrusted)
+        await _add_worker_status(document, worker, has_gap=self.bypass.has_gap)
         return document
 
     def _set(self, state: MountState) -> None:
@@ -508,3 +709,16 @@ class RootSupervisor:
             self._changed.set()
             self._changed = trio.Event()
             self._events.emit("root_state", root=self.path, detail=state)
+
+
+@contextmanager
+def backing_descriptors(supervisors: Iterable[RootSupervisor]) -> Iterator[list[int]]:
+    """Yield duplicates of the backing descriptors of mounted roots, for use in a thread."""
+    # Duplicates: a worker that ends closes its own at any time.
+    with ExitStack() as stack:
+        fds = []
+        for supervisor in supervisors:
+            if supervisor.worker is not None:
+                fds.append(os.dup(supervisor.worker.backing_fd))
+                stack.callback(os.close, fds[-1])
+        yield fds

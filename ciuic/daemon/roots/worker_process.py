@@ -3,7 +3,7 @@
 Guarantees: a worker is identified by a pidfd, so its end is seen whichever process started it, and its pid
 cannot be confused with another's; it runs in a session of its own and inherits no descriptor but its own, so
 that neither the terminal nor the end nor a restart of the daemon reaches it. Leaves to others: when to start,
-restart and stop (supervisor.py), what is mounted (recovery.py).
+restart and stop (supervisor.py), what is mounted (mount_hooks.py).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ciuic.system.child_process import environment, module_command
 
 # A worker is ready within milliseconds when it is forked, and in some tenths of a second when an interpreter
 # starts.
-READY_TIMEOUT_SECONDS = 30.0
+_READY_TIMEOUT_SECONDS = 30.0
 # A request may wait for the disk below the root.
-CONTROL_TIMEOUT_SECONDS = 30.0
-T = TypeVar("T")
-Child = subprocess.Popen[bytes] | ForkedProcess
+_CONTROL_TIMEOUT_SECONDS = 30.0
+_T = TypeVar("_T")
+_Child = subprocess.Popen[bytes] | ForkedProcess
 log = structlog.get_logger(__name__)
 
 # Control calls have a limiter of their own: workers that hang must not use up the threads that everything
@@ -103,7 +103,7 @@ class OverlayWorker:
         session: str,
         connect: Callable[[], WorkerClient],
         *,
-        child: Child | None = None,
+        child: _Child | None = None,
         adopted: bool = False,
         session_fd: int | None = None,
         undo_fd: int | None = None,
@@ -131,7 +131,7 @@ class OverlayWorker:
         self._client = connect()
         self.closed = False
 
-    async def ask(self, call: Callable[[WorkerClient], T]) -> T:
+    async def ask(self, call: Callable[[WorkerClient], _T]) -> _T:
         """Make one call on the standing connection, in a thread that is abandoned on cancellation."""
         return await trio.to_thread.run_sync(
             call, self._client, abandon_on_cancel=True, limiter=_control_threads
@@ -226,7 +226,7 @@ async def start_worker(
             os.close(ready_write)
         try:
             await _wait_ready(ready_read, child, options.root)
-            client = WorkerControlClient(options.socket, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
+            client = WorkerControlClient(options.socket, timeout_seconds=_CONTROL_TIMEOUT_SECONDS)
             answers = await trio.to_thread.run_sync(_first_questions, client, limiter=_control_threads)
         except BaseException:
             child.kill()
@@ -255,7 +255,7 @@ def _become_worker(
     backing_fd: int,
     ready_fd: int,
     session_fd: int | None,
-) -> Child:
+) -> _Child:
     fds = (backing_fd, ready_fd) if session_fd is None else (backing_fd, ready_fd, session_fd)
     if spare is not None:
         arguments = _arguments(options, *(FIRST_PASSED_FD + index for index in range(len(fds))))
@@ -356,7 +356,7 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> OverlayW
 
 
 def _connector(socket_path: Path) -> Callable[[], WorkerClient]:
-    return lambda: WorkerControlClient(socket_path, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
+    return lambda: WorkerControlClient(socket_path, timeout_seconds=_CONTROL_TIMEOUT_SECONDS)
 
 
 def _arguments(
@@ -380,10 +380,10 @@ def _arguments(
     ]
 
 
-async def _wait_ready(ready_read: int, child: Child, root: str) -> None:
+async def _wait_ready(ready_read: int, child: _Child, root: str) -> None:
     # trio waits for readability, and the read after that must not block.
     os.set_blocking(ready_read, False)
-    with trio.move_on_after(READY_TIMEOUT_SECONDS):
+    with trio.move_on_after(_READY_TIMEOUT_SECONDS):
         await trio.lowlevel.wait_readable(ready_read)
         if os.read(ready_read, 16) == b"ready\n":
             return
@@ -396,12 +396,12 @@ async def _wait_ready(ready_read: int, child: Child, root: str) -> None:
             hint="see its last lines in the daemon's log",
         )
     raise WorkerDied(
-        f"the overlay worker of {root} was not ready within {READY_TIMEOUT_SECONDS:.0f} s",
+        f"the overlay worker of {root} was not ready within {_READY_TIMEOUT_SECONDS:.0f} s",
         hint="see its last lines in the daemon's log",
     )
 
 
-async def _reap(child: Child) -> int | None:
+async def _reap(child: _Child) -> int | None:
     """Return the exit status of a process that is ending.
 
     Return None if it does not end in 5 s (uninterruptible I/O). Not cancelled.

@@ -22,9 +22,13 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import EXPENDABLE_OOM_SCORE_ADJ, describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import (
+    EXPENDABLE_OOM_SCORE_ADJ,
+    describe_exit,
+    mark_expendable,
+    send_urgency,
+)
 from ciuic.daemon.base.runtime import PendingRecord, RuntimeDirectory
-from ciuic.daemon.base.urgency_channel import send_urgency
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
     CaptureJob,
@@ -42,10 +46,10 @@ from ciuic.system.processes import start_ticks
 from ciuic.system.urgency import Urgency
 
 # A capture ends between two steps of its work after SIGTERM.
-TERMINATE_GRACE_SECONDS = 10.0
+_TERMINATE_GRACE_SECONDS = 10.0
 # `Done` names up to a thousand unreadable entries, each with a path of up to 4 KiB.
-MAX_LINE_BYTES = 16 << 20
-CAPTURE_MODULE = "ciuic.daemon.capture.process"
+_MAX_LINE_BYTES = 16 << 20
+_CAPTURE_MODULE = "ciuic.daemon.capture.process"
 
 # Failed.code of a capture that ended without a last message.
 CODE_KILLED = -1
@@ -77,10 +81,10 @@ class Captures:
 
         Args:
             cwd: working directory of the captures.
-            prefix: words before each command (systemd_slice.py).
+            prefix: words before each command (process_priority.py).
         """
         self._cwd = cwd
-        self._command = [*prefix, *module_command(CAPTURE_MODULE)]
+        self._command = [*prefix, *module_command(_CAPTURE_MODULE)]
         self._spare = SpareProcess(
             cwd,
             environment(),
@@ -111,7 +115,7 @@ class CaptureProcess:
     def __init__(self, *, cwd: Path, command: Sequence[str] = (), spare: SpareProcess | None = None) -> None:
         self.pid = 0
         self._cwd = cwd
-        self._command = list(command or module_command(CAPTURE_MODULE))
+        self._command = list(command or module_command(_CAPTURE_MODULE))
         self._spare = spare
         self._process: _Process | None = None
         self._kill_reason = ""
@@ -263,10 +267,10 @@ class _Forked:
         return await trio.to_thread.run_sync(self._process.wait)
 
     def terminate(self) -> None:
-        signal_pidfd(self._process.pidfd, signal.SIGTERM)
+        _signal_pidfd(self._process.pidfd, signal.SIGTERM)
 
     def kill(self) -> None:
-        signal_pidfd(self._process.pidfd, signal.SIGKILL)
+        _signal_pidfd(self._process.pidfd, signal.SIGKILL)
 
 
 async def _fork(spare: SpareProcess, fds: Sequence[int]) -> _Forked | None:
@@ -314,14 +318,14 @@ async def _end(process: _Process) -> None:
     # up.
     if process.returncode is None:
         process.terminate()
-    with trio.move_on_after(TERMINATE_GRACE_SECONDS):
+    with trio.move_on_after(_TERMINATE_GRACE_SECONDS):
         await process.wait()
         return
     log.warning("capture_killed", pid=process.pid)
     process.kill()
     # A process in uninterruptible I/O dies later; the signal is delivered, so that there is nothing more to
     # do.
-    with trio.move_on_after(TERMINATE_GRACE_SECONDS):
+    with trio.move_on_after(_TERMINATE_GRACE_SECONDS):
         await process.wait()
 
 
@@ -335,11 +339,11 @@ async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[bytes]:
                 yield bytes(line)
         # The last part is the beginning of a line that has not come completely yet.
         buffer = bytearray(rest)
-        if len(buffer) > MAX_LINE_BYTES:
+        if len(buffer) > _MAX_LINE_BYTES:
             raise ValueError("a line of the capture process is too long")
 
 
-def signal_pidfd(pidfd: int, number: signal.Signals) -> bool:
+def _signal_pidfd(pidfd: int, number: signal.Signals) -> bool:
     """Send a signal to a process. Return False when it has ended."""
     try:
         signal.pidfd_send_signal(pidfd, number)
@@ -365,7 +369,7 @@ async def wait_for_stranger(pid: int, started_ticks: int, *, kill: bool = False)
         if start_ticks(pid) != started_ticks:
             return
         if kill:
-            signal_pidfd(pidfd, signal.SIGKILL)
+            _signal_pidfd(pidfd, signal.SIGKILL)
         await trio.lowlevel.wait_readable(pidfd)
     finally:
         os.close(pidfd)

@@ -24,13 +24,12 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import KEY_MISSING, Alerts, EventBus
+from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob, printable
-from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
 from ciuic.daemon.snapshots.cut import (
@@ -52,7 +51,7 @@ from ciuic.types import LeftOut
 from ciuic.units import plural
 
 # Wait of the capture process for another writer, before the attempt ends as Busy and another one follows.
-LOCK_WAIT_SECONDS = 30.0
+_LOCK_WAIT_SECONDS = 30.0
 # Captures whose duration counts for one that has not begun: enough for a median, and few enough to follow a
 # change of load.
 MAX_REMEMBERED: Final = 9
@@ -127,7 +126,7 @@ class Capturing:
         self.leaving = False
         """True if the daemon ends while its workers serve on, so that its successor captures what waits."""
         self._shortage = Shortage()
-        self._left_out = LeftOutAlerts(context.alerts)
+        self._left_out = _LeftOutAlerts(context.alerts)
         self._stopped = trio.Event()
         self._running = False
 
@@ -213,7 +212,7 @@ class Capturing:
             # A snapshot that somebody asked for is tried in any case; scheduled ones would write and remove
             # as much in vain with every interval.
             pending.require_space(self._shortage.needed_bytes())
-        await await_capture(pending)
+        await _await_capture(pending)
         while True:
             if pending.finished.is_set() or await self._committed_already(pending):
                 return True
@@ -425,7 +424,7 @@ class Capturing:
         self._shortage = Shortage()
 
 
-async def await_capture(pending: PendingSnapshot) -> None:
+async def _await_capture(pending: PendingSnapshot) -> None:
     """Wait for a capture that a killed daemon had started: it works for the same id."""
     # The start time distinguishes the capture from a later process with the same pid.
     pid, ticks = pending.record.capture_pid, pending.record.capture_started_ticks
@@ -496,7 +495,7 @@ def make_job(
         hold_reason=record.hold_reason or record.message if record.hold else "",
         hold_uid=record.user if record.hold else None,
         pair=record.pair,
-        lock_wait_seconds=LOCK_WAIT_SECONDS,
+        lock_wait_seconds=_LOCK_WAIT_SECONDS,
         io_priority=settings.io_priority,
         urgency=urgency,
         runtime_dir=str(settings.runtime_dir),
@@ -546,7 +545,7 @@ def _root_job(
     )
 
 
-class LeftOutAlerts:
+class _LeftOutAlerts:
     """Alerts about roots that a committed snapshot lacks.
 
     An alert stands until a committed snapshot has the root again or was requested without it.
@@ -575,7 +574,7 @@ class LeftOutAlerts:
             )
 
 
-def done_part(progress: Progress) -> float | None:
+def _done_part(progress: Progress) -> float | None:
     """Return the part of a capture that is done, 0 to 1; None where the total is not known."""
     parts = [
         min(1.0, done / total)
@@ -599,7 +598,7 @@ def seconds_left(progress: Progress, elapsed_seconds: float, urgency: Urgency) -
         elapsed_seconds: time since its start.
         urgency: its deadline and share as of now.
     """
-    part = done_part(progress)
+    part = _done_part(progress)
     worked_seconds = elapsed_seconds - progress.paused_seconds
     if not part or worked_seconds <= 0:
         return None

@@ -38,9 +38,9 @@ from typing import NamedTuple
 import structlog
 import trio
 
+from ciuic.daemon.base.events import Wakeup
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.base.runtime import CutRecord, RuntimeDirectory
-from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.flush_helper import VANISHED
@@ -53,17 +53,17 @@ from ciuic.system.child_process import program_environment, script_command
 # Longest wait of a hold for the operations in flight, by attempt. While it waits, every other change of the
 # job waits too, so one slow operation (an unlink that frees gigabytes) must not stop the rest: release soon,
 # and try again later.
-HOLDS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0)
+_HOLDS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0)
 # Pauses between the attempts.
 CUT_PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0)
 # A cut without a complete flush is better than none: the snapshot is tagged "unflushed" then.
-FLUSH_TIMEOUT_SECONDS = 60.0
+_FLUSH_TIMEOUT_SECONDS = 60.0
 # Longest wait of a snapshot for a checkpoint that is being saved past the overlay: most saves end within it.
 PREPARE_SECONDS = 2.0
 # Rounds in which names that vanished between the worker's answer and the open (renames) are asked for again.
-FLUSH_ROUNDS = 5
+_FLUSH_ROUNDS = 5
 # A worker that died is replaced within 0.1 s as a rule; a request need not fail for that.
-MOUNT_PATIENCE_SECONDS = 10.0
+_MOUNT_PATIENCE_SECONDS = 10.0
 # A script and not a module: it is started for every cut with open files, and imports nothing but what it
 # needs.
 _HELPER = Path(__file__).with_name("flush_helper.py")
@@ -100,8 +100,8 @@ async def flush(root: str, worker: OverlayWorker) -> bool:
     Return False, with a log entry, when that could not be finished in time.
     """
     status: int | None = None
-    with trio.move_on_after(FLUSH_TIMEOUT_SECONDS) as scope:
-        for _ in range(FLUSH_ROUNDS):
+    with trio.move_on_after(_FLUSH_TIMEOUT_SECONDS) as scope:
+        for _ in range(_FLUSH_ROUNDS):
             names = await worker.ask(lambda client: client.writers())
             # A file without a writable handle was flushed by its last close. Without any such file no process
             # need be started. syncfs(2) alone would not do: after 30 MiB of cached writes it returned after
@@ -113,7 +113,7 @@ async def flush(root: str, worker: OverlayWorker) -> bool:
         # Names that still change after so many rounds are of files that live for milliseconds, and each close
         # flushes.
     if scope.cancelled_caught:
-        log.warning("flush_timed_out", root=root, timeout_seconds=FLUSH_TIMEOUT_SECONDS)
+        log.warning("flush_timed_out", root=root, timeout_seconds=_FLUSH_TIMEOUT_SECONDS)
         return False
     if status not in (0, VANISHED):
         log.warning("flush_failed", root=root, exit_status=status)
@@ -180,7 +180,7 @@ async def mounted_roots(
         if path not in known:
             raise NotFound(f"{path} is not a protected root", hint="ciuic status names them")
     chosen = [known[path] for path in (dict.fromkeys(wanted) if wanted else known)]
-    with trio.move_on_after(MOUNT_PATIENCE_SECONDS):
+    with trio.move_on_after(_MOUNT_PATIENCE_SECONDS):
         for supervisor in chosen:
             await supervisor.not_in_transition()
     mounted = [supervisor for supervisor in chosen if supervisor.worker is not None]
@@ -228,7 +228,7 @@ async def cut_all(
     Raises:
         CutFailed: a worker ended or did not answer, or its operations in flight did not end in time.
     """
-    for hold_seconds, pause_seconds in zip(HOLDS_SECONDS, (*CUT_PAUSES_SECONDS, None), strict=True):
+    for hold_seconds, pause_seconds in zip(_HOLDS_SECONDS, (*CUT_PAUSES_SECONDS, None), strict=True):
         async with turn():
             try:
                 workers = _serving(supervisors)
@@ -290,7 +290,7 @@ def _check_session(path: str, worker: OverlayWorker, client: WorkerClient) -> No
 def cut_together(
     parts: Sequence[tuple[str, WorkerClient]],
     *,
-    hold_seconds: float = HOLDS_SECONDS[-1],
+    hold_seconds: float = _HOLDS_SECONDS[-1],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[RootCut]:
     """Hold all roots, cut all, release all. Blocks; run in a thread. `RootCut.session` is left empty.
@@ -438,14 +438,14 @@ async def make_cut(
     tags = [] if await flush_all(supervisors, flush) else [TAG_UNFLUSHED]
     for supervisor in supervisors:
         await supervisor.refresh_bypassing()
-    trusted = {supervisor.path: not supervisor.untrusted for supervisor in supervisors}
+    trusted = {supervisor.path: not supervisor.bypass.has_gap for supervisor in supervisors}
     # Before the cut: writers past the overlay that are known to be gone now have written all they will, and a
     # capture that compares everything has it.
-    unbypassed = {supervisor.path for supervisor in supervisors if supervisor.all_accounted}
+    unbypassed = {supervisor.path for supervisor in supervisors if supervisor.bypass.all_accounted}
     async with cut_all(supervisors, turn) as cuts:
         # Workers may have been replaced since the first look.
         for supervisor in supervisors:
-            trusted[supervisor.path] &= not supervisor.untrusted
+            trusted[supervisor.path] &= not supervisor.bypass.has_gap
         yield SnapshotCut(
             records=[CutRecord(path=cut.path, session=cut.session, epoch=cut.epoch) for cut in cuts],
             time_ns=max(cut.cut_ns for cut in cuts),
@@ -655,7 +655,7 @@ async def settle_epoch(store: Store, path: str, worker: OverlayWorker, epoch: in
 
 
 class TrackingTrust:
-    """Marks of roots whose tracking has a gap (`RootSupervisor.untrusted`), because a process wrote past the overlay.
+    """Marks of roots whose tracking has a gap (`BypassWatch.has_gap`), because a process wrote past the overlay.
 
     Guarantees: a gap is remembered until a snapshot that was cut after the last bypass had ended, and that
     compared everything, is committed; a successor of the daemon knows of it. docs/decisions/trust.md has the
@@ -676,13 +676,13 @@ class TrackingTrust:
         # following one would trust tracking that never saw the last writes of the process
         # (docs/decisions/trust.md).
         for path in committed.unbypassed & compared:
-            if path in roots and roots[path].all_accounted:
-                roots[path].untrusted = False
+            if path in roots and roots[path].bypass.all_accounted:
+                roots[path].bypass.has_gap = False
         self.note()
 
     def note(self) -> None:
         """Write the marks to the runtime directory for a successor, if they have changed."""
-        untrusted = {path for path, supervisor in self._roots().items() if supervisor.untrusted}
+        untrusted = {path for path, supervisor in self._roots().items() if supervisor.bypass.has_gap}
         if untrusted == self._noted:
             return
         try:
@@ -698,5 +698,5 @@ class TrackingTrust:
             paths: roots that it had marked; None where that is not known, and then every root is marked.
         """
         for path, supervisor in self._roots().items():
-            supervisor.untrusted |= paths is None or path in paths
+            supervisor.bypass.has_gap |= paths is None or path in paths
         self.note()

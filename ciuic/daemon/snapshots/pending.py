@@ -74,13 +74,13 @@ MAX_RETAKES = 5
 _RETAKE_PAUSES_SECONDS = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
-class Retry(NamedTuple):
+class _Retry(NamedTuple):
     """Delay before the next attempt; None: no further attempt."""
 
     after_seconds: float | None
 
 
-def retry_after(failure: job.Failed, attempts: int, waited_seconds: float) -> Retry:
+def retry_after(failure: job.Failed, attempts: int, waited_seconds: float) -> _Retry:
     """Decide whether another attempt is worth it.
 
     Args:
@@ -89,15 +89,15 @@ def retry_after(failure: job.Failed, attempts: int, waited_seconds: float) -> Re
         waited_seconds: time since the cut.
     """
     if failure.code == Busy.exit_code:
-        return Retry(_BUSY_RETRY_SECONDS if waited_seconds < BUSY_PATIENCE_SECONDS else None)
+        return _Retry(_BUSY_RETRY_SECONDS if waited_seconds < BUSY_PATIENCE_SECONDS else None)
     if attempts >= MAX_ATTEMPTS:
-        return Retry(None)
+        return _Retry(None)
     if failure.code in (CODE_KILLED, job.EXIT_INTERRUPTED):  # by hand, or for want of memory
-        return Retry(_KILLED_RETRY_SECONDS * attempts)
+        return _Retry(_KILLED_RETRY_SECONDS * attempts)
     if failure.code == CiuicError.exit_code:
-        return Retry(_STORE_RETRY_SECONDS)
+        return _Retry(_STORE_RETRY_SECONDS)
     # Damaged, not permitted, wrong usage: the next attempt would fail in the same way.
-    return Retry(None)
+    return _Retry(None)
 
 
 class Phase(enum.Enum):
@@ -112,7 +112,7 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
-class AfterFailure(NamedTuple):
+class _AfterFailure(NamedTuple):
     """Consequence of a failed attempt."""
 
     action: Literal["reconsider", "retry", "without_root", "give_up"]
@@ -276,22 +276,22 @@ class PendingSnapshot:
         )
         self._announce("snapshot_progress", self.state)
 
-    def attempt_failed(self, failure: job.Failed) -> AfterFailure:
+    def attempt_failed(self, failure: job.Failed) -> _AfterFailure:
         """Leave CAPTURING after a failure, and return what follows."""
         self._attempt_runs = False
         if self.has_lost_session:  # the failure says no more than that, and the phase says what to do
-            return AfterFailure("reconsider")
+            return _AfterFailure("reconsider")
         if failure.code == job.EXIT_UNDO_LOST:
             # What the same roots show now is captured under the same id instead.
             for cut in self.remaining:
                 self.interrupt(cut.path, failure.error)
-            return AfterFailure("reconsider")
+            return _AfterFailure("reconsider")
         self.needed_bytes = max(self.needed_bytes, failure.needed_bytes)
         after_seconds = retry_after(failure, self.tries, trio.current_time() - self.cut_at).after_seconds
         if after_seconds is not None:
-            return AfterFailure("retry", after_seconds=after_seconds)
+            return _AfterFailure("retry", after_seconds=after_seconds)
         culprit = self._leave_out_culprit(failure)
-        return AfterFailure("without_root", root=culprit) if culprit else AfterFailure("give_up")
+        return _AfterFailure("without_root", root=culprit) if culprit else _AfterFailure("give_up")
 
     def require_space(self, needed_bytes: int) -> None:
         """Have the next attempt refused unless this much space is free."""

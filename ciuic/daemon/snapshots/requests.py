@@ -28,11 +28,10 @@ from typing import NamedTuple
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import KEY_MISSING
+from ciuic.daemon.base.events import KEY_MISSING
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import PendingRecord
-from ciuic.daemon.roots.backing_descriptors import backing_descriptors
-from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.roots.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.daemon.snapshots.capturing import Capturing, Context
 from ciuic.daemon.snapshots.cut import CutTurns, Retaking, make_cut, mounted_roots, settle_epoch
@@ -44,7 +43,7 @@ from ciuic.repository.promised import Promise
 from ciuic.types import Pair
 
 # Messages of merged requests that the snapshot carries; of the others it carries the number.
-MAX_MESSAGES = 3
+_MAX_MESSAGES = 3
 log = structlog.get_logger(__name__)
 
 
@@ -54,7 +53,7 @@ class Snapshots:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._queue = SnapshotQueue(context.runtime, context.alerts)
-        self._requests = WaitingRequests()
+        self._requests = _WaitingRequests()
         self.resumed = trio.Event()
         """Set when the snapshots of a predecessor are taken over, so that all promised ones are known."""
         # A cut's turn lasts from the choice of the id until the queue and the journal have the cut. Order of
@@ -122,7 +121,7 @@ class Snapshots:
         return self._queue.is_full(user)
 
     async def _cut_now(
-        self, cut: SharedCut, pair: Pair | None, hold_reason: str, user: int | None
+        self, cut: _SharedCut, pair: Pair | None, hold_reason: str, user: int | None
     ) -> PendingSnapshot:
         """Cut, and put the snapshot into the queue."""
         supervisors, missing = await mounted_roots(self._context.roots(), cut.roots)
@@ -284,7 +283,7 @@ class _Kind(NamedTuple):
     user: int | None
 
 
-class SharedCut:
+class _SharedCut:
     """Cut that is to be made, for one request or several merged ones."""
 
     def __init__(self, request: SnapshotRequest, *, scheduled: bool, requested: bool) -> None:
@@ -312,10 +311,10 @@ class SharedCut:
 
     @property
     def message(self) -> str:
-        """Messages of the merged requests, the first `MAX_MESSAGES` in full."""
+        """Messages of the merged requests, the first `_MAX_MESSAGES` in full."""
         messages = list(self._messages)
-        more = len(messages) - MAX_MESSAGES
-        return "; ".join(messages[:MAX_MESSAGES] + ([f"and {more} more"] if more > 0 else []))
+        more = len(messages) - _MAX_MESSAGES
+        return "; ".join(messages[:_MAX_MESSAGES] + ([f"and {more} more"] if more > 0 else []))
 
     @property
     def outcome(self) -> PendingSnapshot | None:
@@ -327,13 +326,13 @@ class SharedCut:
         return self.pending
 
 
-class WaitingRequests:
+class _WaitingRequests:
     """Requests of one daemon whose cut has not begun."""
 
     def __init__(self) -> None:
         # Cuts that further requests may join.
-        self._open: dict[_Kind, SharedCut] = {}
-        self._all: list[SharedCut] = []
+        self._open: dict[_Kind, _SharedCut] = {}
+        self._all: list[_SharedCut] = []
 
     @property
     def caller_waits(self) -> bool:
@@ -349,7 +348,7 @@ class WaitingRequests:
         requested: bool,
         alone: bool,
         user: int | None = None,
-    ) -> Iterator[SharedCut]:
+    ) -> Iterator[_SharedCut]:
         """Merge a request with one that waits, or add it as a new cut, for as long as the block lasts.
 
         Args:
@@ -362,7 +361,7 @@ class WaitingRequests:
         kind = _Kind(frozenset(request.roots), frozenset(request.tags), request.hold, user)
         cut = None if alone else self._open.get(kind)
         if cut is None:
-            cut = SharedCut(request, scheduled=scheduled, requested=requested)
+            cut = _SharedCut(request, scheduled=scheduled, requested=requested)
             self._all.append(cut)
             if not alone:
                 self._open[kind] = cut
@@ -376,7 +375,7 @@ class WaitingRequests:
                 self.close(cut)
                 self._all.remove(cut)
 
-    def close(self, cut: SharedCut) -> None:
+    def close(self, cut: _SharedCut) -> None:
         """Let no further request join: the cut begins, or no request is left."""
         self._open = {kind: known for kind, known in self._open.items() if known is not cut}
 

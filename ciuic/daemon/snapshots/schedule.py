@@ -26,9 +26,8 @@ import trio
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts, Wakeup
 from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.base.wakeup import Wakeup
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.errors import CiuicError
@@ -37,7 +36,7 @@ from ciuic.protocol.control_types import SnapshotRequest
 _JOB = "snapshot"
 # Smallest step back that counts as setting the clock; less is clock discipline (NTP).
 _STEP = timedelta(minutes=1)
-MESSAGE = "the first snapshot of "
+_MESSAGE = "the first snapshot of "
 log = structlog.get_logger(__name__)
 
 
@@ -275,7 +274,7 @@ class FirstSnapshots:
 
     async def _take_first(self, paths: list[str]) -> None:
         try:
-            pending = await self._take(SnapshotRequest(roots=paths, message=MESSAGE + ", ".join(paths)))
+            pending = await self._take(SnapshotRequest(roots=paths, message=_MESSAGE + ", ".join(paths)))
         except CiuicError as error:
             log.error("first_snapshot_failed", roots=paths, error=str(error))
             self._alerts.report(

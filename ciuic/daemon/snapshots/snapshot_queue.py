@@ -20,7 +20,7 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.snapshots.pending import PendingSnapshot
@@ -35,7 +35,7 @@ MAX_PENDING_OF_A_USER = 3
 # that the repository cannot be written, and the caller should know.
 ROOM_SECONDS = 60.0
 # Snapshots whose state is known by id; older finished ones are looked up in the repository.
-REMEMBERED = 64
+_REMEMBERED = 64
 # Longest wait for the record of a promise: a busy disk must not keep an id from its caller when the cut is
 # made and in the journal.
 RECORD_SECONDS = 0.5
@@ -127,7 +127,7 @@ class SnapshotQueue:
         self._remembered[pending.id] = pending
         # Only finished ones are forgotten: a caller may wait for any other.
         done = [id_ for id_, known in self._remembered.items() if known.finished.is_set()]
-        for id_ in done[: max(0, len(self._remembered) - REMEMBERED)]:
+        for id_ in done[: max(0, len(self._remembered) - _REMEMBERED)]:
             del self._remembered[id_]
         self.write_journal()
         self._wake.set()

@@ -18,8 +18,7 @@ import structlog
 import trio
 
 from ciuic.daemon.base.alert_hook import trainer_key
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.trainers.trainer import WatchedTrainer
 from ciuic.errors import CiuicError
@@ -29,15 +28,15 @@ from ciuic.retention import TAG_EMERGENCY
 
 # Time in which further incidents are collected: when a host fails, several trainers die within moments of one
 # another.
-GATHER_SECONDS: Final = 0.2
+_GATHER_SECONDS: Final = 0.2
 # Longest wait of an alert for the id of its snapshot: before a cut the kernel's cache may have to be written.
-ALERT_SECONDS: Final = 10.0
-HOUR_SECONDS: Final = 3600.0
+_ALERT_SECONDS: Final = 10.0
+_HOUR_SECONDS: Final = 3600.0
 # Snapshots of all trainers in an hour, as a multiple of the configured number for one.
-TOTAL_LIMIT_FACTOR: Final = 4
+_TOTAL_LIMIT_FACTOR: Final = 4
 # Snapshots of one user's trainers, as such a multiple. A user may register any number of names, and must not
 # use up the total.
-USER_LIMIT_FACTOR: Final = 2
+_USER_LIMIT_FACTOR: Final = 2
 # Standing alerts about trainers; names are the users' to choose, and must not fill the status document.
 MAX_ALERTS: Final = 64
 _WORDS: Final[dict[IncidentKind, str]] = {
@@ -125,7 +124,7 @@ class Emergencies:
         """Handle incidents, until cancelled."""
         while True:
             await self._wake.wait()
-            await trio.sleep(GATHER_SECONDS)
+            await trio.sleep(_GATHER_SECONDS)
             # Renewed before the incidents are taken, so that one that comes during the snapshot wakes the
             # task again.
             self._wake = trio.Event()
@@ -166,7 +165,7 @@ class Emergencies:
         """Return whether a limit is reached; the incident has the reason then."""
         now, limit, user = self._now_ns() / 1e9, self._per_hour(), one.incident.trainer.user
         # A cut in the future (the clock was put back) does not count.
-        self._taken = [cut for cut in self._taken if 0 <= now - cut.seconds < HOUR_SECONDS]
+        self._taken = [cut for cut in self._taken if 0 <= now - cut.seconds < _HOUR_SECONDS]
         its_own = len({cut.snapshot for cut in self._taken if cut.key == one.key})
         of_user = len({cut.snapshot for cut in self._taken if cut.user == user})
         in_all = len({cut.snapshot for cut in self._taken})
@@ -174,14 +173,14 @@ class Emergencies:
             one.incident.no_snapshot = "emergency snapshots are turned off (watch.emergency_per_hour)"
         elif its_own >= limit:
             one.incident.no_snapshot = f"it has had {its_own} within the hour"
-        elif user != "root" and of_user >= USER_LIMIT_FACTOR * limit:
+        elif user != "root" and of_user >= _USER_LIMIT_FACTOR * limit:
             one.incident.no_snapshot = f"trainers of {user} have had {of_user} within the hour"
-        elif in_all >= TOTAL_LIMIT_FACTOR * limit:
+        elif in_all >= _TOTAL_LIMIT_FACTOR * limit:
             one.incident.no_snapshot = f"there were {in_all} within the hour"
         return bool(one.incident.no_snapshot)
 
     async def _tell_in_time(self, waiting: list[_Waiting], told: trio.Event) -> None:
-        with trio.move_on_after(ALERT_SECONDS):
+        with trio.move_on_after(_ALERT_SECONDS):
             await told.wait()
         for one in waiting:
             self._tell(one)

@@ -5,12 +5,20 @@ belong to their user, or to a group of theirs that may write there, by the kerne
 and the owner of the directory (permission.py). No content can be read through the socket, and only callers
 that may have a snapshot taken learn of it. Callers without the right to the control socket have a part of the
 queue's places (snapshot_queue.py), so that requests on the control socket and the schedule always find one.
-Their holds are limited (user_holds.py). Leaves the socket to peers/server.py.
+
+A hold keeps a snapshot from retention, so each costs the repository's disk for as long as it stands. The
+holds of ordinary users are limited in number, as the repository has them, and by the hour; administrators
+have no limit. The number counts across daemons, because the repository records for whom each hold is; the
+rate counts in one daemon's life. A refused hold costs the user no snapshot: the snapshot is taken and not
+held.
+
+Leaves the socket to peer_server.py.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,14 +29,14 @@ import structlog
 import trio
 
 from ciuic.config import HoldsConfig
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.peers.messages import ReceiverOptions
-from ciuic.daemon.peers.server import PeerQuestion, PeerReply, PeerServer
+from ciuic.daemon.base.runtime import PendingRecord
+from ciuic.daemon.peer_messages import ReceiverOptions
+from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer
 from ciuic.daemon.roots.permission import is_administrator, owners, owns
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.requests import Snapshots
-from ciuic.daemon.trainers.user_holds import UserHolds
 from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.excludes import ExcludeMatcher
 from ciuic.protocol.control_types import SnapshotRequest
@@ -47,14 +55,75 @@ from ciuic.protocol.pairing import (
 )
 from ciuic.protocol.peer_socket import Caller
 from ciuic.types import Pair, SnapshotId
+from ciuic.units import plural
 
+_HOUR_SECONDS: Final = 3600.0
+# Users whose rate is remembered: users in a container are created at no cost, and must not fill the memory.
+_MAX_USERS: Final = 1024
 # One connection for each request, which is answered and closed.
-MAX_CONNECTIONS: Final = 256
+_MAX_CONNECTIONS: Final = 256
 # Ranks of one training that may ask at the same moment.
-MAX_CONNECTIONS_OF_A_USER: Final = 64
+_MAX_CONNECTIONS_OF_A_USER: Final = 64
 # Length of texts of a caller that go into a snapshot's message.
-MAX_TEXT: Final = 200
+_MAX_TEXT: Final = 200
 log = structlog.get_logger(__name__)
+
+
+class _UserHolds:
+    """Limits of one daemon. Belongs to the trio thread."""
+
+    def __init__(
+        self,
+        limits: Callable[[], HoldsConfig],
+        store: Callable[[], Store],
+        pending: Callable[[], Iterable[PendingRecord]],
+    ) -> None:
+        self._limits = limits
+        self._store = store
+        self._pending = pending
+        # Times of holds granted within the last hour, by user.
+        self._asked: dict[int, deque[float]] = {}
+        # Holds granted to each user for snapshots that are not cut yet.
+        self._under_way: Counter[int] = Counter()
+
+    async def refusal(self, uid: int) -> str:
+        """Return why this user gets no further hold now; empty when it gets one, which counts from now on.
+
+        After an empty answer call `settled` when the snapshot is cut or will not be.
+        """
+        limits = self._limits()
+        recent = self._recent(uid)
+        if len(recent) >= limits.max_of_a_user_per_hour:
+            return f"it is not held: user {uid} has had {len(recent)} held within the hour"
+        # Both before the await: further requests of this user meanwhile must see this one.
+        recent.append(trio.current_time())
+        self._under_way[uid] += 1
+        try:
+            held = await trio.to_thread.run_sync(self._store().held_for, uid)
+        except CiuicError:
+            held = frozenset()  # the repository cannot be read, so nothing can be committed to it either
+        # A union of ids: a snapshot that was committed just now may be in both.
+        held |= {record.id for record in self._pending() if record.hold and record.user == uid}
+        if len(held) + self._under_way[uid] > limits.max_of_a_user:
+            recent.pop()
+            self.settled(uid)
+            return f"it is not held: {plural(len(held), 'snapshot is', 'snapshots are')} held for user {uid} already"
+        return ""
+
+    def settled(self, uid: int) -> None:
+        """Report that the snapshot of a granted hold is pending now, or was not cut."""
+        self._under_way[uid] -= 1
+        if not self._under_way[uid]:
+            del self._under_way[uid]
+
+    def _recent(self, uid: int) -> deque[float]:
+        since = trio.current_time() - _HOUR_SECONDS
+        recent = self._asked.setdefault(uid, deque())
+        while recent and recent[0] < since:
+            recent.popleft()
+        if len(self._asked) > _MAX_USERS:
+            self._asked = {other: times for other, times in self._asked.items() if times or other == uid}
+        return recent
 
 
 class Pairing:
@@ -93,12 +162,12 @@ class Pairing:
         self._group_id = group_id
         self._watched_users = watched_users
         self._is_stopping = is_stopping
-        self._holds = UserHolds(holds, store, snapshots.pending_records)
+        self._holds = _UserHolds(holds, store, snapshots.pending_records)
         options = ReceiverOptions(
             path=str(socket),
             max_message_bytes=MAX_MESSAGE_BYTES,
-            max_connections=MAX_CONNECTIONS,
-            max_connections_of_a_user=MAX_CONNECTIONS_OF_A_USER,
+            max_connections=_MAX_CONNECTIONS,
+            max_connections_of_a_user=_MAX_CONNECTIONS_OF_A_USER,
         )
         self._server = PeerServer(options, self._answer, alerts=alerts, known=self._known_users)
 
@@ -182,7 +251,7 @@ class Pairing:
         if not privileged and self._snapshots.is_full(caller.uid):
             raise Busy("as many snapshots of ordinary users wait for capture as may wait at once")
         request = SnapshotRequest(
-            message=f"files of {training}: {wanted.message[:MAX_TEXT]}".rstrip(": "),
+            message=f"files of {training}: {wanted.message[:_MAX_TEXT]}".rstrip(": "),
             tags=[PAIRED],
             roots=[root.path for root in roots],
         )
@@ -197,7 +266,7 @@ class Pairing:
                 pending = await self._snapshots.take(
                     request,
                     pair=pair,
-                    hold_reason=wanted.hold_reason[:MAX_TEXT] if request.hold else "",
+                    hold_reason=wanted.hold_reason[:_MAX_TEXT] if request.hold else "",
                     user=None if privileged else caller.uid,
                 )
         finally:

@@ -1,39 +1,47 @@
-"""Registry of watched trainers.
-
-Their ends, their silence, and the records by which a killed daemon's successor finds them again.
+"""Registry of watched trainers: their ends, their silence, and the journal by which the next daemon finds them.
 
 Guarantees: an end is noticed at once, through a pidfd; a trainer is reported once for each time that it
-hangs; a trainer that said goodbye is not reported. An end that no daemon saw is reported as "lost". Leaves to
-others who may register (watch_socket.py) and what follows (emergency.py). Belongs to the trio thread.
+hangs; a trainer that said goodbye is not reported. An end that no daemon saw is reported as "lost".
+
+The journal of trainers and incidents is `watched.json` in the runtime directory. Like every file there it
+need not survive the kernel. It is replaced atomically; an unreadable journal counts as empty.
+
+Leaves to others who may register (watch_socket.py) and what follows (emergency.py). Belongs to the trio
+thread.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.trainer import ProcessIdentity, TrainerEnd, WatchedTrainer
-from ciuic.daemon.trainers.watch_journal import WatchRecord
 from ciuic.errors import Busy
 from ciuic.printable import escaped
-from ciuic.protocol.control_types import TrainerStatus
-from ciuic.protocol.watch_client import Hello
+from ciuic.protocol.control_types import Incident, TrainerStatus
+from ciuic.protocol.watch_client import Hello, Kind
 from ciuic.system import processes
 from ciuic.system.sandbox.privileges import may_trace
 from ciuic.units import plural
 
+JOURNAL_NAME: Final = "watched.json"
+# Incidents that are kept over restarts, for the status document and for the hourly limits.
+MAX_INCIDENTS: Final = 50
 # The daemon reads every page with pread(2) once a second; the trainer stores to it without a system call (0.2
 # µs a step) and sends nothing (docs/decisions/watching-trainers.md).
 LOOK_SECONDS: Final = 1.0
 # Longest wait for an exit status, which is known when the parent has waited for the process; most do so at
 # once.
-REAPED_SECONDS: Final = 1.0
+_REAPED_SECONDS: Final = 1.0
 # Time that the writer process of a trainer has to register with a new daemon.
 RETURN_SECONDS: Final = 30.0
 # Each trainer takes a pidfd, up to 16 pages and a task.
@@ -41,6 +49,59 @@ MAX_TRAINERS: Final = 512
 # A user may register any number of processes, and must not use up the places of all.
 MAX_TRAINERS_OF_A_USER: Final = 64
 log = structlog.get_logger(__name__)
+
+
+class WatchRecord(msgspec.Struct, kw_only=True):
+    """Record of a trainer, without what only descriptors can tell."""
+
+    uid: int
+    pid: int
+    start_ticks: int
+    name: str
+    where: str
+    kind: Kind
+    heartbeat_seconds: float
+    since_ns: int
+
+
+class WatchJournal(msgspec.Struct, kw_only=True):
+    """Content of the file."""
+
+    trainers: list[WatchRecord] = []
+    incidents: list[Incident] = []
+    """Incidents, newest first."""
+
+
+def read_journal(runtime_dir: Path) -> WatchJournal:
+    """Return the predecessor's journal; empty when there is none or it cannot be read."""
+    try:
+        return msgspec.json.decode((runtime_dir / JOURNAL_NAME).read_bytes(), type=WatchJournal)
+    except FileNotFoundError:
+        return WatchJournal()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("watched_not_read", error=str(error))
+        return WatchJournal()
+
+
+def write_journal(runtime_dir: Path, journal: WatchJournal) -> None:
+    """Replace the journal. A failure is logged; it costs the next daemon's knowledge and nothing else."""
+    temporary = runtime_dir / f"{JOURNAL_NAME}.tmp"
+    try:
+        # Left by a daemon that was killed; O_EXCL would refuse it.
+        temporary.unlink(missing_ok=True)
+        # 0600: names and reasons of all users are in it, and the directory is open to everybody.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.encode(journal))
+        temporary.rename(runtime_dir / JOURNAL_NAME)
+    except OSError as error:
+        log.warning("watched_not_written", error=str(error))
+
+
+def remove_journal(runtime_dir: Path) -> None:
+    """Remove the journal: the daemon has stopped and no other one follows."""
+    with suppress(OSError):
+        (runtime_dir / JOURNAL_NAME).unlink(missing_ok=True)
 
 
 class TrainerRegistry:
@@ -220,7 +281,7 @@ class TrainerRegistry:
 
     async def _status_of(self, trainer: WatchedTrainer) -> int | None:
         _, pid, ticks = trainer.identity
-        deadline = trio.current_time() + REAPED_SECONDS
+        deadline = trio.current_time() + _REAPED_SECONDS
         while True:
             status = processes.end_of(trainer.life)
             if status is None and pid > 0 and self._may_trace:

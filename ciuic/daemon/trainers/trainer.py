@@ -23,7 +23,7 @@ from ciuic.protocol.watch_client import Kind
 from ciuic.system import processes
 
 # Pages of one process: each SnapshotManager has one.
-MAX_PAGES: Final = 16
+_MAX_PAGES: Final = 16
 # SIGINT: a user pressed Ctrl-C.
 _INTERRUPTED: Final = 2
 
@@ -154,7 +154,7 @@ class WatchedTrainer:
         self._pages.append(page)
         self.page_came.set()
         # A process that makes one manager after the other would collect pages: the oldest ones go.
-        while len(self._pages) > MAX_PAGES:
+        while len(self._pages) > _MAX_PAGES:
             os.close(self._pages.pop(0))
 
     def pulses(self) -> list[HeartbeatReading]:

@@ -5,7 +5,7 @@ Then the caller may close the connection.
 Guarantees: the kernel's credentials of the caller decide, not its message: a caller whose trainers are not
 watched is refused before any descriptor of its is received, and a caller that is neither root nor the owner
 of the registered process is refused too. Descriptors of unprivileged callers are received by a process of its
-own (peers/server.py); only a pidfd and pages come here, and are kept or closed.
+own (peer_server.py); only a pidfd and pages come here, and are kept or closed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final
 import msgspec
 import structlog
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.peers.messages import ReceiverOptions
-from ciuic.daemon.peers.server import PeerQuestion, PeerReply, PeerServer, close_all
+from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.peer_messages import ReceiverOptions
+from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer, close_all
 from ciuic.daemon.trainers.registry import TrainerRegistry
 from ciuic.daemon.trainers.trainer import ProcessIdentity
 from ciuic.errors import CiuicError, NotPermitted, UsageError
@@ -37,7 +37,7 @@ from ciuic.system import processes
 
 # Connections, which trainers keep open. 512 trainers are watched at most, some with several managers.
 MAX_CONNECTIONS: Final = 1024
-MAX_CONNECTIONS_OF_A_USER: Final = 256
+_MAX_CONNECTIONS_OF_A_USER: Final = 256
 _HELLO: Final[msgspec.msgpack.Decoder[Hello]] = msgspec.msgpack.Decoder(Hello)
 log = structlog.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class WatchSocket:
             path=str(runtime_dir / SOCKET_NAME),
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_connections=MAX_CONNECTIONS,
-            max_connections_of_a_user=MAX_CONNECTIONS_OF_A_USER,
+            max_connections_of_a_user=_MAX_CONNECTIONS_OF_A_USER,
             takes_descriptors=True,
         )
         self.server = PeerServer(

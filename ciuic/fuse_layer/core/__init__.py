@@ -1,5 +1,5 @@
-"""File operations on the backing directory, with dirty tracking, for any driver.
+"""File operations on the backing directory, for any driver, with and without dirty tracking.
 
-`OverlayCore` is the interface that drivers use: its groups of operations, and the life of epochs. The package may import state and the floors
-below.
+`PassthroughCore` is the interface that drivers use: its groups of operations. `OverlayCore` adds tracking and the life of epochs. The package
+may import state and the floors below.
 """

@@ -1,6 +1,6 @@
 """Operations on attributes and extended attributes.
 
-Guarantees: old attributes are saved before they change, in whatever way they change; times are set to the
+Guarantees: the hooks of the state are called before attributes change, in whatever way they change; times are set to the
 nanosecond, and one that is not given stays as it is. The kernel has checked permissions
 (default_permissions).
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ciuic.fuse_layer.core.files import Files, KernelTimes
 from ciuic.fuse_layer.state.node_table import Node
-from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
+from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState
 from ciuic.fuse_layer.system import syscalls
 from ciuic.system.mountinfo import HIDDEN_MOUNTS, MountTable, border_names
 
@@ -50,7 +50,7 @@ class SetAttr(NamedTuple):
 class Attributes:
     """Operations of one root on attributes."""
 
-    def __init__(self, state: OverlayState, files: Files, times: KernelTimes) -> None:
+    def __init__(self, state: PassthroughState, files: Files, times: KernelTimes) -> None:
         self._state = state
         self._nodes = state.nodes
         self._files = files
@@ -93,7 +93,8 @@ class Attributes:
                     keeps_privileges=change.keeps_privileges,
                     moves_times=moves_times,
                 )
-            self._mark(node)
+            # Before the change: one that fails in the middle has changed something.
+            self._state.mark_attributes(node)
             path, _keep = self._pinned(node)
             if change.uid is not None or change.gid is not None:
                 os.chown(
@@ -170,7 +171,7 @@ class Attributes:
         with self._state.gate:
             self._state.keep_inode(node)
             path, _keep = self._pinned(node)
-            self._mark(node)
+            self._state.mark_attributes(node)
             # A large value takes blocks of its own: on a full disk the undo log's space is given up for it.
             self._state.with_space(lambda: os.setxattr(path, name, value, flags))
             # No file can be created in the directory meanwhile: the kernel holds its lock.
@@ -187,13 +188,8 @@ class Attributes:
         with self._state.gate:
             self._state.keep_inode(node)
             path, _keep = self._pinned(node)
-            self._mark(node)
+            self._state.mark_attributes(node)
             os.removexattr(path, name)
-
-    def _mark(self, node: Node) -> None:
-        """Mark the attributes before their change: one that fails in the middle has changed something."""
-        if self._state.tracked(node):
-            self._state.tracker.mark_attrs(node)
 
 
 def _take_privileges(path: bytes, uid: int) -> None:

@@ -1,20 +1,14 @@
-"""The overlay core: the file system operations of one protected root, synchronous and thread-safe, for any driver.
+"""The overlay core: one protected root, served as a passthrough file system (passthrough_core.py) with tracking, and its epochs.
 
-A driver translates requests into methods of these parts and OSError into its replies. Nodes and handles are integers;
-names, link targets and attribute names are bytes; attributes are ``os.stat_result``. The parts:
+What it adds to the operations of a passthrough file system:
 
-* names.py, files.py, attributes.py, directories.py: the operations
-* state/node_table.py: the inodes that the kernel remembers, and how to reach them
+* overlay_files.py, overlay_names.py, state/overlay_state.py: what happens on their hooks, before and after changes
 * tracking/gate.py, tracking/changes.py, tracking/undo_log.py, epochs.py: holds, dirty tracking, old state that
   sealed epochs still need, and the life of an epoch
+* nodes and handles that a successor takes over (journal/)
 
-Methods that may take long: ``fsync``, ``read`` of data that is not in memory, and every changing operation
-while ``pending`` is true (it may copy old blocks). A driver runs them where other requests do not wait.
-Changing operations raise GateHeld (gate.py) only in the thread that the driver registered as
-``inline_thread``.
-
-The serving process must have umask 0: modes arrive with the caller's umask applied or beside them
-(Credentials.umask).
+Changing operations may take long while ``pending`` is true (they may copy old blocks). They raise GateHeld (gate.py)
+only in the thread that the driver registered as ``inline_thread``.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import contextlib
 import errno
 import os
 import stat
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import structlog
 
@@ -31,17 +25,19 @@ from ciuic.errors import CiuicError
 from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
 from ciuic.fuse_layer.core.directories import Directories
 from ciuic.fuse_layer.core.epochs import Epochs, SealedEpoch, read_saved, write_saved
-from ciuic.fuse_layer.core.files import Files, KernelTimes
+from ciuic.fuse_layer.core.files import KernelTimes
 from ciuic.fuse_layer.core.free_space import RoomForUnseen, SpaceEstimator
-from ciuic.fuse_layer.core.names import Names
+from ciuic.fuse_layer.core.overlay_files import OverlayFiles
+from ciuic.fuse_layer.core.overlay_names import OverlayNames
+from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.state.name_changes import settle
 from ciuic.fuse_layer.state.node_table import ROOT_ID, Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
-from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
-from ciuic.fuse_layer.system import syscalls
+from ciuic.fuse_layer.state.overlay_state import OverlayState, UntrackedState
+from ciuic.fuse_layer.state.passthrough_state import Attr
 from ciuic.fuse_layer.system.caller import Credentials
 from ciuic.fuse_layer.system.path_handles import Descriptor
 from ciuic.fuse_layer.tracking.changes import Tracker
@@ -60,6 +56,7 @@ __all__ = [
     "OverlayCore",
     "SealedEpoch",
     "SetAttr",
+    "UntrackedCore",
 ]
 
 _TRACKING_NAME: Final = b"tracking"
@@ -68,8 +65,8 @@ _STAND_IN_NAME: Final = b"nowhere"
 DEFAULT_UNDO_LIMIT_BYTES: Final = 1 << 40
 
 
-class OverlayCore:
-    """The overlay of one root.
+class OverlayCore(PassthroughCore):
+    """The overlay of one root: its files with tracking, and the life of its epochs.
 
     Opening it empties the undo directory, and loads tracking that a clean stop saved.
 
@@ -82,13 +79,19 @@ class OverlayCore:
         kernel_keeps_times: the driver lets the kernel cache writes (files.py).
         journal: journal of nodes for a successor.
         inherited: tables of a predecessor whose session goes on.
-        plain: nothing is tracked, and no snapshot can be taken.
         rules: rules of opens (open_rules.py).
 
     Raises:
         OSError: the state directory cannot be made (read-only or full file system).
         CiuicError: its name is taken (state_directory.open_state).
     """
+
+    _state: OverlayState
+    files: OverlayFiles
+    names: OverlayNames
+    _state_class: ClassVar[type[OverlayState]] = OverlayState
+    _inherits_epochs: ClassVar[bool] = True
+    """Whether epochs that a killed predecessor sealed are gone on with."""
 
     def __init__(
         self,
@@ -100,7 +103,6 @@ class OverlayCore:
         kernel_keeps_times: bool = False,
         journal: JournalWriter | None = None,
         inherited: InheritedSession | None = None,
-        plain: bool = False,
         rules: OpenRules | None = None,
     ) -> None:
         self._state_fd, self._set_aside = state_directory.open_state(backing_fd)
@@ -108,7 +110,6 @@ class OverlayCore:
         """Number of times that the state directory was made anew because it had been deleted."""
         for name in self._set_aside:
             log.error("reserved_name_set_aside", new_name=os.fsdecode(name))
-        self._plain = plain
         self._removed: dict[tuple[int, int, int], Descriptor] = {}
         nodes = NodeTable(backing_fd)
         # Left by a worker that handed over. Valid for the next process alone: read and removed in any case.
@@ -120,39 +121,37 @@ class OverlayCore:
             on_abandon=self._on_abandon,
             # A predecessor that handed its session over gave its epochs up; one that was killed left them on
             # disk.
-            inherit=inherited is not None and left is None and not plain,
+            inherit=inherited is not None and left is None and self._inherits_epochs,
         )
         hidden = int(state_directory.lies_inside(backing_fd))
-        self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain, hidden_directories=hidden)
+        state = self._state_class(nodes, Tracker(block_size), undo, hidden_directories=hidden)
         nodes.on_dropped = undo.hidden.let_orphan_go
-        # Most descriptors are for files that programs open: caches and moved directories must leave them.
-        limit = self._state.allowances.limit
-        nodes.keep_at_most(limit)
-        undo.max_directories = min(undo.max_directories, limit // 8)
-        self._rules = rules or OpenRules()
-        self._rules.load(self._state_fd)
-        self._unseen = UnseenWriters(self._state, on_stayed=self._rules.note_stayed)
+        undo.max_directories = min(undo.max_directories, state.allowances.limit // 8)
+        rules = rules or OpenRules()
+        rules.load(self._state_fd)
+        self._unseen = UnseenWriters(state, on_stayed=rules.note_stayed)
         # Only with a journal is there a successor that could open a removed file again.
         if journal is not None:
             undo.hidden.keep_orphans_in(self._state_fd, inherited=inherited is not None)
-        self._epochs = Epochs(self._state, self._unseen, session=session)
+        self._epochs = Epochs(state, self._unseen, session=session)
         self._space = SpaceEstimator(undo, self._open_inodes)
-        self.room_for_unseen = RoomForUnseen(self._state, self._space, self._unseen)
+        self.room_for_unseen = RoomForUnseen(state, self._space, self._unseen)
         self.block_size = block_size
+        times = KernelTimes(state, active=kernel_keeps_times)
+        files = OverlayFiles(state, times, self._unseen)
+        super().__init__(
+            state,
+            names=OverlayNames(state, after_freeing=self.room_for_unseen.look),
+            files=files,
+            attributes=Attributes(state, files, times),
+            directories=Directories(state),
+            rules=rules,
+        )
         self.session = self._epochs_loaded(undo, left if inherited is not None else None) or session
-        self._make_operations(KernelTimes(self._state, active=kernel_keeps_times))
-        self.names.after_freeing = self.room_for_unseen.look
         # After the core has made its own nodes: a successor makes those in the same way.
         nodes.journal = journal
         if inherited is not None:
             self._inherit(inherited)
-
-    def _make_operations(self, times: KernelTimes) -> None:
-        """Make the groups of operations, which drivers call."""
-        self.names = Names(self._state)
-        self.files = Files(self._state, times, self._unseen)
-        self.attributes = Attributes(self._state, self.files, times)
-        self.directories = Directories(self._state)
 
     def _epochs_loaded(self, undo: UndoLog, left: bytes | None) -> str | None:
         """Load what a predecessor left of tracking and epochs; return the session that it belongs to, None for a new one."""
@@ -201,6 +200,11 @@ class OverlayCore:
 
     # -- for drivers --------------------------------------------------------------------------------
 
+    def connect(self, driver: DriverHooks) -> None:
+        """Call these hooks of the driver from now on; before the first request."""
+        super().connect(driver)
+        self.files.swaps.held_by_kernel = driver.held_by_kernel
+
     @property
     def pending(self) -> bool:
         """True if a sealed epoch awaits its capture, so that changing operations may copy old content first."""
@@ -215,24 +219,15 @@ class OverlayCore:
     def inline_thread(self, ident: int | None) -> None:
         self._state.gate.inline_thread = ident
 
-    @property
-    def open_files(self) -> int:
-        """Number of open handles of files."""
-        return len(self._state.files)
-
     def statfs(self, node_id: int = ROOT_ID) -> os.statvfs_result:
         """Return the figures of the file system that a node is on.
 
         The undo log's space counts as free: it is given up before the job runs short.
         """
-        node = self._state.nodes.get(node_id)
-        if node.dev != self._state.nodes.device:
-            # Of a file system that is mounted below the root.
-            pin = self._state.nodes.pin(node)
-            return os.statvfs(pin.fd)
         spare = self._space.room()
-        real = os.statvfs(self._state.nodes.root_directory.fd)
-        if not spare.inodes:
+        real = super().statfs(node_id)
+        # A file system that is mounted below the root has none of it.
+        if not spare.inodes or self._state.nodes.get(node_id).dev != self._state.nodes.device:
             return real
         values, blocks = list(real), spare.size_bytes // real.f_frsize
         # Positions of f_bfree, f_bavail, f_ffree and f_favail in the tuple.
@@ -246,22 +241,11 @@ class OverlayCore:
 
     def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
         """Return the rules' preference for an open of the node, where its family is not decided yet."""
-        node = self._state.nodes.get(node_id)
-        preference = self._rules.preference(
-            node.name, node.ino, flags, lambda: self._state.attr(node).st, fresh=fresh
-        )
+        preference = super().preference(node_id, flags, fresh=fresh)
         # Such a writer meets a full disk without a request, so the undo log could not be given up for it
         # (free_space.py).
         passes_by = preference is OpenPreference.ANY and fresh and flags & os.O_ACCMODE == os.O_WRONLY
         return OpenPreference.TRACKED if passes_by and self.room_for_unseen.is_short() else preference
-
-    def note_joined(self, node_id: int) -> None:
-        """Note that the node was opened read-write beside readers by passthrough."""
-        self._rules.note_joined(self._state.nodes.get(node_id).ino)
-
-    def syncfs(self) -> None:
-        """Make everything on the backing file system durable."""
-        syscalls.syncfs(self._state_fd)
 
     # -- for control --------------------------------------------------------------------------------
 
@@ -365,15 +349,7 @@ class OverlayCore:
         write_saved(self._state_fd, _TRACKING_NAME, self._epochs.dump())
 
     def cut_held(self, token: int) -> SealedEpoch:
-        """End the epoch under a hold (Epochs.cut).
-
-        Raises:
-            OSError: EOPNOTSUPP where nothing is tracked.
-        """
-        if self._plain:
-            raise OSError(
-                errno.EOPNOTSUPP, "this root is served without snapshots, because its workers kept dying"
-            )
+        """End the epoch under a hold (Epochs.cut)."""
         return self._epochs.cut(token)
 
     def pin_orphans(self) -> None:
@@ -422,3 +398,20 @@ class OverlayCore:
 
     def _on_abandon(self, epochs: list[int], reason: str) -> None:
         self._epochs.on_abandon(epochs, reason)
+
+
+class UntrackedCore(OverlayCore):
+    """The overlay of a root whose workers kept dying: it serves and is controlled as any other, and refuses to be cut."""
+
+    _state_class = UntrackedState
+    _inherits_epochs = False
+
+    def cut_held(self, token: int) -> SealedEpoch:
+        """Refuse to end the epoch.
+
+        Raises:
+            OSError: EOPNOTSUPP.
+        """
+        raise OSError(
+            errno.EOPNOTSUPP, "this root is served without snapshots, because its workers kept dying"
+        )

@@ -26,7 +26,7 @@ from typing import Final
 
 from ciuic.fuse_layer.state.allowances import Quota
 from ciuic.fuse_layer.state.node_table import Node
-from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState, is_reserved
+from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState, is_reserved
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
 
 _LATEST_KEPT: Final = 256
@@ -75,7 +75,7 @@ class _Names(list[bytes]):
 class Directories:
     """Operations of one root on open directories."""
 
-    def __init__(self, state: OverlayState) -> None:
+    def __init__(self, state: PassthroughState) -> None:
         self._state = state
         self._nodes = state.nodes
         self._open: dict[int, _OpenDirectory] = {}

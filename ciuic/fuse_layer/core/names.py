@@ -3,7 +3,8 @@
 Guarantees: a new file belongs to the caller (caller.py); names on the backing file system change by exactly
 one system call each, so a crash leaves either state; the reserved name can neither be seen nor made. The
 session's journal announces a removal or rename before it and records the outcome after it, so that a
-successor knows both; state that a sealed epoch needs is saved before.
+successor knows both. What a file system that tracks changes does beside them hangs on the hooks of `Names` (overlay_names.py) and of
+the state; here they do nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from typing import NamedTuple
 from ciuic.fuse_layer.core.files import backing_flags, writes
 from ciuic.fuse_layer.state.name_changes import note_changing, note_unchanged
 from ciuic.fuse_layer.state.node_table import Node
-from ciuic.fuse_layer.state.overlay_state import Attr, OpenFile, OverlayState, is_reserved
+from ciuic.fuse_layer.state.passthrough_state import Attr, OpenFile, PassthroughState, is_reserved
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials, acting_as
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
-from ciuic.fuse_layer.tracking.changes import ABSENT
 
 _DEFAULT_ACL = "system.posix_acl_default"
 _OPENED_BY_THE_KERNEL = (stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK)
@@ -35,7 +35,7 @@ anew.
 """
 
 
-def _entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
+def _entry_of(state: PassthroughState, parent: Node, name: bytes) -> PathHandle:
     """Return the entry of a name in the backing directory.
 
     Raises:
@@ -49,7 +49,7 @@ def _entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
     return PathHandle(state.nodes.directory(parent), name)
 
 
-def _new_entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
+def _new_entry_of(state: PassthroughState, parent: Node, name: bytes) -> PathHandle:
     """Return the entry of a name that is to be made.
 
     Raises:
@@ -60,36 +60,51 @@ def _new_entry_of(state: OverlayState, parent: Node, name: bytes) -> PathHandle:
     return _entry_of(state, parent, name)
 
 
-def _lstat_or_none(entry: PathHandle) -> os.stat_result | None:
-    """Return the attributes of what a name leads to; None when it is free."""
-    try:
-        return entry.stat()
-    except FileNotFoundError:
-        return None
-
-
-def _adopt_created(
-    state: OverlayState, parent: Node, name: bytes, read: Callable[[], os.stat_result]
-) -> tuple[Node, Attr]:
-    """Return the node of an inode that was just made under a name, marked as created; one lookup is counted."""
-    node, attr = state.adopt(parent, name, read, count=1)
-    if state.tracked(parent):
-        state.tracker.mark_created(parent, name, node.ino)
-    return node, attr
-
-
 class Names:
     """Operations of one root on names."""
 
-    def __init__(self, state: OverlayState) -> None:
+    def __init__(self, state: PassthroughState) -> None:
         self._state = state
         self._nodes = state.nodes
         self.before_freeing: Callable[[], None] = lambda: None
         """Called before a removal that frees much space, which takes the file system up to seconds; a driver lets other
         requests go on."""
-        self.after_freeing: Callable[[], None] = lambda: None
-        """Called inside the gate, after a removal that would have freed much space if the undo log had not
-        kept it."""
+
+    # -- hooks: called inside the gate ----------------------------------------------------------------
+
+    def _before_making(self, parent: Node, entry: PathHandle) -> None:
+        """Called before a name is made that may be taken."""
+
+    def _is_new(self, parent: Node, entry: PathHandle) -> bool:
+        """Called in place of ``_before_making`` for a name that the kernel believes to be free; return whether it is, as far as is known."""
+        # Whether the kernel is right shows at the creation.
+        return True
+
+    def _made(self, parent: Node, name: bytes, node: Node) -> None:
+        """Called after a new inode was made under a name."""
+
+    def _linked(self, node: Node, parent: Node, name: bytes, *, nameless: bool) -> None:
+        """Called after an inode was given a name; ``nameless``: it had none, because O_TMPFILE made it."""
+
+    def _removed(self, parent: Node, name: bytes, target: Target) -> None:
+        """Called after a name was removed, before the node loses it."""
+
+    def _lost_name(self, target: Target, *, gone: bool) -> None:
+        """Called after the node of an inode has lost a name; ``gone``: the last one."""
+
+    def _moved(
+        self,
+        parent: Node,
+        name: bytes,
+        source: Target,
+        new_parent: Node,
+        new_name: bytes,
+        replaced: Target | None,
+    ) -> None:
+        """Called after a rename, and after ``_lost_name`` of the inode that was ``replaced``."""
+
+    def _exchanged(self, one: tuple[Node, bytes, Target], other: tuple[Node, bytes, Target]) -> None:
+        """Called after two names have exchanged their inodes, here with those from before."""
 
     def lookup(self, parent_id: int, name: bytes) -> Attr:
         """Return the node under a name, and count one lookup of it.
@@ -177,9 +192,7 @@ class Names:
         parent = self._nodes.get(parent_id)
         with self._state.gate:
             entry = _new_entry_of(self._state, parent, name)
-            # Where the name is taken nothing will change: EEXIST.
-            if _lstat_or_none(entry) is None:
-                self._state.keep_name(parent, entry, None)
+            self._before_making(parent, entry)
             masked = self._masked(parent, entry, mode, caller)
 
             # With the caller's ids, so that quota, setgid directories and default ACLs apply as in a plain
@@ -189,7 +202,13 @@ class Names:
                     make(entry, masked)
 
             self._state.with_space(change)
-            return _adopt_created(self._state, parent, name, entry.stat)[1]
+            return self._adopt_made(parent, name, entry.stat)[1]
+
+    def _adopt_made(self, parent: Node, name: bytes, read: Callable[[], os.stat_result]) -> tuple[Node, Attr]:
+        """Return the node of an inode that was just made under a name; one lookup is counted."""
+        node, attr = self._state.adopt(parent, name, read, count=1)
+        self._made(parent, name, node)
+        return node, attr
 
     def _masked(self, parent: Node, entry: PathHandle, mode: int, caller: Credentials) -> int:
         """Return the mode under the caller's umask, unless the directory has a default ACL (POSIX.1e draft 17, 23.1.2)."""
@@ -219,11 +238,7 @@ class Names:
         self._state.allowances.descriptors.check(caller.uid)
         with self._state.gate:
             entry = _new_entry_of(self._state, parent, name)
-            # The kernel creates names that it believes to be free. Whether it is right matters before the
-            # creation only where the binding has to be saved: one system call less otherwise.
-            is_new = not self._state.undo.active or _lstat_or_none(entry) is None
-            if is_new:
-                self._state.keep_name(parent, entry, None)
+            is_new = self._is_new(parent, entry)
             masked = self._masked(parent, entry, mode, caller)
             # The mode may forbid the caller to read the file; this descriptor serves reads as well.
             want = backing_flags(flags) | os.O_CREAT
@@ -238,7 +253,7 @@ class Names:
             file = OpenFile(parent, fd, flags, caller.uid)
             read = partial(os.fstat, fd)
             if is_new:
-                file.node, attr = _adopt_created(self._state, parent, name, read)
+                file.node, attr = self._adopt_made(parent, name, read)
             else:
                 file.node, attr = self._state.adopt(parent, name, read, count=1)
             return attr, self._state.add_file(file)
@@ -273,7 +288,7 @@ class Names:
             # A file without a name needs a hidden link at once: a successor could not find it by anything
             # else.
             file.node = self._nodes.adopt_nameless(st)
-            self._state.undo.hidden.keep_orphan(st.st_ino, b"/proc/self/fd/%d" % file.fd, None, follow=True)
+            self._state.hidden.keep_orphan(st.st_ino, b"/proc/self/fd/%d" % file.fd, None, follow=True)
             attr = Attr(file.node.id, 0, st, st.st_nlink, written=writes(flags))
             return attr, self._state.add_file(file)
 
@@ -285,25 +300,15 @@ class Names:
             entry = _new_entry_of(self._state, parent, new_name)
             source, nameless = self._source_of_link(node)
             state.keep_inode(node)
-            if _lstat_or_none(entry) is None:
-                state.keep_name(parent, entry, None)
+            self._before_making(parent, entry)
             path = b"/proc/self/fd/%d" % source.fd
             state.with_space(lambda: os.link(path, new_name, dst_dir_fd=entry.dir_fd, follow_symlinks=True))
-            if state.tracked(parent) and nameless:
-                # Made by O_TMPFILE, so it is in no snapshot yet.
-                state.tracker.mark_created(parent, new_name, node.ino)
-            elif state.tracked(parent):
-                state.tracker.mark_name(parent, new_name, ABSENT)
-            if state.tracked(parent):
-                # One name becomes several: each entry in the snapshot changes its form.
-                for known_parent, known_name in node.names():
-                    state.tracker.mark_touched(known_parent, known_name)
-                state.tracker.mark_attrs(node)
+            self._linked(node, parent, new_name, nameless=nameless)
             attr = state.adopt(parent, new_name, entry.stat, count=1)[1]
             if nameless:
                 # After the name is in the journal: until then a successor finds the file by the hidden link
                 # alone.
-                state.undo.hidden.let_orphan_go(node.ino)
+                state.hidden.let_orphan_go(node.ino)
             return attr
 
     def _source_of_link(self, node: Node) -> tuple[Descriptor, bool]:
@@ -348,23 +353,22 @@ class Names:
                 if target.is_remembered:
                     note_unchanged(self._nodes.journal, parent, name)
                 raise
-            if self._state.tracked(parent):
-                self._state.tracker.mark_removed(parent, name, target.st.st_ino)
+            self._removed(parent, name, target)
             self._unbound(parent, name, target, keep)
 
-    def _target(self, entry: PathHandle) -> _Target:
+    def _target(self, entry: PathHandle) -> Target:
         # Before keep_name, which may add a hidden link.
-        st, nlink = self._state.undo.links(entry.stat)
-        return _Target(st, nlink, self._nodes.find(st))
+        st, nlink = self._state.links(entry.stat)
+        return Target(st, nlink, self._nodes.find(st))
 
-    def _keep_removed(self, target: _Target, entry: PathHandle) -> Descriptor | None:
+    def _keep_removed(self, target: Target, entry: PathHandle) -> Descriptor | None:
         """Return a descriptor of an inode that is about to lose a name; None where the kernel cannot ask about it later."""
         node = target.node
         # Other names help a successor only where one is known here: the kernel may have forgotten the others.
         if target.may_be_open and (target.nlink <= 1 or (node is not None and not node.aliases)):
             assert node is not None
             node.kept = node.handles is None
-            self._state.undo.hidden.keep_orphan(node.ino, entry.name or b"", entry.dir_fd, follow=False)
+            self._state.hidden.keep_orphan(node.ino, entry.name or b"", entry.dir_fd, follow=False)
         # Measured with a descriptor kept: the space of a removed checkpoint (256 MiB, ext4) came back 360 ms
         # after unlink(2). Freed inside the call it takes as long as in a plain directory, and other requests
         # go on meanwhile.
@@ -379,26 +383,12 @@ class Names:
             os.open(entry.name or b"", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry.dir_fd)
         )
 
-    def _unbound(self, parent: Node, name: bytes, target: _Target, keep: Descriptor | None) -> None:
-        """Update tables and marks of an inode that lost this name; the caller marks the name itself."""
+    def _unbound(self, parent: Node, name: bytes, target: Target, keep: Descriptor | None) -> None:
+        """Update the tables of an inode that lost this name."""
         gone = stat.S_ISDIR(target.st.st_mode) or target.nlink <= 1
-        if target.frees_much:
-            self.after_freeing()
-        node = target.node
-        if node is not None:
-            self._nodes.unlinked(node, parent, name, gone=gone, keep=keep, last=target.st)
-        if target.st.st_dev != self._nodes.device:
-            return
-        tracker = self._state.tracker
-        # Temporary files that come and go within an epoch leave no trace.
-        if gone and tracker.is_fresh(target.st.st_ino):
-            tracker.forget_created(target.st.st_ino)
-            return
-        if node is not None:
-            # Of several names one may remain: its entry in the snapshot changes its form.
-            for known_parent, known_name in node.names():
-                tracker.mark_touched(known_parent, known_name)
-        self._mark_touched(node, target.st)
+        if target.node is not None:
+            self._nodes.unlinked(target.node, parent, name, gone=gone, keep=keep, last=target.st)
+        self._lost_name(target, gone=gone)
 
     # -- renaming -----------------------------------------------------------------------------------
 
@@ -428,64 +418,31 @@ class Names:
                 note_unchanged(self._nodes.journal, parent, name, to=(new_parent, new_name))
                 raise
             if exchange and replaced is not None:
+                # The first one last: its record settles the change, so a successor that has this record has both.
+                if replaced.node is not None:
+                    self._nodes.renamed(replaced.node, new_parent, new_name, parent, name)
+                if source.node is not None:
+                    self._nodes.renamed(source.node, parent, name, new_parent, new_name)
                 self._exchanged((parent, name, source), (new_parent, new_name, replaced))
                 return
             if replaced is not None:
                 self._unbound(new_parent, new_name, replaced, keep)
+            if source.node is not None:
+                self._nodes.renamed(source.node, parent, name, new_parent, new_name)
             self._moved(parent, name, source, new_parent, new_name, replaced)
             if flags & syscalls.RENAME_WHITEOUT:
                 # The file system has made a new inode under the old name, whose lookup the kernel does not
                 # count.
-                self._nodes.forget(_adopt_created(self._state, parent, name, entry.stat)[0].id, 1)
+                self._nodes.forget(self._adopt_made(parent, name, entry.stat)[0].id, 1)
 
-    def _target_or_none(self, entry: PathHandle) -> _Target | None:
+    def _target_or_none(self, entry: PathHandle) -> Target | None:
         try:
             return self._target(entry)
         except FileNotFoundError:
             return None
 
-    def _moved(
-        self,
-        parent: Node,
-        name: bytes,
-        source: _Target,
-        new_parent: Node,
-        new_name: bytes,
-        replaced: _Target | None,
-    ) -> None:
-        if source.node is not None:
-            self._nodes.renamed(source.node, parent, name, new_parent, new_name)
-        if not self._state.tracked(parent):
-            return
-        tracker = self._state.tracker
-        tracker.mark_removed(parent, name, source.st.st_ino)
-        tracker.mark_name(new_parent, new_name, replaced.st.st_ino if replaced is not None else ABSENT)
-        self._mark_touched(source.node, source.st)
 
-    def _exchanged(self, one: tuple[Node, bytes, _Target], other: tuple[Node, bytes, _Target]) -> None:
-        (parent, name, here), (new_parent, new_name, there) = one, other
-        # The first one last: its record settles the change, so a successor that has this record has both.
-        if there.node is not None:
-            self._nodes.renamed(there.node, new_parent, new_name, parent, name)
-        if here.node is not None:
-            self._nodes.renamed(here.node, parent, name, new_parent, new_name)
-        if not self._state.tracked(parent):
-            return
-        tracker = self._state.tracker
-        tracker.mark_name(parent, name, here.st.st_ino)
-        tracker.mark_name(new_parent, new_name, there.st.st_ino)
-        self._mark_touched(here.node, here.st)
-        self._mark_touched(there.node, there.st)
-
-    def _mark_touched(self, node: Node | None, st: os.stat_result) -> None:
-        """Mark an inode whose link count or ctime has moved."""
-        if node is not None and node.parent is not None:
-            self._state.tracker.mark_attrs(node)
-        else:
-            self._state.tracker.mark_ino(st.st_ino)
-
-
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """Inode that a name is bound to, with the link count that users see."""
 
     st: os.stat_result

@@ -46,7 +46,8 @@ from ciuic.fuse_layer.journal import records
 from ciuic.fuse_layer.sealed_format import Unheld
 from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.open_rules import STAYS_SECONDS
-from ciuic.fuse_layer.state.overlay_state import OpenFile, OverlayState
+from ciuic.fuse_layer.state.overlay_state import OverlayState
+from ciuic.fuse_layer.state.passthrough_state import OpenFile
 from ciuic.fuse_layer.system import syscalls
 from ciuic.types import recorded_time
 
@@ -185,7 +186,7 @@ class Instant:
     def _first_look(self, target: _CutTarget) -> bool:
         """Return whether a snapshot can have the file, which needs a name for that."""
         try:
-            target.st, nlink = self._state.undo.links(lambda: os.fstat(target.fd))
+            target.st, nlink = self._state.links(lambda: os.fstat(target.fd))
         except OSError:
             self.unheld.append(Unheld(target.ino))
             return False

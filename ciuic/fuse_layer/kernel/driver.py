@@ -23,8 +23,9 @@ from os import XATTR_CREATE
 from typing import Any, Final
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.core import Attr, OverlayCore, SetAttr
+from ciuic.fuse_layer.core.attributes import SetAttr
 from ciuic.fuse_layer.core.directories import ListingHabits
+from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
@@ -33,6 +34,7 @@ from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.kernel.session import KernelSession, Reply
 from ciuic.fuse_layer.state.open_rules import OpenPreference
+from ciuic.fuse_layer.state.passthrough_state import Attr
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials, is_outside, shown_attributes
 from ciuic.fuse_layer.system.syscalls import Statx
@@ -121,7 +123,7 @@ class KernelDriver:
 
     def __init__(
         self,
-        core: OverlayCore,
+        core: PassthroughCore,
         fuse_fd: int,
         negotiated: Negotiated,
         *,
@@ -131,14 +133,18 @@ class KernelDriver:
         self.core = core
         self.modes = OpenModes(fuse_fd, passthrough=negotiated.passthrough)
         self.handle_journal = HandleJournal(journal, inherited)
-        core.directories.on_listing = self.handle_journal.listed
         if inherited is not None:
             self.modes.inherit(inherited.files.values())
-        core.files.swaps.held_by_kernel = self.modes.is_passthrough
+        core.connect(
+            DriverHooks(
+                before_freeing=lambda: self.session.hand_on(),
+                on_listing=self.handle_journal.listed,
+                held_by_kernel=self.modes.is_passthrough,
+            )
+        )
         self._negotiated = negotiated
         self._writeback = negotiated.writeback
         self._encoder = _ReplyEncoder(writeback=negotiated.writeback)
-        core.names.before_freeing = lambda: self.session.hand_on()
         self._habits = ListingHabits()
         self.session = KernelSession(
             fuse_fd,

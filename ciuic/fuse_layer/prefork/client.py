@@ -90,7 +90,7 @@ class SpareProcess:
             cwd: its current directory.
             environment: its environment.
             module: module whose ``main`` its children run.
-            prefix: words before the command (systemd_slice.py).
+            prefix: words before the command (daemon/base/process_priority.py).
             oom_score_adj: OOM score that it and its children start with.
             service: path of the socket of a forking process that systemd starts (service.py); none is started
                 here then.

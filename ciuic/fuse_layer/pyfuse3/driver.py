@@ -24,6 +24,7 @@ import structlog
 from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, XAttrNameT
 
 from ciuic.fuse_layer.core.core import Attr, OverlayCore, SetAttr
+from ciuic.fuse_layer.core.passthrough_core import DriverHooks
 from ciuic.fuse_layer.pyfuse3.dispatch import Dispatch
 from ciuic.fuse_layer.system.caller import Credentials, shown_attributes
 from ciuic.fuse_layer.tracking.gate import GateHeld
@@ -161,7 +162,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     def init(self) -> None:
         """Register the event loop's thread with the core; called on the loop, before any request."""
         self.core.inline_thread = threading.get_ident()
-        self.core.names.before_freeing = self._not_on_the_loop
+        self.core.connect(DriverHooks(before_freeing=self._not_on_the_loop))
 
     # -- names and attributes -----------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Hidden hard links that keep inodes alive, and link counts without them.
 
-Two directories of the state have such links, and a caller may keep more (`others`). One is for inodes that sealed epochs still need and the job has removed,
-replaced or renamed. The other is for *orphans*, inodes that programs have open and no name leads to, so that
-a successor of this process can open them again. Guarantees: the job never sees a link count with ours in it;
+Two directories of the state have such links, and a caller may keep more. One is for inodes that sealed epochs still need and the job
+has removed, replaced or renamed (`HeldLinks`). The other is for *orphans*, inodes that programs have open and no name leads to, so
+that a successor of this process can open them again. Guarantees: the job never sees a link count with ours in it;
 a failed link of the first kind is raised, one of the second kind is ignored: the inode then ends with this
 process, as it would without us.
 """
@@ -25,14 +25,11 @@ _PIN_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HiddenLinks:
-    """Hidden links of one root; ``hold`` is the directory for inodes that sealed epochs need. Thread-safe."""
+    """Hidden links of one root: those of orphans, and of the caller. Thread-safe."""
 
-    def __init__(self, hold: Descriptor) -> None:
-        self._hold = hold
-        self.held: set[int] = set()
-        """Inodes that sealed epochs keep alive."""
-        self.others: Container[int] = ()
-        """Inodes to which the caller keeps one more link; removed by `let_other_go`."""
+    def __init__(self, others: Container[int] = ()) -> None:
+        """Keep no link yet; ``others`` are inodes to which the caller keeps one more, removed by `let_other_go`."""
+        self._others = others
         self._orphan_directory: Descriptor | None = None
         self._orphans: set[int] = set()
         self._pinned: dict[int, Descriptor] = {}
@@ -41,75 +38,6 @@ class HiddenLinks:
         self._lock = threading.Lock()
         self._version = 0
         """Counter of changes; odd while a link is made or removed."""
-
-    def were_deleted(self) -> bool:
-        """Return whether another program has deleted a directory of links."""
-        directories = [self._hold] + ([self._orphan_directory] if self._orphan_directory is not None else [])
-        return any(os.fstat(directory.fd).st_nlink == 0 for directory in directories)
-
-    def renew(self, state_fd: int, undo_fd: int) -> None:
-        """Make the directories anew. Orphans whose links were deleted end with this process.
-
-        Raises:
-            OSError: they cannot be made.
-        """
-        with self._lock:
-            self._version += 1
-            try:
-                put_in_place(fresh_directory(undo_fd, undo_format.HOLD_DIR.encode()), self._hold)
-                self.held.clear()
-                if self._orphan_directory is not None:
-                    kept = Descriptor(own_directory(state_fd, ORPHANS_DIR))
-                    self._orphans = {int(name) for name in os.listdir(kept.fd)}
-                    put_in_place(kept, self._orphan_directory)
-            finally:
-                self._version += 1
-
-    # -- inodes that sealed epochs need ---------------------------------------------------------------
-
-    def hold(self, dir_fd: int, name: bytes, st: os.stat_result) -> int:
-        """Keep the inode of a name alive; return the bytes of disk that it takes, 0 where it was kept already."""
-        if st.st_ino in self.held:
-            return 0
-        with self._lock:
-            if st.st_ino in self.held:
-                return 0
-            # Odd from before the link until `held` has the inode: a reader of the link count between the two
-            # tries again.
-            self._version += 1
-            try:
-                target = b"%d" % st.st_ino
-                os.link(name, target, src_dir_fd=dir_fd, dst_dir_fd=self._hold.fd, follow_symlinks=False)
-                self.held.add(st.st_ino)
-            finally:
-                self._version += 1
-        return st.st_blocks * 512
-
-    def let_all_go(self, needed: Callable[[], bool]) -> None:
-        """Remove the links that keep sealed epochs' inodes, until ``needed`` says that a newer epoch needs them."""
-        for name in os.listdir(self._hold.fd):
-            self._let_go(int(name), needed)
-
-    def _let_go(self, ino: int, needed: Callable[[], bool]) -> None:
-        """Remove one link."""
-        name = b"%d" % ino
-        try:
-            # The descriptor keeps the inode until the lock is released: freeing the blocks of a large file
-            # takes time.
-            alive = Descriptor(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._hold.fd))
-            with self._lock:
-                if needed():
-                    # A new epoch was sealed meanwhile, and may rely on the link.
-                    return
-                self._version += 1
-                try:
-                    os.unlink(name, dir_fd=self._hold.fd)
-                    self.held.discard(ino)
-                finally:
-                    self._version += 1
-            del alive
-        except FileNotFoundError:
-            self.held.discard(ino)
 
     def links(self, read: Callable[[], os.stat_result]) -> tuple[os.stat_result, int]:
         """Return the result of ``read`` and the link count without hidden links, consistent with each other."""
@@ -134,7 +62,7 @@ class HiddenLinks:
 
     def of(self, ino: int) -> int:
         """Return how many links of an inode are ours."""
-        return (ino in self.held) + (ino in self._orphans) + (ino in self.others)
+        return (ino in self._orphans) + (ino in self._others)
 
     def let_other_go(self, remove: Callable[[], None]) -> None:
         """Remove a link of `others`; ``remove`` takes the link and its inode away."""
@@ -227,6 +155,87 @@ class HiddenLinks:
         if self._orphan_directory is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return os.open(b"%d" % ino, flags, dir_fd=self._orphan_directory.fd)
+
+
+class HeldLinks(HiddenLinks):
+    """Hidden links of a tracked root: ``hold`` is the directory for inodes that sealed epochs need."""
+
+    def __init__(self, hold: Descriptor) -> None:
+        super().__init__()
+        self._hold = hold
+        self.held: set[int] = set()
+        """Inodes that sealed epochs keep alive."""
+
+    def of(self, ino: int) -> int:
+        """Return how many links of an inode are ours."""
+        return (ino in self.held) + (ino in self._orphans)
+
+    def were_deleted(self) -> bool:
+        """Return whether another program has deleted a directory of links."""
+        directories = [self._hold] + ([self._orphan_directory] if self._orphan_directory is not None else [])
+        return any(os.fstat(directory.fd).st_nlink == 0 for directory in directories)
+
+    def renew(self, state_fd: int, undo_fd: int) -> None:
+        """Make the directories anew. Orphans whose links were deleted end with this process.
+
+        Raises:
+            OSError: they cannot be made.
+        """
+        with self._lock:
+            self._version += 1
+            try:
+                put_in_place(fresh_directory(undo_fd, undo_format.HOLD_DIR.encode()), self._hold)
+                self.held.clear()
+                if self._orphan_directory is not None:
+                    kept = Descriptor(own_directory(state_fd, ORPHANS_DIR))
+                    self._orphans = {int(name) for name in os.listdir(kept.fd)}
+                    put_in_place(kept, self._orphan_directory)
+            finally:
+                self._version += 1
+
+    def hold(self, dir_fd: int, name: bytes, st: os.stat_result) -> int:
+        """Keep the inode of a name alive; return the bytes of disk that it takes, 0 where it was kept already."""
+        if st.st_ino in self.held:
+            return 0
+        with self._lock:
+            if st.st_ino in self.held:
+                return 0
+            # Odd from before the link until `held` has the inode: a reader of the link count between the two
+            # tries again.
+            self._version += 1
+            try:
+                target = b"%d" % st.st_ino
+                os.link(name, target, src_dir_fd=dir_fd, dst_dir_fd=self._hold.fd, follow_symlinks=False)
+                self.held.add(st.st_ino)
+            finally:
+                self._version += 1
+        return st.st_blocks * 512
+
+    def let_all_go(self, needed: Callable[[], bool]) -> None:
+        """Remove the links that keep sealed epochs' inodes, until ``needed`` says that a newer epoch needs them."""
+        for name in os.listdir(self._hold.fd):
+            self._let_go(int(name), needed)
+
+    def _let_go(self, ino: int, needed: Callable[[], bool]) -> None:
+        """Remove one link."""
+        name = b"%d" % ino
+        try:
+            # The descriptor keeps the inode until the lock is released: freeing the blocks of a large file
+            # takes time.
+            alive = Descriptor(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._hold.fd))
+            with self._lock:
+                if needed():
+                    # A new epoch was sealed meanwhile, and may rely on the link.
+                    return
+                self._version += 1
+                try:
+                    os.unlink(name, dir_fd=self._hold.fd)
+                    self.held.discard(ino)
+                finally:
+                    self._version += 1
+            del alive
+        except FileNotFoundError:
+            self.held.discard(ino)
 
 
 def put_in_place(made: Descriptor, old: Descriptor) -> None:

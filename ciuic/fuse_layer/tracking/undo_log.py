@@ -28,7 +28,7 @@ from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.path_handles import Descriptor
 from ciuic.fuse_layer.tracking.changes import MAX_BLOCKS, BlockSet, blocks_of
-from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks, fresh_directory, put_in_place
+from ciuic.fuse_layer.tracking.hidden_links import HeldLinks, fresh_directory, put_in_place
 from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo, read_undo
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.protocol.state_directory import own_directory
@@ -285,12 +285,10 @@ class UndoLog:
         else:
             hold = Descriptor(own_directory(self._directory.fd, undo_format.HOLD_DIR.encode()))
         self.space = _UndoSpace(self._directory.fd, limit_bytes)
-        self.hidden = HiddenLinks(hold)
+        self.hidden = HeldLinks(hold)
         if self.inherited is not None:
             self.hidden.held |= self.inherited.held
             self.space.count(self.inherited.bytes_kept)
-        self.links = self.hidden.links
-        """Shortcut to HiddenLinks.links, which every answer with attributes calls: one call less."""
 
     def _inherit(self, state_fd: int) -> InheritedUndo | None:
         """Read what a predecessor saved, and go on where its log ends."""
@@ -620,7 +618,7 @@ class UndoLog:
     def create_replacement(self, ino: int) -> tuple[int, bytes]:
         """Make an empty file in the undo directory, to take the name of inode ``ino``; return its descriptor and name there."""
         name = b"new-%d" % ino
-        # Left by a swap on a failing disk (core/files.py).
+        # Left by a swap on a failing disk (core/overlay_files.py).
         _unlink_quietly(self._directory.fd, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._directory.fd), name

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -27,7 +26,7 @@ from ciuic.remote.reading.cache_directory import check_own, open_cache
 from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots, named_entries
-from ciuic.remote.reading.retry_policy import DEFAULT_RETRY_SECONDS, RetryPolicy
+from ciuic.remote.reading.retry_policy import DEFAULT_RETRY_SECONDS, RetryingObjects, RetryPolicy
 from ciuic.remote.reading.versions import open_remote_versions
 from ciuic.remote.sealing.key_slot import GoesOn
 from ciuic.remote.sealing.slot_secret import SlotSecret
@@ -271,7 +270,8 @@ def read_remote(
     with ExitStack() as closing:
         if close_objects:
             closing.callback(remote.objects.close)
-        for space in [remote, *retry.call(lambda: repository_spaces(remote))]:
+        retrying = remote._replace(objects=RetryingObjects(remote.objects, retry))
+        for space in [retrying, *repository_spaces(retrying)]:
             cache = closing.enter_context(open_cache(remote, space, cache_root))
             reader = SpaceReader(
                 space,
@@ -287,18 +287,18 @@ def read_remote(
                 space.objects, space.sealer, cache_path=str(cache.path / "logs"), skip_damaged=True
             )
             # What collections deleted is there as well where every version is read.
-            stored = () if skips_unreadable else retry.call(partial(_listed, space))
+            stored = () if skips_unreadable else _listed(space)
             with naming_memory(str(cache.path)):
-                retry.call(logs.refresh)
+                logs.refresh()
             reader.damaged_logs = logs.damaged
-            reader.unlogged = retry.call(partial(_unlogged, space, stored, logs))
+            reader.unlogged = _unlogged(space, stored, logs)
             for one in reader.unlogged:
                 events.warning(
                     "remote_commit_lost", remote=space.objects.url, manifest=one.name, reason=one.reason
                 )
             for damaged in logs.damaged.values():
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
-            manifests = Manifests(space, cache, retry, logs, prefer=reader.lookup.prefer)
+            manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
         closing.callback(retry.end)
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)

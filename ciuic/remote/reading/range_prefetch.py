@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ciuic.remote.objects.model import MERGE_GAP_BYTES, Objects
-from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository.ids import Bytes
 
 DEFAULT_THREADS: Final = 8
@@ -70,7 +69,6 @@ class RangePrefetch:
 
     Args:
         objects: Store.
-        retry: For requests without an answer.
         threads: Announced ranges that are read at the same time.
         memory_bytes: Limit of what is held; half of it is for what was announced and not yet asked for.
     """
@@ -78,13 +76,11 @@ class RangePrefetch:
     def __init__(
         self,
         objects: Objects,
-        retry: RetryPolicy,
         *,
         threads: int = DEFAULT_THREADS,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
         self._objects = objects
-        self._retry = retry
         self._threads = threads
         self._memory_bytes = memory_bytes
         self._changed = threading.Condition()
@@ -229,9 +225,7 @@ class RangePrefetch:
         data: Bytes | None = None
         error: BaseException | None = None
         try:
-            (data,) = self._retry.call(
-                lambda: self._objects.get_ranges(body.name, [(body.start, body.length)])
-            )
+            (data,) = self._objects.get_ranges(body.name, [(body.start, body.length)])
         except BaseException as failure:
             error = failure
         with self._changed:

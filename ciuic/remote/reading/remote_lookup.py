@@ -32,7 +32,6 @@ from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.reading.cache_directory import CacheDirectory
-from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.remote.remote_index import IndexRefresh, RemoteIndex, RemotePack
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
@@ -127,13 +126,11 @@ class RemoteLookup:
         self,
         space: Remote,
         cache: CacheDirectory,
-        retry: RetryPolicy,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space = space
         self._cache = cache
-        self._retry = retry
         self._now = now
         # SQLite's connection is used by one thread at a time.
         self._lock = threading.RLock()
@@ -208,7 +205,7 @@ class RemoteLookup:
         refs = order.take_preferred(known)
         if not refs:
             if order.listed is None:
-                listed, _ = self._retry.call(lambda: index.drop_missing(self._space.objects))
+                listed, _ = index.drop_missing(self._space.objects)
                 self._listed_at = self._now()
                 order.found(listed, known)
             refs = order.take(known)
@@ -238,7 +235,7 @@ class RemoteLookup:
         self._reread |= refs
         space = self._space
         if refs:
-            self._ask(lambda index: self._retry.call(lambda: index.reread(space.objects, space.sealer, refs)))
+            self._ask(lambda index: index.reread(space.objects, space.sealer, refs))
         return bool(refs)
 
     def _make_anew(self, found: list[ChunkLocation]) -> bool:
@@ -331,14 +328,14 @@ class RemoteLookup:
 
     def _new(self, path: str | None) -> RemoteIndex:
         """Return an index of everything that the logs name."""
-        space, retry = self._space, self._retry
+        space = self._space
         index = RemoteIndex.open(path)
         self._closing.callback(index.close)
         self._is_fresh = index.rounds_finished is None and not index.known
         rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
         sound = True
         try:
-            retry.call(rounds.refresh)
+            rounds.refresh()
             index.follow(rounds)
         except RolledBack:
             raise
@@ -353,7 +350,7 @@ class RemoteLookup:
             cache_path=None if path is None else f"{path}.logs",
             skip_damaged=True,
         )
-        news = retry.call(reader.refresh)
+        news = reader.refresh()
         self._order.restart()
         self._incomplete_since = None
         if index.rounds_finished is None and sound:
@@ -366,12 +363,12 @@ class RemoteLookup:
 
     def _learn(self, index: RemoteIndex, refs: Iterable[PackRef]) -> None:
         space, listed = self._space, self._order.listed
-        result = self._retry.call(lambda: index.learn(space.objects, space.sealer, refs, listed))
+        result = index.learn(space.objects, space.sealer, refs, listed)
         self._unreadable.update(result.unreadable)
         self._warn(result)
 
     def _list(self, index: RemoteIndex) -> IndexRefresh:
-        result = self._retry.call(lambda: index.refresh(self._space.objects, self._space.sealer))
+        result = index.refresh(self._space.objects, self._space.sealer)
         self._listed_at = self._now()
         self._incomplete_since = None
         self._unreadable = dict(result.unreadable)

@@ -23,7 +23,6 @@ from ciuic.remote.format.pack import PackLayout
 from ciuic.remote.objects.model import ArchivedObject, Objects, TooLargeObject, read_verified
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.range_prefetch import RangePrefetch
-from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation
@@ -40,16 +39,12 @@ class MetaPacks:
     Args:
         objects: Store of the space.
         cache: Cache of the space.
-        retry: For requests without an answer.
         ranges: For packs that are too large to be read whole.
     """
 
-    def __init__(
-        self, objects: Objects, cache: CacheDirectory, retry: RetryPolicy, ranges: RangePrefetch
-    ) -> None:
+    def __init__(self, objects: Objects, cache: CacheDirectory, ranges: RangePrefetch) -> None:
         self._objects = objects
         self._cache = cache
-        self._retry = retry
         self._ranges = ranges
         # One pack is read at a time, which bounds the memory. All below is guarded by it.
         self._lock = threading.Lock()
@@ -120,7 +115,7 @@ class MetaPacks:
     def _fetch(self, name: str, start: int, length: int) -> Bytes | None:
         """Read the pack and keep it; None for one that is too large."""
         try:
-            data = bytes(self._retry.call(lambda: self._objects.get(name)))
+            data = bytes(self._objects.get(name))
         except TooLargeObject:
             self._large.add(name)
             return None

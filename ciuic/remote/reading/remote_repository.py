@@ -38,7 +38,7 @@ class SpaceReader:
     Args:
         space: A remote, or the space of one repository in it.
         cache: Cache of the space.
-        retry: For requests without an answer.
+        retry: For sequences of requests that create an object; the requests of ``space`` are repeated by themselves.
         threads: Ranges that are read at the same time.
         memory_bytes: Limit of what is read ahead.
         skips_unreadable: Say nothing of packs whose table cannot be read, unless a snapshot needs them.
@@ -58,9 +58,9 @@ class SpaceReader:
         self.skips_unreadable = skips_unreadable
         self.cache = cache
         self.retry = retry
-        self.lookup = RemoteLookup(space, cache, retry)
-        self.ranges = RangePrefetch(space.objects, retry, threads=threads, memory_bytes=memory_bytes)
-        self.meta = MetaPacks(space.objects, cache, retry, self.ranges)
+        self.lookup = RemoteLookup(space, cache)
+        self.ranges = RangePrefetch(space.objects, threads=threads, memory_bytes=memory_bytes)
+        self.meta = MetaPacks(space.objects, cache, self.ranges)
         self.archived: set[str] = set()
         """Names of packs that could not be read because they are archived."""
         self.packs = RemotePacks(
@@ -135,13 +135,13 @@ def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Ite
     """Yield damage, and None for each run of sound records."""
     pack = RemotePackReader(reader.space.sealer, reader.lookup.ref(number))
     objects, tag_bytes = reader.space.objects, pack.layout.seal.tag_bytes
-    records = reader.retry.call(lambda: pack.read_table(objects))
+    records = pack.read_table(objects)
 
     def check_header() -> None:
         (header,) = objects.get_ranges(pack.name, [(0, HEADER_BYTES)])
         pack.layout.check_header(bytes(header))
 
-    reader.retry.call(lambda: read_verified(objects, check_header))
+    read_verified(objects, check_header)
     runs = list(in_runs(records, _RUN_BYTES))
     for at, run in enumerate(runs):
         for ahead in runs[at : at + _AHEAD]:
@@ -166,7 +166,7 @@ def _opened(reader: SpaceReader, pack: RemotePackReader, record: PackRecord, sto
     try:
         return pack.layout.open_record(record.offset, record.stored_bytes, stored, record.checksum)
     except DamagedRemote:
-        (content,) = reader.retry.call(lambda: list(pack.read_records(reader.space.objects, [record])))
+        (content,) = pack.read_records(reader.space.objects, [record])
         return content
 
 
@@ -243,7 +243,7 @@ class RemoteRepository(Repository):
         """Return the records of a pack, from its table. Nothing of a damaged table can be salvaged."""
         ref = self._ref(number)
         reader = RemotePackReader(self.reader.space.sealer, ref)
-        return iter(self.reader.retry.call(lambda: reader.read_table(self.reader.space.objects)))
+        return iter(reader.read_table(self.reader.space.objects))
 
     def pack_path(self, number: int) -> str:
         """Return the URL of a pack."""
@@ -259,14 +259,11 @@ class RemoteRepository(Repository):
         numbers = {pack.ref: number for number, pack in reader.lookup.packs().items()}
         numbers |= {ref: number for number, ref in self._unreadable().items()}
 
-        def listed() -> dict[int, int]:
-            return {
-                numbers[ref]: info.size_bytes
-                for info in reader.space.objects.list(PACKS_PREFIX)
-                if (ref := parse_pack(info.name)) is not None and ref in numbers
-            }
-
-        return reader.retry.call(listed)
+        return {
+            numbers[ref]: info.size_bytes
+            for info in reader.space.objects.list(PACKS_PREFIX)
+            if (ref := parse_pack(info.name)) is not None and ref in numbers
+        }
 
     def scrub(
         self,

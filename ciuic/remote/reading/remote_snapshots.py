@@ -31,7 +31,6 @@ from ciuic.remote.format.names import ManifestName, PackRef, as_label, parse_man
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.cache_directory import CacheDirectory
-from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository import log as events
 from ciuic.repository.committed_snapshots import CommittedSnapshots, resolve
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
@@ -49,7 +48,6 @@ class Manifests:
         self,
         space: Remote,
         cache: CacheDirectory,
-        retry: RetryPolicy,
         logs: LogReader | None = None,
         *,
         prefer: Callable[[Iterable[PackRef], int], None] = lambda refs, around_ns: None,
@@ -59,13 +57,11 @@ class Manifests:
         Args:
             space: A remote, or the space of one repository in it.
             cache: Cache of the space.
-            retry: For requests without an answer.
             logs: Reader of its logs, which says of a missing manifest whether its snapshot was removed; None: it was not.
             prefer: Told of the packs that were uploaded for a snapshot that is to be read, and of its time.
         """
         self._space = space
         self._cache = cache
-        self._retry = retry
         self._logs = logs
         self.prefer: Final = prefer
         self._lock = threading.Lock()
@@ -97,9 +93,7 @@ class Manifests:
 
     def _fetch(self, live: LiveManifest) -> bytes:
         try:
-            return self._retry.call(
-                lambda: read_document(self._space.objects, live.manifest, lambda data: _committed(live, data))
-            )
+            return read_document(self._space.objects, live.manifest, lambda data: _committed(live, data))
         except NoSuchObject:
             if not self._is_live(live):
                 raise NotFound(
@@ -116,7 +110,7 @@ class Manifests:
         if self._logs is None:
             return True
         with self._lock:
-            self._retry.call(self._logs.refresh)
+            self._logs.refresh()
             return live.manifest in self._logs.live()
 
 

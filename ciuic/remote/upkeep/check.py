@@ -194,7 +194,7 @@ def check_space(
     """Check one space, add what is found to the report, and return what a repair has to mend."""
     space = reader.space
     check_rounds(reader, report)
-    packs = reader.retry.call(lambda: listed_packs(space.objects))
+    packs = listed_packs(space.objects)
     damaged: set[PackRef] = set()
     for pack in check_packs(space.objects, space.sealer, packs):
         if pack.problem:
@@ -247,7 +247,7 @@ def check_rounds(reader: SpaceReader, report: CheckReport) -> None:
     """Add a round that cannot be read, or that is under way, to the report."""
     rounds = Rounds(reader.space.objects, reader.space.sealer)
     try:
-        reader.retry.call(rounds.refresh)
+        rounds.refresh()
     except (Damaged, UnsupportedFormat) as error:
         hint = "" if isinstance(error, UnsupportedFormat) else "ciuic check --remote --repair"
         report.findings.append(CheckFinding("error", "round", error.message, hint))

@@ -165,7 +165,7 @@ def open_collector(
         reader.lookup.refresh()
         return marked(snapshots)
 
-    policy = policy._replace(cold=reader.retry.call(lambda: cold_packs(space.objects)))
+    policy = policy._replace(cold=cold_packs(space.objects))
     with reader.cache.index_path() as path:
         index = RemoteIndex.open(path)
         try:
@@ -188,7 +188,7 @@ def _collect(
     reader: SpaceReader, host: str, policy: CollectionPolicy, between: Callable[[], None]
 ) -> CollectedSpace:
     sizes: dict[PackRef, int] = {}
-    cold = reader.retry.call(lambda: cold_packs(reader.space.objects))
+    cold = cold_packs(reader.space.objects)
     results: list[CollectionResult] = []
     with open_collector(reader, host=host, policy=policy, between=between) as collector:
         empty = 0
@@ -220,8 +220,8 @@ def _preview(
     reader: SpaceReader, now_ns: int, policy: CollectionPolicy, between: Callable[[], None]
 ) -> CollectedSpace:
     with open_collector(reader, host="", policy=policy, between=between) as collector:
-        found = reader.retry.call(lambda: collector.preview(now_ns))
-    cold = reader.retry.call(lambda: cold_packs(reader.space.objects))
+        found = collector.preview(now_ns)
+    cold = cold_packs(reader.space.objects)
     sizes = {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
     return CollectedSpace(
         reader.space.id,

@@ -109,7 +109,7 @@ def store_again(
     def send(kind: PackKind) -> None:
         writer = writers.pop(kind)
         parts = writer.finish()
-        reader.retry.call(lambda: reader.space.objects.put(writer.name, parts))
+        reader.space.objects.put(writer.name, parts)
 
     for chunk, content in contents:
         kind = kinds[chunk]
@@ -144,7 +144,7 @@ class _LostCommit(NamedTuple):
 def _read_logs(reader: SpaceReader) -> LogReader:
     """Return all logs of the space, read anew: a cache does not notice damage of what it has."""
     logs = LogReader(reader.space.objects, reader.space.sealer, skip_damaged=True)
-    reader.retry.call(logs.refresh)
+    logs.refresh()
     return logs
 
 
@@ -168,13 +168,9 @@ def check_logs(reader: SpaceReader, report: CheckReport) -> None:
 def _unlogged(reader: SpaceReader, logs: LogReader) -> list[UnloggedManifest]:
     """Return the manifests whose commits are lost with a log, or the end of one; reads all logs once more."""
     space = reader.space
-
-    def find() -> list[UnloggedManifest]:
-        stored = list(space.objects.list(MANIFESTS_PREFIX))
-        logs.refresh()
-        return unlogged_manifests(space.objects, space.sealer, stored, logs, time.time_ns() - UPLOADING_NS)
-
-    return reader.retry.call(find)
+    stored = list(space.objects.list(MANIFESTS_PREFIX))
+    logs.refresh()
+    return unlogged_manifests(space.objects, space.sealer, stored, logs, time.time_ns() - UPLOADING_NS)
 
 
 def _find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[_LostCommit]:
@@ -184,15 +180,12 @@ def _find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[_LostCommit
     """
     live, removed = logs.live(), logs.removed()
     space = reader.space
-
-    def listed() -> list[str]:
-        return [info.name for info in space.objects.list(MANIFESTS_PREFIX) if parse_manifest(info.name)]
-
     unlogged = {one.name for one in _unlogged(reader, logs)}
-    names = [name for name in reader.retry.call(listed) if name not in live and name not in removed]
+    stored = [info.name for info in space.objects.list(MANIFESTS_PREFIX) if parse_manifest(info.name)]
+    names = [name for name in stored if name not in live and name not in removed]
     with ThreadPoolExecutor(_READING_THREADS) as pool:
         found = [lost for lost in pool.map(partial(_read_lost_commit, reader), names) if lost is not None]
-    known = Manifests(space, reader.cache, reader.retry)
+    known = Manifests(space, reader.cache)
     contents = {content for one in live.values() if (content := _content(known, one)) is not None}
     lost_commits = []
     for lost in found:
@@ -222,7 +215,7 @@ def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches
     for _ in range(_COMMIT_ATTEMPTS):
         logs = _read_logs(reader)
         if stray := [name for damaged in logs.damaged.values() for name in damaged.stray]:
-            reader.retry.call(partial(reader.space.objects.delete, stray))
+            reader.space.objects.delete(stray)
             continue
         if not logs.damaged:
             if _unlogged(reader, logs):
@@ -233,7 +226,7 @@ def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches
                 raise UnsupportedFormat(damaged.later, hint="nothing was repaired; update ciuic on this host")
         _commit_again(reader, local, host, _but_known(reader, logs, paths))
         # Commits were added, and the reader's removals may have grown.
-        reader.retry.call(logs.refresh)
+        logs.refresh()
         for writer, damaged in logs.damaged.items():
             summary = _known_whole(reader, writer, damaged.summary.next, paths) or damaged.summary
             if max(len(summary.committed), len(summary.removed)) > MAX_MANIFESTS:
@@ -258,12 +251,10 @@ def _read_lost_commit(reader: SpaceReader, name: str) -> _LostCommit | None:
     """Return the snapshot of a manifest; None for one that is gone or damaged, or of a later version."""
     space = reader.space
     try:
-        manifest, digest = reader.retry.call(
-            lambda: read_document(
-                space.objects,
-                name,
-                lambda data: (decode_manifest(space.sealer, name, data), object_digest(data)),
-            )
+        manifest, digest = read_document(
+            space.objects,
+            name,
+            lambda data: (decode_manifest(space.sealer, name, data), object_digest(data)),
         )
         stored = decode_any_snapshot(manifest.snapshot)
         fields = (stored.repository, stored.id, name, digest)
@@ -295,7 +286,7 @@ def _known_whole(reader: SpaceReader, writer: str, next_: int, paths: Iterable[s
         if known is None:
             continue
         space = reader.space
-        found = reader.retry.call(partial(read_provable, space.objects, space.sealer, writer, known))
+        found = read_provable(space.objects, space.sealer, writer, known)
         if not found.problems and found.summary.next == next_:
             return found.summary
     return None
@@ -340,8 +331,8 @@ def _store_lacking(
     What is found nowhere stays damage, which `ciuic check --remote` names once the snapshot is committed.
     """
     follow()
-    reader.retry.call(lambda: index.refresh(reader.space.objects, reader.space.sealer))
-    manifests = Manifests(reader.space, reader.cache, reader.retry)
+    index.refresh(reader.space.objects, reader.space.sealer)
+    manifests = Manifests(reader.space, reader.cache)
     name = lost.live.manifest
     repository = RemoteRepository(reader, RemoteSnapshots({name: CommittedEntry(lost.live, manifests)}))
     kinds: dict[ChunkId, PackKind] = {}

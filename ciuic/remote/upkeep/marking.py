@@ -136,7 +136,7 @@ def live_chunks(
     """
 
     def mark(snapshots: Mapping[str, LiveManifest]) -> NeededChunks:
-        manifests = Manifests(reader.space, reader.cache, reader.retry)
+        manifests = Manifests(reader.space, reader.cache)
         # By manifest, because ids of snapshots may occur twice.
         entries = {name: CommittedEntry(live, manifests) for name, live in snapshots.items()}
         found = RemoteSnapshots(entries)

@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.check_report import CheckFinding, CheckReport
@@ -131,7 +130,7 @@ def _mend(
         with closing(index):
             rounds = _rounds(reader)
             index.follow(rounds)
-            reader.retry.call(lambda: index.refresh(reader.space.objects, reader.space.sealer))
+            index.refresh(reader.space.objects, reader.space.sealer)
             index.drop(damaged)
             wanted = {**_records(reader, damaged), **damage.chunks}
             stored = index.has_many(wanted)
@@ -152,7 +151,7 @@ def _sharing(local: Repository | None, reader: SpaceReader) -> Repository | None
 
 def _rounds(reader: SpaceReader) -> Rounds:
     rounds = Rounds(reader.space.objects, reader.space.sealer, known=None)
-    reader.retry.call(rounds.refresh)
+    rounds.refresh()
     return rounds
 
 
@@ -162,7 +161,7 @@ def _records(reader: SpaceReader, packs: frozenset[PackRef]) -> dict[ChunkId, Pa
     for ref in packs:
         pack = RemotePackReader(reader.space.sealer, ref)
         try:
-            records = reader.retry.call(partial(pack.read_table, reader.space.objects))
+            records = pack.read_table(reader.space.objects)
         except (NoSuchObject, Damaged, UnsupportedFormat, Archived):
             continue
         found.update((record.id, split_ref(ref)[0]) for record in records)

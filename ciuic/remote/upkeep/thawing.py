@@ -262,14 +262,14 @@ def cold_needs(repository: RemoteRepository, selected: Sequence[Located]) -> lis
         RemoteUnreachable: the store did not answer for too long.
     """
     reader = repository.reader
-    cold = reader.retry.call(lambda: cold_packs(reader.space.objects))
+    cold = cold_packs(reader.space.objects)
     if not cold:
         return []
     # A warm copy costs nothing to read, and is there at once.
     reader.lookup.avoid(cold)
     # Readers take the first copy that they come upon; whether there is another takes the tables of all packs.
     reader.lookup.refresh()
-    listed = reader.retry.call(lambda: list_packs(reader.space.objects))
+    listed = list_packs(reader.space.objects)
     wanted: set[PackRef] = set()
     for chunk in _with_bases(repository, _chunks(repository, selected)):
         refs = {reader.lookup.ref(location.pack) for location in reader.lookup.find(chunk)}
@@ -284,7 +284,7 @@ def unreadable_now(reader: SpaceReader, packs: Sequence[ColdPack]) -> list[ColdP
 
     def is_archived(pack: ColdPack) -> bool:
         try:
-            reader.retry.call(lambda: reader.space.objects.get_ranges(pack.name, [(0, 1)]))
+            reader.space.objects.get_ranges(pack.name, [(0, 1)])
         except ArchivedObject:
             return True
         except NoSuchObject:

@@ -264,7 +264,7 @@ class _Mover:
         return PlannedMoves(self._reader.space.id, moves, sizes, {})
 
     def _aged(self, snapshots: Mapping[str, LiveManifest]) -> list[AgedSnapshot]:
-        manifests = Manifests(self._reader.space, self._reader.cache, self._reader.retry)
+        manifests = Manifests(self._reader.space, self._reader.cache)
         found = RemoteSnapshots({name: CommittedEntry(live, manifests) for name, live in snapshots.items()})
         aged = []
         for name in snapshots:
@@ -310,8 +310,8 @@ class _Mover:
         pack, objects = RemotePackReader(self._sealer, ref), self._objects
         try:
             # Read from the pack each time: a copy that is there may be another user's.
-            copy = self._reader.retry.call(lambda: pack.copy_of_table(objects))
-            self._reader.retry.call(lambda: objects.put(table_name(ref), [copy]))
+            copy = pack.copy_of_table(objects)
+            objects.put(table_name(ref), [copy])
             self._reader.retry.call(lambda: self._classes.change(pack_name(ref), storage_class))
         except NoSuchObject:
             return "it is not there any more"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Final
+from typing import Final, NamedTuple
 
 from ciuic.config import RemoteConfig
 from ciuic.errors import NotFound, UsageError
@@ -32,14 +32,21 @@ from ciuic.remote.objects.prove import prove_create_only
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.repository import Identity
 from ciuic.repository.repository import DEFAULT_BLOCK_SIZE
 from ciuic.training.logs import log
-from ciuic.training.remote.place import Naming
 
 _SLOT: Final = "training"
 # Another rank that makes the remote adds its key slot right after.
 _OTHERS_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.2
+
+
+class Naming(NamedTuple):
+    """Identity and block size of a new repository."""
+
+    identity: Identity
+    block_size: int
 
 
 def naming_of(remote: RemoteConfig) -> Naming:

@@ -9,25 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ciuic.errors import CiuicError, UsageError
-from ciuic.repository import Identity, Repository
+from ciuic.repository import Repository
 from ciuic.training import arguments
 from ciuic.training.remote.uploads import UploadOrder
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
+    from ciuic.training.remote.joining import Naming
 
 
 # While another rank creates the repository some of these names exist already.
 _OF_REPOSITORY: Final = frozenset(("config", "packs", "snapshots", "marks"))
 _OTHERS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.02
-
-
-class Naming(NamedTuple):
-    """Identity and block size of a new repository."""
-
-    identity: Identity
-    block_size: int
 
 
 def ensure_repository(path: Path, naming: Callable[[], Naming] | None = None) -> None:

@@ -10,8 +10,7 @@ import pytest
 import trio
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.protocol.stored_remotely import STATE_VARIABLE, StoredRecord, write_record

@@ -8,7 +8,7 @@ from pathlib import Path
 import trio
 
 from ciuic.config import load_config
-from ciuic.daemon.base.notify import Notifier
+from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.service import Daemon
 from ciuic.daemon.status import status_document
 

@@ -11,8 +11,8 @@ import trio
 
 from ciuic.config import load_config
 from ciuic.daemon import service
-from ciuic.daemon.base.notify import Notifier
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
+from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.service import Daemon
 from ciuic.errors import CiuicError
 

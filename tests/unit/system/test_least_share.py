@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.daemon.roots.systemd_slice import MAX_WEIGHT, weight_of
+from ciuic.daemon.base.process_priority import MAX_WEIGHT, weight_of
 from ciuic.system.precedence import BEST_EFFORT, IDLE, IoPriority, io_priority_of, nice_of
 from ciuic.system.urgency import MIN_SHARE, Urgency, default_finish_within_seconds
 

@@ -75,7 +75,7 @@ def _limited(directories: list[DirectoryChanges], limit: int | None) -> list[Dir
 
 
 def _show(changes: RootChanges, *, tree: bool) -> None:
-    from ciuic.cli.shared.tables import Column, show_table
+    from ciuic.cli.shared.output import Column, show_table
 
     between = f"{changes.old.id} ({times.clock(changes.old.time_ns)}) to {changes.new.id}"
     host = f" on {shown_text(changes.host)}" if current().remote_url is not None else ""

@@ -56,7 +56,7 @@ def command(snapshot_id: str | None, root: bytes | None, limit: int | None, as_j
 
 
 def _show(found: list[StoredCheckpoint], now_ns: int) -> None:
-    from ciuic.cli.shared.tables import Cell, Column, show_table
+    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_duration, human_size
 
     columns = [

@@ -16,7 +16,7 @@ from ciuic.cli.shared.session import current
 from ciuic.errors import UsageError
 
 if TYPE_CHECKING:
-    from ciuic.cli.shared.tables import Cell
+    from ciuic.cli.shared.output import Cell
     from ciuic.history.search import FoundPath
 
 
@@ -65,7 +65,7 @@ def command(
 
 def show_found(found: list[FoundPath], *, as_json: bool) -> None:
     """Print paths that were found in snapshots."""
-    from ciuic.cli.shared.tables import Cell, Column, show_table
+    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_size
 
     if as_json:
@@ -98,7 +98,7 @@ def show_found(found: list[FoundPath], *, as_json: bool) -> None:
 
 def _state(one: FoundPath) -> Cell | str:
     """Return ``GONE``, and ``safety`` where the snapshot is one that `list` hides."""
-    from ciuic.cli.shared.tables import Cell
+    from ciuic.cli.shared.output import Cell
 
     words = ["GONE"] if one.is_deleted else []
     if one.snapshot.is_safety:

@@ -64,7 +64,7 @@ def command(path: bytes, limit: int | None, deleted: bool, as_json: bool) -> int
 
 
 def _show(found: list[PathVersion]) -> None:
-    from ciuic.cli.shared.tables import Cell, Column, Row, show_table
+    from ciuic.cli.shared.output import Cell, Column, Row, show_table
     from ciuic.units import human_size
 
     several = len({version.host for version in found}) > 1

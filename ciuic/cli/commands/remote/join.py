@@ -102,7 +102,7 @@ def join(
 
 
 def _opened(config: RemoteConfig, objects: Objects, open_with: Path | None) -> Remote:
-    from ciuic.cli.shared.remotes.opening import goes_on
+    from ciuic.cli.shared.remotes import goes_on
     from ciuic.remote.access import configured_secrets, open_configured
     from ciuic.remote.sealing.slot_secret import read_key_file
 

@@ -49,7 +49,7 @@ def keys() -> None:
 @json_option
 def list_(place: str, as_json: bool) -> None:
     """List the key slots; needs no key."""
-    from ciuic.cli.shared.tables import Column, show_table
+    from ciuic.cli.shared.output import Column, show_table
     from ciuic.remote.access import KeySlots, configured_objects
 
     config = targets.find_remote(current().config, place)

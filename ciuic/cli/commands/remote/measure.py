@@ -80,7 +80,7 @@ def _key(config: RemoteConfig) -> str:
 
 
 def _print(found: Measurement, key: str) -> None:
-    from ciuic.cli.shared.tables import Column, show_table
+    from ciuic.cli.shared.output import Column, show_table
 
     proof = found.proof
     rows = [

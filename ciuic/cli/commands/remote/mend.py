@@ -51,7 +51,7 @@ def check_remotely(session: Session, *, repair: bool, read_data: bool) -> CheckR
 def check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
     """Find what was deleted, overwritten or forged in a bucket with versions; put it right on request."""
     from ciuic.cli.shared.progress import progress
-    from ciuic.cli.shared.remotes.opening import open_named_objects
+    from ciuic.cli.shared.remotes import open_named_objects
     from ciuic.remote.upkeep.versions import check_versions
 
     objects = _sound_objects(session)

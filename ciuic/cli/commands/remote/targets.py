@@ -122,7 +122,7 @@ def opened(config: RemoteConfig, objects: Objects) -> Remote:
         NotFound: there is no remote.
         WrongKey: no key fits, or there is none and nobody to ask.
     """
-    from ciuic.cli.shared.remotes.opening import goes_on
+    from ciuic.cli.shared.remotes import goes_on
     from ciuic.remote.access import configured_secrets, open_configured
 
     secrets = configured_secrets(config)

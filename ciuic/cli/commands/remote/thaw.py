@@ -16,9 +16,8 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
 from ciuic.cli.shared.messages import complain
 from ciuic.cli.shared.names import plural, shown, shown_text
-from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
+from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
-from ciuic.cli.shared.remotes.choice import use_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError
 from ciuic.units import human_size
@@ -138,7 +137,7 @@ def _begin(
     speed: Any,
     days: int,
 ) -> tuple[ThawJob, ObjectClasses]:
-    from ciuic.cli.shared.remotes.cold import open_session_classes
+    from ciuic.cli.shared.cold_packs import open_session_classes
     from ciuic.remote.upkeep.thawing import begin_thaw
 
     url = session.remote.remote.objects.url
@@ -163,7 +162,7 @@ def _begin(
 
 
 def _status(session: Session, jobs: ThawJobs, *, wait: bool, as_json: bool) -> int:
-    from ciuic.cli.shared.remotes.cold import open_session_classes
+    from ciuic.cli.shared.cold_packs import open_session_classes
     from ciuic.remote.upkeep.thawing import continue_thaw
 
     found = []

@@ -38,8 +38,8 @@ def tier(place: str, dry_run: bool, as_json: bool) -> None:
     The rules are [[remote.tier]] of the configuration. Run it from a timer, on one host. Stores charge for each move, and for a
     minimum duration in the colder class.
     """
+    from ciuic.cli.shared.cold_packs import open_session_classes
     from ciuic.cli.shared.progress import progress
-    from ciuic.cli.shared.remotes.cold import open_session_classes
     from ciuic.remote.upkeep.space_classes import classes_of_spaces
     from ciuic.remote.upkeep.tier_moves import apply_rules
 

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from ciuic.cli.app import cli
 from ciuic.cli.doctor import machine as machine
 from ciuic.cli.doctor import places as places
-from ciuic.cli.doctor.findings import Finding
-from ciuic.cli.doctor.inquiry import Inquiry
+from ciuic.cli.doctor.inquiry import Finding, Inquiry
 from ciuic.cli.shared.systemd import Systemd
 from ciuic.config import Config, MinFree, RootConfig
 from ciuic.protocol.control_types import RepositoryStatus, StatusDocument

@@ -15,8 +15,8 @@ import trio
 from support.served_sockets import FakeOperations, served
 
 from ciuic import __version__
-from ciuic.daemon.api import server
-from ciuic.daemon.api.api import MAX_BODY_BYTES
+from ciuic.daemon import control_api
+from ciuic.daemon.control_api import MAX_BODY_BYTES
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Damaged, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.protocol.control import ControlClient
 from ciuic.protocol.control_types import Index, SnapshotRequest
@@ -117,7 +117,7 @@ def test_a_body_that_never_ends_is_given_up(
     client: ControlClient, operations: FakeOperations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that stops in mid-request is refused and disconnected, so its slot is free again."""
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(control_api, "BODY_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(client.socket))
         caller.sendall(b"POST /v1/roots HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{")

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from support.live import wait_for
 from support.served_sockets import FakeOperations, served
 
-from ciuic.daemon.api import server
+from ciuic.daemon import control_api
 from ciuic.errors import Busy, Unreachable
 from ciuic.protocol.control import ControlClient
 
@@ -125,7 +125,7 @@ def test_a_connection_from_before_a_revocation_takes_no_request(
 ) -> None:
     """After the socket was taken back from a group, open connections take no request, except those of root."""
     path, revoked = short_tmp / "c.sock", [0]
-    monkeypatch.setattr(server, "_is_root", lambda stream: is_root)
+    monkeypatch.setattr(control_api, "_is_root", lambda stream: is_root)
     with served(path, FakeOperations(), revocations=lambda: revoked[0]), _call(path) as before:
         assert _ask(before) == 200
         revoked[0] += 1
@@ -194,7 +194,7 @@ def test_caller_that_does_not_read_does_not_delay_the_end(
             await trio.lowlevel.checkpoint()
             return b"ciuic_up 1\n" * 10**6
 
-    monkeypatch.setattr(server, "GRACEFUL_SECONDS", 0.1)
+    monkeypatch.setattr(control_api, "GRACEFUL_SECONDS", 0.1)
     path = short_tmp / "c.sock"
     # When it ends, the server expects its thread to end.
     with served(path, Talkative()):

@@ -13,10 +13,8 @@ import trio
 import trio.testing
 
 from ciuic.config import AlertConfig
-from ciuic.daemon.base.alert_command import prepare
-from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, Pacing, notice_of
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, Pacing, notice_of, prepare
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.protocol.control_types import Alert, Event, Incident, TrainerStatus
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.daemon.base.notify import Notifier, take_stored_fds
+from ciuic.daemon.base.systemd import Notifier, take_stored_fds
 
 
 @pytest.fixture

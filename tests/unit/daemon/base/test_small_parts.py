@@ -6,8 +6,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import BACKLOG, EventBus
+from ciuic.daemon.base.events import BACKLOG, Alerts, EventBus
 from ciuic.daemon.base.metrics import Metrics
 from ciuic.daemon.capture.job import EXIT_INTERRUPTED, EXIT_UNDO_LOST, Failed
 from ciuic.daemon.snapshots.capture_process import CODE_KILLED

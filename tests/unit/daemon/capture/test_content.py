@@ -14,7 +14,7 @@ from ciuic.daemon.capture import content as capture_content
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials
 from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.sealed_format import read_sealed
-from ciuic.fuse_layer.state.overlay_state import OpenFile
+from ciuic.fuse_layer.state.passthrough_state import OpenFile
 from ciuic.fuse_layer.undo_format import sealed_name
 from ciuic.system.spill import Spill
 from ciuic.types import FLAG_NOT_HELD, Entry, RootRecord

@@ -34,7 +34,7 @@ from ciuic.daemon.capture.job import (
     decode_message,
     encode_job,
 )
-from ciuic.daemon.capture.root import Report
+from ciuic.daemon.capture.roots import Report
 from ciuic.daemon.capture.space import NoRoom
 from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore

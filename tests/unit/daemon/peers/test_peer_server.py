@@ -13,10 +13,9 @@ import trio
 import trio.testing
 
 from ciuic.daemon import peer_receiver
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
-from ciuic.daemon.peers import server as server_module
-from ciuic.daemon.peers.messages import (
+from ciuic.daemon import peer_server as server_module
+from ciuic.daemon.base.events import Alerts, EventBus
+from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
     Admit,
     AnswerCaller,
@@ -30,7 +29,7 @@ from ciuic.daemon.peers.messages import (
     decode_from_daemon,
     encode,
 )
-from ciuic.daemon.peers.server import PeerQuestion, PeerReply, PeerServer, _Conversation
+from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer, _Conversation
 from ciuic.daemon.roots.permission import owners
 from ciuic.protocol import pairing
 from ciuic.protocol.peer_socket import Caller

@@ -20,11 +20,10 @@ from support.served_sockets import connected, send_descriptors
 
 from ciuic.daemon.base import accounts as accounts_module
 from ciuic.daemon.base.accounts import AccountNames, Accounts
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.runtime import bind_control_socket
-from ciuic.daemon.peers.connection_limits import ConnectionLimits, OpenConnection
-from ciuic.daemon.peers.helper_process import is_harmless
+from ciuic.daemon.peer_helpers import is_harmless
+from ciuic.daemon.peer_receiver import ConnectionLimits, OpenConnection
 from ciuic.daemon.roots.permission import WatchPermission, is_administrator
 from ciuic.protocol import peer_socket
 from ciuic.protocol.heartbeat_page import HeartbeatPage
@@ -305,4 +304,4 @@ def test_the_event_loop_asks_no_name_service() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import) and {"pwd", "grp"} & {alias.name for alias in node.names}:
                 found.add(file.name)
-    assert found == {"accounts.py", "alert_command.py"}
+    assert found == {"accounts.py", "alert_hook.py"}

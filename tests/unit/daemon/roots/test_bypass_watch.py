@@ -9,8 +9,7 @@ import trio
 import trio.testing
 from support.fake_daemon import NoMounts
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.roots.bypass_watch import LOOK_SECONDS, BypassWatch
 from ciuic.system.bypass import Bypasser, Use
 

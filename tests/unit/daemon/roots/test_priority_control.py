@@ -12,8 +12,7 @@ import pytest
 import trio
 from support.fake_daemon import Bench, FakeOverlay, sleeping_process, until
 
-from ciuic.daemon.roots.priority_control import PriorityControl, RunningProcess
-from ciuic.daemon.roots.systemd_slice import SLICE, SliceWeight
+from ciuic.daemon.base.process_priority import SLICE, PriorityControl, RunningProcess, SliceWeight
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.system.urgency import Urgency
 

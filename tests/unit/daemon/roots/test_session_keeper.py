@@ -16,10 +16,9 @@ from support.fake_daemon import FakeOverlay, FakeWorker, until
 from support.live import wait_for
 from support.second_user import MADE_UP, run_as
 
-from ciuic.daemon.base.notify import Notifier
-from ciuic.daemon.roots import session_keeper
-from ciuic.daemon.roots.session_keeper import SessionKeeper
-from ciuic.daemon.roots.sessions import SessionStore
+from ciuic.daemon.base.systemd import Notifier
+from ciuic.daemon.roots import sessions
+from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.worker_process import WorkerOptions
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.system.child_process import environment
@@ -253,7 +252,7 @@ def test_a_keeper_that_cannot_be_watched_ends_no_daemon(
         return real()
 
     monkeypatch.setattr(spare, "open_pidfd", open_pidfd)
-    monkeypatch.setattr(session_keeper, "_UNWATCHED_SECONDS", 0.01)
+    monkeypatch.setattr(sessions, "_UNWATCHED_SECONDS", 0.01)
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:

@@ -11,8 +11,7 @@ import trio.testing
 from support.fake_daemon import FakeOverlay, FakeWorker, NoMounts
 
 import ciuic.daemon.roots.supervisor as supervisor_module
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots import bypass_watch
 from ciuic.daemon.roots.supervisor import RootSupervisor
@@ -298,18 +297,18 @@ def test_writers_that_go_round_are_named_until_they_end(stage: Stage) -> None:
     stage.mounts.found = [reader, writer]
 
     async def script() -> None:
-        assert supervisor.untrusted
+        assert supervisor.bypass.has_gap
         # Wait for the scan that the mount has begun.
         await supervisor.refresh_bypassing()
-        assert not supervisor.all_accounted
-        assert [process.pid for process in supervisor.bypassing] == [2]
+        assert not supervisor.bypass.all_accounted
+        assert [process.pid for process in supervisor.bypass.processes] == [2]
         (alert,) = stage.alerts.standing()
         assert "2 (python train.py)" in alert.message
         status = await supervisor.status()
         assert [(report.pid, report.paths) for report in status.bypassing] == [(2, ["/a/log"])]
         stage.mounts.found = [reader]
         await supervisor.refresh_bypassing()
-        assert supervisor.bypassing == []
+        assert supervisor.bypass.processes == []
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []
@@ -348,13 +347,13 @@ def test_a_look_that_does_not_end_delays_no_mount(stage: Stage, monkeypatch: pyt
     async def script() -> None:
         assert supervisor.state == "mounted"
         await supervisor.refresh_bypassing()
-        assert supervisor.untrusted
-        assert not supervisor.all_accounted
+        assert supervisor.bypass.has_gap
+        assert not supervisor.bypass.all_accounted
         await until(lambda: bool(stage.alerts.standing()))
         (alert,) = stage.alerts.standing()
         assert "not known" in alert.message
         free.set()
-        await until(lambda: supervisor.all_accounted)
+        await until(lambda: supervisor.bypass.all_accounted)
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []
@@ -416,25 +415,25 @@ def test_mounts_that_go_round_are_named_until_they_end(stage: Stage) -> None:
 
     async def script() -> None:
         await supervisor.refresh_bypassing()
-        assert supervisor.all_accounted
-        supervisor.untrusted = False
+        assert supervisor.bypass.all_accounted
+        supervisor.bypass.has_gap = False
         stage.mounts.found_mounts = [bind]
         await supervisor.refresh_bypassing()
-        assert supervisor.untrusted
-        assert not supervisor.all_accounted
+        assert supervisor.bypass.has_gap
+        assert not supervisor.bypass.all_accounted
         (alert,) = stage.alerts.standing()
         assert "/a/part at /data in the mount namespace of process 7 (python)" in alert.message
         (report,) = (await supervisor.status()).bypassing_mounts
         assert (report.place, report.shows, report.pid, report.elsewhere) == ("/data", "/a/part", 7, True)
         stage.mounts.found_mounts, stage.mounts.found = [], [writer]
         await supervisor.refresh_bypassing()
-        assert [process.pid for process in supervisor.bypassing] == [8]
-        assert not supervisor.all_accounted
+        assert [process.pid for process in supervisor.bypass.processes] == [8]
+        assert not supervisor.bypass.all_accounted
         stage.mounts.found = []
         await supervisor.refresh_bypassing()
-        assert supervisor.all_accounted
+        assert supervisor.bypass.all_accounted
         # Until a snapshot has compared everything.
-        assert supervisor.untrusted
+        assert supervisor.bypass.has_gap
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []
@@ -457,14 +456,14 @@ def test_a_later_look_that_fails_leaves_a_gap_until_one_succeeds(
     async def script() -> None:
         nonlocal failing
         await supervisor.refresh_bypassing()
-        supervisor.untrusted = False
+        supervisor.bypass.has_gap = False
         monkeypatch.setattr(stage.mounts, "bypassing_mounts", bypassing_mounts)
         monkeypatch.setattr(bypass_watch, "PATIENCE_SECONDS", 0.01)
         await supervisor.refresh_bypassing()
-        assert supervisor.untrusted
-        assert not supervisor.all_accounted
+        assert supervisor.bypass.has_gap
+        assert not supervisor.bypass.all_accounted
         failing = False
-        await until(lambda: supervisor.all_accounted)
+        await until(lambda: supervisor.bypass.all_accounted)
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []

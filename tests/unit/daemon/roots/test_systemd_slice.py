@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.daemon.roots.systemd_slice import SLICE, slice_prefix
+from ciuic.daemon.base.process_priority import SLICE, slice_prefix
 
 UNDER_SYSTEMD = {"INVOCATION_ID": "x"}
 

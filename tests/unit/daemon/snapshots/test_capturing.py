@@ -515,7 +515,7 @@ def test_tracking_counts_again_only_after_a_full_comparison_was_committed(bench:
     bench.add_root("/a", FakeOverlay())
     supervisor, mounts = bench.roots["/a"], bench.mounts["/a"]
     somebody = Bypasser(1, "x", 0, (Use("open", b"/a/f", True),))
-    supervisor.bypass.processes, supervisor.untrusted, mounts.found = [somebody], True, [somebody]
+    supervisor.bypass.processes, supervisor.bypass.has_gap, mounts.found = [somebody], True, [somebody]
     bench.behaviours = [done, lambda job: Failed(error="no", code=4), done, done]
 
     async def take() -> None:

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from support.cli_repository import FIRST_NS, CliRepository
 from support.fake_daemon import Bench, FakeOverlay
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.clock import ClockWatch
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.housekeeping import DaemonHousekeeping
+from ciuic.daemon.housekeeping import ClockWatch, DaemonHousekeeping
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots, first_due
 from ciuic.daemon.status import _risk_seconds

@@ -8,12 +8,10 @@ from typing import NamedTuple
 import trio
 import trio.testing
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.trainers.emergency import MAX_ALERTS, Emergencies
-from ciuic.daemon.trainers.registry import RETURN_SECONDS, TrainerRegistry
+from ciuic.daemon.trainers.registry import RETURN_SECONDS, TrainerRegistry, WatchRecord
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
-from ciuic.daemon.trainers.watch_journal import WatchRecord
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import Event, Incident, SnapshotRequest, SnapshotState
 

@@ -14,7 +14,7 @@ import pytest
 
 from ciuic.config import TrainerConfig
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer, judge
-from ciuic.daemon.trainers.trainer_files import look_at
+from ciuic.daemon.trainers.watch import look_at
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage, HeartbeatReading, check_page, read_page
 from ciuic.system import processes
 

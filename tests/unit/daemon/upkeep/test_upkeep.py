@@ -14,12 +14,10 @@ import trio
 import trio.testing
 
 from ciuic.config import MinFree
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.events import EventBus
-from ciuic.daemon.base.repository_store import Store, summary
+from ciuic.daemon.base.events import Alerts, EventBus
+from ciuic.daemon.base.repository_store import Store, UpkeepNeed, UpkeepRules, summary
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules
-from ciuic.daemon.upkeep.upkeep import Upkeep
+from ciuic.daemon.upkeep import Upkeep
 from ciuic.errors import Busy, CiuicError
 from ciuic.protocol.control_types import PruneReport, UnstoredSnapshot
 from ciuic.protocol.stored_remotely import StoredRecord, write_record

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer.core import files
-from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore, SetAttr
+from ciuic.fuse_layer.core import overlay_files
+from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore, SetAttr, UntrackedCore
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.system import syscalls
@@ -48,7 +48,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.fixture(params=["tracked", "plain", pytest.param("mounted below", marks=pytest.mark.mount)])
+@pytest.fixture(params=["tracked", "untracked", pytest.param("mounted below", marks=pytest.mark.mount)])
 def core(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OverlayCore]:
     """Yield a core that serves the file ``below/file``: tracked, or in one of the ways that track nothing."""
     below = tmp_path / "root" / "below"
@@ -58,7 +58,8 @@ def core(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OverlayCore
     try:
         (below / "file").write_bytes(bytes(20_000))
         fd = os.open(tmp_path / "root", os.O_PATH | os.O_DIRECTORY)
-        made = OverlayCore(fd, session="1" * 32, block_size=4096, plain=request.param == "plain")
+        kind = UntrackedCore if request.param == "untracked" else OverlayCore
+        made = kind(fd, session="1" * 32, block_size=4096)
         yield made
         made.close()
         os.close(fd)
@@ -112,7 +113,7 @@ def test_a_truncation_that_gives_a_new_inode_drops_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file that is truncated while an epoch needs it is given a new inode, without the bits."""
-    monkeypatch.setattr(files, "COPY_LIMIT_BYTES", 4096)
+    monkeypatch.setattr(overlay_files, "COPY_LIMIT_BYTES", 4096)
     file = tmp_path / "root" / "file"
     file.parent.mkdir()
     file.write_bytes(bytes(100_000))

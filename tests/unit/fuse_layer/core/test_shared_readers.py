@@ -11,7 +11,7 @@ import pytest
 from support.core_driver import open_backing
 
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.core.files import COPY_LIMIT_BYTES
+from ciuic.fuse_layer.core.overlay_files import COPY_LIMIT_BYTES
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.records import (
     OpenedDirectory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 from unittest import mock
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import Attr, OverlayCore
+from ciuic.fuse_layer.core.passthrough_core import DriverHooks
 from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
 from ciuic.fuse_layer.kernel import session
 from ciuic.fuse_layer.kernel.driver import KernelDriver
@@ -34,8 +35,10 @@ class StubCore:
         self._answers, self._fd = answers, fd
         self.pending = True
         # The groups of operations, too.
-        self.names = self.files = self.attributes = self.directories = self.swaps = self
-        self.held_by_kernel: Callable[[int], bool] = lambda node: False
+        self.names = self.files = self.attributes = self.directories = self
+
+    def connect(self, driver: DriverHooks) -> None:
+        """Never call them."""
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: object, **more: object) -> object:

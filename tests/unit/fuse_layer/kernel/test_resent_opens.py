@@ -13,7 +13,7 @@ import pytest
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.core.directories import Directories
-from ciuic.fuse_layer.core.files import Files
+from ciuic.fuse_layer.core.overlay_files import OverlayFiles
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
@@ -106,7 +106,7 @@ def test_an_open_that_comes_again(
             def refused(*_arguments: object, **_more: object) -> None:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-            at_the_limit.setattr(Files, "inherit", refused)
+            at_the_limit.setattr(OverlayFiles, "inherit", refused)
             at_the_limit.setattr(Directories, "inherit", refused)
         successor = Life(root, tmp_path / "ledger")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,15 +14,76 @@ from hypothesis import strategies as st
 from support.object_servers import SeaweedFS
 
 from ciuic.remote.objects.memory_objects import forget_bucket
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, PrefixedObjects, RateLimit
+from ciuic.remote.reading.retry_policy import RetryingObjects, RetryPolicy
+from ciuic.repository.ids import Bytes
 
 Connect = Callable[[], Objects]
 """Opens the same place with a client of its own."""
 
 
-@pytest.fixture(scope="module", params=["memory", "file", "seaweedfs", "wrapped"])
+class SilentAtFirst:
+    """Objects that do not answer any request but `create` the first time, and break each listing off after two names."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._silent = threading.local()
+
+    url = property(lambda self: self._objects.url)
+
+    def _answers(self) -> None:
+        self._silent.now = not getattr(self._silent, "now", False)
+        if self._silent.now:
+            raise RemoteUnreachable("no answer")
+
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
+        self._answers()
+        self._objects.put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._objects.create(name, data)
+
+    def get(self, name: str) -> bytes:
+        self._answers()
+        return self._objects.get(name)
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Bytes]:
+        self._answers()
+        return self._objects.get_ranges(name, ranges)
+
+    def tail(self, name: str, length: int) -> tuple[int, bytes]:
+        self._answers()
+        return self._objects.tail(name, length)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        self._answers()
+        return self._objects.info(name)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        for number, info in enumerate(self._objects.list(prefix, after=after)):
+            if number == 2:
+                raise RemoteUnreachable("no answer")
+            yield info
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._answers()
+        self._objects.delete(names)
+
+    def reconnect(self) -> None:
+        self._objects.reconnect()
+
+    def close(self) -> None:
+        self._objects.close()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ciuic.remote.reading.retry_policy._FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module", params=["memory", "file", "seaweedfs", "wrapped", "retried"])
 def kind(request: pytest.FixtureRequest) -> tuple[str, SeaweedFS | None]:
     # Not a function's fixture: the server would be taken for a process that the first test left behind.
     server = request.getfixturevalue("seaweedfs") if request.param == "seaweedfs" else None
@@ -42,6 +103,8 @@ def connect(kind: tuple[str, SeaweedFS | None], tmp_path: Path) -> Iterator[Conn
 
         def open_memory() -> Objects:
             objects = open_objects(f"memory://{bucket}/top")
+            if name == "retried":
+                return RetryingObjects(SilentAtFirst(objects), RetryPolicy())
             if name == "wrapped":
                 free = RateLimit(None)
                 return PrefixedObjects(LimitedObjects(CountingObjects(objects), free, free), "a/b")

@@ -11,7 +11,6 @@ import pytest
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, RemoteUnreachable
 from ciuic.remote.reading.range_prefetch import WINDOW_BYTES, RangePrefetch
-from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository.ids import Bytes
 
 SIZE = 8 << 20
@@ -56,7 +55,7 @@ def objects() -> Watched:
 
 
 def prefetch(objects: Watched) -> RangePrefetch:
-    return RangePrefetch(objects, RetryPolicy(0), threads=3, memory_bytes=MEMORY)
+    return RangePrefetch(objects, threads=3, memory_bytes=MEMORY)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -15,7 +15,7 @@ from support.extents import overlap_bytes, shared_extents
 
 from ciuic.daemon.capture.job import CaptureJob, RootJob
 from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.root import Report
+from ciuic.daemon.capture.roots import Report
 from ciuic.repository import Repository
 from ciuic.repository.disk import extent_sharing
 from ciuic.repository.disk.extent_sharing import Stage, StagedFile

@@ -16,8 +16,7 @@ from hypothesis.strategies import booleans, builds, integers, lists, sets, tuple
 from support.stored import store as store_tree
 
 from ciuic import SnapshotManager
-from ciuic.daemon.base.repository_store import Store
-from ciuic.daemon.base.upkeep_need import UpkeepRules
+from ciuic.daemon.base.repository_store import Store, UpkeepRules
 from ciuic.maintenance.prune import prune
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.repository.packs.chunk_reader import ChunkReader

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.remote.sealing.slot_secret import SlotSecret
 
+
 # People type keys from paper.
 _TRIES: Final = 3
 _STORE_HINT: Final = (

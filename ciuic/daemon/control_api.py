@@ -1,11 +1,15 @@
-"""Server of the control API: HTTP/1.1 (h11) under trio, on a socket that runtime.py has bound.
+"""The control API (architecture.md, section 8): HTTP/1.1 (h11) under trio, on a socket that runtime.py has bound.
 
-The mode and group of the socket admit root and the members of `control.group`, who are administrators.
-Guarantees: an error in one connection ends that connection and nothing else, whatever its caller does; no
-more than `MAX_CONNECTIONS` are served at once, some of them reserved for root, and a caller beyond that gets
-an error; at the end requests in flight get a few seconds, then their connections close, also those whose
-callers do not read. A GET ends when its caller hangs up; what changes something is carried out to its end.
-Removing the socket file is left to the daemon that created it.
+Requests become calls, values and errors become JSON. Guarantees: a body is decoded against its type, and
+unknown fields in it are refused; every CiuicError becomes its document and a fitting status, in one place;
+nothing else leaks but "internal error" (the log has the rest). Leaves the work to ``Operations`` (service.py).
+
+The mode and group of the socket admit root and the members of `control.group`, who are administrators
+(runtime.py). Guarantees: an error in one connection ends that connection and nothing else, whatever its
+caller does; no more than `MAX_CONNECTIONS` are served at once, some of them reserved for root, and a caller
+beyond that gets an error; at the end requests in flight get a few seconds, then their connections close, also
+those whose callers do not read. A GET ends when its caller hangs up; what changes something is carried out to
+its end. Removing the socket file is left to the daemon that created it.
 
 References:
     RFC 9112 (HTTP/1.1)
@@ -15,29 +19,46 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
-from typing import Final, cast
-from urllib.parse import unquote
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
+from urllib.parse import parse_qs, unquote
 
 import h11
+import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.api.api import MAX_BODY_BYTES, Api, Reply, Request, refusal
-from ciuic.errors import Busy, NotPermitted, UsageError
+from ciuic import __version__
+from ciuic.daemon.base.events import EventBus
+from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, UsageError
+from ciuic.protocol.control_types import (
+    ErrorDocument,
+    ForgetRequest,
+    Index,
+    PruneReport,
+    PruneRequest,
+    ReloadReport,
+    Resource,
+    RootRequest,
+    RootStatus,
+    SnapshotRequest,
+    SnapshotState,
+    StatusDocument,
+)
 from ciuic.protocol.peer_socket import caller_of
 
-if sys.version_info < (3, 11):
-    from exceptiongroup import BaseExceptionGroup
-
+# Far more than a request needs, so that no caller fills the daemon's memory.
+MAX_BODY_BYTES = 64 * 1024
+_STATUS_OF_EXIT_CODE = {1: 500, 2: 400, 3: 404, 4: 500, 5: 503, 6: 409, 7: 403, 8: 500, 75: 503}
+_T = TypeVar("_T")
 # Time for requests in flight at a stop, after which their connections close.
 GRACEFUL_SECONDS = 3.0
 # Longest wait for the head of a request. Commands close their connection after one request.
-KEEP_ALIVE_SECONDS = 5.0
+_KEEP_ALIVE_SECONDS = 5.0
 # Longest wait for a body: callers are processes of this host, and one that stops in the middle occupies a
 # connection.
 BODY_SECONDS = 10.0
@@ -45,7 +66,7 @@ BODY_SECONDS = 10.0
 MAX_CONNECTIONS = 512
 # Divisor: one connection of so many is reserved for root, so that a program of a group member that opens too
 # many does not keep root out.
-ROOT_SHARE = 8
+_ROOT_SHARE = 8
 _MAX_HEAD_BYTES: Final = 64 * 1024
 _PIECE_BYTES: Final = 64 * 1024
 # Errors that a caller may cause by closing its connection at any time.
@@ -55,6 +76,202 @@ _REVOKED = NotPermitted(
     hint="connect again, as root or as a member of the present [control] group",
 )
 log = structlog.get_logger(__name__)
+
+# A new exit code without a status would be answered as an internal error.
+assert set(_STATUS_OF_EXIT_CODE) == set(BY_EXIT_CODE)
+
+
+class Operations(Protocol):
+    """Operations that the API offers. A method raises CiuicError with a message for the caller."""
+
+    events: EventBus
+
+    async def status(self) -> StatusDocument:
+        """Return the status document."""
+
+    async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState:
+        """Cut a snapshot, and return its state when the id is final."""
+
+    async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
+        """Return the state of a snapshot; with `wait`, when it is committed or has failed."""
+
+    async def add_root(self, path: str) -> RootStatus:
+        """Mount a root that the configuration has, and return its status."""
+
+    async def remove_root(self, path: str) -> None:
+        """Unmount a root."""
+
+    async def prune(self, *, dry_run: bool) -> PruneReport:
+        """Apply retention and free space now."""
+
+    async def forget_trainer(self, trainer: str) -> None:
+        """Stop watching a trainer, by name or pid."""
+
+    async def reload(self) -> ReloadReport:
+        """Take up the changed configuration."""
+
+    def request_stop(self) -> None:
+        """Stop the daemon. Returns at once."""
+
+    async def metrics(self) -> bytes:
+        """Return the metrics in Prometheus text format."""
+
+
+class Request(NamedTuple):
+    """An HTTP request that has arrived whole."""
+
+    method: str
+    path: str
+    """Path, decoded."""
+    query: str = ""
+    """Query string, undecoded."""
+    body: bytes = b""
+
+
+class Reply(NamedTuple):
+    """An HTTP reply."""
+
+    status: int
+    body: bytes = b""
+    media_type: str = "application/json"
+    lines: AsyncGenerator[bytes, None] | None = None
+    """Body that is sent in pieces as they come, in place of `body`; the sender closes it."""
+
+
+class Api:
+    """The resources of the daemon. `answer` raises nothing but cancellation."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._routes: Final[dict[tuple[str, str], Callable[[Request], Awaitable[Reply]]]] = {
+            ("GET", "/"): self._index,
+            ("GET", "/v1"): self._index,
+            ("GET", "/v1/status"): self._status,
+            ("POST", "/v1/snapshots"): self._take_snapshot,
+            ("GET", "/v1/snapshots/{id}"): self._snapshot_state,
+            ("POST", "/v1/roots"): self._add_root,
+            ("DELETE", "/v1/roots"): self._remove_root,
+            ("DELETE", "/v1/trainers"): self._forget_trainer,
+            ("POST", "/v1/prune"): self._prune,
+            ("POST", "/v1/reload"): self._reload,
+            ("POST", "/v1/stop"): self._stop,
+            ("GET", "/v1/events"): self._events,
+            ("GET", "/metrics"): self._metrics,
+        }
+
+    async def answer(self, request: Request) -> Reply:
+        """Carry out a request. Errors become documents here and nowhere else."""
+        method = "GET" if request.method == "HEAD" else request.method
+        above, _, last = request.path.rpartition("/")
+        pattern = f"{above}/{{id}}" if last and above == "/v1/snapshots" else request.path
+        handler = self._routes.get((method, pattern))
+        if handler is None:
+            known = any(path == pattern for _, path in self._routes)
+            return _not_allowed(request) if known else _not_found(request)
+        try:
+            return await handler(request)
+        except CiuicError as error:
+            return refusal(error)
+        except Exception:
+            log.exception("request_failed", method=request.method, path=request.path)
+            return refusal(CiuicError("internal error in the daemon", hint="its log has the details"))
+
+    async def _index(self, request: Request) -> Reply:
+        """Answer with the version and the resources of this daemon, for operators and other versions."""
+        resources = [Resource(method=method, path=path) for method, path in self._routes]
+        return _document(Index(version=__version__, resources=resources))
+
+    async def _status(self, request: Request) -> Reply:
+        return _document(await self._operations.status())
+
+    async def _take_snapshot(self, request: Request) -> Reply:
+        wanted = _decode(request, SnapshotRequest)
+        state = await self._operations.take_snapshot(wanted)
+        if not wanted.wait:
+            return _document(state, 202)
+        return _document(await self._operations.snapshot_state(state.id, wait=True))
+
+    async def _snapshot_state(self, request: Request) -> Reply:
+        wait = parse_qs(request.query).get("wait", ["0"])[-1] != "0"
+        snapshot_id = request.path.rpartition("/")[2]
+        return _document(await self._operations.snapshot_state(snapshot_id, wait=wait))
+
+    async def _add_root(self, request: Request) -> Reply:
+        return _document(await self._operations.add_root(_decode(request, RootRequest).path))
+
+    async def _remove_root(self, request: Request) -> Reply:
+        await self._operations.remove_root(_decode(request, RootRequest).path)
+        return _document({})
+
+    async def _forget_trainer(self, request: Request) -> Reply:
+        await self._operations.forget_trainer(_decode(request, ForgetRequest).trainer)
+        return _document({})
+
+    async def _prune(self, request: Request) -> Reply:
+        return _document(await self._operations.prune(dry_run=_decode(request, PruneRequest).dry_run))
+
+    async def _reload(self, request: Request) -> Reply:
+        return _document(await self._operations.reload())
+
+    async def _stop(self, request: Request) -> Reply:
+        # Sets an event only, so that the answer goes out before the connections are closed.
+        self._operations.request_stop()
+        return _document({}, 202)
+
+    async def _metrics(self, request: Request) -> Reply:
+        text = await self._operations.metrics()
+        return Reply(200, text, "text/plain; version=0.0.4; charset=utf-8")
+
+    async def _events(self, request: Request) -> Reply:
+        lines = _event_lines(self._operations.events)
+        return Reply(200, media_type="text/event-stream; charset=utf-8", lines=lines)
+
+
+async def _event_lines(bus: EventBus) -> AsyncGenerator[bytes, None]:
+    with bus.subscribe() as subscription:
+        yield b": listening\n\n"  # a listener misses no event after this line
+        async with aclosing(subscription.events()) as events:
+            async for event in events:
+                yield b"data:" + msgspec.json.encode(event) + b"\n\n"
+
+
+def _decode(request: Request, kind: type[_T]) -> _T:
+    try:
+        # No body is a request in which no field is set, as `curl -X POST` sends it.
+        return msgspec.json.decode(request.body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # msgspec lets two errors through as they are: for text that is not UTF-8, and for nesting without
+        # end.
+        raise UsageError(f"the request cannot be read: {error}") from error
+
+
+def _document(value: object, status: int = 200) -> Reply:
+    """Return a reply with a value as JSON."""
+    return Reply(status, msgspec.json.encode(value))
+
+
+def refusal(error: CiuicError) -> Reply:
+    """Return a reply with an error's document, which has the exit code for the command that called."""
+    body = ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code)
+    return _document(body, _STATUS_OF_EXIT_CODE.get(error.exit_code, 500))
+
+
+def _not_found(request: Request) -> Reply:
+    body = ErrorDocument(
+        error=f"no such resource: {request.path}",
+        hint=f"GET / lists the resources of this daemon, which is version {__version__}; a command of another version"
+        " may ask for others",
+        code=2,
+    )
+    return _document(body, 404)
+
+
+def _not_allowed(request: Request) -> Reply:
+    return _document(ErrorDocument(error=f"{request.method} is not possible on {request.path}", code=2), 405)
+
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 
 async def serve_api(
@@ -98,7 +315,7 @@ class _Connections:
         self._api = api
         self._revocations = revocations
         self._max_connections = max_connections
-        self._max_of_others = max_connections - max_connections // ROOT_SHARE
+        self._max_of_others = max_connections - max_connections // _ROOT_SHARE
         self._count = 0
         # Connections of users other than root.
         self._others = 0
@@ -138,7 +355,7 @@ class _Connections:
         # as the reload that revokes.
         before = self._revocations()
         while not self._is_ending:
-            with trio.move_on_after(KEEP_ALIVE_SECONDS) as idle:
+            with trio.move_on_after(_KEEP_ALIVE_SECONDS) as idle:
                 self._idle.add(idle)
                 try:
                     head = await connection.next_head()

@@ -24,9 +24,9 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
-from ciuic.daemon.peers.messages import (
+from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
     Admit,
     AnswerCaller,
@@ -47,20 +47,20 @@ from ciuic.system.child_process import environment, module_command
 
 # Time limit for the start of a receiver: a tenth of a second as a rule, and much longer on an overloaded
 # host.
-START_SECONDS: Final = 60.0
+_START_SECONDS: Final = 60.0
 # Silence after which a receiver is replaced: it sends a heartbeat every second, and does nothing that takes
 # longer than milliseconds.
 SILENT_SECONDS: Final = 20.0
 # Time for a receiver to end after its channel was closed, and again after SIGKILL.
-END_SECONDS: Final = 2.0
+_END_SECONDS: Final = 2.0
 # Pauses before a further receiver, by the number of those that ended in a row; one that lived for
-# STABLE_SECONDS ends the row.
+# _STABLE_SECONDS ends the row.
 BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-STABLE_SECONDS: Final = 60.0
+_STABLE_SECONDS: Final = 60.0
 # Receivers that were killed and did not end. With so many the socket is not served until one of them has.
-MAX_LEFT_BEHIND: Final = 4
+_MAX_LEFT_BEHIND: Final = 4
 # Period of looking after a hung helper of which no pidfd could be had.
-LOOK_AGAIN_SECONDS: Final = 10.0
+_LOOK_AGAIN_SECONDS: Final = 10.0
 # A pidfd and one page, as many as a helper passes on.
 _MAX_FDS: Final = 2
 RECEIVER_COMMAND: Final = tuple(module_command("ciuic.daemon.peer_receiver"))
@@ -109,9 +109,9 @@ class PeerServer:
             known: returns users with precedence when there are too many connections.
         """
         self._options = options
-        self._answer = answer
+        self.answer = answer
         self._alerts = alerts
-        self._admit = admit
+        self.admit = admit
         self._known = known
         self._command = list(RECEIVER_COMMAND)
         self._name = Path(options.path).name
@@ -141,7 +141,7 @@ class PeerServer:
                 except Exception as error:
                     log.exception("receiver_given_up", socket=self._name)
                     self._report(f"its process was ended after a defect: {error!r}")
-                failures = 1 if trio.current_time() - began >= STABLE_SECONDS else failures + 1
+                failures = 1 if trio.current_time() - began >= _STABLE_SECONDS else failures + 1
                 await trio.sleep(BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS)) - 1])
                 await self._room_to_fail()
 
@@ -175,11 +175,11 @@ class PeerServer:
         )
 
     async def _end(self, process: trio.Process) -> None:
-        with trio.move_on_after(END_SECONDS):
+        with trio.move_on_after(_END_SECONDS):
             await process.wait()
             return
         process.kill()
-        with trio.move_on_after(END_SECONDS):
+        with trio.move_on_after(_END_SECONDS):
             await process.wait()
             return
         log.error("receiver_left_behind", socket=self._name, pid=process.pid)
@@ -196,7 +196,7 @@ class PeerServer:
 
     async def _room_to_fail(self) -> None:
         """Wait while so many receivers hang that one more would be too many."""
-        while self._left_behind >= MAX_LEFT_BEHIND:
+        while self._left_behind >= _MAX_LEFT_BEHIND:
             await self._one_has_ended.wait()
 
     def _report(self, trouble: str) -> None:
@@ -247,7 +247,7 @@ class PeerServer:
             # Without a pidfd (EMFILE) another process may get the pid later, and the alert then stands for
             # longer than it has to.
             while pidfd < 0 and _process_exists(pid):
-                await trio.sleep(LOOK_AGAIN_SECONDS)
+                await trio.sleep(_LOOK_AGAIN_SECONDS)
                 with suppress(OSError):
                     pidfd = os.pidfd_open(pid)
             if pidfd >= 0:
@@ -264,14 +264,6 @@ class PeerServer:
         """Return the users with precedence, sorted."""
         return tuple(sorted(set(self._known())))
 
-    def refusal(self, caller: Caller) -> bytes:
-        """Return the refusal of a caller; empty: it is served."""
-        return self._admit(caller)
-
-    async def reply(self, question: PeerQuestion) -> PeerReply:
-        """Return the answer to a message."""
-        return await self._answer(question)
-
 
 class _Conversation:
     """Conversation with one receiver process."""
@@ -286,7 +278,7 @@ class _Conversation:
 
     async def hold(self) -> None:
         """Handle messages until the receiver ends or is silent for too long."""
-        patience_seconds = START_SECONDS
+        patience_seconds = _START_SECONDS
         async with trio.open_nursery() as nursery:
             while True:
                 with trio.move_on_after(patience_seconds) as waiting:
@@ -341,7 +333,7 @@ class _Conversation:
             return
         close_all(fds)  # no other message has descriptors, unless the receiver has a defect
         if isinstance(message, Arrived):
-            refusal = self._server.refusal(Caller(message.uid, frozenset(message.groups)))
+            refusal = self._server.admit(Caller(message.uid, frozenset(message.groups)))
             await self._send(Admit(message.number, refusal))
         elif isinstance(message, Hung):
             self._server.user_hung(message)
@@ -361,7 +353,7 @@ class _Conversation:
             Caller(message.uid, frozenset(message.groups)), message.data, fds, message.trouble
         )
         try:
-            reply = await self._server.reply(question)
+            reply = await self._server.answer(question)
         except Exception:
             log.exception("caller_not_served", uid=message.uid)
             reply = PeerReply(b"")

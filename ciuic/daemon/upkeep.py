@@ -17,14 +17,11 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.alerts import Alerts
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
-from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.child_processes import describe_exit, mark_expendable, send_urgency
+from ciuic.daemon.base.events import Alerts, Wakeup
+from ciuic.daemon.base.process_priority import RunningProcess
+from ciuic.daemon.base.repository_store import Store, UpkeepNeed, UpkeepRules
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules
-from ciuic.daemon.base.urgency_channel import send_urgency
-from ciuic.daemon.base.wakeup import Wakeup
-from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.errors import BY_EXIT_CODE, CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
@@ -33,13 +30,13 @@ from ciuic.system.urgency import Urgency
 from ciuic.units import plural
 
 # After a round of t seconds the next one waits 20 t, so that upkeep takes less than a twentieth of the time.
-COST_RATIO = 20
+_COST_RATIO = 20
 # Several snapshots that are committed in sequence cause one round.
-MIN_PAUSE_SECONDS = 60.0
-KEY_UNSTORED = "unstored"
+_MIN_PAUSE_SECONDS = 60.0
+_KEY_UNSTORED = "unstored"
 """Key of the alert that a snapshot was removed before every remote had it."""
 # An alert is a sentence; the log has all ids.
-MAX_NAMED_SNAPSHOTS = 20
+_MAX_NAMED_SNAPSHOTS = 20
 UPKEEP_MODULE = "ciuic.daemon.upkeep_process"
 log = structlog.get_logger(__name__)
 
@@ -119,7 +116,7 @@ class Upkeep:
             await self._wakeup.wait()
             began = trio.current_time()
             await self.once()
-            await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))
+            await trio.sleep(max(_MIN_PAUSE_SECONDS, _COST_RATIO * (trio.current_time() - began)))
 
     async def once(self) -> None:
         """Apply retention and free space if that is worth it. Errors become alerts."""
@@ -129,7 +126,7 @@ class Upkeep:
                 await self.prune(dry_run=False, awaited=False)
             # The remotes have caught up: what they lack was removed, and nothing else is at risk.
             if not need.unstored:
-                self._alerts.clear(KEY_UNSTORED)
+                self._alerts.clear(_KEY_UNSTORED)
             self._alerts.clear("upkeep")
         except CiuicError as error:
             log.error("upkeep_failed", error=str(error))
@@ -186,10 +183,10 @@ class Upkeep:
         ids = [one.id for one in report.removed_unstored]
         remotes = sorted({name for one in report.removed_unstored for name in one.remotes})
         log.warning("unstored_removed", snapshots=ids, remotes=remotes)
-        named = ", ".join(ids[:MAX_NAMED_SNAPSHOTS])
-        rest = f" and {len(ids) - MAX_NAMED_SNAPSHOTS} more" if len(ids) > MAX_NAMED_SNAPSHOTS else ""
+        named = ", ".join(ids[:_MAX_NAMED_SNAPSHOTS])
+        rest = f" and {len(ids) - _MAX_NAMED_SNAPSHOTS} more" if len(ids) > _MAX_NAMED_SNAPSHOTS else ""
         self._alerts.report(
-            KEY_UNSTORED,
+            _KEY_UNSTORED,
             f"{plural(len(ids), 'snapshot')} removed for lack of space before remote "
             f"{', '.join(remotes)} had stored {'it' if len(ids) == 1 else 'them'}: {named}{rest}",
             hint="free space, and see why the remote is behind: ciuic remote status",

@@ -60,14 +60,14 @@ def open_session_classes(session: Session, url: str) -> ObjectClasses:
     from ciuic.remote.objects.opening import open_classes
     from ciuic.remote.objects.urls import StoreSettings
 
-    config = _configured(session, url)
+    config = _configured_remote(session, url)
     settings = None
     if config is not None:
         settings = StoreSettings(endpoint=config.endpoint or "", region=config.region or "")
     return open_classes(url, settings)
 
 
-def _configured(session: Session, url: str) -> RemoteConfig | None:
+def _configured_remote(session: Session, url: str) -> RemoteConfig | None:
     from ciuic.remote.objects.urls import parse_url
 
     try:

@@ -1,4 +1,0 @@
-"""Sockets for unprivileged callers, served by processes without privileges.
-
-The package may import `base`.
-"""

@@ -1,4 +1,0 @@
-"""Retention, prune and scrub as the daemon runs them.
-
-The package may import `base` and `snapshots`.
-"""
