@@ -334,7 +334,7 @@ class LazyCore(PassthroughCore):
             self.incomplete.complete(node_id)
 
 
-class Turnstile:
+class RequestGate:
     """Counts requests under way. A request that comes while it is closed waits until it opens."""
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ class Turnstile:
         self._closed = False
 
     def enter(self) -> None:
-        """Wait until the turnstile is open, and count the caller."""
+        """Wait until the gate is open, and count the caller."""
         with self._changed:
             while self._closed:
                 self._changed.wait()
@@ -380,11 +380,11 @@ class LazyDriver(KernelDriver):
         fuse_fd: int,
         negotiated: Negotiated,
         pending: PendingFiles,
-        turnstile: Turnstile,
+        gate: RequestGate,
     ) -> None:
         self._lazy = core
         self._pending = pending
-        self._turnstile = turnstile
+        self._gate = gate
         self._local = threading.local()
         self._active: dict[int, bool] = {}
         """Requests that may wait: True if their caller was interrupted."""
@@ -402,11 +402,11 @@ class LazyDriver(KernelDriver):
 
     def _counted(self, handler: Handler) -> Handler:
         def handle(request: FuseRequest, data: memoryview) -> Reply:
-            self._turnstile.enter()
+            self._gate.enter()
             try:
                 return handler(request, data)
             finally:
-                self._turnstile.leave()
+                self._gate.leave()
 
         return handle
 

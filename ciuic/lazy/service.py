@@ -27,7 +27,7 @@ from ciuic.errors import Busy, CiuicError, DestinationExists, NotPermitted, Usag
 from ciuic.fuse_layer.driver_choice import ask_kernel
 from ciuic.fuse_layer.kernel.negotiation import negotiate
 from ciuic.fuse_layer.system import mounts, syscalls
-from ciuic.lazy.filesystem import LazyCore, LazyDriver, Turnstile
+from ciuic.lazy.filesystem import LazyCore, LazyDriver, RequestGate
 from ciuic.lazy.filling import Filler, Settler
 from ciuic.lazy.incomplete_files import PendingFiles, PendingName
 from ciuic.lazy.layout import LazyLayout, LazyPhase, LazyRecord, boot_id
@@ -92,7 +92,7 @@ class MountedRestore:
         self._content = content
         self._backing = backing
         self._status = status
-        self._turnstile = Turnstile()
+        self._gate = RequestGate()
         self._filler = Filler(repository, pending)
         self._settler = Settler(pending)
         self._mounted = False
@@ -117,7 +117,7 @@ class MountedRestore:
             core = LazyCore(
                 self._content, self._pending, self._settler, kernel_keeps_times=negotiated.writeback
             )
-            driver = LazyDriver(core, fuse_fd, negotiated, self._pending, self._turnstile)
+            driver = LazyDriver(core, fuse_fd, negotiated, self._pending, self._gate)
             sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
             driver.session.begin()
             threading.Thread(target=self._make_durable, args=(core,), name="sync", daemon=True).start()
@@ -179,7 +179,7 @@ class MountedRestore:
         # An interrupt in between would leave requests waiting for ever.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
         try:
-            with self._turnstile.closed():
+            with self._gate.closed():
                 self._remove_damaged(outcome)
                 self._layout.finish(self._record, self._content)
                 core.become(self._layout.destination)

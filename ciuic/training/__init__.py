@@ -13,7 +13,7 @@ from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.compare.figures import ChangeFigures
 from ciuic.training.compare.state_diff import StateDiff, TensorChange
 from ciuic.training.convert.exporting import Exported
-from ciuic.training.format.reading import Facts, NothingGood, PassedOver, SavedSnapshot
+from ciuic.training.format.reading import Facts, NoUsableSnapshot, PassedOver, SavedSnapshot
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.format.value_types import UnknownType, register_type
 from ciuic.training.framework_adapter import FrameworkAdapter
@@ -29,6 +29,7 @@ from ciuic.training.state_import import Imported, import_state
 _RENAMED: Final = {
     "Figures": "ChangeFigures",
     "Metadata": "MetadataService",
+    "NothingGood": "NoUsableSnapshot",
     "again": "requeue_submitit",
 }
 """Old names, for one version."""
@@ -51,7 +52,7 @@ __all__ = [
     "Latest",
     "ManagerOptions",
     "MetadataService",
-    "NothingGood",
+    "NoUsableSnapshot",
     "OnImprovement",
     "PassedOver",
     "Preempted",

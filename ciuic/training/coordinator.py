@@ -314,7 +314,7 @@ class SaveCoordinator:
         # An arena that the writer has returned is free for a snapshot that is due at this boundary.
         if self.pipeline.pending:
             with self.pipeline.guard:
-                self.pipeline.hear()
+                self.pipeline.process_messages()
         # Votes begin only when all ranks have come to a boundary, so that a rank that registers nothing stops
         # no other.
         if not self.taker.all_at_boundary():

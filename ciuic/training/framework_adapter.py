@@ -97,7 +97,7 @@ class FrameworkAdapter:
             The state; None if there is no snapshot, or ``find`` returned None.
 
         Raises:
-            NothingGood: There are snapshots, and none is whole (a `Damaged`).
+            NoUsableSnapshot: There are snapshots, and none is whole (a `Damaged`).
             CiuicError: The local directory has none, and a remote cannot be read.
         """
         self._await_saves()

@@ -21,7 +21,7 @@ from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
 from ciuic.repository import Repository
 from ciuic.training.format.reading import (
     Loaded,
-    NothingGood,
+    NoUsableSnapshot,
     PassedOver,
     SavedSnapshot,
     load,
@@ -62,7 +62,7 @@ def load_newest(
         find: Called on rank 0 to find the state instead, in the local repository alone.
 
     Raises:
-        NothingGood: There are snapshots, and none is whole.
+        NoUsableSnapshot: There are snapshots, and none is whole.
         CiuicError: A remote cannot be reached or opened.
     """
 
@@ -77,15 +77,15 @@ def load_newest(
         loading = _RemoteLoading(training, templates, ranks)
         # First those that this host does not have: it may have come back with what it had days ago.
         newer = loading.candidates(lambda: _newer_than_local(training, save_dir, root))
-        damage: NothingGood | None = None
+        damage: NoUsableSnapshot | None = None
         try:
             if newer:
                 return loading.first_good(newer)
-        except NothingGood as error:
+        except NoUsableSnapshot as error:
             damage = error
         try:
             state = load_local()
-        except NothingGood as error:
+        except NoUsableSnapshot as error:
             others = loading.candidates(lambda: [one for one in training.candidates() if one not in newer])
             if not others:
                 raise
@@ -133,7 +133,7 @@ class _RemoteLoading:
         ]
 
     def first_good(self, candidates: Sequence[RemoteCandidate]) -> State | None:
-        """Return the first that is whole. NothingGood if none is."""
+        """Return the first that is whole. NoUsableSnapshot if none is."""
         if self._ranks is not None:
             return _first_on_all_ranks(self._ranks, candidates, self._load)
         passed_over: list[PassedOver] = []
@@ -149,7 +149,7 @@ class _RemoteLoading:
                 continue
             loaded.passed_over = passed_over
             return State(loaded)
-        raise NothingGood(passed_over)
+        raise NoUsableSnapshot(passed_over)
 
     def _load(self, *candidate: Any) -> Loaded:
         found = RemoteCandidate(*candidate)
@@ -171,7 +171,7 @@ def load_latest(save_dir: Path, root: bytes, templates: Templates | None = None)
         templates: Templates of the objects of which this rank has a part; without them all tensors are whole.
 
     Raises:
-        NothingGood: There are snapshots, and none is whole.
+        NoUsableSnapshot: There are snapshots, and none is whole.
     """
     loaded = None
     # Without another attempt a snapshot that a running training removes while it is read would be taken for
@@ -181,7 +181,7 @@ def load_latest(save_dir: Path, root: bytes, templates: Templates | None = None)
             candidates = repository.snapshots.list(root=root)
         try:
             loaded = newest_good(str(save_dir), candidates, templates)
-        except NothingGood as error:
+        except NoUsableSnapshot as error:
             if more and _any_removed(save_dir, error.passed_over):
                 continue
             raise
@@ -247,7 +247,7 @@ def _load_on_all_ranks(
         The state with what was this rank's own; None if there is no snapshot.
 
     Raises:
-        NothingGood: There are snapshots, and none can be read by all ranks.
+        NoUsableSnapshot: There are snapshots, and none can be read by all ranks.
         Damaged: A rank cannot read the repository at all.
     """
 
@@ -282,7 +282,7 @@ def _first_on_all_ranks(
         The state with what was this rank's own; None if there are no candidates.
 
     Raises:
-        NothingGood: None can be read by all ranks.
+        NoUsableSnapshot: None can be read by all ranks.
         Damaged: A rank cannot reach what holds them.
     """
     passed_over: list[PassedOver] = []
@@ -306,7 +306,7 @@ def _first_on_all_ranks(
         log.warning("ciuic: snapshot %s is passed over: %s", id_, found)
         passed_over.append(PassedOver(id_, found))
     if passed_over:
-        raise NothingGood(passed_over)
+        raise NoUsableSnapshot(passed_over)
     return None
 
 

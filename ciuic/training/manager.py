@@ -344,7 +344,7 @@ class SnapshotManager(TrainingSnapshots):
         that the newest is the last one that it took.
 
         Raises:
-            NothingGood: There are snapshots, and none is whole (a `Damaged`).
+            NoUsableSnapshot: There are snapshots, and none is whole (a `Damaged`).
             CiuicError: The local directory has none, and a remote cannot be read.
         """
         if self._is_reader:
@@ -362,7 +362,7 @@ class SnapshotManager(TrainingSnapshots):
             Where the run continues; None if there is no snapshot: the run begins.
 
         Raises:
-            NothingGood: There are snapshots, and none is whole (a `Damaged`).
+            NoUsableSnapshot: There are snapshots, and none is whole (a `Damaged`).
             CiuicError: The local directory has none, and a remote cannot be read.
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: The state of an object does not fit it: other names, shapes, dtypes or parameter

@@ -129,7 +129,7 @@ class PreemptionHost(Protocol):
     def is_ours(self) -> bool:
         """Return whether this is the process that trains."""
 
-    def hear(self) -> None:
+    def process_messages(self) -> None:
         """Read the writer's messages; a notice calls `PreemptionWatch.notified`."""
 
     def can_stage_now(self) -> bool:
@@ -268,7 +268,7 @@ class PreemptionWatch:
     def _on_notified(self, number: int, frame: FrameType | None) -> None:
         if self._host.is_ours():
             # The notice is a message of the writer; the signal only wakes this process.
-            self._host.hear()
+            self._host.process_messages()
             self.act()
         # SIGURG may have a use of its own in the program: it also tells of out-of-band data (socket(7)).
         previous = self._previous.get(number)
@@ -574,7 +574,7 @@ class LastSave:
             return
         if self._writer_spoke:
             self._writer_spoke = False
-            self.hear()
+            self.process_messages()
         self.watch.act()
 
     def _agreed(self) -> bool:
@@ -601,13 +601,13 @@ class LastSave:
         """Return whether this is the process that trains."""
         return os.getpid() == self._pid
 
-    def hear(self) -> None:
+    def process_messages(self) -> None:
         """Read what the writer has said, or leave that to the end of the critical section."""
         if self._pipeline.guard.depth:
             self._writer_spoke = True
         else:
             with self._pipeline.guard:
-                self._pipeline.hear()
+                self._pipeline.process_messages()
 
     def can_stage_now(self) -> bool:
         """Return whether the state is that of the last boundary, and nobody is staging."""

@@ -263,7 +263,7 @@ All ranks count alike, so the number names the same manager on each.
 """
 
 
-class RanksApart(Exception):
+class RankMismatch(Exception):
     """Error: the other ranks did not come, or are gone."""
 
 
@@ -335,7 +335,7 @@ class Ranks:
         This is asked once, before anything is agreed at boundaries.
 
         Raises:
-            RanksApart: The store is gone.
+            RankMismatch: The store is gone.
         """
         seconds = _COME_SECONDS if self._solo_call_sites else _BOUNDARY_SECONDS
         return self._all_arrive("boundary", seconds, "come to a boundary of two steps")
@@ -344,7 +344,7 @@ class Ranks:
         """Return whether all ranks close their managers, waiting a moment for them; the same on every rank.
 
         Raises:
-            RanksApart: The store is gone.
+            RankMismatch: The store is gone.
         """
         return self._all_arrive("closing", _COME_SECONDS, "close the manager")
 
@@ -365,7 +365,7 @@ class Ranks:
         Every rank that was asked gets the same answer.
 
         Raises:
-            RanksApart: The store is gone.
+            RankMismatch: The store is gone.
         """
         return self._all_arrive(f"asked/{self._call}", _COME_SECONDS, "call save_snapshot")
 
@@ -378,7 +378,7 @@ class Ranks:
             On rank 0 the states by rank, or None if the others were not asked; [] on the others.
 
         Raises:
-            RanksApart: The store is gone, or rank 0 cannot decode what it received.
+            RankMismatch: The store is gone, or rank 0 cannot decode what it received.
         """
         call_site = self._call[0]
         with _errors_as_ranks_apart():
@@ -420,7 +420,7 @@ class Ranks:
             Whether the report came in time.
 
         Raises:
-            RanksApart: The store is gone.
+            RankMismatch: The store is gone.
         """
         name = repr(self._call)
         with _errors_as_ranks_apart():
@@ -457,7 +457,7 @@ class Ranks:
         """Return what each rank gave, on rank 0; None on the others. Collective.
 
         Raises:
-            RanksApart: A rank is gone, or has sent what cannot be decoded.
+            RankMismatch: A rank is gone, or has sent what cannot be decoded.
         """
         with _errors_as_ranks_apart():
             everybody = gather(encode(mine), self._quick)
@@ -467,7 +467,7 @@ class Ranks:
         """Return what each rank gave, on every rank. Collective.
 
         Raises:
-            RanksApart: A rank is gone, or has sent what cannot be decoded.
+            RankMismatch: A rank is gone, or has sent what cannot be decoded.
         """
         with _errors_as_ranks_apart():
             everybody = all_gather(encode(mine), self._quick)
@@ -477,7 +477,7 @@ class Ranks:
         """Return what rank 0 gave, on every rank; the others wait for it as long as it takes. Collective.
 
         Raises:
-            RanksApart: Rank 0 is gone, or has sent what cannot be decoded.
+            RankMismatch: Rank 0 is gone, or has sent what cannot be decoded.
         """
         with _errors_as_ranks_apart():
             data = encode(what) if self.saves else None
@@ -489,7 +489,7 @@ class Ranks:
         This is collective.
 
         Raises:
-            RanksApart: A rank is gone, or has sent what cannot be decoded.
+            RankMismatch: A rank is gone, or has sent what cannot be decoded.
         """
         texts = enumerate(self.exchange(mine))
         return next((f"rank {rank}: {text}" for rank, text in texts if text), "")
@@ -547,11 +547,11 @@ class Vote:
 
 @contextmanager
 def _errors_as_ranks_apart() -> Iterator[None]:
-    """Raise RanksApart where the store or a rank is gone, or has sent what cannot be decoded."""
+    """Raise RankMismatch where the store or a rank is gone, or has sent what cannot be decoded."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise RanksApart(str(error)) from None
+        raise RankMismatch(str(error)) from None
 
 
 def _all_arrived(dist: Any, prefix: str, rank: int, world_size: int, seconds: float, what: str) -> bool:

@@ -290,7 +290,7 @@ class SavePipeline:
         if not self.pending or left <= 0:
             return False
         self._finish(left)
-        self.hear(POLL_SECONDS)
+        self.process_messages(POLL_SECONDS)
         return True
 
     def _max_wait_seconds(self) -> float:
@@ -435,7 +435,7 @@ class SavePipeline:
 
     # -- outcome
 
-    def hear(self, timeout_seconds: float = 0.0) -> None:
+    def process_messages(self, timeout_seconds: float = 0.0) -> None:
         """Handle the writer's messages, waiting up to `timeout_seconds` for the first one."""
         self._submit_arrived()
         self._handle(self.client.poll(timeout_seconds))
@@ -531,9 +531,9 @@ class SavePipeline:
             # Waits outside of the guard: another thread may save meanwhile.
             self.client.listen(min(left, POLL_SECONDS))
             with self.guard:
-                self.hear()
+                self.process_messages()
         with self.guard:
-            self.hear()
+            self.process_messages()
         return True
 
     def wait_remote(self, id_: str, timeout_seconds: float) -> bool:

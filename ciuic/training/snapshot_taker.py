@@ -35,7 +35,7 @@ from ciuic.training.format.structure import Leaf, encode_json, pack
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
 from ciuic.training.policy.save_schedule import SaveSchedule
-from ciuic.training.ranks import Ranks, RanksApart
+from ciuic.training.ranks import RankMismatch, Ranks
 from ciuic.training.results import Save, SaveResult
 from ciuic.training.save_pipeline import GatheredState, NotStaged, SavePipeline
 from ciuic.training.state import randomness, rank_state
@@ -256,7 +256,7 @@ def agree(
         The agreement; None on all ranks if one has no room.
 
     Raises:
-        RanksApart: another rank cannot be reached or sent something else.
+        RankMismatch: another rank cannot be reached or sent something else.
         ValueError: on all ranks, if one has a state that cannot be stored.
     """
     claim = None
@@ -294,7 +294,7 @@ def _agree(
     try:
         all_ready = [_Readiness.of(one) for one in ranks.exchange(ready.message())]
     except ValueError as error:
-        raise RanksApart(str(error)) from None
+        raise RankMismatch(str(error)) from None
     problem = next(
         (f"rank {at}: {one.mine.problem}" for at, one in enumerate(all_ready) if one.mine.problem), ""
     )
@@ -331,12 +331,12 @@ def decode_states(messages: list[Any] | None) -> list[RankState] | None:
     """Decode the states that the other ranks sent.
 
     Raises:
-        RanksApart: one of them sent something else.
+        RankMismatch: one of them sent something else.
     """
     try:
         return None if messages is None else [RankState.of(message) for message in messages]
     except ValueError as error:
-        raise RanksApart(str(error)) from None
+        raise RankMismatch(str(error)) from None
 
 
 class _SkippedSave(NamedTuple):
@@ -464,7 +464,7 @@ class SnapshotTaker:
             self._pipeline.prepare(gather_part(self._registered.objects, states, self._ranks.rank))
         else:
             self._pipeline.prepare(gather(states, {}, {}))
-        self._pipeline.hear()
+        self._pipeline.process_messages()
 
     # -- what the ranks have of their own
 
@@ -485,10 +485,10 @@ class SnapshotTaker:
             if not self._is_sharded:
                 return decode_states(ranks.hand_in(rank_state.own_state(self._registered.objects).message()))
             if not ranks.all_asked():
-                raise RanksApart(
+                raise RankMismatch(
                     "save_snapshot must be called on every rank, because each has a part of the state"
                 )
-        except RanksApart as error:
+        except RankMismatch as error:
             # Rank 0 alone still has a state to save, unless each rank has a part of it.
             if self._is_sharded:
                 return RanksGone(str(error))
@@ -517,7 +517,7 @@ class SnapshotTaker:
         try:
             own = rank_state.own_state(self._registered.objects)
             return decode_states(self._ranks.gather(own.message())) or []
-        except RanksApart as error:
+        except RankMismatch as error:
             return RanksGone(f"the other ranks are gone: {error}")
 
     def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | RanksGone | list[RankState]:
@@ -532,7 +532,7 @@ class SnapshotTaker:
                 self._pipeline.count_skip(is_logged=True)
                 self._skipped = _SkippedSave(self._run.step, SnapshotSpec(_AT_END), None)
             return found or []
-        except (RanksApart, OSError) as error:
+        except (RankMismatch, OSError) as error:
             return RanksGone(str(error))
 
     # -- snapshots
@@ -609,7 +609,7 @@ class SnapshotTaker:
         """Take the state of this process, with what the other ranks have of their own."""
         began = time.monotonic()
         # Frees the arenas that the writer has returned since.
-        self._pipeline.hear()
+        self._pipeline.process_messages()
         self._warn_incomplete()
         self._prepared = True
         states, random = self._registered.states(), randomness.state()

@@ -245,7 +245,7 @@ class TrainingSnapshots:
         """Return the newest state that is whole, as `load_snapshot()` does; None if there is no snapshot.
 
         Raises:
-            NothingGood: There are snapshots, and none is whole (a `Damaged`).
+            NoUsableSnapshot: There are snapshots, and none is whole (a `Damaged`).
         """
         self._await_saves()
         return loading.load_latest(self.save_dir, self._root)
@@ -269,7 +269,7 @@ class TrainingSnapshots:
         Raises:
             NotFound: There is no such snapshot, or there are several; the message names what is there.
             Damaged: The snapshot that is named is not as it was saved; no other is loaded in its place. Or none
-                is named, and none is whole (`NothingGood`).
+                is named, and none is whole (`NoUsableSnapshot`).
             ValueError: This version of ciuic or of the framework does not know what was saved, or it is named
                 in two ways.
         """

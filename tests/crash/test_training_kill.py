@@ -17,7 +17,7 @@ from support.tiny_training import Model
 
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
-from ciuic.training import NothingGood
+from ciuic.training import NoUsableSnapshot
 
 KILLS = 10
 
@@ -97,6 +97,6 @@ def test_a_damaged_snapshot_is_passed_over_for_the_newest_good_one(tmp_path: Pat
         data = bytearray(pack.read_bytes())
         data[4096 + 100 :: 5000] = bytes(byte ^ 255 for byte in data[4096 + 100 :: 5000])
         pack.write_bytes(data)
-    with pytest.raises(NothingGood, match=str(ids[0])):
+    with pytest.raises(NoUsableSnapshot, match=str(ids[0])):
         reader.load_latest_snapshot()
     reader.close()

@@ -17,7 +17,7 @@ from ciuic import SnapshotManager
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.repository import Repository
-from ciuic.training import NothingGood
+from ciuic.training import NoUsableSnapshot
 
 __all__ = ["host", "seaweedfs"]
 
@@ -191,7 +191,7 @@ def test_damage_here_is_no_loss(host: RemoteHost, nas: Path, tmp_path: Path) -> 
         data = bytearray(pack.read_bytes())
         data[len(data) // 4] ^= 1
         pack.write_bytes(data)
-    with SnapshotManager(local) as manager, pytest.raises(NothingGood):
+    with SnapshotManager(local) as manager, pytest.raises(NoUsableSnapshot):
         manager.load_latest_snapshot()
     with SnapshotManager(local, remote=f"file://{nas}") as manager:
         state = manager.load_latest_snapshot()

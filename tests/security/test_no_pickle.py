@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from support.sharded_training import Ranks as Processes  # noqa: E402
 
 from ciuic.training import ranks  # noqa: E402
-from ciuic.training.ranks import Ranks, RanksApart  # noqa: E402
+from ciuic.training.ranks import RankMismatch, Ranks  # noqa: E402
 from ciuic.training.state.rank_state import RankState, differing  # noqa: E402
 
 CHECKOUT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_a_pickle_in_the_store_is_refused(tmp_path: Path, payload: bytes | None)
     torch.distributed.PrefixStore(name, store).set("1", data)
     try:
         found = first_rank(store).hand_in(RankState({}).message())
-    except RanksApart:
+    except RankMismatch:
         pass
     else:
         with pytest.raises(ValueError, match="another rank"):

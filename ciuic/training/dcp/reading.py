@@ -33,7 +33,7 @@ from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_meta
 from ciuic.training.dcp.rank_files import OBJECTS_FILE, OBJECTS_VERSION
 from ciuic.training.format import structure
 from ciuic.training.format.layout import SUFFIX
-from ciuic.training.format.reading import NothingGood, PassedOver
+from ciuic.training.format.reading import NoUsableSnapshot, PassedOver
 from ciuic.training.format.stored_files import (
     RangeReader,
     ReadFrom,
@@ -110,7 +110,7 @@ class _SnapshotSource:
             passed_over: Takes newer snapshots that are damaged.
 
         Raises:
-            NothingGood: There are snapshots, and none is whole.
+            NoUsableSnapshot: There are snapshots, and none is whole.
             NotFound: There is none.
             CiuicError: There is none here, and a remote cannot be read.
         """
@@ -132,7 +132,7 @@ class _SnapshotSource:
             log.warning("ciuic: no snapshot here is whole, so that a remote is read")
             return others[0]
         if passed_over:
-            raise NothingGood(passed_over)
+            raise NoUsableSnapshot(passed_over)
         raise NotFound(f"there is no checkpoint of {os.fsdecode(self._root)[1:]} in {self.save_dir}")
 
     def place(self, candidate: RemoteCandidate) -> ReadFrom:
@@ -241,7 +241,7 @@ class CiuicStorageReader(StorageReader):
             The id; None if there is no checkpoint, so that the run begins.
 
         Raises:
-            NothingGood: there are checkpoints, and none is whole.
+            NoUsableSnapshot: there are checkpoints, and none is whole.
         """
         try:
             # Kept for the next load, which must read this snapshot even if a newer one is made meanwhile.
@@ -270,7 +270,7 @@ class CiuicStorageReader(StorageReader):
 
         Raises:
             NotFound: there is no such snapshot.
-            Damaged: it cannot be read; `NothingGood` if none can.
+            Damaged: it cannot be read; `NoUsableSnapshot` if none can.
             ValueError: a later version wrote it.
         """
         if self._metadata is None:

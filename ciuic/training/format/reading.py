@@ -146,7 +146,7 @@ def newest_good(
         The state, with the snapshots that were passed over; None if there are no candidates.
 
     Raises:
-        NothingGood: None of them can be read whole.
+        NoUsableSnapshot: None of them can be read whole.
     """
     passed_over: list[PassedOver] = []
     for candidate in candidates:
@@ -159,11 +159,11 @@ def newest_good(
         loaded.passed_over = passed_over
         return loaded
     if passed_over:
-        raise NothingGood(passed_over)
+        raise NoUsableSnapshot(passed_over)
     return None
 
 
-class NothingGood(Damaged):
+class NoUsableSnapshot(Damaged):
     """Error: there are snapshots, and none can be read whole."""
 
     def __init__(self, passed_over: list[PassedOver]) -> None:

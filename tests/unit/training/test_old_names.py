@@ -51,7 +51,12 @@ def test_the_table_has_an_old_name_that_warns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("again", "requeue_submitit"), ("Figures", "ChangeFigures"), ("Metadata", "MetadataService")],
+    [
+        ("NothingGood", "NoUsableSnapshot"),
+        ("again", "requeue_submitit"),
+        ("Figures", "ChangeFigures"),
+        ("Metadata", "MetadataService"),
+    ],
 )
 def test_old_names_of_the_package_are_the_new_ones_and_warn(old: str, new: str) -> None:
     """A function or class under its old name is the new one; the warning names that, at the line of the program."""

@@ -53,7 +53,7 @@ class Conversed:
         self.alerts = Alerts(EventBus(lambda: 0), lambda: 0)
         self.server = PeerServer(OPTIONS, answer, alerts=self.alerts, **callbacks)  # type: ignore[arg-type]
 
-    def hear(self, *messages: bytes, fds: tuple[int, ...] = ()) -> list[object]:
+    def process_messages(self, *messages: bytes, fds: tuple[int, ...] = ()) -> list[object]:
         """Return what the daemon says to these messages of a receiver; the first one comes with `fds`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         said: list[object] = []
@@ -85,7 +85,7 @@ def _said(data: bytes) -> Said:
 def test_messages_that_cannot_be_handled_cost_their_connections() -> None:
     """Without descriptors left, callers are not admitted, and the conversation with the receiver goes on."""
     conversed = Conversed(admit=_no_descriptor, known=_no_descriptor)
-    assert conversed.hear(encode(Ready()), encode(Arrived(1, 5, (5,))), encode(Beat(1))) == []
+    assert conversed.process_messages(encode(Ready()), encode(Arrived(1, 5, (5,))), encode(Beat(1))) == []
     assert conversed.server.ready.is_set()
 
 
@@ -96,7 +96,7 @@ def test_a_message_that_cannot_be_decoded_costs_itself(garbage: bytes) -> None:
     """Descriptors of such a message are closed, and the next message is handled."""
     conversed = Conversed(known=lambda: [7])
     read_end, write_end = os.pipe()
-    assert conversed.hear(garbage, encode(Beat(1)), fds=(write_end,)) == [KnownUsers((7,))]
+    assert conversed.process_messages(garbage, encode(Beat(1)), fds=(write_end,)) == [KnownUsers((7,))]
     os.close(write_end)
     # The end of the pipe, because no process has its other end open.
     assert os.read(read_end, 1) == b""
@@ -107,14 +107,14 @@ def test_a_hung_helper_is_an_alert_even_without_a_descriptor(monkeypatch: pytest
     """The alert stands while the helper lives, also where no pidfd of it could be opened."""
     monkeypatch.setattr(server_module.os, "pidfd_open", _no_descriptor)
     conversed = Conversed()
-    conversed.hear(encode(Hung(5, os.getpid())))
+    conversed.process_messages(encode(Hung(5, os.getpid())))
     assert conversed.standing == ["socket:x.sock:5"]
     gone = os.fork()
     if gone == 0:
         os._exit(0)
     os.waitpid(gone, 0)
     conversed = Conversed()
-    conversed.hear(encode(Hung(5, gone)))
+    conversed.process_messages(encode(Hung(5, gone)))
     assert conversed.standing == []
 
 

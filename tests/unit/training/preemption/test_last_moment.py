@@ -22,7 +22,7 @@ class Host:
     def is_ours(self) -> bool:
         return True
 
-    def hear(self) -> None:
+    def process_messages(self) -> None:
         pass
 
     def can_stage_now(self) -> bool:
