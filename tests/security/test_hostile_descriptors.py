@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_process_that_cannot_be_examined_counts_as_unknown(
         assert (found.writes, found.known) == (True, False)
         (found,) = find_bypassing(other_root, only_pids={pid})
         assert found.known
-        monkeypatch.setattr(bypass, "Climber", lambda: bypass.Climber(seconds=0))
+        monkeypatch.setattr(bypass, "Climber", partial(bypass.Climber, seconds=0))
         (found,) = find_bypassing(root, only_pids={pid})
         assert not found.known
 
