@@ -25,7 +25,7 @@ from ciuic.remote.access import (
     init_remote,
     open_remote,
 )
-from ciuic.remote.errors import WrongKey
+from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.prove import prove_create_only
@@ -83,6 +83,7 @@ def settings_of(remote: RemoteConfig) -> StoreSettings:
 def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
     secrets = configured_secrets(remote)
     end = time.monotonic() + _OTHERS_SECONDS
+    has_slots = False
     while True:
         try:
             return open_remote(objects, secrets)
@@ -91,11 +92,14 @@ def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
                 return _made(remote, objects, secrets)
             except RemoteExists:
                 continue
-        except WrongKey:
-            # Of a remote without any slot another rank is adding the first one.
-            if not secrets or time.monotonic() > end or KeySlots(objects).any_object():
+        except (WrongKey, DamagedRemote):
+            if not secrets or time.monotonic() > end or has_slots:
                 raise
-            time.sleep(_POLL_SECONDS)
+            # Of a remote without any slot, which counts as damage, another rank is adding the first one. It may have
+            # come since the attempt, which is then repeated once.
+            has_slots = KeySlots(objects).any_object()
+            if not has_slots:
+                time.sleep(_POLL_SECONDS)
 
 
 def _made(remote: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret]) -> Remote:
