@@ -1,4 +1,4 @@
-"""What the workers of both drivers share: their context, the announcement that they serve, and the end of their own mount."""
+"""Life of a worker, for both drivers: its context, the announcement that it serves, and the end of its own mount."""
 
 from __future__ import annotations
 

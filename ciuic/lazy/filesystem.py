@@ -70,7 +70,7 @@ class LazyState(PassthroughState):
 
 
 class IncompleteFiles:
-    """What operations ask of incomplete files: which they are, and the waits for them."""
+    """Incomplete files as the operations see them: find one by node or handle, and wait for its content."""
 
     def __init__(self, state: PassthroughState, pending: PendingFiles, settler: Settler) -> None:
         self._state = state

@@ -196,8 +196,8 @@ class ManagerOptions:
     nice: int = 10
     """Niceness of the writer process, added to that of the training."""
     distributed: bool | None = None
-    """Whether this process is one of several ranks that train one model; then all ranks create a manager and call
-    the same methods. None: yes, if torch.distributed is initialized for several ranks."""
+    """True if this process is one of several ranks that train one model; then all ranks create a manager and call
+    the same methods. None: True if torch.distributed is initialized for several ranks."""
     agree: Callable[[bool], bool] | None = None
     """Called by every rank at each boundary with whether this rank was told of preemption; returns whether any rank
     was. None: the manager asks the other ranks itself."""
@@ -205,7 +205,7 @@ class ManagerOptions:
     """Time without a step, a report or a save after which a daemon on the same machine takes the training for hung
     (docs/daemon.md, Trainers). None: never; the daemon notices the death of the training in any case."""
     overlap: bool = True
-    """Whether an automatic snapshot copies trained weights from an accelerator beside the next forward and backward
+    """True to copy trained weights of an automatic snapshot from an accelerator beside the next forward and backward
     pass. False for programs that change them other than by optimizer steps, without torch noticing
     (device_copy.py)."""
 

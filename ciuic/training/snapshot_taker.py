@@ -1,4 +1,4 @@
-"""What is saved: one snapshot of the registered objects, by this process alone or together with other ranks.
+"""Content of a snapshot: the states of the registered objects, of this process alone or agreed with other ranks.
 
 Guarantees: on several ranks all count from the step of a snapshot, even if it fails. What fails before the state is
 staged is told to `SavePipeline.outcome`, except for errors of the program itself (`Unsaveable`). No tensor is copied here.
@@ -189,7 +189,7 @@ class AgreedSave(NamedTuple):
 
 
 GatheredStates = list[RankState] | AgreedSave | RanksGone | None
-"""What the ranks have of their own: the states of all on rank 0, and [] on the others. For a sharded state the agreement,
+"""States of the ranks themselves: those of all on rank 0, and [] on the others. For a sharded state the agreement,
 or [] on all if they skip this save. None where this process saves for itself.
 """
 

@@ -76,7 +76,7 @@ class Stop(BaseException):
 
 
 class Outcome(NamedTuple):
-    """What a party does next: a request, or nothing more, with what it has said on the way."""
+    """Next step of a party: a request, or its end, with what it reported on the way."""
 
     request: Request | None
     said: tuple[Any, ...]

@@ -228,7 +228,7 @@ OWN_IDENTITY: Final = "cs-00000b"
 """Snapshot of the repository with an identity of its own."""
 GIVEN_UP: Final = "cs-00000a"
 LABELS: Final = Labels(job="Lauf 7", epoch=2, step=1200)
-"""Of the second snapshot; the first is one of files."""
+"""Labels of the second snapshot; the first is one of files."""
 
 
 def make(place: Path, work: Path, *, sealed: bool) -> None:

@@ -2,9 +2,9 @@
 
 Guarantees: damage is named with path, block and every snapshot that shares it; exit 4 exactly when there is any.
 
-With ``--checksum --max-duration`` it is a scrub in slices, for a timer: the next run goes on where this one stopped, however it ended;
-it makes way for whoever waits for the disk (ciuic.system.io_throttle); exit 4 exactly when this slice found damage, so that a timer's
-unit fails on the day it is found.
+With ``--checksum --max-duration`` one run verifies a slice, for a timer. The next run continues where this one stopped, however it
+ended. A slice yields to processes that wait for the disk (ciuic.system.io_throttle). Exit 4 exactly when this slice found damage, so
+that a timer's unit fails on the day it is found.
 """
 
 from __future__ import annotations

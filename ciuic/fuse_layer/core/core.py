@@ -91,7 +91,7 @@ class OverlayCore(PassthroughCore):
     names: OverlayNames
     _state_class: ClassVar[type[OverlayState]] = OverlayState
     _inherits_epochs: ClassVar[bool] = True
-    """Whether epochs that a killed predecessor sealed are gone on with."""
+    """True to continue the epochs that a killed predecessor sealed."""
 
     def __init__(
         self,

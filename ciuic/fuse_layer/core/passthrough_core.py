@@ -36,7 +36,7 @@ from ciuic.fuse_layer.system import syscalls
 
 
 class DriverHooks(NamedTuple):
-    """What a core tells its driver, and asks it."""
+    """Calls of a core to its driver: notices and questions."""
 
     before_freeing: Callable[[], None] = lambda: None
     """Called before a removal that frees much space, which takes the file system up to seconds: other requests may go on."""
@@ -47,7 +47,7 @@ class DriverHooks(NamedTuple):
 
 
 class PassthroughCore:
-    """What a driver serves: four groups of operations on one state, which are the core's from now on."""
+    """Passthrough file system over a backing directory: four groups of operations on one state, which the core owns."""
 
     def __init__(
         self,

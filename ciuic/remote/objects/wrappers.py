@@ -178,8 +178,8 @@ def _received(
     return sum(max(0, min(offset + length, end) - offset) for offset, length in merged)
 
 
-_MIN_OBJECT_BYTES: Final = 4 << 20
-_MAX_OBJECT_BYTES_SENT: Final = 64 << 20
+_MIN_STEADY_OBJECT_BYTES: Final = 4 << 20
+_MAX_STEADY_OBJECT_BYTES: Final = 64 << 20
 # An object of this time at its end moves a measurement over ten seconds by 4 %.
 _STEADY_SECONDS: Final = 0.4
 # What was not used may be made up for: else every pause between two objects would lower the rate.
@@ -191,7 +191,9 @@ def steady_object_bytes(bytes_per_second: float) -> int:
 
     Below 10 MiB/s the smallest body lasts longer, and the rate is less even.
     """
-    return int(min(max(bytes_per_second * _STEADY_SECONDS, _MIN_OBJECT_BYTES), _MAX_OBJECT_BYTES_SENT))
+    return int(
+        min(max(bytes_per_second * _STEADY_SECONDS, _MIN_STEADY_OBJECT_BYTES), _MAX_STEADY_OBJECT_BYTES)
+    )
 
 
 class RateLimit:

@@ -29,7 +29,7 @@ _CHECKPOINT = st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 5), st.boole
 def test_choice_is_the_newest_with_a_good_newest_checkpoint(
     history: list[list[tuple[str, int, bool]]], below: str
 ) -> None:
-    """Of random histories the choice, and what was passed over, is what the rule says of a list of them."""
+    """In random histories the chosen snapshot and those passed over are the ones that the rule names."""
     with tempfile.TemporaryDirectory() as top:
         made = CliRepository(Path(top) / "repo", Path(top) / "root")
         wanted: str | None = None

@@ -67,7 +67,7 @@ class StoredChunks:
 
 
 class _Source:
-    """What a walk reads."""
+    """Trees and block maps of a remote snapshot, for a walk."""
 
     def __init__(self, chunks: StoredChunks, block_size: int) -> None:
         self.trees = Trees(chunks)
