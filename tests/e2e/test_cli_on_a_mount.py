@@ -56,6 +56,17 @@ class Host:
     def json(self, *arguments: str, code: int = 0) -> Any:
         return json.loads(self.run(*arguments, "--json", code=code).stdout)
 
+    def snapshot_until_tracking(self) -> str:
+        """Take snapshots of ``root`` until the next one needs to read only what changed, and return the last one's id.
+
+        One is enough where the search for processes that bypass the overlay has ended before it.
+        """
+        for _ in range(10):
+            snapshot = self.run("snapshot", "--wait", "-m", "good").stdout.strip()
+            if all(root["tracking"] for root in self.json("status")["roots"]):
+                return snapshot
+        raise AssertionError(f"tracking does not count: {self.log()[-6000:]}")
+
     def start(self) -> None:
         with open(self.top / "log", "ab") as log:
             self.daemon = subprocess.Popen(
@@ -112,7 +123,7 @@ def test_story_of_one_restore(host: Host) -> None:
     host.run("protect", str(host.root))
     host.start()
     assert mounted(host.root)
-    snapshot = host.run("snapshot", "--wait", "-m", "good").stdout.strip()
+    snapshot = host.snapshot_until_tracking()
     (host.root / "ckpt" / "model").write_bytes(b"spoilt")
     host.run("restore", "-s", snapshot, "-p", str(host.root / "ckpt"), code=6)
     assert (host.root / "ckpt" / "model").read_bytes() == b"spoilt"
@@ -121,8 +132,10 @@ def test_story_of_one_restore(host: Host) -> None:
     )
     assert (host.root / "ckpt" / "model").read_bytes() == b"good" * 100_000
     safety = host.json("show", done["safety_snapshot"])
-    # A container of another test, with mounts of its own, may reach the root as well; the log names it then.
-    mode = "full" if "tracking_has_gap" in host.log() else "tracked"
+    # A container of another test, with mounts of its own, may reach the root as well, and the search for such may not
+    # end in time beside other tests; the log says so then.
+    gaps = ("tracking_has_gap", "bypass_look_not_ended")
+    mode = "full" if any(gap in host.log() for gap in gaps) else "tracked"
     assert (safety["tags"], safety["roots"][0]["mode"]) == (["safety"], mode)
     host.run("restore", "-s", safety["id"], "-p", str(host.root / "ckpt" / "model"), "--overwrite")
     assert (host.root / "ckpt" / "model").read_bytes() == b"spoilt"

@@ -302,7 +302,10 @@ class RealMounts:
 
         def work() -> list[Bypasser]:
             own_pids = {*ignore_pids, *self._own_pids(root)}
-            return find_bypassing(root, ignore_pids=own_pids, only_pids=only_pids)
+            found = find_bypassing(root, ignore_pids=own_pids, only_pids=only_pids)
+            # A capture may have begun meanwhile, and its number is written down by now.
+            begun = self._own_pids(root) if found else ()
+            return [process for process in found if process.pid not in begun]
 
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._looking)
 

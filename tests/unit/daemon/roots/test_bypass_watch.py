@@ -1,8 +1,12 @@
-"""Tests of a search for bypasses that fails: nothing is known then, and no process is forgotten."""
+"""Tests of searches for bypasses: of one that fails nothing is known, and captures are none whenever they begin."""
 
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import Never
 
 import pytest
 import trio
@@ -11,6 +15,7 @@ from support.fake_daemon import NoMounts
 
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.roots.bypass_watch import LOOK_SECONDS, BypassWatch
+from ciuic.daemon.roots.mount_hooks import RealMounts
 from ciuic.system.bypass import Bypasser, Use
 
 
@@ -57,3 +62,23 @@ def test_a_search_that_fails_finds_nothing_out(monkeypatch: pytest.MonkeyPatch, 
         assert [round(at - searched_at[0]) for at in searched_at] == [0, 60, 120, 120]
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_capture_that_begins_during_a_search_is_no_bypass(tmp_path: Path) -> None:
+    """Processes of ciuic are asked for again after the search: one that began meanwhile was seen, and is no bypass."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as process:
+        written_down = [set[int](), {process.pid}]
+
+        def no_options(_settings: object) -> Never:
+            raise AssertionError("no worker is started")
+
+        mounts = RealMounts(no_options, lambda _root: written_down.pop(0) if written_down else set())
+        # Its working directory is the root from the start: it is found as soon as it exists.
+        found = trio.run(mounts.bypassing, str(tmp_path), (), {process.pid})
+        again = trio.run(mounts.bypassing, str(tmp_path), (), {process.pid})
+        assert process.stdin is not None
+        process.stdin.close()
+    assert found == []
+    assert [one.pid for one in again] == [process.pid], "as a stranger it would have been found"
