@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ciuic.training.format import structure
-from ciuic.training.format.tensors import Unsaveable
+from ciuic.training.format.tensors import Unsaveable, torch_dtype
 from ciuic.training.json_documents import MALFORMED, decode_json
 
 METADATA_FILE: Final = "dcp.json"
@@ -151,10 +151,7 @@ def _encode_tensor(
 def _decode_tensor(
     name: str, one: Mapping[str, Any], places: dict[MetadataIndex, ItemLocation]
 ) -> TensorStorageMetadata:
-    # A name from the file is looked up and may be that of anything in torch, so what comes back is checked.
-    dtype = getattr(torch, one["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {one['dtype']}")
+    dtype = torch_dtype(one["dtype"])
     chunks = []
     for chunk in one["chunks"]:
         offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])

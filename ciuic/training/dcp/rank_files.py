@@ -46,6 +46,7 @@ from ciuic.training.format.layout import (
     lay_out,
     width_of,
 )
+from ciuic.training.format.shards import piece_name
 from ciuic.training.format.structure import Leaf
 from ciuic.training.logs import log
 from ciuic.training.policy.retention_rules import Latest
@@ -214,7 +215,7 @@ def _leaf(item: WriteItem, tensor: torch.Tensor) -> Leaf:
         plain = tensors.as_plain(tensor.detach())
     except tensors.Unsaveable as error:
         raise tensors.Unsaveable(f"{item.index.fqn} is {error}") from None
-    return Leaf(item.index.fqn + _offsets_of(item), plain, tensors.describe(plain))
+    return Leaf(_name_of(item.index.fqn, item), plain, tensors.describe(plain))
 
 
 def _path_of(item: WriteItem) -> str:
@@ -224,15 +225,13 @@ def _path_of(item: WriteItem) -> str:
     if not dot or not first or not rest:
         first, rest = "tensors", item.index.fqn
     folder = file_name(first).removesuffix(SUFFIX)
-    return f"{folder}/{file_name(rest + _offsets_of(item))}"
+    return f"{folder}/{file_name(_name_of(rest, item))}"
 
 
-def _offsets_of(item: WriteItem) -> str:
-    """Return the suffix that tells a shard's offsets in its tensor; "" for a whole tensor."""
+def _name_of(tensor: str, item: WriteItem) -> str:
+    """Return the name of a tensor, or that of a piece if the item is not all of it."""
     data = item.tensor_data
-    if data is None or (data.chunk.sizes == data.size):
-        return ""
-    return "@" + ",".join(map(str, data.chunk.offsets))
+    return tensor if data is None or data.chunk.sizes == data.size else piece_name(tensor, data.chunk.offsets)
 
 
 _STATES: Final = slice(0, 2)

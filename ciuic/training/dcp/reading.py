@@ -419,11 +419,9 @@ def _read_all(source: RangeReader, wanted: list[_StoredShard]) -> Iterator[tuple
 def _read_item(source: RangeReader, shard: _StoredShard) -> torch.Tensor:
     """Return the item's part of a shard, verified."""
     item, place = shard.item, shard.place
-    # Whole rows: these are contiguous in the file; other dimensions are cut in memory.
-    first, count = (item.storage_offsets[0], item.lengths[0]) if shard.sizes else (0, 1)
-    tensor: torch.Tensor = source.read_rows(place.path, place.start, shard.dtype, shard.sizes, first, count)
-    for dimension in range(1, tensor.dim()):
-        tensor = tensor.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
+    tensor: torch.Tensor = source.read_block(
+        place.path, place.start, shard.dtype, shard.sizes, item.storage_offsets, item.lengths
+    )
     return tensor
 
 

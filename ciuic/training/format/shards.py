@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Final, Protocol
@@ -150,7 +150,7 @@ def as_storable(block: Any) -> Any:
     return block.contiguous().view(torch.uint8)
 
 
-def piece_name(name: str, offsets: tuple[int, ...]) -> str:
+def piece_name(name: str, offsets: Sequence[int]) -> str:
     """Return the name under which a piece is stored."""
     return f"{name}@{','.join(map(str, offsets))}"
 
@@ -256,10 +256,15 @@ def _cut_to_template(value: Any, like: Any, whole: type[Any]) -> Any:
     if isinstance(value, whole):
         block = value.read(offsets, tuple(local.shape))
     else:
-        block = value
-        for dimension, (start, length) in enumerate(zip(offsets, local.shape, strict=True)):
-            block = block.narrow(dimension, start if length else 0, length)
+        block = narrowed(value, offsets, local.shape)
     return _sharded(block, like, local)
+
+
+def narrowed(tensor: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
+    """Return a view of a block of a tensor of torch; one without elements may begin anywhere."""
+    for dimension, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dimension, start if length else 0, length)
+    return tensor
 
 
 def _block(value: Any) -> tuple[tuple[int, ...], Any]:

@@ -21,7 +21,7 @@ from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training.format import tensors
 from ciuic.training.format.layout import TensorInFile, decode_header
-from ciuic.training.format.shards import parse_piece
+from ciuic.training.format.shards import narrowed, parse_piece
 from ciuic.training.format.tensors import empty_buffer, stored_shape
 from ciuic.training.free_resources import reader_count
 from ciuic.training.json_documents import MAX_DOCUMENT_BYTES
@@ -243,35 +243,43 @@ class RangeReader:
         # A copy: what is returned may be changed, and must not hold the whole block.
         return kept.room[begin : begin + size_bytes].clone()
 
-    def read_rows(
-        self, path: str, start: int, dtype: Any, sizes: tuple[int, ...], first: int = 0, count: int = 1
+    def read_block(
+        self,
+        path: str,
+        start: int,
+        dtype: Any,
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
     ) -> Any:
-        """Return rows of a tensor that is contiguous in a file.
+        """Return a block of a tensor that is contiguous in a file.
 
         Args:
             path: Path of the file.
             start: Offset of the tensor's first byte.
             dtype: dtype of torch.
-            sizes: Shape of the tensor; without a dimension it is read whole.
-            first: First row.
-            count: Number of rows.
+            sizes: Shape of the tensor.
+            offsets: Indices of the block's first element.
+            lengths: Shape of the block.
 
         Raises:
             Damaged: The range cannot be read, or the file is too short.
         """
         import torch
 
-        shape = (count, *sizes[1:]) if sizes else ()
+        # Whole rows: these are contiguous in the file; other dimensions are cut in memory.
+        shape = (*lengths[:1], *sizes[1:])
         size_bytes = prod(shape) * dtype.itemsize
-        if not size_bytes:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        if sizes:
-            start += first * prod(sizes[1:]) * dtype.itemsize
-        data = self.read(path, start, size_bytes)
-        # A view of another dtype must begin at a multiple of its element size.
-        if data.storage_offset() % dtype.itemsize:
-            data = data.clone()
-        return data.view(dtype).view(shape)
+        if size_bytes:
+            first = offsets[0] if offsets else 0
+            data = self.read(path, start + first * prod(sizes[1:]) * dtype.itemsize, size_bytes)
+            # A view of another dtype must begin at a multiple of its element size.
+            if data.storage_offset() % dtype.itemsize:
+                data = data.clone()
+            rows = data.view(dtype).view(shape)
+        else:
+            rows = torch.empty(shape, dtype=dtype, device="cpu")
+        return narrowed(rows, [start if dimension else 0 for dimension, start in enumerate(offsets)], lengths)
 
     def _opened_by_thread(self) -> tuple[Repository, Files]:
         if not hasattr(self._thread_local, "files"):
@@ -299,16 +307,11 @@ class PiecewiseTensor:
             Damaged: Elements are missing or there twice.
             ValueError: This torch does not know the dtype, or the shape is none.
         """
-        import torch
-
         self.shape = stored_shape(said["shape"])
         # Ranks that share no mesh (FSDP2 within tensor parallel groups) may each have stored the same piece.
         self._pieces = list({(piece.offsets, piece.where.shape): piece for piece in pieces}.values())
         self._source = source
-        dtype = getattr(torch, said["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"this torch has no dtype {said['dtype']}")
-        self._dtype = dtype
+        self._dtype = tensors.torch_dtype(said["dtype"])
         regions = [(piece.offsets, self._sizes(piece)) for piece in self._pieces]
         # A piece that reaches out of the tensor counts as missing.
         inside = [region for region in regions if is_inside(*region, self.shape)]
@@ -346,23 +349,16 @@ class PiecewiseTensor:
             ]
             if any(start >= stop for start, stop in zip(low, high, strict=True)):
                 continue
-            # Rows are cut by reading no others, the other dimensions in memory.
-            target, found = block, self._rows(piece, its, low, high)
-            for dimension, (start, stop) in enumerate(zip(low, high, strict=True)):
-                target = target.narrow(dimension, start - offsets[dimension], stop - start)
-                if dimension:
-                    found = found.narrow(dimension, start - piece.offsets[dimension], stop - start)
-            target.copy_(found)
+            lengths = [stop - start for start, stop in zip(low, high, strict=True)]
+            within = [start - first for start, first in zip(low, piece.offsets, strict=True)]
+            found = self._source.read_block(piece.path, piece.where.start, self._dtype, its, within, lengths)
+            at = [start - first for start, first in zip(low, offsets, strict=True)]
+            narrowed(block, at, lengths).copy_(found)
         return block
 
     def whole(self) -> Any:
         """Return the whole tensor."""
         return self.read((0,) * len(self.shape), self.shape)
-
-    def _rows(self, piece: StoredPiece, its: tuple[int, ...], low: list[int], high: list[int]) -> Any:
-        """Read the rows of a piece between ``low[0]`` and ``high[0]``: these are contiguous in the file."""
-        first, count = (low[0] - piece.offsets[0], high[0] - low[0]) if its else (0, 1)
-        return self._source.read_rows(piece.path, piece.where.start, self._dtype, its, first, count)
 
     def _sizes(self, piece: StoredPiece) -> tuple[int, ...]:
         """Return the shape of a piece.

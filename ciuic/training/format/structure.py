@@ -471,11 +471,7 @@ class _Unpacker:
             return torch.Size(packed["items"])
         if kind == "device":
             return torch.device(packed["name"])
-        # Checked, because the name may be that of anything in torch.
-        dtype = getattr(torch, packed["name"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"this torch has no dtype {packed['name']}")
-        return dtype
+        return tensors.torch_dtype(packed["name"])
 
 
 def _empty_dict(kind: str, factory: str) -> dict[Any, Any]:

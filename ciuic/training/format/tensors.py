@@ -157,6 +157,20 @@ def numpy_dtype(name: str) -> Any:
         raise ValueError(f"this NumPy has no dtype {name}") from None
 
 
+def torch_dtype(name: str) -> Any:
+    """Return torch's dtype of a name that was stored, which may be that of anything in torch.
+
+    Raises:
+        ValueError: This torch has no such dtype.
+    """
+    import torch  # type: ignore[import-not-found, unused-ignore]
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name}")
+    return dtype
+
+
 def identity(value: Any) -> object:
     """Return a key that is equal for equal views of the same memory: tied weights are stored once."""
     torch = sys.modules.get("torch")
@@ -251,10 +265,7 @@ def from_buffer(owner: Any, offset: int, array: Array) -> Any:
     torch = sys.modules.get("torch")
     shape = array.true_shape if array.true_dtype else array.shape
     if array.framework == "torch" and torch is not None:
-        name = array.true_dtype or _own_name(array.dtype)
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"this torch has no dtype {name}")
+        dtype = torch_dtype(array.true_dtype or _own_name(array.dtype))
         if not array.size_bytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         data = owner[offset : offset + array.size_bytes]

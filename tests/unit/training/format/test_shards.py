@@ -101,6 +101,10 @@ def test_any_block_is_read_of_a_tensor_in_pieces(monkeypatch: pytest.MonkeyPatch
                 assert found.equal(full[top : top + rows, left : left + columns])
         with pytest.raises(Damaged, match="elements of 35"):
             PiecewiseTensor("a", description, stored_files[1:], source)
+        contents["count"] = torch.tensor([3.0]).view(torch.uint8)
+        piece = StoredPiece((), "count", TensorInFile("F32", (), 0, 4))
+        count = PiecewiseTensor("count", {"shape": [], "dtype": "float32"}, [piece], source)
+        assert count.whole().equal(torch.tensor(3.0))
 
 
 def test_a_block_of_small_tensors_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
