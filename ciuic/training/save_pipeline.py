@@ -37,7 +37,7 @@ import msgspec
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
 from ciuic.training.device_streams import capturing, device_stream_of
-from ciuic.training.format.layout import FileInMemory, Layout, aligned, lay_out
+from ciuic.training.format.layout import Layout, lay_out
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, Facts, encode_facts
 from ciuic.training.format.structure import Leaf
 from ciuic.training.format.tensors import Array, ArrayBuffer, outside_inference_mode
@@ -676,7 +676,7 @@ def stage(
             # Filled while devices copy by themselves.
             for place, value in on_host:
                 place.fill(value)
-        plan.tail.write_to(slot.arena.memory)
+        plan.tail.write_fixed(slot.arena.memory)
         return StagedSave(
             client.next_number(),
             slot,
@@ -726,33 +726,14 @@ def _split_by_device(
     return items, on_host
 
 
-class _TrailingFiles:
-    """Files behind the tensors, whose sizes change from save to save."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.end = aligned(layout.size_bytes)
-        self.files: list[FileInMemory] = []
-        self.content: list[tuple[int, bytes]] = []
-
-    def add(self, path: str, content: bytes) -> None:
-        """Append a file."""
-        self.files.append(FileInMemory(path, self.end, len(content)))
-        self.content.append((self.end, content))
-        self.end = aligned(self.end + len(content))
-
-    def write_to(self, memory: memoryview) -> None:
-        """Write all files to an arena."""
-        for offset, content in self.content:
-            memory[offset : offset + len(content)] = content
-
-
 class _ArenaPlan(NamedTuple):
     """Contents of an arena, known before one is reserved."""
 
     signature: _Signature
     layout: Layout
     """Layout of the tensors."""
-    tail: _TrailingFiles
+    tail: Layout
+    """Documents behind the tensors, whose sizes change from save to save."""
     manifest: Manifest
     """Manifest with all files."""
 
@@ -769,10 +750,10 @@ def _plan_arena(client: WriterClient, state: GatheredState, facts: Facts, manife
     )
     # Equal signatures mean equal headers and offsets.
     layout = _layout_for(client, signature, state)
-    tail = _TrailingFiles(layout)
+    tail = Layout(layout.end)
     if state.document:
-        tail.add(STATE_FILE, state.document)
-        tail.add(FACTS_FILE, encode_facts(facts))
+        tail.add_file(STATE_FILE, state.document)
+        tail.add_file(FACTS_FILE, encode_facts(facts))
     manifest = msgspec.structs.replace(manifest, files=manifest_files((*layout.files, *tail.files)))
     return _ArenaPlan(signature, layout, tail, manifest)
 
@@ -794,8 +775,7 @@ def _places(slot: Slot, plan: _ArenaPlan) -> list[ArrayBuffer]:
         return filled.places
     assert slot.arena is not None
     memory = slot.arena.memory
-    for offset, content in plan.layout.fixed:
-        memory[offset : offset + len(content)] = content
+    plan.layout.write_fixed(memory)
     places = [
         ArrayBuffer(memory[tensor.offset : tensor.offset + tensor.array.size_bytes], tensor.array)
         for in_object in plan.layout.tensors.values()

@@ -51,9 +51,8 @@ class SavedStates:
                     skeletons[name][key] = {"$": "sharded", "name": key, "dtype": dtype, "shape": shape}
                     leaves[name] += [_piece(key, one.value, *piece) for piece in one.pieces]
         layout = lay_out(leaves)
-        memory = bytearray(layout.size_bytes)
-        for offset, content in layout.fixed:
-            memory[offset : offset + len(content)] = content
+        memory = bytearray(layout.end)
+        layout.write_fixed(memoryview(memory))
         for name, found in layout.tensors.items():
             for leaf, where in zip(leaves[name], found, strict=True):
                 size = where.array.size_bytes

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -39,12 +39,11 @@ from ciuic.training.format.layout import (
     OWN_FILE_BYTES,
     SMALL_FILE,
     SUFFIX,
-    FileInMemory,
+    Layout,
     aligned,
     encode_header,
     file_name,
-    lay_out,
-    width_of,
+    packing_order,
 )
 from ciuic.training.format.shards import piece_name
 from ciuic.training.format.structure import Leaf
@@ -77,14 +76,7 @@ HEADER_BYTES: Final = 4096
 """Room before each tensor that `dcp.staging` places in an arena, for the header of a file of its own."""
 
 
-class _Tensor(NamedTuple):
-    """Tensor and its offset in the arena."""
-
-    offset: int
-    leaf: Leaf
-
-
-class RankFiles:
+class RankFiles(Layout):
     """Files of one rank and their places in the arena."""
 
     def __init__(self, rank: int, end: int = 0, staged: Mapping[int, tuple[int, int]] | None = None) -> None:
@@ -96,13 +88,12 @@ class RankFiles:
             staged: tensors that are in the arena already, with room for a header before each: offset and size
                 by address.
         """
-        self.files: list[FileInMemory] = []
+        super().__init__(end)
         self.places: dict[MetadataIndex, ItemLocation] = {}
-        self.end = end
         self._rank = rank
         self._staged = dict(staged or {})
-        self._tensors: list[_Tensor] = []
-        self._content: list[tuple[int, bytes]] = []
+        self._to_fill: list[tuple[int, Leaf]] = []
+        """Tensors and their offsets in the arena."""
 
     def add_tensors(self, items: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
         """Add tensors.
@@ -118,8 +109,7 @@ class RankFiles:
             else:
                 self._add_file(_path_of(item), [(item.index, leaf)])
         if small:
-            # Wide elements first: each then lies at a multiple of its size, without gaps.
-            small.sort(key=lambda one: (-one[1].array.element_bytes, one[1].name))
+            small.sort(key=lambda one: packing_order(one[1]))
             self._add_file(f"_rank_{self._rank}/{SMALL_FILE}{SUFFIX}", small)
 
     def add_objects(self, objects: Mapping[str, Any], folder: str = "") -> None:
@@ -142,26 +132,15 @@ class RankFiles:
         # JSON and tensors only: what pickle alone could store is refused, so that loading executes nothing.
         document = {"version": OBJECTS_VERSION, "objects": packed.skeleton}
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
-        self._place(f"{folder}/{OBJECTS_FILE}", text, len(text))
-        layout = lay_out({f"{folder}_objects": packed.leaves})
-        # Laid out from 0 and moved behind the files before.
-        shift = aligned(self.end)
-        self.files += [file._replace(offset=file.offset + shift) for file in layout.files]
-        self._content += [(offset + shift, content) for offset, content in layout.fixed]
-        placed = layout.tensors[f"{folder}_objects"]
-        for leaf, where in zip(packed.leaves, placed, strict=True):
-            self._tensors.append(_Tensor(where.offset + shift, leaf))
-        self.end = shift + layout.size_bytes
-
-    def add_file(self, path: str, content: bytes) -> None:
-        """Add a file of given content."""
-        self._place(path, content, len(content))
+        self.add_file(f"{folder}/{OBJECTS_FILE}", text)
+        beside = f"{folder}_objects"
+        self.add_object(beside, packed.leaves)
+        self._to_fill += zip((one.offset for one in self.tensors[beside]), packed.leaves, strict=True)
 
     def fill(self, memory: memoryview) -> None:
         """Copy all content to its place in the arena."""
-        for offset, content in self._content:
-            memory[offset : offset + len(content)] = content
-        for offset, leaf in self._tensors:
+        self.write_fixed(memory)
+        for offset, leaf in self._to_fill:
             if leaf.array.size_bytes:
                 tensors.ArrayBuffer(memory[offset : offset + leaf.array.size_bytes], leaf.array).fill(
                     leaf.value
@@ -169,23 +148,16 @@ class RankFiles:
 
     def _add_file(self, path: str, group: list[tuple[MetadataIndex, Leaf]]) -> None:
         """Add a safetensors file with these tensors."""
-        header = encode_header([leaf for _, leaf in group], of_torch=True)
-        size_bytes = len(header) + sum(leaf.array.size_bytes for _, leaf in group)
-        width = width_of([leaf for _, leaf in group])
-        # Staged by `dcp.staging` with room for the header in front: the file is complete where it stands,
+        leaves = [leaf for _, leaf in group]
+        header = encode_header(leaves, of_torch=True)
+        # Staged by `ArenaPlacer` with room for the header in front: the file is complete where it stands,
         # with no second copy.
         there = self._in_place(group, header)
-        if there is not None:
-            self.files.append(FileInMemory(path, there, size_bytes, width))
-            self._content.append((there, header))
-            self.places[group[0][0]] = ItemLocation(path, len(header))
-            return
-        start = len(header)
-        offset = self._place(path, header, size_bytes, width)
-        for index, leaf in group:
-            self.places[index] = ItemLocation(path, start)
-            self._tensors.append(_Tensor(offset + start, leaf))
-            start += leaf.array.size_bytes
+        offsets = self.add_tensor_file(path, header, leaves, there)
+        if there is None:
+            self._to_fill += zip(offsets, leaves, strict=True)
+        for (index, _), offset in zip(group, offsets, strict=True):
+            self.places[index] = ItemLocation(path, len(header) + offset - offsets[0])
 
     def _in_place(self, group: list[tuple[MetadataIndex, Leaf]], header: bytes) -> int | None:
         """Return the offset of the file if its only tensor was staged where it can stay; else None."""
@@ -199,14 +171,6 @@ class RankFiles:
         # Only once: a tensor with two names becomes two files.
         del self._staged[address]
         return offset - HEADER_BYTES
-
-    def _place(self, path: str, start: bytes, size_bytes: int, width: int = 0) -> int:
-        """Reserve room for a file and return its offset."""
-        offset = aligned(self.end)
-        self.files.append(FileInMemory(path, offset, size_bytes, width))
-        self._content.append((offset, start))
-        self.end = offset + size_bytes
-        return offset
 
 
 def _leaf(item: WriteItem, tensor: torch.Tensor) -> Leaf:

@@ -13,6 +13,7 @@ References:
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -35,9 +36,9 @@ SUFFIX: Final = ".safetensors"
 _ALIGNMENT: Final = 4096
 _MAX_NAME_BYTES: Final = 180
 _MAX_NUMBER: Final = 1 << 63
-# The limit of the reference implementation.
 _RESERVED_NAME: Final = "__metadata__"
 """Name in a header of safetensors that is no tensor's (https://github.com/huggingface/safetensors, "Format")."""
+# The limit of the reference implementation.
 _MAX_HEADER_BYTES: Final = 100 << 20
 
 
@@ -59,18 +60,98 @@ class TensorInMemory(NamedTuple):
     array: Array
 
 
-class Layout(NamedTuple):
-    """Layout of an arena, valid as long as names, shapes and dtypes stay.
+class Layout:
+    """Files in an arena, one behind the other, valid as long as names, shapes and dtypes stay.
 
     Only the bytes of the tensors have to be filled in.
     """
 
-    files: list[FileInMemory]
-    tensors: dict[str, list[TensorInMemory]]
-    """Tensors of each object, in the order of its leaves."""
-    fixed: list[tuple[int, bytes]]
-    """Offset and content of headers and index files."""
-    size_bytes: int
+    def __init__(self, end: int = 0) -> None:
+        """Begin without files.
+
+        Args:
+            end: Offset from which there is room in the arena.
+        """
+        self.files: list[FileInMemory] = []
+        self.tensors: dict[str, list[TensorInMemory]] = {}
+        """Tensors of each object, in the order of its leaves."""
+        self.fixed: list[tuple[int, bytes]] = []
+        """Offset and content of headers, index files and documents."""
+        self.end = end
+        """Offset behind the last file."""
+
+    def add_object(self, name: str, leaves: Sequence[Leaf], part: str = "") -> None:
+        """Add the files of an object.
+
+        Args:
+            name: Name of the object.
+            leaves: Its tensors.
+            part: Goes into the names of files that other ranks have too.
+        """
+        offsets: dict[str, int] = {}
+        weights: dict[str, str] = {}
+        small = [leaf for leaf in leaves if leaf.array.size_bytes < OWN_FILE_BYTES]
+        small.sort(key=packing_order)
+        groups = [
+            (file_name(leaf.name), [leaf]) for leaf in leaves if leaf.array.size_bytes >= OWN_FILE_BYTES
+        ]
+        if small:
+            groups.append((f"{SMALL_FILE}{part}{SUFFIX}", small))
+        for file, group in groups:
+            header = encode_header(group, of_torch=all(leaf.array.framework == "torch" for leaf in group))
+            places = self.add_tensor_file(f"{name}/{file}", header, group)
+            offsets |= {leaf.name: at for leaf, at in zip(group, places, strict=True)}
+            weights |= dict.fromkeys((leaf.name for leaf in group), file)
+        if leaves:
+            total = sum(leaf.array.size_bytes for leaf in leaves)
+            # As Hugging Face's sharded checkpoints have it, so that their loaders read a restored snapshot.
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            self.add_file(
+                f"{name}/{name}{part}{SUFFIX}.index.json", json.dumps(index, indent=1).encode("ascii")
+            )
+        self.tensors[name] = [TensorInMemory(offsets[leaf.name], leaf.array) for leaf in leaves]
+
+    def add_tensor_file(
+        self, path: str, header: bytes, leaves: Sequence[Leaf], offset: int | None = None
+    ) -> list[int]:
+        """Add a safetensors file and return the offset of each tensor in the arena.
+
+        Args:
+            path: Path of the file.
+            header: Its header.
+            leaves: Its tensors, in their order.
+            offset: Offset of the file, where its tensors stand already; None: behind all files.
+        """
+        at = self.add_file(
+            path, header, sum(leaf.array.size_bytes for leaf in leaves), width_of(leaves), offset
+        )
+        sizes = [len(header), *(leaf.array.size_bytes for leaf in leaves)]
+        return [at + before for before in itertools.accumulate(sizes[:-1])]
+
+    def add_file(
+        self, path: str, start: bytes, more_bytes: int = 0, width: int = 0, offset: int | None = None
+    ) -> int:
+        """Add a file and return its offset in the arena.
+
+        Args:
+            path: Path of the file.
+            start: Its first bytes.
+            more_bytes: Number of bytes after them, which are filled in later.
+            width: As of `FileInMemory`.
+            offset: Its offset, where it stands already; None: behind all files.
+        """
+        size_bytes = len(start) + more_bytes
+        if offset is None:
+            offset = aligned(self.end)
+            self.end = offset + size_bytes
+        self.files.append(FileInMemory(path, offset, size_bytes, width))
+        self.fixed.append((offset, start))
+        return offset
+
+    def write_fixed(self, memory: memoryview) -> None:
+        """Write all that is known before the tensors are filled in."""
+        for offset, content in self.fixed:
+            memory[offset : offset + len(content)] = content
 
 
 class TensorInFile(NamedTuple):
@@ -90,10 +171,18 @@ def lay_out(objects: Mapping[str, Sequence[Leaf]], part: str = "") -> Layout:
         objects: Leaves of each object.
         part: Goes into the names of files that other ranks have too.
     """
-    planner = _Planner(part)
+    layout = Layout()
     for name, leaves in objects.items():
-        planner.add(name, leaves)
-    return Layout(planner.files, planner.tensors, planner.fixed, planner.end)
+        layout.add_object(name, leaves, part)
+    return layout
+
+
+def packing_order(leaf: Leaf) -> tuple[int, str]:
+    """Return the sort key of a tensor in a file of several.
+
+    Elements with the largest power of two in their size first: so each is aligned to that power without gaps.
+    """
+    return -(leaf.array.element_bytes & -leaf.array.element_bytes), leaf.name
 
 
 def aligned(offset: int) -> int:
@@ -193,53 +282,6 @@ def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
     if not (is_dtype(dtype) and start <= stop <= size_bytes - begin and stop - start == size):
         raise ValueError("the safetensors header does not fit the file")
     return TensorInFile(dtype, shape, begin + start, begin + stop)
-
-
-class _Planner:
-    def __init__(self, part: str) -> None:
-        self._part = part
-        self.files: list[FileInMemory] = []
-        self.tensors: dict[str, list[TensorInMemory]] = {}
-        self.fixed: list[tuple[int, bytes]] = []
-        self.end = 0
-
-    def add(self, name: str, leaves: Sequence[Leaf]) -> None:
-        offsets: dict[str, int] = {}
-        weights: dict[str, str] = {}
-        small = [leaf for leaf in leaves if leaf.array.size_bytes < OWN_FILE_BYTES]
-        # Elements with the largest power of two in their size first: so each is aligned to that power without
-        # gaps.
-        small.sort(key=lambda leaf: (-(leaf.array.element_bytes & -leaf.array.element_bytes), leaf.name))
-        groups = [
-            (file_name(leaf.name), [leaf]) for leaf in leaves if leaf.array.size_bytes >= OWN_FILE_BYTES
-        ]
-        if small:
-            groups.append((f"{SMALL_FILE}{self._part}{SUFFIX}", small))
-        for file, group in groups:
-            self._add_file(f"{name}/{file}", group, offsets)
-            weights |= dict.fromkeys((leaf.name for leaf in group), file)
-        if leaves:
-            total = sum(leaf.array.size_bytes for leaf in leaves)
-            # As Hugging Face's sharded checkpoints have it, so that their loaders read a restored snapshot.
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            text = json.dumps(index, indent=1).encode("ascii")
-            self._place(f"{name}/{name}{self._part}{SUFFIX}.index.json", text, len(text))
-        self.tensors[name] = [TensorInMemory(offsets[leaf.name], leaf.array) for leaf in leaves]
-
-    def _add_file(self, path: str, leaves: Sequence[Leaf], offsets: dict[str, int]) -> None:
-        header = encode_header(leaves, of_torch=all(leaf.array.framework == "torch" for leaf in leaves))
-        size_bytes = len(header) + sum(leaf.array.size_bytes for leaf in leaves)
-        at = self._place(path, header, size_bytes, width_of(leaves)) + len(header)
-        for leaf in leaves:
-            offsets[leaf.name] = at
-            at += leaf.array.size_bytes
-
-    def _place(self, path: str, start: bytes, size_bytes: int, width: int = 0) -> int:
-        offset = aligned(self.end)
-        self.files.append(FileInMemory(path, offset, size_bytes, width))
-        self.fixed.append((offset, start))
-        self.end = offset + size_bytes
-        return offset
 
 
 def width_of(leaves: Sequence[Leaf]) -> int:

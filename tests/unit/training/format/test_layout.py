@@ -32,9 +32,8 @@ def _leaves(sizes: dict[str, int], *dtypes: str) -> list[Leaf]:
 def _image(objects: dict[str, list[Leaf]]) -> dict[str, bytes]:
     """Return the files as they would be saved."""
     layout = lay_out(objects)
-    memory = bytearray(layout.size_bytes)
-    for offset, content in layout.fixed:
-        memory[offset : offset + len(content)] = content
+    memory = bytearray(layout.end)
+    layout.write_fixed(memoryview(memory))
     for name, leaves in objects.items():
         for place, leaf in zip(layout.tensors[name], leaves, strict=True):
             assert place.array == leaf.array

@@ -55,9 +55,8 @@ def state(objects: dict[str, dict[str, tuple[str, bytes]]]) -> tuple[list[Manife
     for name, tensors in objects.items():
         leaves[name] = [Leaf(key, None, _array(dtype, len(data))) for key, (dtype, data) in tensors.items()]
     layout = lay_out(leaves)
-    memory = bytearray(layout.size_bytes)
-    for at, content in layout.fixed:
-        memory[at : at + len(content)] = content
+    memory = bytearray(layout.end)
+    layout.write_fixed(memoryview(memory))
     for name, tensors in objects.items():
         for place, (_, data) in zip(layout.tensors[name], tensors.values(), strict=True):
             memory[place.offset : place.offset + len(data)] = data
