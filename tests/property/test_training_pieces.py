@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.errors import Damaged
-from ciuic.training.format import stored_files
+from ciuic.training.format import shards
 from ciuic.training.format.layout import TensorInFile
-from ciuic.training.format.stored_files import PiecewiseTensor, Region, StoredPiece, covers
+from ciuic.training.format.shards import Region, is_whole
+from ciuic.training.format.stored_files import PiecewiseTensor, StoredPiece
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -59,18 +60,22 @@ def test_cover_is_told_as_by_counting(
     """Cuts of the tensor cover it; with one block moved they do where counting says so."""
     shape, regions = made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_files, "_MAX_CUT_DIMENSIONS", max_cut_dimensions)
-        assert covers(regions, shape)
+        patch.setattr(shards, "_MAX_CUT_DIMENSIONS", max_cut_dimensions)
+        assert is_whole(regions, shape)
         number = data.draw(st.integers(0, len(regions) - 1))
         elsewhere = list(_moves(shape, regions[number]))
         if elsewhere:
             moved = [*regions[:number], data.draw(st.sampled_from(elsewhere)), *regions[number + 1 :]]
-            assert covers(moved, shape) == _counted(shape, moved)
+            assert is_whole(moved, shape) == _counted(shape, moved)
 
 
 def test_overlapping_pieces_are_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the elements is right, and the last row would be memory that nothing was written to."""
-    torch: Any = SimpleNamespace(dtype=str, float32="float32")
+
+    class Dtype:
+        itemsize = 4
+
+    torch: Any = SimpleNamespace(dtype=Dtype, float32=Dtype())
     monkeypatch.setitem(__import__("sys").modules, "torch", torch)
 
     def piece(row: int, rows: int) -> StoredPiece:
@@ -93,6 +98,6 @@ def test_many_pieces_take_linear_time() -> None:
     shape = (number + 1, number)
     assert sum(prod(sizes) for _, sizes in columns) == prod(shape)
     began = time.process_time()
-    assert covers(columns, shape)
+    assert is_whole(columns, shape)
     # A second is ten times what it takes; pairs would take minutes.
     assert time.process_time() - began < 10

@@ -19,8 +19,8 @@ from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training.compare.number_kinds import NumberKind, number_kind
 from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION
-from ciuic.training.format.shards import parse_piece
-from ciuic.training.format.stored_files import Files, covers, is_inside, read_file, top_of
+from ciuic.training.format.shards import is_whole, parse_piece, piece_sizes
+from ciuic.training.format.stored_files import Files, read_file, top_of
 from ciuic.training.format.tensors import stored_shape
 from ciuic.training.json_documents import MALFORMED, decode_json
 from ciuic.types import HOLE, ChunkId, Entry, SnapshotId
@@ -203,23 +203,14 @@ class SavedState:
             piece = parse_piece(part)
             assert piece is not None
             entry, where = self._located(part, path)
-            sizes = where.shape
-            # Stored as bytes along the last dimension, where safetensors has no name for the dtype.
-            if where.dtype == "U8" and own != "uint8" and kind.read is not None:
-                sizes = (*sizes[:-1], sizes[-1] // kind.element_bytes)
+            sizes = piece_sizes(where.dtype, where.shape, kind.element_bytes)
             if kind.read is not None and prod(sizes) * kind.element_bytes != where.stop - where.start:
                 raise ValueError(f"the piece {part} does not fit {own}")
             # Ranks that share no mesh may each have stored the same piece.
             ranges[piece[1], sizes] = FileRange(piece[1], sizes, entry, where.start, where.stop - where.start)
         if kind.read is None:
             raise Damaged(f"the tensor {name} of {self.id} is in pieces of {own}, which is not known here")
-        regions = list(ranges)
-        inside = all(is_inside(*region, shape) for region in regions)
-        if (
-            not inside
-            or sum(prod(sizes) for _, sizes in regions) != prod(shape)
-            or not covers(regions, shape)
-        ):
+        if not is_whole(list(ranges), shape):
             raise Damaged(f"the pieces of the tensor {name} of {self.id} do not make up the whole")
         return StoredTensor(kind, shape, tuple(ranges[region] for region in sorted(ranges)))
 

@@ -45,7 +45,7 @@ from ciuic.training.format.layout import (
     file_name,
     packing_order,
 )
-from ciuic.training.format.shards import piece_name
+from ciuic.training.format.shards import map_leaves, piece_name, with_local
 from ciuic.training.format.structure import Leaf
 from ciuic.training.logs import log
 from ciuic.training.policy.retention_rules import Latest
@@ -395,9 +395,34 @@ _CopyTensor = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns a copy of a tensor on the CPU."""
 
 
-def copy_state(state: Any, place: _CopyTensor) -> Any:
-    """Return a copy of the state. A tensor that occurs several times is copied once."""
-    return _Copier(place).value(state)
+def copy_state(state: Any, place: _CopyTensor, *, objects: bool = True) -> Any:
+    """Return a copy of the state. A tensor that occurs several times is copied once.
+
+    Args:
+        state: The state.
+        place: Copies plain dense tensors, and the local tensors of DTensors.
+        objects: Whether other values are copied too.
+    """
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return with_local(value, copied(value._local_tensor))
+        dense = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        # Other kinds of tensors are copied by their own method.
+        if not dense or value.is_quantized or value.is_meta:
+            return copy.deepcopy(value) if objects else value
+        return place(value)
+
+    def leaf(value: Any, _: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copied(value)
+        # The original is kept with its copy: an id is unique only among objects that live.
+        if id(value) not in made:
+            made[id(value)] = value, copied(value)
+        return made[id(value)][1]
+
+    return map_leaves(state, leaf)
 
 
 def arena_bytes(state: Any) -> int:
@@ -410,7 +435,7 @@ def arena_bytes(state: Any) -> int:
         return tensor
 
     # Sizes only: other objects need no arena, and a deep copy of them would be dropped.
-    _Copier(count, objects=False).value(state)
+    copy_state(state, count, objects=False)
     return total
 
 
@@ -470,45 +495,3 @@ def _reserved(end: int, tensor: torch.Tensor) -> tuple[int, int]:
     small = size_bytes < OWN_FILE_BYTES
     start = -(-end // _SMALL_ALIGNMENT) * _SMALL_ALIGNMENT if small else aligned(end) + HEADER_BYTES
     return start, start + size_bytes
-
-
-class _Copier:
-    """Copy of one nested state."""
-
-    def __init__(self, place: _CopyTensor, *, objects: bool = True) -> None:
-        self._place = place
-        self._objects = objects
-        self._made: dict[int, tuple[Any, Any]] = {}
-
-    def value(self, value: Any) -> Any:
-        """Return the copy of a value."""
-        if isinstance(value, torch.Tensor):
-            # The original is kept with its copy: an id is unique only among objects that live.
-            if id(value) not in self._made:
-                self._made[id(value)] = value, self._tensor(value)
-            return self._made[id(value)][1]
-        if type(value) in (dict, list, tuple) or isinstance(value, dict):
-            return self._container(value)
-        return copy.deepcopy(value) if self._objects else value
-
-    def _container(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            # A copy keeps the class, and attributes such as the `_metadata` of a state_dict.
-            made = copy.copy(value)
-            for key, item in value.items():
-                made[key] = self.value(item)
-            return made
-        return type(value)(self.value(item) for item in value)
-
-    def _tensor(self, value: torch.Tensor) -> Any:
-        if isinstance(value, DTensor):
-            local = value._local_tensor
-            # DTensor.from_local would move the copy to the mesh's device.
-            made: Any = DTensor
-            return made(self._tensor(local), value._spec, requires_grad=False)
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            return copy.deepcopy(value) if self._objects else value
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            return copy.deepcopy(value) if self._objects else value
-        # Plain dense tensors alone are placed in the arena; other kinds are copied by their own method above.
-        return self._place(value)

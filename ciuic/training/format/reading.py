@@ -25,16 +25,14 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
-from ciuic.training.format.shards import TemplateLookup, cut_to_templates, parse_piece
+from ciuic.training.format.shards import TemplateLookup, is_whole, parse_piece
 from ciuic.training.format.stored_files import (
     Files,
-    PiecewiseTensor,
     RangeReader,
     ReadFrom,
     SnapshotRef,
     arrays_of,
-    covers,
-    is_inside,
+    cut_to_templates,
     open_repository,
     read_file,
     top_of,
@@ -204,7 +202,7 @@ def load(
         path: Path of the repository, or a function that opens it.
         id_: Snapshot.
         templates: Templates of sharded objects by name, of which only this rank's part is loaded
-            (`shards.cut_to_templates`).
+            (`stored_files.cut_to_templates`).
         prepare: Applied to what stands for a state in `state.json` before values are made of it.
 
     Raises:
@@ -231,7 +229,7 @@ def load(
                 template = (templates or {}).get(name)
                 if template is not None or arrays.has_pieces(name):
                     # Without a template all of a tensor is loaded, from the pieces of all ranks.
-                    found = cut_to_templates(found, template or (lambda _: None), PiecewiseTensor)
+                    found = cut_to_templates(found, template or (lambda _: None))
                 objects[name] = found
             values = structure.unpack(prepare(state["values"]), arrays.lookup("values"))
             return Loaded(id_, facts, objects, values)
@@ -403,6 +401,5 @@ def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called:
         if where.dtype != dtype:
             raise ValueError(f"a piece of the tensor {called} is of {where.dtype}, expected {dtype}")
         regions.add((piece[1], where.shape))
-    inside = all(is_inside(*region, shape) for region in regions)
-    if not (inside and covers(list(regions), shape)):
+    if not is_whole(list(regions), shape):
         raise ValueError(f"the pieces of the tensor {called} do not make up the whole")

@@ -1,8 +1,10 @@
-"""Sharded tensors (torch's DTensor: FSDP2, tensor parallel): storing the parts of ranks, and loading them.
+"""Sharded tensors (torch's DTensor: FSDP2, tensor parallel): which block of one a rank has, and whether blocks make up the whole.
 
 A *piece* is a block of such a tensor that one rank stores, under the tensor's name and the indices of its
 first element: `NAME@0,512`. Where several ranks have the same block (HSDP, replicated parameters), the first
-of them stores it. The pieces of all ranks together make up the tensor, so any number of ranks can load it.
+of them stores it. The pieces of all ranks together make up the tensor, so any number of ranks can load it:
+`stored_files` reads them. Checkpoints of `torch.distributed.checkpoint` name their shards so too; for these
+torch's planners decide which rank stores a shard and which overlaps a rank reads.
 
 Names are compared without the prefixes of a module's wrappers: torch.compile adds ``_orig_mod``, and
 DistributedDataParallel a leading ``module``.
@@ -11,15 +13,17 @@ DistributedDataParallel a leading ``module``.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from math import prod
+from typing import Any, Final
 
 from ciuic.training.format.tensors import Unsaveable, describe
-from ciuic.training.free_resources import reader_count
 
 _COMPILED: Final = "_orig_mod"
 _PARALLEL: Final = "module"
@@ -41,23 +45,62 @@ def bare_names(keys: Iterable[str]) -> dict[str, str]:
     return {key: ".".join(own) for key, own in parts.items()}
 
 
-TemplateLookup = Callable[[tuple[Any, ...]], Any]
-"""Template of a state: maps a path to the value that stands, or will stand, there."""
-# DOTALL: a key of a state may contain line breaks.
-_PIECE: Final = re.compile(r"^(.*)@([0-9,]*)$", re.DOTALL)
+_MAX_CUT_DIMENSIONS: Final = 8
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a block of a tensor."""
 
 
-class ReadableTensor(Protocol):
-    """A tensor of a snapshot, of which blocks can be read."""
+def is_whole(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
+    """Return whether blocks make up a tensor: all lie within it, and cover each of its elements exactly once.
 
-    shape: tuple[int, ...]
+    Takes time linear in the number of blocks, times 2 to the number of dimensions that are cut.
+    """
+    if not all(is_inside(region, shape) for region in regions):
+        return False
+    if not prod(shape):
+        return True
+    # A block without elements has corners all the same.
+    regions = [region for region in regions if prod(region[1])]
+    if sum(prod(sizes) for _, sizes in regions) != prod(shape):
+        return False
+    whole: Region = ((0,) * len(shape), shape)
+    cut = [
+        dimension
+        for dimension, size in enumerate(shape)
+        if any(offsets[dimension] or sizes[dimension] != size for offsets, sizes in regions)
+    ]
+    # No mesh has so many dimensions; pairs then take less time than corners.
+    if len(cut) > _MAX_CUT_DIMENSIONS:
+        return not any(overlap(*pair) for pair in itertools.combinations(regions, 2))
+    # How often each element is covered is the running sum, along each dimension, of numbers that are 1 or -1
+    # at the corners of the blocks and 0 elsewhere: equal corners mean equal covers, and the reverse.
+    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    for (offsets, sizes), weight in (*((region, 1) for region in regions), (whole, -1)):
+        for ends in itertools.product((False, True), repeat=len(cut)):
+            corner = tuple(
+                offsets[dimension] + end * sizes[dimension] for dimension, end in zip(cut, ends, strict=True)
+            )
+            corners[corner] += -weight if sum(ends) % 2 else weight
+    return not any(corners.values())
 
-    def read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-        """Return a block.
 
-        Raises:
-            Damaged: The block cannot be read.
-        """
+def is_inside(region: Region, shape: tuple[int, ...]) -> bool:
+    """Return whether a block lies within a tensor of this shape."""
+    offsets, sizes = region
+    return len(offsets) == len(sizes) == len(shape) and all(
+        offset >= 0 and size >= 0 and offset + size <= whole
+        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """Return the block that two blocks have in common, by its offsets in the tensor; None if they have none."""
+    low = tuple(map(max, one[0], other[0]))
+    sizes = tuple(
+        min(start + size, other_start + other_size) - first
+        for start, size, other_start, other_size, first in zip(*one, *other, low, strict=True)
+    )
+    return (low, sizes) if all(size > 0 for size in sizes) else None
 
 
 def is_sharded(value: object) -> bool:
@@ -127,7 +170,7 @@ def piece_of(value: Any) -> tuple[tuple[int, ...], Any] | None:
         # Of several ranks with the same block the first stores it.
         if at and placement.is_replicate():
             return None
-    offsets, local = _block(value)
+    offsets, local = local_block(value)
     if type(local).__name__ not in ("Tensor", "Parameter"):
         raise Unsaveable(f"a DTensor whose local tensor must be a torch.Tensor, got a {type(local).__name__}")
     return (offsets, local) if local.numel() else None
@@ -148,6 +191,21 @@ def as_storable(block: Any) -> Any:
     import torch
 
     return block.contiguous().view(torch.uint8)
+
+
+def piece_sizes(dtype: str, shape: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
+    """Return the shape of a piece, which `as_storable` may have made bytes along the last dimension.
+
+    Args:
+        dtype: Name of its dtype in its file.
+        shape: Its shape in its file.
+        element_bytes: Bytes of an element of the tensor.
+    """
+    return (*shape[:-1], shape[-1] // element_bytes) if dtype == "U8" and shape else shape
+
+
+# DOTALL: a key of a state may contain line breaks.
+_PIECE: Final = re.compile(r"^(.*)@([0-9,]*)$", re.DOTALL)
 
 
 def piece_name(name: str, offsets: Sequence[int]) -> str:
@@ -183,6 +241,10 @@ def check_optimizer(value: Any, name: str) -> None:
                 )
 
 
+TemplateLookup = Callable[[tuple[Any, ...]], Any]
+"""Template of a state: maps a path to the value that stands, or will stand, there."""
+
+
 def template_lookup(value: Any, current: Any) -> TemplateLookup:
     """Return the template of the state of an object.
 
@@ -213,51 +275,17 @@ def template_lookup(value: Any, current: Any) -> TemplateLookup:
     return template
 
 
-def cut_to_templates(state: Any, template: TemplateLookup, whole: type[Any]) -> Any:
-    """Cut each tensor of a state to this rank's part.
-
-    Args:
-        state: State with whole tensors.
-        template: Template; where it has no DTensor the tensor stays whole.
-        whole: Class of the values in ``state`` that are `ReadableTensor`.
-
-    Raises:
-        Damaged: A tensor cannot be read.
-    """
-    # Two passes: the first begins to read all tensors, the second collects them.
-    with ThreadPoolExecutor(reader_count(), "ciuic-load") as pool:
-
-        def fit(value: Any, path: tuple[Any, ...]) -> Any:
-            if isinstance(value, whole) or type(value).__name__ == "Tensor":
-                return pool.submit(_cut_to_template, value, template(path), whole)
-            return value
-
-        begun = _map_leaves(state, (), fit)
-        return _map_leaves(begun, (), lambda value, _: value.result() if isinstance(value, Future) else value)
-
-
-def _map_leaves(value: Any, path: tuple[Any, ...], each: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
+def map_leaves(value: Any, each: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which ``each`` was applied to the other values and their paths."""
     if isinstance(value, dict):
         # A copy keeps the class, and attributes such as the `_metadata` of a state_dict.
         made = copy.copy(value)
         for key, one in value.items():
-            made[key] = _map_leaves(one, (*path, key), each)
+            made[key] = map_leaves(one, each, (*path, key))
         return made
     if type(value) in (list, tuple):
-        return type(value)(_map_leaves(one, (*path, at), each) for at, one in enumerate(value))
+        return type(value)(map_leaves(one, each, (*path, at)) for at, one in enumerate(value))
     return each(value, path)
-
-
-def _cut_to_template(value: Any, like: Any, whole: type[Any]) -> Any:
-    everything = (0,) * len(value.shape), tuple(value.shape)
-    if not is_sharded(like) or tuple(like.shape) != tuple(value.shape):
-        return value.read(*everything) if isinstance(value, whole) else value
-    offsets, local = _block(like)
-    if isinstance(value, whole):
-        block = value.read(offsets, tuple(local.shape))
-    else:
-        block = narrowed(value, offsets, local.shape)
-    return _sharded(block, like, local)
 
 
 def narrowed(tensor: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
@@ -267,7 +295,7 @@ def narrowed(tensor: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Any
     return tensor
 
 
-def _block(value: Any) -> tuple[tuple[int, ...], Any]:
+def local_block(value: Any) -> tuple[tuple[int, ...], Any]:
     """Return the indices of the first element, and the content, of this rank's part."""
     local = value._local_tensor
     shape, offsets = _local_extent(tuple(value.shape), value.device_mesh, tuple(value.placements))
@@ -289,15 +317,10 @@ def _local_extent(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]
     return found
 
 
-def _sharded(block: Any, like: Any, local: Any) -> Any:
-    """Return a DTensor as ``like`` with another content."""
-    import torch
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    here = torch.empty_like(local, dtype=block.dtype, requires_grad=False)
-    here.copy_(block)
-    meta = TensorMeta(like.shape, like.stride(), block.dtype)
-    made: Any = DTensor
+def with_local(like: Any, local: Any) -> Any:
+    """Return a DTensor as ``like`` with another local tensor of the same shape."""
+    spec = like._spec
+    if local.dtype != like.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     # Not by `from_local`, which would move the content to the device of the mesh.
-    return made(here, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
+    return type(like)(local, spec, requires_grad=False)

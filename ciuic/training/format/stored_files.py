@@ -7,13 +7,12 @@ Whole tensors are read in several threads, each with a repository of its own. Ne
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
+from operator import sub
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ciuic.errors import Damaged, NotFound
@@ -21,7 +20,20 @@ from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training.format import tensors
 from ciuic.training.format.layout import TensorInFile, decode_header
-from ciuic.training.format.shards import narrowed, parse_piece
+from ciuic.training.format.shards import (
+    Region,
+    TemplateLookup,
+    is_inside,
+    is_sharded,
+    is_whole,
+    local_block,
+    map_leaves,
+    narrowed,
+    overlap,
+    parse_piece,
+    piece_sizes,
+    with_local,
+)
 from ciuic.training.format.tensors import empty_buffer, stored_shape
 from ciuic.training.free_resources import reader_count
 from ciuic.training.json_documents import MAX_DOCUMENT_BYTES
@@ -176,11 +188,6 @@ def _read_run(repository: Repository, run: list[tuple[int, ChunkId]], into: memo
         room[len(data) :] = bytes(len(room) - len(data))
 
 
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a block."""
-_MAX_CUT_DIMENSIONS: Final = 8
-
-
 class StoredPiece(NamedTuple):
     """A block of a tensor, and the file that holds it."""
 
@@ -290,7 +297,7 @@ class RangeReader:
 
 
 class PiecewiseTensor:
-    """A tensor in pieces; a `shards.ReadableTensor`."""
+    """A tensor in pieces, of which blocks can be read."""
 
     def __init__(
         self, name: str, said: Mapping[str, Any], pieces: Sequence[StoredPiece], source: RangeReader
@@ -312,15 +319,13 @@ class PiecewiseTensor:
         self._pieces = list({(piece.offsets, piece.where.shape): piece for piece in pieces}.values())
         self._source = source
         self._dtype = tensors.torch_dtype(said["dtype"])
-        regions = [(piece.offsets, self._sizes(piece)) for piece in self._pieces]
-        # A piece that reaches out of the tensor counts as missing.
-        inside = [region for region in regions if is_inside(*region, self.shape)]
-        here = sum(prod(sizes) for _, sizes in inside)
-        if len(inside) < len(regions) or here != prod(self.shape):
-            raise Damaged(f"of the tensor {name} there are {here} elements of {prod(self.shape)}")
-        # The right number of elements, some of them twice: then as many others are missing, and would be
-        # read from memory that nothing was written to.
-        if not covers(inside, self.shape):
+        # Otherwise elements would be read from memory that nothing was written to.
+        if not is_whole(regions := [self._region(piece) for piece in self._pieces], self.shape):
+            # A piece that reaches out of the tensor counts as missing.
+            inside = [region for region in regions if is_inside(region, self.shape)]
+            here = sum(prod(sizes) for _, sizes in inside)
+            if len(inside) < len(regions) or here != prod(self.shape):
+                raise Damaged(f"of the tensor {name} there are {here} elements of {prod(self.shape)}")
             raise Damaged(f"of the tensor {name} some elements are there twice, and others are missing")
 
     def read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
@@ -339,85 +344,63 @@ class PiecewiseTensor:
         block = torch.empty(sizes, dtype=self._dtype, device="cpu")
         if not block.numel():
             return block
-        # Copy the intersection of the block with each piece.
         for piece in self._pieces:
-            its = self._sizes(piece)
-            low = [max(one, other) for one, other in zip(offsets, piece.offsets, strict=True)]
-            high = [
-                min(one + size, other + its_size)
-                for one, size, other, its_size in zip(offsets, sizes, piece.offsets, its, strict=True)
-            ]
-            if any(start >= stop for start, stop in zip(low, high, strict=True)):
+            region = self._region(piece)
+            if (common := overlap((offsets, sizes), region)) is None:
                 continue
-            lengths = [stop - start for start, stop in zip(low, high, strict=True)]
-            within = [start - first for start, first in zip(low, piece.offsets, strict=True)]
-            found = self._source.read_block(piece.path, piece.where.start, self._dtype, its, within, lengths)
-            at = [start - first for start, first in zip(low, offsets, strict=True)]
-            narrowed(block, at, lengths).copy_(found)
+            first, lengths = common
+            within = tuple(map(sub, first, piece.offsets))
+            found = self._source.read_block(
+                piece.path, piece.where.start, self._dtype, region[1], within, lengths
+            )
+            narrowed(block, tuple(map(sub, first, offsets)), lengths).copy_(found)
         return block
 
     def whole(self) -> Any:
         """Return the whole tensor."""
         return self.read((0,) * len(self.shape), self.shape)
 
-    def _sizes(self, piece: StoredPiece) -> tuple[int, ...]:
-        """Return the shape of a piece.
-
-        One whose dtype has no name in safetensors is stored as bytes along the last dimension.
-        """
-        sizes = piece.where.shape
-        if piece.where.dtype == "U8" and sizes:
-            return (*sizes[:-1], sizes[-1] // self._dtype.itemsize)
-        return sizes
+    def _region(self, piece: StoredPiece) -> Region:
+        """Return the block that a piece is."""
+        where = piece.where
+        return piece.offsets, piece_sizes(where.dtype, where.shape, self._dtype.itemsize)
 
 
-def is_inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a block lies within a tensor of this shape."""
-    return len(offsets) == len(sizes) == len(shape) and all(
-        offset >= 0 and size >= 0 and offset + size <= whole
-        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
-    )
-
-
-def covers(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
-    """Return whether blocks within a tensor cover each of its elements exactly once.
-
-    Takes time linear in the number of blocks, times 2 to the number of dimensions that are cut.
+def cut_to_templates(state: Any, template: TemplateLookup) -> Any:
+    """Cut each tensor of a state to this rank's part.
 
     Args:
-        regions: Blocks that lie inside of the tensor and have as many elements together as it has.
-        shape: Shape of the tensor.
+        state: State with whole tensors, or a `PiecewiseTensor` in place of one.
+        template: Template; where it has no DTensor the tensor stays whole.
+
+    Raises:
+        Damaged: A tensor cannot be read.
     """
-    # A block without elements has corners all the same.
-    if not prod(shape):
-        return True
-    regions = [region for region in regions if prod(region[1])]
-    whole: Region = ((0,) * len(shape), shape)
-    cut = [
-        dimension
-        for dimension, size in enumerate(shape)
-        if any(offsets[dimension] or sizes[dimension] != size for offsets, sizes in regions)
-    ]
-    # No mesh has so many dimensions; pairs then take less time than corners.
-    if len(cut) > _MAX_CUT_DIMENSIONS:
-        return not any(_overlap(*pair) for pair in itertools.combinations(regions, 2))
-    # How often each element is covered is the running sum, along each dimension, of numbers that are 1 or -1
-    # at the corners of the blocks and 0 elsewhere: equal corners mean equal covers, and the reverse.
-    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
-    for (offsets, sizes), weight in (*((region, 1) for region in regions), (whole, -1)):
-        for ends in itertools.product((False, True), repeat=len(cut)):
-            corner = tuple(
-                offsets[dimension] + end * sizes[dimension] for dimension, end in zip(cut, ends, strict=True)
-            )
-            corners[corner] += -weight if sum(ends) % 2 else weight
-    return not any(corners.values())
+    # Two passes: the first begins to read all tensors, the second collects them.
+    with ThreadPoolExecutor(reader_count(), "ciuic-load") as pool:
+
+        def fit(value: Any, path: tuple[Any, ...]) -> Any:
+            if isinstance(value, PiecewiseTensor) or type(value).__name__ == "Tensor":
+                return pool.submit(_cut_to_template, value, template(path))
+            return value
+
+        begun = map_leaves(state, fit)
+        return map_leaves(begun, lambda value, _: value.result() if isinstance(value, Future) else value)
 
 
-def _overlap(one: Region, other: Region) -> bool:
-    return all(
-        max(start, other_start) < min(start + size, other_start + other_size)
-        for start, size, other_start, other_size in zip(*one, *other, strict=True)
-    )
+def _cut_to_template(value: Any, like: Any) -> Any:
+    if not is_sharded(like) or tuple(like.shape) != tuple(value.shape):
+        return value.whole() if isinstance(value, PiecewiseTensor) else value
+    import torch
+
+    offsets, local = local_block(like)
+    if isinstance(value, PiecewiseTensor):
+        block = value.read(offsets, tuple(local.shape))
+    else:
+        block = narrowed(value, offsets, local.shape)
+    here = torch.empty_like(local, dtype=block.dtype, requires_grad=False)
+    here.copy_(block)
+    return with_local(like, here)
 
 
 _PIECE_MARK: Final = "@"
