@@ -17,7 +17,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training.compare.number_kinds import NumberKind, number_kind
-from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
+from ciuic.training.format.layout import SUFFIX, TensorInFile, read_header
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION
 from ciuic.training.format.shards import is_whole, parse_piece, piece_sizes
 from ciuic.training.format.stored_files import Files, read_file, top_of
@@ -218,7 +218,12 @@ class SavedState:
         entry = self._files.entry(path)
         key = entry.content, entry.map_height, entry.size_bytes
         if key not in self._headers:
-            self._headers[key] = _header(self._reader, entry)
+            self._headers[key] = read_header(
+                lambda count: bytes(self._reader.read(entry, 0, count)),
+                entry.size_bytes,
+                self._reader.block_size,
+                path,
+            )
         if part not in self._headers[key]:
             raise Damaged(f"{path} of {self.id} has no tensor {part}")
         return entry, self._headers[key][part]
@@ -316,13 +321,3 @@ def _members(value: dict[str, Any] | list[Any]) -> list[tuple[str, Any]]:
 
 def _key_text(key: Any) -> str:
     return str(key) if isinstance(key, (str, int)) or key is None else json.dumps(key)
-
-
-def _header(reader: BlockReader, entry: Entry) -> dict[str, TensorInFile]:
-    wanted = min(entry.size_bytes, reader.block_size)
-    header = decode_header(bytes(reader.read(entry, 0, wanted)), entry.size_bytes)
-    if isinstance(header, int):
-        header = decode_header(bytes(reader.read(entry, 0, header)), entry.size_bytes)
-    if isinstance(header, int):
-        raise ValueError("a safetensors header has no end")
-    return header

@@ -14,7 +14,7 @@ from ciuic.errors import UsageError
 from ciuic.training.convert.exported_files import CONFIGURATION, WEIGHTS, is_configuration_name
 from ciuic.training.convert.foreign_directory import ForeignDirectory
 from ciuic.training.format import tensors
-from ciuic.training.format.layout import decode_header
+from ciuic.training.format.layout import read_header
 from ciuic.training.json_documents import MAX_DOCUMENT_BYTES, decode_json
 
 _TORCH_WEIGHTS: Final = "pytorch_model.bin"
@@ -149,12 +149,12 @@ def read_safetensors(file: IO[bytes], what: str) -> dict[str, Any]:
     """
     with file:
         size_bytes = os.fstat(file.fileno()).st_size
-        header = decode_header(file.read(8), size_bytes)
-        if isinstance(header, int):
+
+        def start(count: int) -> bytes:
             file.seek(0)
-            header = decode_header(file.read(header), size_bytes)
-        if isinstance(header, int):
-            raise ValueError(f"the header of {what} has no end")
+            return file.read(count)
+
+        header = read_header(start, size_bytes, 8, what)
         found = {}
         for name, where in header.items():
             owner, memory = tensors.empty_buffer(where.stop - where.start)

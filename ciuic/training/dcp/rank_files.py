@@ -73,7 +73,7 @@ OBJECTS_VERSION: Final = 1
 # The shortest header of `layout.encode_header`, which pads to multiples of 4096. A longer one (of a tensor
 # with a name of thousands of characters) does not fit, and such a tensor is copied once more.
 HEADER_BYTES: Final = 4096
-"""Room before each tensor that `dcp.staging` places in an arena, for the header of a file of its own."""
+"""Room before each tensor that `ArenaPlacer` places in an arena, for the header of a file of its own."""
 
 
 class RankFiles(Layout):
@@ -184,7 +184,7 @@ def _leaf(item: WriteItem, tensor: torch.Tensor) -> Leaf:
 
 def _path_of(item: WriteItem) -> str:
     """Return the path of the file of a large shard."""
-    # One folder deep, as far as `format.files.Files` looks: a name without a dot has no folder of its own.
+    # One folder deep, as far as `stored_files.Files` looks: a name without a dot has no folder of its own.
     first, dot, rest = item.index.fqn.partition(".")
     if not dot or not first or not rest:
         first, rest = "tensors", item.index.fqn

@@ -12,12 +12,12 @@ from __future__ import annotations
 import io
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -304,10 +304,17 @@ class CiuicStorageReader(StorageReader):
             Damaged: content is not as it was saved; part of the target state may have been overwritten.
         """
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        wanted = [self._stored_shard(item) for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        with closing(RangeReader(self._snapshot)) as source:
-            for shard, tensor in _read_all(source, wanted):
-                _put(shard.item, tensor, planner)
+        wanted = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        threads = reader_count()
+        with (
+            closing(RangeReader(self._snapshot)) as source,
+            ThreadPoolExecutor(threads, "ciuic-load") as pool,
+        ):
+            # A few reads at a time keep memory small.
+            for first in range(0, len(wanted), threads):
+                some = wanted[first : first + threads]
+                for item, tensor in zip(some, pool.map(partial(self._read_item, source), some), strict=True):
+                    _put(item, tensor, planner)
         self._load_objects(objects, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -355,15 +362,18 @@ class CiuicStorageReader(StorageReader):
         self.passed_over = passed_over
         return found
 
-    def _stored_shard(self, item: ReadItem) -> _StoredShard:
-        """Return the stored shard of an item."""
+    def _read_item(self, source: RangeReader, item: ReadItem) -> torch.Tensor:
+        """Return the item's part of its stored shard, verified."""
         assert self._metadata is not None
         index = item.storage_index
         tensor = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
         sizes = next(chunk.sizes for chunk in tensor.chunks if chunk.offsets == index.offset)
         place: ItemLocation = self._metadata.storage_data[index]
-        return _StoredShard(item, place, tensor.properties.dtype, tuple(sizes))
+        found: torch.Tensor = source.read_block(
+            place.path, place.start, tensor.properties.dtype, sizes, item.storage_offsets, item.lengths
+        )
+        return found
 
     def _load_objects(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         assert self._metadata is not None
@@ -384,16 +394,6 @@ class CiuicStorageReader(StorageReader):
             planner.load_bytes(item, made)
 
 
-class _StoredShard(NamedTuple):
-    """Item to read, and the stored shard that holds it."""
-
-    item: ReadItem
-    place: ItemLocation
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    """Shape of the shard."""
-
-
 def _put(item: ReadItem, tensor: torch.Tensor, planner: LoadPlanner) -> None:
     """Copy an item into the planner's tensor."""
     # Detached: torch refuses to change a leaf that requires gradients in place.
@@ -405,24 +405,6 @@ def _put(item: ReadItem, tensor: torch.Tensor, planner: LoadPlanner) -> None:
         )
     target.copy_(tensor)
     planner.commit_tensor(item, target)
-
-
-def _read_all(source: RangeReader, wanted: list[_StoredShard]) -> Iterator[tuple[_StoredShard, torch.Tensor]]:
-    """Yield all items with their content, verified; a few reads at a time keep memory small."""
-    threads = reader_count()
-    with ThreadPoolExecutor(threads, "ciuic-load") as pool:
-        for first in range(0, len(wanted), threads):
-            some = wanted[first : first + threads]
-            yield from zip(some, pool.map(partial(_read_item, source), some), strict=True)
-
-
-def _read_item(source: RangeReader, shard: _StoredShard) -> torch.Tensor:
-    """Return the item's part of a shard, verified."""
-    item, place = shard.item, shard.place
-    tensor: torch.Tensor = source.read_block(
-        place.path, place.start, shard.dtype, shard.sizes, item.storage_offsets, item.lengths
-    )
-    return tensor
 
 
 def read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from ciuic.training.dcp.rank_files import (
     fits,
 )
 from ciuic.training.dcp.reading import CiuicStorageReader
-from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts, metric_floats
+from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts, facts_summary
 from ciuic.training.remote.copies import RemoteProgress
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.results import EXIT_SECONDS
@@ -297,7 +297,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         part.add_file(METADATA_FILE, encode_metadata(metadata, places))
         part.add_file(FACTS_FILE, encode_facts(facts))
         own = (self._checkpoint_id,) if self._checkpoint_id else ()
-        message = _snapshot_message(self._checkpoint_id, facts)
+        message = ", ".join(filter(None, (self._checkpoint_id, facts_summary(facts))))
         self.last_id = self._parts.commit(part, stored, message, (TAG, *own, *self.tags))
         metadata.storage_data = places
 
@@ -328,15 +328,6 @@ def _item_results(part: RankFiles, plan: SavePlan, files: tuple[StoredFile, ...]
         # Sent once, with the first item.
         files = ()
     return results
-
-
-def _snapshot_message(checkpoint_id: str, facts: Facts) -> str:
-    """Return the message of the snapshot."""
-    parts = [checkpoint_id] if checkpoint_id else []
-    parts += [] if facts.epoch is None else [f"epoch {facts.epoch}"]
-    parts += [] if facts.step is None else [f"step {facts.step}"]
-    parts += [f"{key} {value:.4g}" for key, value in metric_floats(facts.metrics).items()]
-    return ", ".join(parts)
 
 
 def _as_tensor(value: object) -> torch.Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -258,6 +258,28 @@ def decode_header(start: bytes, size_bytes: int) -> dict[str, TensorInFile] | in
     if sum(tensor.stop - tensor.start for tensor in found.values()) > size_bytes - begin:
         raise ValueError("tensors of the safetensors header overlap")
     return found
+
+
+def read_header(
+    read: Callable[[int], bytes], size_bytes: int, first_bytes: int, what: str
+) -> dict[str, TensorInFile]:
+    """Read and decode the header of a file.
+
+    Args:
+        read: Returns this many first bytes of the file, or more.
+        size_bytes: Size of the file.
+        first_bytes: Number of bytes to try first; a longer header is read once more, with as many as it says.
+        what: What errors call the file.
+
+    Raises:
+        ValueError: The header is not as it should be.
+    """
+    header = decode_header(read(min(first_bytes, size_bytes)), size_bytes)
+    if isinstance(header, int):
+        header = decode_header(read(header), size_bytes)
+    if isinstance(header, int):
+        raise ValueError(f"the header of {what} has no end")
+    return header
 
 
 def _stored_name(name: str) -> str:

@@ -24,7 +24,7 @@ import msgspec
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
 from ciuic.training.format import structure, tensors
-from ciuic.training.format.layout import SUFFIX, TensorInFile, decode_header
+from ciuic.training.format.layout import SUFFIX, TensorInFile
 from ciuic.training.format.shards import TemplateLookup, is_whole, parse_piece
 from ciuic.training.format.stored_files import (
     Files,
@@ -34,7 +34,6 @@ from ciuic.training.format.stored_files import (
     arrays_of,
     cut_to_templates,
     open_repository,
-    read_file,
     top_of,
 )
 from ciuic.training.format.tensors import safetensors_name, stored_shape
@@ -279,20 +278,20 @@ def _entry_of(info: SnapshotInfo, facts: Facts, pair: Pair | None) -> SavedSnaps
 
 
 def metric_floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as plain metric_floats."""
+    """Return metrics as plain floats."""
     return {key: float(value) for key, value in metrics.items()}
 
 
 def facts_summary(facts: Facts) -> str:
     """Return epoch, step and metrics as one line."""
     parts = [] if facts.epoch is None else [f"epoch {facts.epoch}"]
-    parts.append(f"step {facts.step}")
-    parts += [f"{key} {value:.4g}" for key, value in facts.metrics.items()]
+    parts += [] if facts.step is None else [f"step {facts.step}"]
+    parts += [f"{key} {value:.4g}" for key, value in metric_floats(facts.metrics).items()]
     return ", ".join(parts)
 
 
 def framework_versions() -> dict[str, str]:
-    """Return the framework_versions of Python and of the imported frameworks, and the name of the host."""
+    """Return the versions of Python and of the imported frameworks, and the name of the host."""
     found = {"python": platform.python_version(), "host": socket.gethostname()}
     # Looked up, not imported: ciuic imports no framework for a program that does not use it.
     for name in ("torch", "numpy", "tensorflow", "keras"):
@@ -324,7 +323,7 @@ def check_resolves(repository: Repository, id_: SnapshotId) -> None:
         held: dict[str, dict[str, TensorInFile]] = {}
         for name in names:
             if name.endswith(SUFFIX):
-                held.setdefault(name.partition("/")[0], {}).update(_read_header(repository, files, name))
+                held.setdefault(name.partition("/")[0], {}).update(files.header(name))
         check_document(document, held)
     except (*MALFORMED, ValueError) as error:
         raise Damaged(f"the state of {id_} cannot be loaded: {error}") from None
@@ -347,18 +346,6 @@ def check_document(data: bytes | bytearray, held: Mapping[str, Mapping[str, Tens
     for of, skeleton in {**state["objects"], "values": state["values"]}.items():
         for own in _tensors_of(skeleton):
             _check_tensor(own, held.get(of, {}), f"{of}.{own['name']}")
-
-
-def _read_header(repository: Repository, files: Files, name: str) -> dict[str, TensorInFile]:
-    entry, wanted = files.entry(name), files.block_size
-    while True:
-        room = bytearray(min(wanted, entry.size_bytes))
-        read_file(repository, entry, memoryview(room))
-        found = decode_header(bytes(room), entry.size_bytes)
-        if not isinstance(found, int):
-            return found
-        # `read_file` fills whole blocks.
-        wanted = -(-found // files.block_size) * files.block_size
 
 
 def _tensors_of(skeleton: Any) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.training.format import tensors
-from ciuic.training.format.layout import TensorInFile, decode_header
+from ciuic.training.format.layout import TensorInFile, read_header
 from ciuic.training.format.shards import (
     Region,
     TemplateLookup,
@@ -133,6 +133,24 @@ class Files:
         room = bytearray(entry.size_bytes)
         read_file(self._repository, entry, memoryview(room))
         return room
+
+    def header(self, name: str) -> dict[str, TensorInFile]:
+        """Return the tensors of a safetensors file, of which only the header is read.
+
+        Raises:
+            NotFound: There is no such file.
+            Damaged: The file cannot be read.
+            ValueError: The header is not as it should be.
+        """
+        entry = self.entry(name)
+
+        def start(count: int) -> bytes:
+            # `read_file` fills whole blocks.
+            room = bytearray(min(-(-count // self.block_size) * self.block_size, entry.size_bytes))
+            read_file(self._repository, entry, memoryview(room))
+            return bytes(room)
+
+        return read_header(start, entry.size_bytes, self.block_size, name)
 
 
 def read_file(repository: Repository, entry: Entry, into: memoryview, first_block: int = 0) -> None:
@@ -403,6 +421,8 @@ def _cut_to_template(value: Any, like: Any) -> Any:
     return with_local(like, here)
 
 
+# Most headers have 4096 bytes (`layout.encode_header`); only those of many small tensors are decoded again.
+_FIRST_BYTES: Final = 8192
 _PIECE_MARK: Final = "@"
 """Character in the name of a file that holds one piece of a tensor."""
 
@@ -488,8 +508,8 @@ class Arrays:
         with ThreadPoolExecutor(threads, "ciuic-load") as pool:
             for done in [pool.submit(self._read_ranges, queue) for _ in range(threads)]:
                 done.result()
-        for name, (entry, owner, memory) in zip(names, buffers, strict=True):
-            self._note(name, owner, _read_header(memory, entry.size_bytes, name))
+        for name, (_, owner, memory) in zip(names, buffers, strict=True):
+            self._note(name, owner, memory)
 
     def _allocated(self, name: str) -> _Buffer:
         """Return memory for what is read of a file at first."""
@@ -511,8 +531,12 @@ class Arrays:
                 pass
             raise
 
-    def _note(self, path: str, owner: Any, held: Mapping[str, TensorInFile]) -> None:
+    def _note(self, path: str, owner: Any, start: memoryview) -> None:
+        """Note the tensors of a file, of which at least the start was read."""
         object_name = path.partition("/")[0]
+        held = read_header(
+            lambda count: bytes(start[:count]), self._files.entry(path).size_bytes, _FIRST_BYTES, path
+        )
         for tensor, facts in held.items():
             self._found.setdefault(object_name, {})[tensor] = _Found(owner, path, facts)
             piece = parse_piece(tensor)
@@ -559,24 +583,3 @@ class Arrays:
             tuple(packed.get("shape", ())),
         )
         return tensors.from_buffer(owner, facts.start, array)
-
-
-def _read_header(start: memoryview, size_bytes: int, name: str) -> dict[str, TensorInFile]:
-    """Return the tensors in a file.
-
-    Args:
-        start: First bytes of the file.
-        size_bytes: Size of the file.
-        name: What errors call it.
-
-    Raises:
-        ValueError: The header is not as it should be.
-    """
-    # Most headers have 4096 bytes (`layout.encode_header`); only those of many small tensors are decoded
-    # again, with as many bytes as they say.
-    header = decode_header(start.tobytes() if len(start) < 8192 else bytes(start[:8192]), size_bytes)
-    if isinstance(header, int):
-        header = decode_header(bytes(start[:header]), size_bytes)
-    if isinstance(header, int):
-        raise ValueError(f"the header of {name} has no end")
-    return header
