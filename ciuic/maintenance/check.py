@@ -28,8 +28,8 @@ from ciuic.maintenance.references import ReferenceFinder
 from ciuic.maintenance.sweep import add_bases, all_listed
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository import log as _log
-from ciuic.repository.checking.walk import Reached
-from ciuic.repository.writing.shared_write_claim import is_claimed
+from ciuic.repository.disk.locks import is_claimed
+from ciuic.repository.snapshot_walk import Reached
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size, plural
 

@@ -12,12 +12,11 @@ from contextlib import suppress
 
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.repository.config import CONFIG_NAMES
-from ciuic.repository.disk.lock import LOCK_NAME, Lock
+from ciuic.repository.disk.locks import CLAIM_NAME, LOCK_NAME, Lock
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import RepositoryExists
 from ciuic.repository.index.database import INDEX_NAME
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
-from ciuic.repository.writing.shared_write_claim import CLAIM_NAME
 
 PACKS_DIR = "packs"
 # All that a crashed `create` may have left, which is taken up again.

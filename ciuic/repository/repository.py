@@ -2,6 +2,10 @@
 
 Opening reads one small file. Nothing here takes a lock except `writer` and `claim`, and nothing writes except
 through a writer.
+
+A repository counts as the caller's own only if root or the caller owns its directory, all that is read first
+in it and every directory on the way to it, and if no other user may write there. The callers decide what to do
+with another one: a restore leaves special files out, a repair reads no live files.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
-from ciuic.repository.committed_snapshots import CommittedSnapshots
 from ciuic.repository.config import (
     CODECS_VERSION,
     CONFIG_NAMES,
@@ -25,27 +28,41 @@ from ciuic.repository.config import (
     new_config,
     read_config,
 )
-from ciuic.repository.disk.lock import Lock
+from ciuic.repository.disk.locks import Claim, Lock
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import RepositoryExists
 from ciuic.repository.identity import Identity
 from ciuic.repository.index.database import DAMAGED, INDEX_NAME
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
 from ciuic.repository.new_directory import PACKS_DIR, exists, make_directories
-from ciuic.repository.ownership import foreign_reason
-from ciuic.repository.snapshots import SnapshotStore
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.snapshots import CommittedSnapshots, SnapshotStore
+from ciuic.system.ownership import find_flaw
 
 if TYPE_CHECKING:
+    from ciuic.repository.block_maps import BlockMaps
+    from ciuic.repository.directory_trees import Trees
     from ciuic.repository.index.chunk_lookup import ReaderFinder
-    from ciuic.repository.packs.bulk_reader import BulkReader
-    from ciuic.repository.packs.chunk_reader import ChunkReader
+    from ciuic.repository.packs.bulk_reader import BulkReader, IntoMemory
+    from ciuic.repository.packs.chunk_reader import ChunkLookup, ChunkReader, PackSource
     from ciuic.repository.packs.pack_directory import Packs
-    from ciuic.repository.packs.pack_source import ChunkLookup, PackSource
-    from ciuic.repository.packs.read_into import IntoMemory
-    from ciuic.repository.trees.block_maps import BlockMaps
-    from ciuic.repository.trees.tree_reader import Trees
     from ciuic.repository.writing.writer import Writer
+
+
+_PARTS = ("", *CONFIG_NAMES, "packs", "snapshots", "marks")
+
+
+def foreign_reason(path: str | os.PathLike[str]) -> str:
+    """Return why a user other than root and the caller may have written this; empty if none may."""
+    for part in _PARTS:
+        try:
+            flaw = find_flaw(os.path.join(path, part) if part else path)
+        except OSError:
+            # Unreadable: the caller's open reports it.
+            continue
+        if flaw is not None:
+            return flaw.found
+    return ""
+
 
 # Smaller blocks cost processor time for each, larger ones more bytes for a change in place
 # (docs/decisions/block-size.md).
@@ -211,7 +228,7 @@ class Repository:
     def into_memory(self) -> IntoMemory:
         """Reader of many chunks into buffers of the caller."""
         if self._into_memory is None:
-            from ciuic.repository.packs.read_into import IntoMemory
+            from ciuic.repository.packs.bulk_reader import IntoMemory
 
             self._into_memory = IntoMemory(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._into_memory
@@ -220,7 +237,7 @@ class Repository:
     def trees(self) -> Trees:
         """Reader of directory trees."""
         if self._trees is None:
-            from ciuic.repository.trees.tree_reader import Trees
+            from ciuic.repository.directory_trees import Trees
 
             self._trees = Trees(self.chunks)
         return self._trees
@@ -229,7 +246,7 @@ class Repository:
     def block_maps(self) -> BlockMaps:
         """Reader of block maps."""
         if self._block_maps is None:
-            from ciuic.repository.trees.block_maps import BlockMaps
+            from ciuic.repository.block_maps import BlockMaps
 
             self._block_maps = BlockMaps(self.chunks)
         return self._block_maps
@@ -364,7 +381,7 @@ class Repository:
             goes_on: Called with each checked pack, lowest number first; the scrub ends when it returns False.
             between: Called often.
         """
-        from ciuic.repository.checking.scrub import scrub
+        from ciuic.repository.scrub import scrub
 
         return scrub(
             self._pack_files(), f"{self.path}/{INDEX_NAME}", self.identity, progress, after, goes_on, between
@@ -372,7 +389,7 @@ class Repository:
 
     def check_index(self) -> list[str]:
         """Return in words where index and packs, or catalogue and snapshot files, disagree."""
-        from ciuic.repository.checking.scrub import index_problems
+        from ciuic.repository.scrub import index_problems
 
         return (
             index_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}")
@@ -385,7 +402,7 @@ class Repository:
 
     def pack_problems(self) -> list[tuple[int, str]]:
         """Return what is wrong with headers, sizes and footers of packs; contents are not read."""
-        from ciuic.repository.checking.scrub import pack_problems
+        from ciuic.repository.scrub import pack_problems
 
         return list(pack_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}"))
 

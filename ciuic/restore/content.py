@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ciuic.errors import Damaged, NotFound
+from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.ids import is_zero
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.identity import is_zero
 from ciuic.restore.extent_sharing import ALIGN_BYTES, Sharing
 from ciuic.types import ChunkId, Entry
 

@@ -138,7 +138,7 @@ def test_a_file_of_an_exabyte(tmp_path: Path) -> None:
         """
 path = Path(sys.argv[1])
 from ciuic.types import Entry
-from ciuic.repository.trees.block_maps import encode_map_node
+from ciuic.repository.block_maps import encode_map_node
 import msgspec
 with Repository.create(path, block_size=BLOCK) as repository:
     with repository.writer() as writer:

@@ -20,7 +20,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/protocol/pairing.py": ("question of a trainer", "answer to a trainer"),
     "ciuic/repository/config.py": ("config", "config with a key"),
     "ciuic/repository/index/database.py": ("index",),
-    "ciuic/repository/disk/lock.py": ("owner of a lock",),
+    "ciuic/repository/disk/locks.py": ("owner of a lock",),
     "ciuic/repository/format/pack_format.py": (
         "pack header",
         "segment table",
@@ -123,7 +123,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/protocol/peer_socket.py": "credentials, written by the kernel",
     "ciuic/system/processes.py": "an answer of the kernel",
     "ciuic/repository/disk/extent_sharing.py": "an answer of the kernel",
-    "ciuic/repository/checking/walk.py": "numbers of names that treeformat has checked",
+    "ciuic/repository/snapshot_walk.py": "numbers of names that treeformat has checked",
     "ciuic/system/spill.py": "a new file without a name",
     "ciuic/protocol/state_directory.py": "an answer of the kernel",
     "ciuic/training/name_lock.py": "an answer of the kernel",

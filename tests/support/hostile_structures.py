@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from support.hostile import BLOCK, ID
 
 from ciuic.repository import Repository, Writer
+from ciuic.repository.block_maps import encode_map_node
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.format import snapshot_format
 from ciuic.repository.format.tree_format import encode_leaf
 from ciuic.repository.model import PackRecord
-from ciuic.repository.trees.block_maps import encode_map_node
 from ciuic.types import HOLE, ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 DIRECTORY = stat.S_IFDIR | 0o755

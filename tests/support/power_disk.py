@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ciuic.repository.disk.operations import Disk
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 class PowerCut(BaseException):

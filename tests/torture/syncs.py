@@ -34,10 +34,10 @@ _ELSEWHERE = {
         "(os.fdatasync if datasync else os.fsync)(fd)",
     ): "the job asked for it",
     (
-        "ciuic/repository/writing/recoding.py",
+        "ciuic/repository/writing/pack_maintenance.py",
         "store.sync()",
     ): "sealing, which follows, syncs the same once more",
-    ("ciuic/repository/writing/appender.py", "self._sync_file()"): "calls what is mutated",
+    ("ciuic/repository/writing/chunk_store.py", "self._sync_file()"): "calls what is mutated",
     ("ciuic/training/policy/forecast.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
 }
 _FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
@@ -59,18 +59,18 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = (
-    Mutation("a pack", "ciuic/repository/writing/appender.py", "self._disk.sync(self._fd)", (_STORE, _ORDER)),
-    Mutation("packs/ when a pack is new", "ciuic/repository/writing/appender.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
-    Mutation("what stands before a footer", "ciuic/repository/writing/appender.py", "self._sync_file()", (_ORDER,), nth=1),
-    Mutation("a footer", "ciuic/repository/writing/appender.py", "self._sync_file()", (_ORDER,), nth=2),
+    Mutation("a pack", "ciuic/repository/writing/chunk_store.py", "self._disk.sync(self._fd)", (_STORE, _ORDER)),
+    Mutation("packs/ when a pack is new", "ciuic/repository/writing/chunk_store.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
+    Mutation("what stands before a footer", "ciuic/repository/writing/chunk_store.py", "self._sync_file()", (_ORDER,), nth=1),
+    Mutation("a footer", "ciuic/repository/writing/chunk_store.py", "self._sync_file()", (_ORDER,), nth=2),
     Mutation("a recovered tail", "ciuic/repository/writing/recovery.py", "disk.sync(fd)", (_ORDER,)),
     Mutation("snapshots/ after a removal", "ciuic/repository/writing/writer.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
     Mutation("a small file before its name", "ciuic/repository/disk/operations.py", "self.sync(fd)", (_STORE, _ORDER)),
     Mutation("the name of a small file", "ciuic/repository/disk/operations.py", "self.sync_dir(", (_STORE, _ORDER)),
     Mutation("packs/ after a deletion", "ciuic/repository/disk/operations.py", "self.sync_dir(", (_ORDER,), nth=1),
     Mutation("the time of packs/ before a pack is cut", "ciuic/repository/disk/operations.py", "self.sync_dir(", (_GC,), nth=2),
-    Mutation("live chunks before their pack goes", "ciuic/repository/writing/maintenance.py", "store.sync()", (_STORE, _ORDER), nth=1),
-    Mutation("a pack that is let go of", "ciuic/repository/writing/maintenance.py", "store.sync()", (_ORDER,)),
+    Mutation("live chunks before their pack goes", "ciuic/repository/writing/pack_maintenance.py", "store.sync()", (_STORE, _ORDER), nth=1),
+    Mutation("a pack that is let go of", "ciuic/repository/writing/pack_maintenance.py", "store.sync()", (_ORDER,)),
     Mutation("a new repository's name", "ciuic/repository/repository.py", "disk.sync_dir(os.path", (_ORDER,)),
     Mutation("saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
     Mutation("the name of saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),

@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode, SealedView
 from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
+from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.disk.extent_sharing import StagedExtent, StagedFile
-from ciuic.repository.ids import is_zero
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.identity import is_zero
 from ciuic.repository.writing.writer import Writer
 from ciuic.system.page_cache import DropBehind, Lookout, Span, cold_spans, forbid_readahead
 from ciuic.types import HOLE, ChunkId, Entry, MapRef, recorded_time

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 from ciuic.daemon.capture import process
 from ciuic.fuse_layer.prefork.process_title import rename
+from ciuic.repository import block_maps, directory_trees
 from ciuic.repository.format import snapshot_format
 from ciuic.repository.index import chunk_lookup
 from ciuic.repository.packs import chunk_reader, pack_directory
-from ciuic.repository.trees import block_maps, tree_reader
 from ciuic.repository.writing import writer
 
-PRELOADED = (block_maps, chunk_reader, chunk_lookup, pack_directory, snapshot_format, tree_reader, writer)
+PRELOADED = (block_maps, chunk_reader, chunk_lookup, pack_directory, snapshot_format, directory_trees, writer)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -79,7 +79,7 @@ from ciuic.repository import Repository, Walker
 from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.format.pack_format import checksum
 from ciuic.repository.format.snapshot_format import decode_any_snapshot
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.types import ChunkId, SnapshotId
 

@@ -36,7 +36,7 @@ from ciuic.repository.codecs.byte_planes_math import (
     turn_back,
     widened,
 )
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 # Parameters without matches (almost), and with. Exponents have few repetitions, and what zstd takes for one
 # costs more than their Huffman code: a plane of normally distributed weights becomes 0.33 instead of 0.37

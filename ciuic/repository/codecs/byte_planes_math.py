@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 WIDTHS: Final = (2, 4, 8)
 # Codes in the head of planes (docs/format.md, section 4).

@@ -20,7 +20,7 @@ import zstandard
 from ciuic.repository.codecs import byte_planes
 from ciuic.repository.codecs.byte_planes import Widening
 from ciuic.repository.format import pack_format as pf
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.types import ChunkId
 
 Pace = Literal["patient", "soon", "now"]

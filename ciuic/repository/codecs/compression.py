@@ -21,7 +21,7 @@ import zstandard
 from ciuic.repository.codecs.codec import Codec, Pace, code, threads
 from ciuic.repository.disk.extent_sharing import StagedExtent
 from ciuic.repository.format import pack_format as pf
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind
 from ciuic.types import ChunkId
 

@@ -3,14 +3,18 @@
 The index only says where to look. A chunk that is missing or damaged there is searched for in the pack's own
 list, in packs that the index does not know, and at last in all packs. So a stale, lost or wrong index costs
 time, never content.
+
+`PackSource` and `Finder` are what readers read from: packs of a directory, or of something else. Every read
+names the records that it is for. So a source may keep records in another form than a pack of a directory, for
+instance each sealed by itself; and it need not be right, because readers check all content against its id.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import zstandard
 
@@ -23,11 +27,66 @@ from ciuic.repository.format.pack_format import (
     FLAG_PLANES,
     MAX_CHUNK_BYTES,
 )
-from ciuic.repository.identity import Identity
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation, PackRecord
-from ciuic.repository.packs.pack_source import Finder, PackSource
 from ciuic.types import ChunkId
+
+
+class Finder(Protocol):
+    """Lookup of chunks."""
+
+    def find(self, chunk: bytes) -> list[ChunkLocation]:
+        """Return known copies, the best first."""
+
+    def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
+        """Search harder, after `find` gave nothing good. May return the failed ones again."""
+
+
+class ManyFinder(Protocol):
+    """Lookup of many chunks at once."""
+
+    def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
+        """Return the copy to read first for each chunk that is known."""
+
+
+class ChunkLookup(Finder, ManyFinder, Protocol):
+    """Lookup of one open repository, for one thread."""
+
+
+class PackSource(Protocol):
+    """Stored bytes of packs, for one thread.
+
+    A pack has any number that the lookup gives. Every method raises NotFound when the pack is gone, and
+    OSError when a record cannot be read: with one of `READ_ERRORS` (EBADMSG where a seal does not open),
+    readers go on to another copy.
+    """
+
+    def read(self, number: int, offset: int, length: int) -> bytes:
+        """Return the stored bytes of the record at this offset; fewer where the pack ends before its end."""
+
+    def read_run(self, number: int, records: Iterable[ChunkLocation], start: int, target: memoryview) -> int:
+        """Read neighbouring records: the byte at ``start`` + n of the pack to the n-th of the target.
+
+        Between records the target may get any bytes. Returns how much of the target is read, less than all
+        only where the pack ends before. Records are in order of position and may overlap.
+        """
+
+    def read_scattered(self, number: int, records: Sequence[tuple[ChunkLocation, memoryview]]) -> None:
+        """Read neighbouring records, each into its target, as far as the pack goes.
+
+        Records are in order of position and do not overlap. A target is as long as its record.
+        """
+
+    def will_need(self, number: int, offset: int, length: int) -> None:
+        """Begin to read a range, which reads of its records follow. Only advice."""
+
+    def descriptor(self, number: int) -> int:
+        """Return a descriptor of the file that has the pack's records at their offsets, to share its extents.
+
+        Raises:
+            NotFound: the pack is gone, or is no such file.
+        """
+
 
 READ_ERRORS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EOVERFLOW, errno.EINVAL)
 """Errors of a bad disk, or of a bad position in the index: another copy may be good."""
@@ -37,7 +96,7 @@ MAX_READ_BASE_DEPTH: Final = 8
 crafted cycle ends here."""
 
 
-MAX_COPIES_READ: Final = 64
+_MAX_COPIES_READ: Final = 64
 """Limit of copies read for one chunk with all its bases. An honest repository has one copy of a chunk, or two
 after an interrupted collection. Where each of n copies is a difference from a chunk with n bad ones, a reader
 without this limit tries n**8."""
@@ -60,7 +119,7 @@ class ChunkReader:
 
         MissingChunk or DamagedChunk when no copy of it is good.
         """
-        return self._get(MAX_READ_BASE_DEPTH, [MAX_COPIES_READ], chunk)
+        return self._get(MAX_READ_BASE_DEPTH, [_MAX_COPIES_READ], chunk)
 
     def _get(self, bases: int, left: list[int], chunk: ChunkId) -> bytes:
         """Return the content of a chunk.
@@ -80,7 +139,7 @@ class ChunkReader:
                 left[0] -= 1
                 if left[0] < 0:
                     raise DamagedChunk(
-                        chunk, location.pack, location.offset, f"none of {MAX_COPIES_READ} copies is good"
+                        chunk, location.pack, location.offset, f"none of {_MAX_COPIES_READ} copies is good"
                     )
                 try:
                     return read_copy(self._packs, location, chunk, self._identity, base)

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 from ciuic.repository.codecs.byte_planes import WIDE
 from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec
 from ciuic.repository.format.pack_format import FLAG_DIFFERENCE
-from ciuic.repository.identity import Identity
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation
 from ciuic.repository.packs.chunk_reader import BadCopyError, read_stored, unpack
 from ciuic.repository.packs.pack_directory import Packs

@@ -20,7 +20,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import NoSuchObject, RemoteRefused, RemoteUnreachable
 from ciuic.repository.disk.operations import Disk
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 @pytest.fixture

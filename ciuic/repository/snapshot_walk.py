@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ciuic.errors import Damaged
-from ciuic.repository.trees.block_maps import FANOUT, blocks_of
+from ciuic.repository.block_maps import FANOUT, blocks_of
 from ciuic.types import FLAG_XATTRS_CHUNK, HOLE, ChunkId, Entry, Snapshot
 
 if TYPE_CHECKING:
-    from ciuic.repository.trees.block_maps import BlockMaps
-    from ciuic.repository.trees.tree_reader import Trees
+    from ciuic.repository.block_maps import BlockMaps
+    from ciuic.repository.directory_trees import Trees
+
 
 OnDamage = Callable[["Reached", Damaged], None]
 

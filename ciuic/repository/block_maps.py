@@ -11,8 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ciuic.repository.directory_trees import ChunkSource
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.trees.tree_reader import ChunkSource
 from ciuic.types import CHUNK_ID_BYTES, HOLE, ChunkId, MapRef
 
 # A leaf of 16 KiB covers 256 MiB of a file with blocks of 256 KiB.

@@ -27,8 +27,7 @@ import zstandard
 from ciuic.errors import NotFound
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
 from ciuic.repository.format import pack_format as pf
-from ciuic.repository.identity import Identity
-from ciuic.repository.ids import is_zero
+from ciuic.repository.identity import Identity, is_zero
 from ciuic.repository.index.chunk_lookup import ReaderFinder
 from ciuic.repository.index.database import ForeignIndexError, IndexDatabase, MissingIndexError
 from ciuic.repository.model import PackDamage, PackRecord
