@@ -26,7 +26,7 @@ _ELSEWHERE = {
         "ciuic/fuse_layer/core/files.py",
         "(os.fdatasync if datasync else os.fsync)(file.fd)",
     ): "the job asked for it: tortures cut, kills, power",
-    ("ciuic/fuse_layer/core/overlay_files.py", "os.fsync(directory)"): "likewise",
+    ("ciuic/fuse_layer/core/overlay_hooks.py", "os.fsync(directory)"): "likewise",
     ("ciuic/repository/disk/operations.py", "os.fsync(fd)"): "what the others call",
     ("ciuic/repository/writing/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
     (

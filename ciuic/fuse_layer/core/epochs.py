@@ -24,7 +24,7 @@ from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.overlay_state import OverlayState
 from ciuic.fuse_layer.tracking.changes import BlockSet, ChangeSet, InodeChange
 from ciuic.fuse_layer.tracking.gate import HoldExpired
-from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo
+from ciuic.fuse_layer.tracking.undo_log import InheritedUndo
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 
 # Every status reply has all of them.
