@@ -27,7 +27,7 @@ def run(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
         CiuicError: the daemon cannot start: another one runs, the configuration is not valid, or permission
             is missing.
     """
-    from ciuic.daemon.main import run_daemon
+    from ciuic.daemon.service import run_daemon
 
     return run_daemon(config, reload=reload)
 

@@ -38,9 +38,9 @@ from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
 from ciuic.repository import Repository, Walker
 from ciuic.repository.block_maps import blocks_of
-from ciuic.repository.disk.locks import LOCK_NAME
-from ciuic.repository.disk.operations import open_regular
+from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import Archived, DamagedTree
+from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
 from ciuic.repository.snapshot_walk import Reached
 from ciuic.repository.snapshots import UNREADABLE_MARKS

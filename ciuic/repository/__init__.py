@@ -16,8 +16,9 @@ from ciuic.lazy_names import lazy_attributes
 
 if TYPE_CHECKING:
     from ciuic.repository.block_maps import BlockMaps, blocks_of
+    from ciuic.repository.chunk_reader import ChunkReader
     from ciuic.repository.directory_trees import Trees
-    from ciuic.repository.disk.operations import Disk
+    from ciuic.repository.disk import Disk
     from ciuic.repository.errors import (
         DamagedChunk,
         DamagedPack,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         SnapshotInfo,
         UnreadableSnapshot,
     )
-    from ciuic.repository.packs.chunk_reader import ChunkReader
     from ciuic.repository.repository import Repository
     from ciuic.repository.snapshot_walk import Walker
     from ciuic.repository.snapshots import SnapshotStore
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 _HOME = {
     "BlockMaps": "block_maps",
     "blocks_of": "block_maps",
-    "ChunkReader": "packs.chunk_reader",
-    "Disk": "disk.operations",
+    "ChunkReader": "chunk_reader",
+    "Disk": "disk",
     "DamagedChunk": "errors",
     "DamagedPack": "errors",
     "DamagedRepository": "errors",

@@ -12,10 +12,10 @@ from contextlib import suppress
 
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.repository.config import CONFIG_NAMES
-from ciuic.repository.disk.locks import CLAIM_NAME, LOCK_NAME, Lock
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.errors import RepositoryExists
-from ciuic.repository.index.database import INDEX_NAME
+from ciuic.repository.index_database import INDEX_NAME
+from ciuic.repository.locks import CLAIM_NAME, LOCK_NAME, Lock
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
 
 PACKS_DIR = "packs"

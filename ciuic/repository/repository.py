@@ -28,11 +28,11 @@ from ciuic.repository.config import (
     new_config,
     read_config,
 )
-from ciuic.repository.disk.locks import Claim, Lock
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.errors import RepositoryExists
 from ciuic.repository.identity import Identity
-from ciuic.repository.index.database import DAMAGED, INDEX_NAME
+from ciuic.repository.index_database import DAMAGED, INDEX_NAME
+from ciuic.repository.locks import Claim, Lock
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
 from ciuic.repository.new_directory import PACKS_DIR, exists, make_directories
 from ciuic.repository.snapshots import CommittedSnapshots, SnapshotStore
@@ -40,11 +40,11 @@ from ciuic.system.ownership import find_flaw
 
 if TYPE_CHECKING:
     from ciuic.repository.block_maps import BlockMaps
+    from ciuic.repository.bulk_reader import BulkReader, IntoMemory
+    from ciuic.repository.chunk_lookup import ReaderFinder
+    from ciuic.repository.chunk_reader import ChunkLookup, ChunkReader, PackSource
     from ciuic.repository.directory_trees import Trees
-    from ciuic.repository.index.chunk_lookup import ReaderFinder
-    from ciuic.repository.packs.bulk_reader import BulkReader, IntoMemory
-    from ciuic.repository.packs.chunk_reader import ChunkLookup, ChunkReader, PackSource
-    from ciuic.repository.packs.pack_directory import Packs
+    from ciuic.repository.pack_directory import Packs
     from ciuic.repository.writing.writer import Writer
 
 
@@ -210,7 +210,7 @@ class Repository:
     def chunks(self) -> ChunkReader:
         """Reader of chunks by id. What a writer has put and not committed may be invisible here."""
         if self._chunks is None:
-            from ciuic.repository.packs.chunk_reader import ChunkReader
+            from ciuic.repository.chunk_reader import ChunkReader
 
             self._chunks = ChunkReader(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._chunks
@@ -219,7 +219,7 @@ class Repository:
     def bulk(self) -> BulkReader:
         """Reader of many chunks in the order of their positions."""
         if self._bulk is None:
-            from ciuic.repository.packs.bulk_reader import BulkReader
+            from ciuic.repository.bulk_reader import BulkReader
 
             self._bulk = BulkReader(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._bulk
@@ -228,7 +228,7 @@ class Repository:
     def into_memory(self) -> IntoMemory:
         """Reader of many chunks into buffers of the caller."""
         if self._into_memory is None:
-            from ciuic.repository.packs.bulk_reader import IntoMemory
+            from ciuic.repository.bulk_reader import IntoMemory
 
             self._into_memory = IntoMemory(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._into_memory
@@ -264,7 +264,7 @@ class Repository:
             NotPermitted: the repository cannot be written.
             OSError: the disk failed.
         """
-        from ciuic.repository.packs.pack_directory import Packs
+        from ciuic.repository.pack_directory import Packs
         from ciuic.repository.writing.writer import Writer
 
         try:
@@ -347,7 +347,7 @@ class Repository:
 
         False also if that is not known any more (the index was lost).
         """
-        from ciuic.repository.index.chunk_lookup import known_without_snapshots
+        from ciuic.repository.chunk_lookup import known_without_snapshots
 
         return not self.snapshots.names() and known_without_snapshots(f"{self.path}/{INDEX_NAME}")
 
@@ -428,14 +428,14 @@ class Repository:
 
     def _find(self) -> ReaderFinder:
         if self._finder is None:
-            from ciuic.repository.index.chunk_lookup import ReaderFinder
+            from ciuic.repository.chunk_lookup import ReaderFinder
 
             self._finder = ReaderFinder(self._pack_files(), f"{self.path}/{INDEX_NAME}")
         return self._finder
 
     def _pack_files(self) -> Packs:
         if self._packs is None:
-            from ciuic.repository.packs.pack_directory import Packs
+            from ciuic.repository.pack_directory import Packs
 
             self._packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id), self.config.hash)
         return self._packs

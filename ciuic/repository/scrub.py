@@ -25,13 +25,8 @@ from typing import NamedTuple
 import zstandard
 
 from ciuic.errors import NotFound
-from ciuic.repository.errors import DamagedPack, UnsupportedFormat
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.identity import Identity, is_zero
-from ciuic.repository.index.chunk_lookup import ReaderFinder
-from ciuic.repository.index.database import ForeignIndexError, IndexDatabase, MissingIndexError
-from ciuic.repository.model import PackDamage, PackRecord
-from ciuic.repository.packs.chunk_reader import (
+from ciuic.repository.chunk_lookup import ReaderFinder
+from ciuic.repository.chunk_reader import (
     READ_ERRORS,
     BadCopyError,
     ChunkReader,
@@ -41,7 +36,12 @@ from ciuic.repository.packs.chunk_reader import (
     read_stored,
     unpack,
 )
-from ciuic.repository.packs.pack_directory import Packs, Segment
+from ciuic.repository.errors import DamagedPack, UnsupportedFormat
+from ciuic.repository.format import pack_format as pf
+from ciuic.repository.identity import Identity, is_zero
+from ciuic.repository.index_database import ForeignIndexError, IndexDatabase, MissingIndexError
+from ciuic.repository.model import PackDamage, PackRecord
+from ciuic.repository.pack_directory import Packs, Segment
 from ciuic.units import plural
 
 # Size of one read, small enough to be in the processor's cache while it is hashed twice.

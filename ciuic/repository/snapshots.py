@@ -22,7 +22,7 @@ from ciuic.repository import log, promised
 from ciuic.repository.config import read_file
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.identity import new_snapshot_id
-from ciuic.repository.index.database import (
+from ciuic.repository.index_database import (
     INDEX_NAME,
     MARKS_SEEN,
     SNAPSHOTS_SEEN,

@@ -23,8 +23,8 @@ from ciuic.types import ChunkId, Entry
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
+    from ciuic.repository.bulk_reader import ReadChunk
     from ciuic.repository.model import ChunkLocation
-    from ciuic.repository.packs.bulk_reader import ReadChunk
 
 
 # Size of a batch: looked up with one query, announced to the kernel (WILLNEED) and written at once.

@@ -67,7 +67,7 @@ print(tried)
 def test_a_compressed_chunk_unpacks_to_its_recorded_length_or_is_refused() -> None:
     """Frames with any claimed size unpack to their record's length, 16 MiB at most, or are refused."""
     _child("""
-from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
+from ciuic.repository.chunk_reader import BadCopyError, unpack
 compress = zstandard.ZstdCompressor(level=3).compressobj(size=1 << 30)
 piece, frames = bytes(1 << 20), []
 frames.append(b"".join([compress.compress(piece) for _ in range(1024)]) + compress.flush())

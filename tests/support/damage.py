@@ -33,9 +33,9 @@ from ciuic.repository.codecs.compression import Content
 from ciuic.repository.config import CONFIG_NAMES, read_config
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.format.tree_format import name_level
-from ciuic.repository.index.database import INDEX_NAME
+from ciuic.repository.index_database import INDEX_NAME
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 from ciuic.restore import execute, plan_restore
 from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId

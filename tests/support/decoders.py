@@ -19,8 +19,8 @@ _CALL: Final = re.compile(
 READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/protocol/pairing.py": ("question of a trainer", "answer to a trainer"),
     "ciuic/repository/config.py": ("config", "config with a key"),
-    "ciuic/repository/index/database.py": ("index",),
-    "ciuic/repository/disk/locks.py": ("owner of a lock",),
+    "ciuic/repository/index_database.py": ("index",),
+    "ciuic/repository/locks.py": ("owner of a lock",),
     "ciuic/repository/format/pack_format.py": (
         "pack header",
         "segment table",
@@ -79,7 +79,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/daemon/capture/job.py": ("capture job", "capture message"),
     "ciuic/daemon/upkeep_process.py": ("job of upkeep",),
     "ciuic/daemon/trainers/registry.py": ("watched trainers",),
-    "ciuic/daemon/trainers/watch_socket.py": ("hello of a trainer",),
+    "ciuic/daemon/trainers/watch.py": ("hello of a trainer",),
     "ciuic/protocol/worker_frames.py": ("control frame",),
     "ciuic/fuse_layer/core/epochs.py": ("saved tracking",),
     "ciuic/fuse_layer/kernel/driver.py": ("request of the kernel",),
@@ -120,7 +120,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/system/io_throttle.py": "a figure that a worker, which is root, has published",
     "ciuic/protocol/peer_socket.py": "credentials, written by the kernel",
     "ciuic/system/processes.py": "an answer of the kernel",
-    "ciuic/repository/disk/extent_sharing.py": "an answer of the kernel",
+    "ciuic/repository/extent_sharing.py": "an answer of the kernel",
     "ciuic/repository/snapshot_walk.py": "numbers of names that treeformat has checked",
     "ciuic/system/spill.py": "a new file without a name",
     "ciuic/protocol/state_directory.py": "an answer of the kernel",

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
 
 

@@ -35,7 +35,7 @@ from ciuic.daemon.capture.job import (
     encode_job,
     encode_message,
 )
-from ciuic.daemon.trainers import registry, watch_socket
+from ciuic.daemon.trainers import registry, watch
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer import sealed_format
@@ -53,10 +53,11 @@ from ciuic.protocol.pairing import Cut, Taken, decode_answer, decode_question
 from ciuic.protocol.stored_remotely import StoredRecord, decode_record, encode_record
 from ciuic.protocol.watch_client import Hello
 from ciuic.protocol.worker_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
+from ciuic.repository import locks
 from ciuic.repository.block_maps import decode_map_node, encode_map_node
+from ciuic.repository.chunk_reader import BadCopyError, unpack
 from ciuic.repository.codecs import byte_planes
 from ciuic.repository.config import StoredConfig, decode_config, encode_config
-from ciuic.repository.disk import locks
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.format import snapshot_format
 from ciuic.repository.format.tree_format import (
@@ -67,9 +68,8 @@ from ciuic.repository.format.tree_format import (
     encode_leaf,
     encode_xattrs,
 )
-from ciuic.repository.index.database import IndexDatabase
+from ciuic.repository.index_database import IndexDatabase
 from ciuic.repository.model import PackRecord
-from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
 from ciuic.repository.promised import Promise
 from ciuic.restore.attributes import denied_to_nobody
 from ciuic.restore.journal import RestoreMark
@@ -376,7 +376,7 @@ def _hello(data: bytes) -> object:
     )
     self: Any = SimpleNamespace(_permitted=lambda caller: True)
     try:
-        return watch_socket.WatchSocket._checked(self, registration)
+        return watch.WatchSocket._checked(self, registration)
     finally:
         os.close(life)
         page.close()

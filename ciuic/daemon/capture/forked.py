@@ -12,10 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from ciuic.daemon.capture import process
-from ciuic.repository import block_maps, directory_trees
+from ciuic.repository import block_maps, chunk_lookup, chunk_reader, directory_trees, pack_directory
 from ciuic.repository.format import snapshot_format
-from ciuic.repository.index import chunk_lookup
-from ciuic.repository.packs import chunk_reader, pack_directory
 from ciuic.repository.writing import writer
 from ciuic.system.child_process import rename_process
 

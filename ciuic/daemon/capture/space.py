@@ -28,8 +28,8 @@ from ciuic.daemon.capture.job import CaptureJob, printable
 from ciuic.errors import CiuicError
 from ciuic.excludes import ExcludeMatcher
 from ciuic.repository import Repository, Writer
-from ciuic.repository.disk.extent_sharing import can_share
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
+from ciuic.repository.extent_sharing import can_share
 from ciuic.repository.identity import Bytes
 from ciuic.system.disk_space import available_bytes, total_bytes
 from ciuic.system.mountinfo import MountBorders

@@ -6,7 +6,7 @@ hangs; a trainer that said goodbye is not reported. An end that no daemon saw is
 The journal of trainers and incidents is `watched.json` in the runtime directory. Like every file there it
 need not survive the kernel. It is replaced atomically; an unreadable journal counts as empty.
 
-Leaves to others who may register (watch_socket.py) and what follows (emergency.py). Belongs to the trio
+Leaves to others who may register (watch.py) and what follows (emergency.py). Belongs to the trio
 thread.
 """
 

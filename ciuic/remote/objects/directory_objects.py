@@ -29,7 +29,7 @@ from ciuic.remote.objects.model import (
     check_name,
     is_name,
 )
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
 
 _INCOMING: Final = ".incoming"

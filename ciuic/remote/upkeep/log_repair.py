@@ -35,7 +35,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.check_report import CheckFinding, CheckReport
+from ciuic.maintenance.check import CheckFinding, CheckReport
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.documents import (
     MAX_MANIFESTS,

@@ -19,7 +19,7 @@ from typing import Final, Literal, NamedTuple
 import zstandard
 
 from ciuic.repository.codecs.codec import Codec, Pace, code, threads
-from ciuic.repository.disk.extent_sharing import StagedExtent
+from ciuic.repository.extent_sharing import StagedExtent
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind

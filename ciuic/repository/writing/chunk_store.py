@@ -22,15 +22,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
+from ciuic.repository.chunk_reader import ChunkReader, location_of, read_base, unpack
 from ciuic.repository.codecs.compression import Content, Job, PackedChunk, Packer
-from ciuic.repository.disk.extent_sharing import StagedExtent
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
+from ciuic.repository.extent_sharing import StagedExtent
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.identity import Bytes, Identity
-from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
-from ciuic.repository.packs.chunk_reader import ChunkReader, location_of, read_base, unpack
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.writer_index import WriterIndex
 from ciuic.repository.writing.delta_bases import Bases, BufferedChunk
 from ciuic.repository.writing.recovery import Tail
 from ciuic.types import ChunkId

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
+from ciuic.repository.chunk_reader import BadCopyError, read_stored, unpack
 from ciuic.repository.codecs.byte_planes import WIDE
 from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec
 from ciuic.repository.format.pack_format import FLAG_DIFFERENCE
 from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packs.chunk_reader import BadCopyError, read_stored, unpack
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 from ciuic.types import ChunkId
 
 

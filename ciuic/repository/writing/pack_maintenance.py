@@ -25,25 +25,18 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ciuic.errors import Damaged, NotFound
+from ciuic.repository.chunk_reader import BadCopyError, location_of, read_base, read_copy, read_stored, unpack
 from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec, Coded, Pace, code, threads
 from ciuic.repository.errors import DamagedChunk, DamagedPack
 from ciuic.repository.format import pack_format as pf
-from ciuic.repository.index.database import DAMAGED
+from ciuic.repository.index_database import DAMAGED
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord, Shortened
-from ciuic.repository.packs.chunk_reader import (
-    BadCopyError,
-    location_of,
-    read_base,
-    read_copy,
-    read_stored,
-    unpack,
-)
-from ciuic.repository.packs.pack_directory import Packs, Segment
+from ciuic.repository.pack_directory import Packs, Segment
 from ciuic.repository.writing.delta_bases import Bases, BufferedChunk
 from ciuic.types import ChunkId
 
 if TYPE_CHECKING:
-    from ciuic.repository.disk.operations import Disk
+    from ciuic.repository.disk import Disk
     from ciuic.repository.writing.chunk_store import ChunkStore, Extent
 
 

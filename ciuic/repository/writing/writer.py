@@ -25,14 +25,13 @@ from ciuic.repository.codecs.codec import Codec, Pace
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.config import CODECS_VERSION, StoredConfig, raise_format, read_file, repair_config
 from ciuic.repository.directory_trees import Trees, update_tree
-from ciuic.repository.disk.extent_sharing import Stage
-from ciuic.repository.disk.locks import Lock, is_claimed
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
+from ciuic.repository.extent_sharing import Stage
 from ciuic.repository.format.snapshot_format import StoredMarks, decode_marks, encode_marks, encode_snapshot
 from ciuic.repository.format.tree_format import encode_xattrs
 from ciuic.repository.identity import Bytes, Identity
-from ciuic.repository.index.database import (
+from ciuic.repository.index_database import (
     INDEX_NAME,
     MARKS_SEEN,
     SNAPSHOTS_SEEN,
@@ -40,10 +39,11 @@ from ciuic.repository.index.database import (
     info_of,
     settled_ns,
 )
-from ciuic.repository.index.writer_index import WriterIndex
+from ciuic.repository.locks import Lock, is_claimed
 from ciuic.repository.model import PackInfo, PackKind, PackRecord, Shortened, SnapshotInfo
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
+from ciuic.repository.writer_index import WriterIndex
 from ciuic.repository.writing import pack_maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore
 from ciuic.repository.writing.pack_maintenance import Begun, Recoded, recode

@@ -10,7 +10,7 @@ from torture import fuzz
 
 MADE_OF_OTHERS = {
     "block map": "ciuic/repository/block_maps.py cuts ids out of bytes, without a decoding call",
-    "compressed chunk": "zstandard, called by ciuic/repository/packs/chunk_reader.py",
+    "compressed chunk": "zstandard, called by ciuic/repository/chunk_reader.py",
     "configuration": "ciuic/config/toml_source.py, with a parser of its own",
     "flat configuration": "ciuic/config/flat.py, likewise",
     "text of a key": "ciuic/remote/sealing/slot_secret.py, with bytes.fromhex and base64",

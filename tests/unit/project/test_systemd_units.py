@@ -11,7 +11,7 @@ import pytest
 from support.ci import needs
 
 from ciuic.cli.shared.systemd import UNITS, for_program, unit_text
-from ciuic.daemon.main import WORKER_SERVICE
+from ciuic.daemon.service import WORKER_SERVICE
 from ciuic.errors import ConfigError, NotFound
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system.sandbox import profiles

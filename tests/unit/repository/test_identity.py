@@ -20,7 +20,7 @@ from ciuic.repository import DamagedRepository, Identity, Repository, Unsupporte
 from ciuic.repository.codecs.codec import Codec
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.config import decode_config, encode_config, new_config, read_config, repair_config
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.identity import MissingHash
 

@@ -28,10 +28,10 @@ from ciuic.repository import DamagedChunk, PackDamage, PackInfo, PackRecord, Rep
 from ciuic.repository.codecs.codec import Codec
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.config import StoredConfig
-from ciuic.repository.disk.locks import Claim
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.format import snapshot_format
-from ciuic.repository.index.database import info_of
+from ciuic.repository.index_database import info_of
+from ciuic.repository.locks import Claim
 from ciuic.repository.lookup import find
 from ciuic.repository.model import ChunkLocation, SnapshotInfo, UnreadableSnapshot
 from ciuic.repository.snapshots import CommittedSnapshots

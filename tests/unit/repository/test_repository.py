@@ -20,7 +20,7 @@ from support.stored import IDENTITIES
 
 from ciuic.errors import Busy, NotFound, UsageError
 from ciuic.repository import Repository, RepositoryExists, Walker, is_zero, new_snapshot_id
-from ciuic.repository.disk.locks import Lock
+from ciuic.repository.locks import Lock
 from ciuic.repository.writing import chunk_store
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 

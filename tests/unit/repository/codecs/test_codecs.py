@@ -22,7 +22,7 @@ from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec, TwinBas
 from ciuic.repository.codecs.compression import Content
 from ciuic.repository.config import FORMAT_VERSION, config_problems, encode_config
 from ciuic.repository.format import pack_format as pf
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 from ciuic.repository.writing.delta_bases import Bases, BufferedChunk
 from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
 

@@ -13,7 +13,7 @@ import pytest
 
 from ciuic.repository import Repository, Writer
 from ciuic.repository.codecs.compression import Content
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
 from ciuic.repository.writing.chunk_store import WriteBehind
 

@@ -17,7 +17,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from ciuic.repository.disk.extent_sharing import clone_range
+from ciuic.repository.extent_sharing import clone_range
 from ciuic.repository.identity import Bytes
 from ciuic.system import page_cache
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final, Literal
 from urllib.parse import quote
 
-from ciuic.repository.disk.operations import open_to_write, who_else_writes
+from ciuic.repository.disk import open_to_write, who_else_writes
 from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord, SnapshotInfo
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ciuic.errors import NotFound
 from ciuic.repository import log
-from ciuic.repository.index.database import NO_SNAPSHOTS, IndexDatabase
+from ciuic.repository.index_database import NO_SNAPSHOTS, IndexDatabase
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 
 
 class ReaderFinder:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ciuic.errors import NotFound
 from ciuic.repository import log
-from ciuic.repository.index.database import DAMAGED, NO_SNAPSHOTS, Catalogue, IndexDatabase, discard
+from ciuic.repository.chunk_reader import location_of
+from ciuic.repository.index_database import DAMAGED, NO_SNAPSHOTS, Catalogue, IndexDatabase, discard
 from ciuic.repository.model import ChunkLocation, PackRecord, SnapshotInfo
-from ciuic.repository.packs.chunk_reader import location_of
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 from ciuic.types import ChunkId
 
 

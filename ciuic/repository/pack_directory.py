@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ciuic.errors import NotFound
-from ciuic.repository.disk.operations import open_regular
+from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.identity import HashName
