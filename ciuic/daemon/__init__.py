@@ -34,6 +34,6 @@ def run(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
 def run_workers() -> NoReturn:
     """Become the process that forks overlay workers, on the socket that systemd passes."""
-    from ciuic.daemon.roots.standby_process import exec_standby
+    from ciuic.fuse_layer.prefork.service import exec_standby
 
     exec_standby()

@@ -62,9 +62,8 @@ from ciuic.protocol import peer_socket
 from ciuic.protocol.heartbeat_page import check_page
 from ciuic.protocol.peer_socket import Caller, Queued, is_safe_to_close
 from ciuic.protocol.watch_client import MAX_FDS
-from ciuic.system import processes
-from ciuic.system.sandbox import privileges
-from ciuic.system.sandbox.profiles import limit_receiver
+from ciuic.system import privileges, processes
+from ciuic.system.syscall_profiles import limit_receiver
 
 # Time limit for a forked process to close inherited descriptors, which takes less than a millisecond unless
 # the host is overloaded.

@@ -37,8 +37,8 @@ from ciuic.fuse_layer.state.open_rules import OpenRules
 from ciuic.fuse_layer.system import mounts, syscalls, takeover_priority
 from ciuic.fuse_layer.worker_lifecycle import STOP_SIGNALS, WorkerContext
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
+from ciuic.system import privileges, syscall_profiles
 from ciuic.system.log_stream import LogStream
-from ciuic.system.sandbox import privileges, profiles
 
 log = structlog.get_logger(__name__)
 
@@ -119,7 +119,7 @@ def _filter_calls() -> bool:
     To be called before the first thread, and before any file of a job is read. Not earlier: importing trio,
     which pyfuse3 does, looks for a library by starting ldconfig (ctypes.util.find_library).
     """
-    unfiltered = profiles.limit_calls(profiles.WORKER)
+    unfiltered = syscall_profiles.limit_calls(syscall_profiles.WORKER)
     if unfiltered:
         log.warning("system_calls_not_filtered", reason=unfiltered)
     return not unfiltered

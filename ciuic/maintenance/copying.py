@@ -20,7 +20,7 @@ from ciuic.repository import Repository, RepositoryExists
 from ciuic.repository.config import CONFIG_NAMES, read_config, read_file
 from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.locks import Claim, Lock
-from ciuic.repository.new_directory import PACKS_DIR, exists, make_directories
+from ciuic.repository.repository import PACKS_DIR, exists, make_directories
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
 
 _PACK: Final = re.compile(r"[0-9a-f]{16}\.pack\Z")

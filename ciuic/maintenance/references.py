@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 from ciuic.repository import Repository
 from ciuic.repository.block_maps import FANOUT, blocks_of
-from ciuic.repository.format.tree_format import TreeNode
 from ciuic.repository.lookup import join
+from ciuic.repository.tree_format import TreeNode
 from ciuic.types import FLAG_XATTRS_CHUNK, HOLE, ChunkId, Entry, RootRecord, Snapshot
 
 MAX_REPEATS: Final = 1 << 18

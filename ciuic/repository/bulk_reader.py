@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import zstandard
 
 from ciuic.errors import NotFound
+from ciuic.repository import byte_planes
 from ciuic.repository.chunk_reader import (
     MAX_READ_BASE_DEPTH,
     READ_ERRORS,
@@ -27,10 +28,9 @@ from ciuic.repository.chunk_reader import (
     unpack,
     unpacked,
 )
-from ciuic.repository.codecs import byte_planes
-from ciuic.repository.format.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, FLAG_PLANES, MAX_CHUNK_BYTES
 from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation
+from ciuic.repository.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, FLAG_PLANES, MAX_CHUNK_BYTES
 from ciuic.types import ChunkId
 
 _RUN_BYTES = 1 << 20

@@ -19,16 +19,11 @@ from typing import Final, Literal, Protocol
 import zstandard
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.repository.codecs import byte_planes
+from ciuic.repository import byte_planes
 from ciuic.repository.errors import DamagedChunk, MissingChunk
-from ciuic.repository.format.pack_format import (
-    CODED_FLAGS,
-    FLAG_DIFFERENCE,
-    FLAG_PLANES,
-    MAX_CHUNK_BYTES,
-)
 from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation, PackRecord
+from ciuic.repository.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, FLAG_PLANES, MAX_CHUNK_BYTES
 from ciuic.types import ChunkId
 
 

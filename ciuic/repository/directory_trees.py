@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.format.tree_format import (
+from ciuic.repository.tree_format import (
     MAX_ENTRY_BYTES,
     NodeRef,
     TreeNode,

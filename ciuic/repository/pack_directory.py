@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ciuic.errors import NotFound
+from ciuic.repository import pack_format as pf
 from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import DamagedPack
-from ciuic.repository.format import pack_format as pf
 from ciuic.repository.identity import HashName
 from ciuic.repository.model import ChunkLocation, PackInfo, PackKind, PackRecord
 from ciuic.system import page_cache
@@ -117,14 +117,14 @@ class Packs:
         Raises:
             NotFound: the pack is gone.
         """
-        return os.fstat(self._fd(number)).st_size
+        return os.fstat(self.descriptor(number)).st_size
 
     def read(self, number: int, offset: int, length: int) -> bytes:
         """Return up to ``length`` bytes, fewer only at the end of the file.
 
         NotFound when the pack is gone.
         """
-        fd = self._fd(number)
+        fd = self.descriptor(number)
         data = os.pread(fd, length, offset)
         # A short read is no error (pread(2)).
         while 0 < len(data) < length:
@@ -140,7 +140,7 @@ class Packs:
         Raises:
             NotFound: the pack is gone.
         """
-        fd = self._fd(number)
+        fd = self.descriptor(number)
         done = 0
         while done < len(target):
             got = os.preadv(fd, [target[done:]], offset + done)
@@ -173,7 +173,7 @@ class Packs:
 
     def _fill(self, number: int, offset: int, left: list[memoryview]) -> None:
         """Fill one buffer after the other."""
-        fd = self._fd(number)
+        fd = self.descriptor(number)
         while left:
             got = os.preadv(fd, left[:_MAX_IOVECS], offset)
             if not got:
@@ -184,17 +184,9 @@ class Packs:
             if got:
                 left[0] = left[0][got:]
 
-    def descriptor(self, number: int) -> int:
-        """Return the descriptor of a pack, valid until another pack is used, to share its extents.
-
-        Raises:
-            NotFound: the pack is gone.
-        """
-        return self._fd(number)
-
     def will_need(self, number: int, offset: int, length: int) -> None:
         """Let the kernel start reading. NotFound; OSError where it takes no advice."""
-        os.posix_fadvise(self._fd(number), offset, length, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self.descriptor(number), offset, length, os.POSIX_FADV_WILLNEED)
 
     def records(self, number: int) -> list[PackRecord]:
         """Return the records of the pack in order of position, from the footer or by a scan.
@@ -277,7 +269,7 @@ class Packs:
             NotFound: the pack is gone.
         """
         # A duplicate, because the cached descriptor may be closed meanwhile.
-        fd = os.dup(self._fd(number))
+        fd = os.dup(self.descriptor(number))
         try:
             spans = page_cache.cold_spans(fd, 0, os.fstat(fd).st_size)
             yield
@@ -332,7 +324,7 @@ class Packs:
         A sparse file may claim any length; SEEK_DATA skips its holes at once.
         """
         try:
-            at = os.lseek(self._fd(number), offset, os.SEEK_DATA)
+            at = os.lseek(self.descriptor(number), offset, os.SEEK_DATA)
         except OSError as error:
             # ENXIO: nothing but a hole up to the end. Any other error: the file system cannot say, so all is
             # read.
@@ -343,7 +335,12 @@ class Packs:
         at = max(0, size_bytes - pf.TRAILER_BYTES)
         return pf.decode_trailer(self.read(number, at, pf.TRAILER_BYTES), size_bytes)
 
-    def _fd(self, number: int) -> int:
+    def descriptor(self, number: int) -> int:
+        """Return the descriptor of a pack, valid until another pack is used, to read or to share its extents.
+
+        Raises:
+            NotFound: the pack is gone.
+        """
         fd = self._fds.get(number)
         if fd is not None:
             self._fds.move_to_end(number)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import zstandard
 
 from ciuic.errors import NotFound
+from ciuic.repository import pack_format as pf
 from ciuic.repository.chunk_lookup import ReaderFinder
 from ciuic.repository.chunk_reader import (
     READ_ERRORS,
@@ -37,7 +38,6 @@ from ciuic.repository.chunk_reader import (
     unpack,
 )
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
-from ciuic.repository.format import pack_format as pf
 from ciuic.repository.identity import Identity, is_zero
 from ciuic.repository.index_database import ForeignIndexError, IndexDatabase, MissingIndexError
 from ciuic.repository.model import PackDamage, PackRecord

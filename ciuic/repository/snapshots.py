@@ -293,7 +293,7 @@ class SnapshotStore(CommittedSnapshots):
             DamagedSnapshot: the file is damaged.
             UnsupportedFormat: a later version of ciuic wrote it.
         """
-        from ciuic.repository.format import snapshot_format
+        from ciuic.repository import snapshot_format
 
         try:
             data = read_file(self.path(id_))

@@ -18,7 +18,7 @@ from pathlib import Path
 import zstandard
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
 from support.readers import readers, refused_or_read
 from support.small_repository import BLOCK, content, make_snapshot, put_file
 from support import hostile

@@ -18,8 +18,8 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import CollectionRefused, forget, prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec, Pace
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
+from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH, Codec, Pace
 from ciuic.repository.index_database import INDEX_NAME
 from ciuic.repository.locks import Claim
 from ciuic.types import SnapshotId

@@ -21,23 +21,23 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/repository/config.py": ("config", "config with a key"),
     "ciuic/repository/index_database.py": ("index",),
     "ciuic/repository/locks.py": ("owner of a lock",),
-    "ciuic/repository/format/pack_format.py": (
+    "ciuic/repository/pack_format.py": (
         "pack header",
         "segment table",
         "segment table payload",
         "footer",
         "footer payload",
     ),
-    "ciuic/repository/codecs/byte_planes.py": ("planes", "difference in planes"),
-    "ciuic/repository/codecs/byte_planes_math.py": ("planes", "difference in planes"),
+    "ciuic/repository/byte_planes.py": ("planes", "difference in planes"),
+    "ciuic/repository/byte_planes_math.py": ("planes", "difference in planes"),
     "ciuic/repository/notes.py": ("promise of a snapshot", "note of a restore"),
-    "ciuic/repository/format/snapshot_format.py": (
+    "ciuic/repository/snapshot_format.py": (
         "snapshot",
         "snapshot payload",
         "marks payload",
         "marks file",
     ),
-    "ciuic/repository/format/tree_format.py": ("tree leaf", "tree node", "link table", "attributes"),
+    "ciuic/repository/tree_format.py": ("tree leaf", "tree node", "link table", "attributes"),
     "ciuic/config/repository_mark.py": ("mark of a repository",),
     "ciuic/restore/attributes.py": ("access ACL",),
     **dict.fromkeys(

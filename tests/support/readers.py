@@ -53,14 +53,15 @@ from ciuic.protocol.pairing import Cut, Taken, decode_answer, decode_question
 from ciuic.protocol.stored_remotely import StoredRecord, decode_record, encode_record
 from ciuic.protocol.watch_client import Hello
 from ciuic.protocol.worker_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
-from ciuic.repository import locks
+from ciuic.repository import byte_planes, locks, snapshot_format
+from ciuic.repository import pack_format as pf
 from ciuic.repository.block_maps import decode_map_node, encode_map_node
 from ciuic.repository.chunk_reader import BadCopyError, unpack
-from ciuic.repository.codecs import byte_planes
 from ciuic.repository.config import StoredConfig, decode_config, encode_config
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.format import snapshot_format
-from ciuic.repository.format.tree_format import (
+from ciuic.repository.index_database import IndexDatabase
+from ciuic.repository.model import PackRecord
+from ciuic.repository.promised import Promise
+from ciuic.repository.tree_format import (
     NodeRef,
     decode_node,
     decode_xattrs,
@@ -68,9 +69,6 @@ from ciuic.repository.format.tree_format import (
     encode_leaf,
     encode_xattrs,
 )
-from ciuic.repository.index_database import IndexDatabase
-from ciuic.repository.model import PackRecord
-from ciuic.repository.promised import Promise
 from ciuic.restore.attributes import denied_to_nobody
 from ciuic.restore.journal import RestoreMark
 from ciuic.retention import RetentionPolicy

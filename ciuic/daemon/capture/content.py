@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode, SealedView
 from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
 from ciuic.repository.block_maps import blocks_of
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.compression import Content
 from ciuic.repository.extent_sharing import StagedExtent, StagedFile
 from ciuic.repository.identity import is_zero
 from ciuic.repository.writing.writer import Writer

@@ -12,8 +12,14 @@ import sys
 from collections.abc import Sequence
 
 from ciuic.daemon.capture import process
-from ciuic.repository import block_maps, chunk_lookup, chunk_reader, directory_trees, pack_directory
-from ciuic.repository.format import snapshot_format
+from ciuic.repository import (
+    block_maps,
+    chunk_lookup,
+    chunk_reader,
+    directory_trees,
+    pack_directory,
+    snapshot_format,
+)
 from ciuic.repository.writing import writer
 from ciuic.system.child_process import rename_process
 

@@ -30,7 +30,7 @@ from ciuic.printable import escaped
 from ciuic.protocol.control_types import Incident, TrainerStatus
 from ciuic.protocol.watch_client import Hello, Kind
 from ciuic.system import processes
-from ciuic.system.sandbox.privileges import may_trace
+from ciuic.system.privileges import may_trace
 from ciuic.units import plural
 
 JOURNAL_NAME: Final = "watched.json"

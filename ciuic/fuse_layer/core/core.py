@@ -254,8 +254,8 @@ class OverlayCore(PassthroughCore):
         return self._epochs.hold(timeout_seconds)
 
     def release_hold(self, token: int) -> None:
-        """End a hold, whether or not its timeout has (Epochs.release)."""
-        self._epochs.release(token)
+        """End a hold; one that is over already is left alone."""
+        self._state.gate.release(token)
 
     def committed(self, epoch: int) -> None:
         """Drop what was kept for an epoch, of which a snapshot exists now (Epochs.committed)."""

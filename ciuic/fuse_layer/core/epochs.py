@@ -102,10 +102,6 @@ class Epochs:
         with self._control:
             yield
 
-    def release(self, token: int) -> None:
-        """End a hold; one that is over already is left alone."""
-        self._state.gate.release(token)
-
     def cut(self, token: int) -> SealedEpoch:
         """End the epoch under a hold, which stays in force.
 

@@ -33,9 +33,9 @@ from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.repository import log as events
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
-from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.repository.index_database import info_of
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
+from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.repository.snapshots import UNREADABLE_MARKS, CommittedSnapshots, resolve
 from ciuic.types import Snapshot, SnapshotId
 

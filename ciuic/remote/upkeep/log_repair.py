@@ -77,10 +77,10 @@ from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collect import operator_log
 from ciuic.repository import Repository, Walker
 from ciuic.repository.errors import Archived, UnsupportedFormat
-from ciuic.repository.format.pack_format import checksum
-from ciuic.repository.format.snapshot_format import decode_any_snapshot
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind, PackRecord
+from ciuic.repository.pack_format import checksum
+from ciuic.repository.snapshot_format import decode_any_snapshot
 from ciuic.types import ChunkId, SnapshotId
 
 

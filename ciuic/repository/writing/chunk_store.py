@@ -2,7 +2,10 @@
 
 `ChunkStore` decides what is new, and finds what is buffered and not yet written. Chunks are packed
 (compression.py) and segments written in other threads; the position of each depends on the order of the calls
-alone. An `Appender` buffers the records of one kind, writes them as segments, and seals a full pack.
+alone. `Bases` decides which chunk may be the base of a difference: no chunk gets a chain of more than
+`MAX_WRITTEN_BASE_DEPTH` bases, whichever copies of them are read, and none is in its own chain; the content of a
+base is checked against its id. An `Appender` buffers the records of one kind, writes them as segments, and seals a
+full pack.
 
 Large segments are written by a write-behind queue, two at most; syncs, and everything that changes which file
 is written, wait for them. A failed write or sync truncates the pack to what was good before and ends the
@@ -15,25 +18,148 @@ _SYNC_RECORDS).
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from ciuic.repository.chunk_reader import ChunkReader, location_of, read_base, unpack
-from ciuic.repository.codecs.compression import Content, Job, PackedChunk, Packer
+from ciuic.repository import pack_format as pf
+from ciuic.repository.byte_planes import WIDE
+from ciuic.repository.chunk_reader import (
+    BadCopyError,
+    ChunkReader,
+    location_of,
+    read_base,
+    read_stored,
+    unpack,
+)
+from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH, Codec, Content, Job, PackedChunk, Packer
 from ciuic.repository.disk import Disk
 from ciuic.repository.extent_sharing import StagedExtent
-from ciuic.repository.format import pack_format as pf
 from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
 from ciuic.repository.pack_directory import Packs
+from ciuic.repository.pack_format import FLAG_DIFFERENCE
 from ciuic.repository.writer_index import WriterIndex
-from ciuic.repository.writing.delta_bases import Bases, BufferedChunk
 from ciuic.repository.writing.recovery import Tail
 from ciuic.types import ChunkId
+
+
+class BufferedChunk(NamedTuple):
+    """Chunk that is not yet written."""
+
+    stored: Bytes
+    """The content itself until it is packed."""
+    raw_bytes: int
+    flags: int
+    """0 until it is packed."""
+    base: ChunkId | Literal[b""]
+    """Base that the chunk has or may get."""
+    undecided: bool = False
+    """True if the chunk may get another base: its chain is unknown until it is packed."""
+
+
+class Bases:
+    """Lookup of bases.
+
+    `found` and `close` belong to one thread; any thread may call the readers that `found` returns.
+    """
+
+    def __init__(
+        self,
+        packs: Packs,
+        buffered: Callable[[ChunkId], BufferedChunk | None],
+        find: Callable[[ChunkId], list[ChunkLocation]],
+        identity: Identity,
+    ) -> None:
+        self._packs = packs
+        self._buffered = buffered
+        self._find = find
+        self._identity = identity
+        self._local = threading.local()
+        self._all_packs: list[Packs] = []
+
+    def found(
+        self, chunk: ChunkId, size_bytes: int, codec: Codec, *, max_length: int = MAX_WRITTEN_BASE_DEPTH
+    ) -> Codec:
+        """Return a codec for this chunk that reads its base and twin, without those that cannot be used.
+
+        ``max_length`` is less where differences from the chunk are stored already.
+        """
+        base, twin = codec.base, codec.twin
+        if base is not None:
+            chain = self._chain_of(chunk, base, max_length)
+            # The format has differences between chunks of one length alone.
+            if chain and chain[0].raw_bytes == size_bytes:
+                codec = codec._replace(read_base=partial(self._content, base, chain))
+            else:
+                codec = codec._replace(base=None)
+        if twin is not None:
+            chain = self._chain_of(chunk, twin.base, max_length) if codec.width == WIDE else []
+            read = partial(self._content, twin.base, chain)
+            codec = codec._replace(twin=twin._replace(read=read) if chain else None)
+        return codec
+
+    def close(self) -> None:
+        """Close all packs, when no thread reads any more."""
+        while self._all_packs:
+            self._all_packs.pop().close()
+
+    def _chain_of(
+        self, chunk: ChunkId, base: ChunkId, max_length: int
+    ) -> list[BufferedChunk | ChunkLocation]:
+        """Return the base and its own bases as stored; [] if they are too many, or their copies disagree."""
+        found: list[BufferedChunk | ChunkLocation] = []
+        at: ChunkId | Literal[b""] = base
+        while at:
+            # A chain that contains the chunk would be a cycle.
+            if at == chunk or len(found) == max_length:
+                return []
+            buffered = self._buffered(at)
+            copies = self._find(at)
+            if (buffered is None and not copies) or (buffered is not None and buffered.undecided):
+                return []
+            one = buffered or copies[0]
+            # A reader may take any copy: if their bases differ, the length of the chain is unknown.
+            if any(copy.base != one.base for copy in copies):
+                return []
+            found.append(one)
+            at = one.base
+        return found
+
+    def _content(self, base: ChunkId, chain: list[BufferedChunk | ChunkLocation]) -> bytes | None:
+        content: bytes | None = None
+        try:
+            for one in reversed(chain):
+                stored = (
+                    one.stored
+                    if isinstance(one, BufferedChunk)
+                    else read_stored(self._packs_of_thread(), one)
+                )
+                content = unpack(
+                    stored,
+                    one.raw_bytes,
+                    one.flags,
+                    base=content if one.flags & FLAG_DIFFERENCE else None,
+                )
+        # The chunk is stored without this base.
+        except (BadCopyError, OSError):
+            return None
+        # A difference from damaged content could never be undone.
+        return content if content is not None and self._identity.chunk_id(content) == base else None
+
+    def _packs_of_thread(self) -> Packs:
+        """Return the packs of this thread, which open files of their own."""
+        # `Packs` closes the descriptor used longest ago, which another thread could be reading from.
+        packs: Packs | None = getattr(self._local, "packs", None)
+        if packs is None:
+            packs = self._local.packs = self._packs.reopen()
+            self._all_packs.append(packs)
+        return packs
+
 
 # Limit of jobs queued or running. More would cost memory and gain nothing: with two the disk always has work.
 _MAX_JOBS: Final = 2
@@ -491,7 +617,7 @@ class ChunkStore:
         self._pending: deque[_Pending] = deque()
         self._pending_bytes = 0
         self._reader = ChunkReader(packs, self, identity)
-        self._bases = Bases(packs, self._buffered_chunk, self.find, identity)
+        self._bases = Bases(packs, self._buffered.get, self.find, identity)
         self.appenders: dict[PackKind, Appender] = {
             kind: Appender(
                 disk, packs, kind, tails.get(kind), self._new_number, self._durable, pack_bytes=pack_bytes
@@ -567,9 +693,6 @@ class ChunkStore:
         self._settle_packing()
         packed = PackedChunk(stored, record.flags, pf.checksum(stored), None, record.base)
         self._append(record.id, record.raw_bytes, packed, kind)
-
-    def _buffered_chunk(self, chunk: ChunkId) -> BufferedChunk | None:
-        return self._buffered.get(chunk)
 
     def _pack_new(self, new: dict[ChunkId, Content], kind: PackKind) -> None:
         """Pack and append chunks, none of which is there."""

@@ -6,7 +6,7 @@ both.
 
 Recoding stores chunks again as differences or planes; each is decoded and compared before it is written. Which
 copy a reader takes makes no difference: no chunk is in its own chain of bases, and no chain is longer than
-`MAX_WRITTEN_BASE_DEPTH`, whichever copies are read (delta_bases.py). So a chunk on which such a chain rests
+`MAX_WRITTEN_BASE_DEPTH`, whichever copies are read (`Bases`). So a chunk on which such a chain rests
 already becomes no difference any more: every fifth state of a sequence stays without a base.
 
 A pack is recoded as a whole or not at all. What else it has is copied, so only packs that mostly have chunks
@@ -25,14 +25,14 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ciuic.errors import Damaged, NotFound
+from ciuic.repository import pack_format as pf
 from ciuic.repository.chunk_reader import BadCopyError, location_of, read_base, read_copy, read_stored, unpack
-from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec, Coded, Pace, code, threads
+from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH, Codec, Coded, Pace, code, threads
 from ciuic.repository.errors import DamagedChunk, DamagedPack
-from ciuic.repository.format import pack_format as pf
 from ciuic.repository.index_database import DAMAGED
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord, Shortened
 from ciuic.repository.pack_directory import Packs, Segment
-from ciuic.repository.writing.delta_bases import Bases, BufferedChunk
+from ciuic.repository.writing.chunk_store import Bases, BufferedChunk
 from ciuic.types import ChunkId
 
 if TYPE_CHECKING:

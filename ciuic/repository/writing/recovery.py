@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import log
+from ciuic.repository import pack_format as pf
 from ciuic.repository.chunk_reader import BadCopyError, location_of, read_stored
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedPack
-from ciuic.repository.format import pack_format as pf
 from ciuic.repository.index_database import PACKS_SEEN, changed_ns, settled_ns
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.repository.pack_directory import Packs, Segment

@@ -21,15 +21,12 @@ import msgspec
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.repository import log
 from ciuic.repository.block_maps import BlockMaps, update_block_map
-from ciuic.repository.codecs.codec import Codec, Pace
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.compression import Codec, Content, Pace
 from ciuic.repository.config import CODECS_VERSION, StoredConfig, raise_format, read_file, repair_config
 from ciuic.repository.directory_trees import Trees, update_tree
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.extent_sharing import Stage
-from ciuic.repository.format.snapshot_format import StoredMarks, decode_marks, encode_marks, encode_snapshot
-from ciuic.repository.format.tree_format import encode_xattrs
 from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.index_database import (
     INDEX_NAME,
@@ -42,7 +39,9 @@ from ciuic.repository.index_database import (
 from ciuic.repository.locks import Lock, is_claimed
 from ciuic.repository.model import PackInfo, PackKind, PackRecord, Shortened, SnapshotInfo
 from ciuic.repository.pack_directory import Packs
+from ciuic.repository.snapshot_format import StoredMarks, decode_marks, encode_marks, encode_snapshot
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
+from ciuic.repository.tree_format import encode_xattrs
 from ciuic.repository.writer_index import WriterIndex
 from ciuic.repository.writing import pack_maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore

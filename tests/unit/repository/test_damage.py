@@ -14,7 +14,7 @@ from support.stored import IDENTITIES
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.prune import prune
 from ciuic.repository import DamagedChunk, MissingChunk, Repository, UnsupportedFormat
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
 from ciuic.repository.index_database import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId

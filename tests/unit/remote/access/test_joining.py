@@ -19,7 +19,7 @@ from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file
 from ciuic.repository import Repository
 from ciuic.repository.disk import Disk
 from ciuic.repository.locks import Lock
-from ciuic.repository.new_directory import unmake_empty
+from ciuic.repository.repository import unmake_empty
 
 
 @pytest.fixture

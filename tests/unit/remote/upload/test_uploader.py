@@ -28,9 +28,9 @@ from ciuic.repository import Repository, Walker
 from ciuic.repository.block_maps import BlockMaps
 from ciuic.repository.chunk_reader import unpack
 from ciuic.repository.directory_trees import Trees
-from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_snapshot
 from ciuic.repository.identity import Bytes
 from ciuic.repository.pack_directory import Packs
+from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_snapshot
 from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, Snapshot
 

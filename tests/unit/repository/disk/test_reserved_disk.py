@@ -14,7 +14,7 @@ from ciuic.daemon.capture import space
 from ciuic.daemon.capture.space import ReservedDisk, ReserveReached
 from ciuic.maintenance.check import check
 from ciuic.repository import Disk, Repository
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.compression import Content
 from ciuic.retention import MinFree
 from ciuic.system.disk_space import reserve_of
 from ciuic.types import Snapshot, SnapshotDraft

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ciuic.repository import Repository, Writer
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.compression import Content
 from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
 from ciuic.repository.writing.chunk_store import WriteBehind

@@ -10,7 +10,7 @@ import pytest
 from support.raw_states import STATE_BLOCK, Saves, content_of, drifting
 
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import Codec, Coded
+from ciuic.repository.compression import Codec, Coded
 from ciuic.repository.writing import pack_maintenance
 from ciuic.training.writer.reverse_deltas import MAX_WAITING_WHEN_BUSY, OVERDUE, Clock, CodingTurns, Trainer
 from ciuic.types import SnapshotId

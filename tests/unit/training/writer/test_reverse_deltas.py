@@ -12,8 +12,8 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import Codec, Coded, Pace
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
+from ciuic.repository.compression import Codec, Coded, Pace
 from ciuic.repository.writing import pack_maintenance
 from ciuic.training.policy.retention_rules import EverySteps, Latest
 from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES

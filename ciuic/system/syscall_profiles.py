@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from ciuic.system.sandbox import seccomp
-from ciuic.system.sandbox.seccomp import Condition, Profile
+from ciuic.system import seccomp
+from ciuic.system.seccomp import Condition, Profile
 
 _AF_UNIX: Final = 1
 _CLONE_THREAD: Final = 0x00010000

@@ -36,7 +36,7 @@ trailer of a sparse file can make a reader allocate."""
 
 FLAG_ZSTD = 1
 FLAG_PLANES = 2
-"""Content stored as byte planes (ciuic.repository.codecs.byte_planes)."""
+"""Content stored as byte planes (ciuic.repository.byte_planes)."""
 FLAG_DIFFERENCE = DIFFERENCE
 """Content stored as the difference from the base that the next record names; only together with planes."""
 FLAG_BASE = 8

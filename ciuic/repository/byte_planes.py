@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import zstandard
 
-from ciuic.repository.codecs.byte_planes_math import (
+from ciuic.repository.byte_planes_math import (
     HALVES,
     WIDTHS,
     add_differences,

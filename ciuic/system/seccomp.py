@@ -3,7 +3,7 @@
 Guarantees: an allowed call behaves as without the filter. A call that the profile does not name fails with EPERM, and the kernel
 writes a line to its log (type=1326, with the number of the call). A call newer than the table of numbers fails with ENOSYS and without
 a line, so that a C library newer than this table uses the older call instead. No call ends the process: a filter that is too narrow
-costs one operation, never the job's file system. profiles.py lists the calls of each kind of process.
+costs one operation, never the job's file system. syscall_profiles.py lists the calls of each kind of process.
 
 A profile becomes two programs, because the kernel logs either all refusals of a program or none: the first answers ENOSYS to calls
 that a C library tries routinely (clone3, for each thread), the second refuses. Each is classic BPF: a binary search over runs of call

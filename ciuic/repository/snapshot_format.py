@@ -11,7 +11,7 @@ import xxhash
 
 from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
-from ciuic.repository.format.tree_format import attributes_problem
+from ciuic.repository.tree_format import attributes_problem
 from ciuic.types import CHUNK_ID_BYTES, LeftOut, Pair, RootRecord, Snapshot, SnapshotId
 
 VERSION = 1
