@@ -30,7 +30,6 @@ import trio
 
 import ciuic
 from ciuic.config import Config, check_owners, load_config, raise_for
-from ciuic.daemon.base import logs
 from ciuic.daemon.base.metrics import keep_metrics_file
 from ciuic.daemon.base.process_priority import slice_prefix
 from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
@@ -61,6 +60,7 @@ from ciuic.protocol.control_types import (
     rfc3339,
 )
 from ciuic.protocol.metrics_file import METRICS_NAME
+from ciuic.system import logs
 from ciuic.system.io_throttle import audible, waits_files
 
 _SHOWN_INCIDENTS = 20

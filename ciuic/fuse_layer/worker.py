@@ -38,7 +38,7 @@ from ciuic.fuse_layer.system import mounts, syscalls, takeover_priority
 from ciuic.fuse_layer.worker_lifecycle import STOP_SIGNALS, WorkerContext
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.system import privileges, syscall_profiles
-from ciuic.system.log_stream import LogStream
+from ciuic.system.logs import LogStream
 
 log = structlog.get_logger(__name__)
 

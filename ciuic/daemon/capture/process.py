@@ -27,7 +27,6 @@ from typing import Final
 import msgspec
 import structlog
 
-from ciuic.daemon.base import logs
 from ciuic.daemon.base.child_processes import JobInput, follow_urgency
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
@@ -56,7 +55,7 @@ from ciuic.excludes import effective_patterns
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
-from ciuic.system import syscall_profiles
+from ciuic.system import logs, syscall_profiles
 from ciuic.system.disk_space import reserve_of, total_bytes
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.precedence import Precedence

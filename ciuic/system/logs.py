@@ -1,9 +1,11 @@
-"""Log setup of the daemon.
+"""Log set-up of ciuic's processes: events on standard error, which survives the death of its reader.
 
-JSON lines under systemd or into a file, colours on a terminal, always on standard error.
+`configure` writes JSON lines under systemd or into a file, and colours on a terminal. Events are stable snake_case
+phrases with fields. Overlay workers log JSON to the same standard error, by a set-up of their own.
 
-Events are stable snake_case phrases with fields. Workers and captures log JSON to the same standard error by
-themselves.
+The standard error of a daemon started in a shell is often a pipe (``ciuic daemon 2>&1 | tee log``). When its reader
+is killed, every line would raise BrokenPipeError, in the daemon's event loop and in the workers that serve a job's
+files. Through a `LogStream` lines that cannot be written are lost, and the program goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +17,32 @@ from typing import TextIO, cast
 import structlog
 from structlog.typing import Processor
 
-from ciuic.system.log_stream import LogStream
+
+class LogStream:
+    """The part of a text file that loggers use. Neither writing nor flushing raises OSError."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Write a line, or lose it; return the number of characters written."""
+        try:
+            self._file.write(text)
+        except (OSError, ValueError):
+            # The reader has ended, the disk is full, or the file was closed (ValueError).
+            return 0
+        return len(text)
+
+    def flush(self) -> None:
+        """Write out the buffer, or lose it."""
+        try:
+            self._file.flush()
+        except (OSError, ValueError):
+            return
+
+    def isatty(self) -> bool:
+        """Return whether the file is a terminal."""
+        return self._file.isatty()
 
 
 def configure(*, verbose: bool = False, stream: TextIO | None = None, as_json: bool | None = None) -> None:
