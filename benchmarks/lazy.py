@@ -57,7 +57,7 @@ def make(top: Path, mib: int, small: int) -> None:
     from ciuic.remote.upload.replication import Replication
     from ciuic.remote.upload.uploader import Labels
     from ciuic.repository import Repository
-    from ciuic.repository.packs.pack_directory import Packs
+    from ciuic.repository.pack_directory import Packs
 
     rng = random.Random(1)
     root = top / "root"

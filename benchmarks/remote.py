@@ -309,7 +309,7 @@ def child(what: str, top: Path) -> None:
 def _store(top: Path, source: Path) -> None:
     """Commit a snapshot of the files below ``source``, as a capture does that compares nothing."""
     from ciuic.repository import Repository
-    from ciuic.repository.codecs.compression import Content
+    from ciuic.repository.compression import Content
     from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft
 
     with Repository.open(top / "repository") as repository, repository.writer() as writer:

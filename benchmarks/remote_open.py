@@ -36,9 +36,9 @@ from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.remote_index import PackTables, RemotePack
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
-from ciuic.repository.format.snapshot_format import encode_snapshot
-from ciuic.repository.index.database import IndexDatabase
+from ciuic.repository.index_database import IndexDatabase
 from ciuic.repository.model import PackRecord
+from ciuic.repository.snapshot_format import encode_snapshot
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 _BLOCK: Final = 262144

@@ -21,7 +21,7 @@ from typing import Final
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.compression import Content
 from ciuic.types import Entry, MapRef, RootRecord, SnapshotDraft, SnapshotId
 
 _BLOCK_BYTES: Final = 4096

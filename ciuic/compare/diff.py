@@ -24,8 +24,8 @@ from ciuic import STATE_DIR_NAME
 from ciuic.errors import NotFound
 from ciuic.printable import one_line
 from ciuic.repository import Repository
+from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, find, is_within, join, normalise, resolve, root_of
-from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.restore.content import BlockWorker, batches
 from ciuic.restore.destination import OPEN_DIRECTORY, proc_path, stat_at
 from ciuic.system.linked_path import LinkedPath

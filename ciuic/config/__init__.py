@@ -66,6 +66,7 @@ from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
     from ciuic.config.edit import add_roots, remove_roots, writable_file, write_remote
+    from ciuic.config.keys import ShownValue, shown
     from ciuic.config.owners import alert_flaw, check_file, check_owners
     from ciuic.config.places import (
         canonical_root,
@@ -79,7 +80,6 @@ if TYPE_CHECKING:
         is_ciuic_mount,
         repository_path,
     )
-    from ciuic.config.show import ShownValue, shown
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -163,7 +163,7 @@ _LATE = {
         "places",
     ),
     "write_remote": "edit",
-    **dict.fromkeys(("ShownValue", "shown"), "show"),
+    **dict.fromkeys(("ShownValue", "shown"), "keys"),
     **dict.fromkeys(("alert_flaw", "check_file", "check_owners"), "owners"),
 }
 

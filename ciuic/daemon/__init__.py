@@ -27,13 +27,13 @@ def run(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
         CiuicError: the daemon cannot start: another one runs, the configuration is not valid, or permission
             is missing.
     """
-    from ciuic.daemon.main import run_daemon
+    from ciuic.daemon.service import run_daemon
 
     return run_daemon(config, reload=reload)
 
 
 def run_workers() -> NoReturn:
     """Become the process that forks overlay workers, on the socket that systemd passes."""
-    from ciuic.daemon.roots.standby_process import exec_standby
+    from ciuic.fuse_layer.prefork.service import exec_standby
 
     exec_standby()

@@ -26,7 +26,7 @@ from ciuic.fuse_layer.system.mounts import remove_state
 from ciuic.protocol.control_types import RootStatus
 from ciuic.protocol.worker_client import peer_pid
 from ciuic.system.child_process import environment
-from ciuic.system.sandbox.privileges import may_trace
+from ciuic.system.privileges import may_trace
 
 log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The daemon: starts and stops its parts in order, and offers the control API's operations.
+"""The daemon: sets its process up, starts and stops its parts in order, and carries out the control API's operations.
 
 Order of start: the one-daemon lock, the control socket, orphans of a predecessor, the roots (first attempt of
 each), the repository, the snapshots that a predecessor had promised, the schedule; then READY. Order of a
@@ -15,19 +15,27 @@ that a signal after SIGHUP is not delayed by a root that hangs; `_await_mounted`
 from __future__ import annotations
 
 import os
+import resource
 import signal
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import structlog
 import trio
 
-from ciuic.config import Config
+import ciuic
+from ciuic.config import Config, check_owners, load_config, raise_for
 from ciuic.daemon.base.metrics import keep_metrics_file
+from ciuic.daemon.base.process_priority import slice_prefix
+from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
 from ciuic.daemon.base.runtime import bind_control_socket
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.base.systemd import Notifier, is_restarting
+from ciuic.daemon.base.systemd import Notifier, is_restarting, take_stored_fds
 from ciuic.daemon.control_api import Api, serve_api
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.parts import DaemonParts
@@ -35,25 +43,143 @@ from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import end_orphaned_captures
 from ciuic.daemon.snapshots.requests import find_state
 from ciuic.daemon.snapshots.schedule import last_cut_ns
-from ciuic.daemon.status import status_document
-from ciuic.errors import CiuicError, NotFound
+from ciuic.daemon.snapshots.space import SpaceWatch
+from ciuic.errors import CiuicError, NotFound, NotPermitted
 from ciuic.protocol.control_types import (
+    BesideStatus,
     MountState,
     PruneReport,
     ReloadReport,
+    RemoteStatus,
+    RepositoryStatus,
     RootChange,
     RootStatus,
     SnapshotRequest,
     SnapshotState,
     StatusDocument,
+    rfc3339,
 )
 from ciuic.protocol.metrics_file import METRICS_NAME
+from ciuic.system import logs
+from ciuic.system.io_throttle import audible, waits_files
+
+_SHOWN_INCIDENTS = 20
+log = structlog.get_logger(__name__)
+
+
+async def status_document(parts: DaemonParts) -> StatusDocument:
+    """Return the status document.
+
+    All workers and the store are asked at once; one that does not answer is shown as such.
+    """
+    supervisors = dict(parts.roots.supervisors)
+    # The control socket answers before the daemon has looked at its roots, and a root that is missing here
+    # would look unprotected.
+    roots = {
+        root.path: RootStatus(path=root.path, driver=root.driver, state="starting")
+        for root in parts.settings.roots
+        if root.path not in supervisors
+    }
+    protected = [*supervisors, *roots]
+    supervisors = {**parts.roots.departing, **supervisors}
+    paths = list(dict.fromkeys([*protected, *supervisors]))
+
+    async def ask(path: str) -> None:
+        roots[path] = await supervisors[path].status()
+
+    async with trio.open_nursery() as nursery:
+        for path in supervisors:
+            nursery.start_soon(ask, path)
+        now_ns = parts.now_ns()
+        remotes = parts.settings.remotes
+        facts = await trio.to_thread.run_sync(_ask_store, parts.store, parts.space, paths, remotes, now_ns)
+    now_ns = parts.now_ns()
+    due = parts.schedule.next_due()
+    next_snapshot = due.astimezone().isoformat(timespec="seconds") if due is not None else None
+    for path, root in roots.items():
+        newest = facts.by_root[path]
+        root.last_snapshot = summary(newest) if newest is not None else None
+        root.seconds_since_last = _age_seconds(newest, now_ns)
+        if path in protected:
+            root.next_snapshot = rfc3339(now_ns) if path in parts.first_snapshots.waiting else next_snapshot
+    return StatusDocument(
+        version=ciuic.__version__,
+        pid=os.getpid(),
+        since=rfc3339(parts.started_ns),
+        now=rfc3339(now_ns),
+        roots=[roots[path] for path in paths],
+        repository=facts.repository,
+        remotes=facts.remotes,
+        last_snapshot=summary(facts.newest) if facts.newest is not None else None,
+        next_snapshot=next_snapshot,
+        seconds_since_last=_risk_seconds(
+            [roots[path] for path in protected], _age_seconds(facts.newest, now_ns)
+        ),
+        interval_seconds=parts.settings.interval_seconds,
+        undo_limit_bytes=parts.settings.undo_limit_bytes,
+        captures=parts.snapshots.unfinished(),
+        beside=_beside(parts),
+        alerts=parts.alerts.standing(),
+        trainers=parts.watch.statuses(),
+        incidents=parts.watch.incidents()[:_SHOWN_INCIDENTS],
+        stopping=parts.stopping,
+        config_path=parts.settings.config_path,
+    )
+
+
+def _beside(parts: DaemonParts) -> BesideStatus:
+    settings = parts.settings
+    return BesideStatus(
+        io_priority=settings.io_priority,
+        slice=parts.slice,
+        min_share=settings.min_share,
+        finish_within_seconds=settings.finish_within_seconds,
+        hears=audible(waits_files(str(settings.runtime_dir))),
+    )
+
+
+class _StoreFacts(NamedTuple):
+    """The part of the status that the repository knows."""
+
+    repository: RepositoryStatus
+    newest: LastSnapshot | None
+    by_root: Mapping[str, LastSnapshot | None]
+    remotes: list[RemoteStatus]
+
+
+def _ask_store(
+    store: Store, space: SpaceWatch, roots: Sequence[str], remotes: Sequence[str], now_ns: int
+) -> _StoreFacts:
+    # Every root has an entry, also where the repository cannot be read.
+    by_root: dict[str, LastSnapshot | None] = dict.fromkeys(roots)
+    lags: list[RemoteStatus] = []
+    try:
+        newest = store.latest() if store.path is not None else None
+        by_root = store.latest_of(roots)
+        lags = store.remotes(remotes, now_ns=now_ns)
+    except CiuicError as error:
+        log.warning("store_unreadable", error=str(error))
+        newest = None
+    return _StoreFacts(space.measure(), newest, by_root, lags)
+
+
+def _age_seconds(snapshot: LastSnapshot | None, now_ns: int) -> float | None:
+    """Return the age of a snapshot; 0 for a cut in the future (the clock was put back)."""
+    return None if snapshot is None else max(0.0, (now_ns - snapshot.time_ns) / 1e9)
+
+
+def _risk_seconds(roots: Sequence[RootStatus], without_roots: float | None) -> float | None:
+    """Return the age of the newest snapshot of the root that is longest without one."""
+    if not roots:
+        return without_roots
+    ages = [root.seconds_since_last for root in roots if root.seconds_since_last is not None]
+    return max(ages) if len(ages) == len(roots) else None
+
 
 # Settings that change at a restart only, because workers and commands find the daemon by them, and their
 # configuration keys.
 _AT_RESTART: Final = {"socket": "control.socket", "runtime_dir": "daemon.runtime_dir"}
 _CONTROL_FD_NAME = "control"
-log = structlog.get_logger(__name__)
 
 
 class _AppliedConfiguration(NamedTuple):
@@ -344,3 +470,58 @@ class Daemon:
 
     def request_stop(self) -> None:
         self._stop.set()
+
+
+# Out-of-memory score: below the job's, so that the kernel kills others first, and above a worker's, which the
+# job needs at once.
+_OOM_SCORE_ADJ = "-500"
+# Environment variable that ciuic.service sets: path of the socket of ciuic-workers.service.
+WORKER_SERVICE = "CIUIC_WORKER_SERVICE"
+
+
+def run_daemon(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
+    """Run the daemon; see `ciuic.daemon.run`."""
+    if os.geteuid() != 0:
+        raise NotPermitted("the daemon mounts file systems and must run as root", hint="sudo ciuic daemon")
+    raise_for(check_owners(config))
+    as_json = {"json": True, "text": False}.get(config.log.format)
+    # Every caller of the control socket takes a descriptor, and callers must not keep captures from starting.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    with suppress(OSError):  # without CAP_SYS_RESOURCE; the systemd unit sets the same value
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
+    logs.configure(verbose=config.log.level == "debug", as_json=as_json)
+    stored_fds = take_stored_fds(os.environ, os.getpid())
+    notifier = Notifier.from_environment(os.environ, os.getpid())
+    load = reload or (lambda: load_config(config.file))
+    try:
+        daemon = Daemon(
+            config,
+            load=load,
+            notifier=notifier,
+            now_ns=time.time_ns,
+            stored_fds=stored_fds,
+            command_prefix=slice_prefix(os.environ),
+            worker_service=os.environ.get(WORKER_SERVICE, ""),
+        )
+        trio.run(daemon.main, strict_exception_groups=True)
+    except BaseExceptionGroup as group:
+        refused = _only(group)
+        if refused is not None:
+            raise refused from None
+        raise
+    finally:
+        notifier.close()
+    return 0
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> CiuicError | None:
+    """Return the CiuicError that a nursery wrapped; None where the group holds anything else."""
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup) and len(found.exceptions) == 1:
+        found = found.exceptions[0]
+    return found if isinstance(found, CiuicError) else None
+
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup

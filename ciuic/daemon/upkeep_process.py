@@ -99,8 +99,8 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 def main() -> int:
     """Run the process and return its exit status."""
     from ciuic.daemon.base.child_processes import JobInput, follow_urgency
-    from ciuic.system.sandbox import profiles
-    from ciuic.system.sandbox.privileges import limit_upkeep
+    from ciuic.system import syscall_profiles
+    from ciuic.system.privileges import limit_upkeep
 
     stop = threading.Event()
     # A flag and no exception: the process ends between two pieces of work, where the repository is
@@ -120,7 +120,7 @@ def main() -> int:
         # A filter of system calls may forbid it; a full disk is worse than upkeep with more privileges.
         with suppress(OSError):
             limit_upkeep(job.repository)
-        unfiltered = profiles.limit_calls(profiles.UPKEEP)
+        unfiltered = syscall_profiles.limit_calls(syscall_profiles.UPKEEP)
         if unfiltered:
             sys.stderr.write(f"upkeep: system calls are not filtered: {unfiltered}\n")
         follow_urgency(job_input, pace, precedence)

@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.kernel import negotiation
+from ciuic.system import privileges
 from ciuic.system.poll import readable
-from ciuic.system.sandbox import privileges
 
 WITHOUT_PASSTHROUGH: Final = "CIUIC_WITHOUT_PASSTHROUGH"
 """Environment variable with which the kernel is treated as one that lacks passthrough (before 6.9)."""

@@ -24,8 +24,8 @@ import sys
 from collections.abc import Sequence
 
 from ciuic.fuse_layer.prefork import messages
-from ciuic.fuse_layer.prefork.process_title import rename
 from ciuic.fuse_layer.system import takeover_priority
+from ciuic.system.child_process import rename_process
 
 
 def main(module: str, listener_fd: str = "") -> int:
@@ -53,7 +53,7 @@ def main(module: str, listener_fd: str = "") -> int:
         return 0
     if module == messages.WORKER:
         # The first two arguments are "--root PATH".
-        rename(module, *arguments[:2])
+        rename_process(module, *arguments[:2])
     status: int = program.main(arguments)
     return status
 

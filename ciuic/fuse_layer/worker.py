@@ -37,8 +37,8 @@ from ciuic.fuse_layer.state.open_rules import OpenRules
 from ciuic.fuse_layer.system import mounts, syscalls, takeover_priority
 from ciuic.fuse_layer.worker_lifecycle import STOP_SIGNALS, WorkerContext
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
-from ciuic.system.log_stream import LogStream
-from ciuic.system.sandbox import privileges, profiles
+from ciuic.system import privileges, syscall_profiles
+from ciuic.system.logs import LogStream
 
 log = structlog.get_logger(__name__)
 
@@ -119,7 +119,7 @@ def _filter_calls() -> bool:
     To be called before the first thread, and before any file of a job is read. Not earlier: importing trio,
     which pyfuse3 does, looks for a library by starting ldconfig (ctypes.util.find_library).
     """
-    unfiltered = profiles.limit_calls(profiles.WORKER)
+    unfiltered = syscall_profiles.limit_calls(syscall_profiles.WORKER)
     if unfiltered:
         log.warning("system_calls_not_filtered", reason=unfiltered)
     return not unfiltered
@@ -222,7 +222,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     context.driver_why = choice.why
     if choice.driver == "pyfuse3":
         # Imported here: a successor, which the job waits for, needs neither libfuse nor an event loop.
-        from ciuic.fuse_layer.pyfuse3.worker import Pyfuse3Worker
+        from ciuic.fuse_layer.pyfuse3_worker import Pyfuse3Worker
 
         context.filtered = _filter_calls()
         Pyfuse3Worker(make_core(kernel_keeps_times=True), context).run()

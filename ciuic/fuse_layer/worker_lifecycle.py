@@ -54,7 +54,7 @@ class WorkerContext:
         self.driver_why = ""
         """Reason for this driver, in words, for the worker's status."""
         self.filtered = False
-        """True if system calls that a worker has no use for are refused (profiles.py)."""
+        """True if system calls that a worker has no use for are refused (syscall_profiles.py)."""
         self._ready_fd = ready_fd
 
     def announce(self) -> None:
@@ -170,7 +170,7 @@ def _unmount_own(root: str, device: str) -> bool:
         return True
     inside = mounts.mounts_inside(entry)
     if inside:
-        # A worker may move no mounts (system/sandbox/profiles.py); the daemon has done so before it asks.
+        # A worker may move no mounts (system/syscall_profiles.py); the daemon has done so before it asks.
         names = ", ".join(os.fsdecode(one.mount_point) for one in inside)
         raise OSError(errno.EBUSY, f"mounted inside the overlay: {names}")
     if not mounts.unmount(root):

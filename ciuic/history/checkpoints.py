@@ -14,8 +14,8 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.history.versions import MAX_PATH_BYTES, OnDamage, PathTooLong, Timeline, raise_damage
 from ciuic.printable import one_line
 from ciuic.repository import Repository
+from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, find, is_within, join
-from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.types import Snapshot
 from ciuic.verdicts.sources import SnapshotDirectory
 from ciuic.verdicts.verdict import Checkpoint, checkpoints_in, may_hold_checkpoints

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from ciuic.errors import Damaged
 from ciuic.history.versions import MAX_PATH_BYTES, OnDamage, PathTooLong, Timeline, raise_damage
 from ciuic.repository import Repository
+from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.format.tree_format import TreeNode
 from ciuic.repository.lookup import is_within, join, resolve
-from ciuic.repository.trees.tree_reader import Lineage
+from ciuic.repository.tree_format import TreeNode
 from ciuic.types import ChunkId, Entry, Snapshot
 
 

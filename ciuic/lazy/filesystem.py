@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
 from ciuic.fuse_layer.core.directories import Directories
-from ciuic.fuse_layer.core.files import Files, KernelTimes
+from ciuic.fuse_layer.core.files import Attributes, Files, KernelTimes, SetAttr
 from ciuic.fuse_layer.core.names import Names
 from ciuic.fuse_layer.core.passthrough_core import PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest

@@ -21,8 +21,8 @@ import structlog
 from ciuic.errors import CiuicError, Damaged
 from ciuic.lazy.incomplete_files import Load, PendingFile, PendingFiles, PendingPiece, Work
 from ciuic.repository import Repository
+from ciuic.repository.block_maps import FANOUT, blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.trees.block_maps import FANOUT, blocks_of
 from ciuic.restore.content import punch_hole, start_writing_out, write_sparse
 from ciuic.types import ChunkId
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks
-from ciuic.repository.trees.block_maps import FANOUT, blocks_of
+from ciuic.repository.block_maps import FANOUT, blocks_of
 from ciuic.types import ChunkId
 
 _NAME: Final = re.compile(rb"([0-9]{10})\.([0-9a-f]{32})\.([0-9]{1,2})\.([0-9]{1,19})\.(-?[0-9]{1,20})")

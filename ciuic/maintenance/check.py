@@ -7,7 +7,8 @@ is replaced by its good chunks. What cannot be repaired is reported with what to
 are, because other tools may still read them.
 
 A check reads the structure of every snapshot, and header, size and footer of every pack; with ``read_data`` also every byte of
-every pack. What was not read is not called sound. ciuic.maintenance.verify names the files of snapshots that damage touches.
+every pack. What was not read is not called sound. Its `CheckReport`, which checks of remotes return as well, has the findings
+with their severity. ciuic.maintenance.verify names the files of snapshots that damage touches.
 
 Of a live file, a block is accepted only when its id, computed by the writer, is the lost one. Every reference of every readable
 snapshot is tried, under each name of a file that has several, and damage to one hides no other. Only regular files are opened, and no
@@ -20,21 +21,84 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind, Severity
 from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.maintenance.references import ReferenceFinder
 from ciuic.maintenance.sweep import add_bases, all_listed
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository import log as _log
-from ciuic.repository.checking.walk import Reached
-from ciuic.repository.writing.shared_write_claim import is_claimed
+from ciuic.repository.locks import is_claimed
+from ciuic.repository.snapshot_walk import Reached
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size, plural
 
+Kind = Literal[
+    "configuration",
+    "snapshot",
+    "index",
+    "structure",
+    "missing chunk",
+    "pack",
+    "damaged chunk",
+    "orphaned pack",
+    "key slot",
+    "log",
+    "round",
+]
+Severity = Literal["error", "warning", "info"]
 
-def heal_from_live_files(
+
+@dataclass
+class CheckFinding:
+    """A problem that a check found."""
+
+    severity: Severity
+    kind: Kind
+    message: str
+    hint: str = ""
+    snapshot: str = ""
+    """A snapshot that the problem concerns; there may be more."""
+    chunk: ChunkId | None = None
+    repaired: bool = False
+
+
+@dataclass
+class CheckReport:
+    """Result of a check: the findings, and how much was read."""
+
+    findings: list[CheckFinding] = field(default_factory=list)
+    snapshots: int = 0
+    packs: int = 0
+    stored_bytes: int = 0
+    orphaned_bytes: int = 0
+    """Size of packs that nothing refers to; `ciuic prune` frees them."""
+    garbage_bytes: int = 0
+    """Size of stored chunks that nothing refers to, in any pack."""
+    data_read: bool = False
+    """True if every byte of every pack was read."""
+
+    @property
+    def damaged(self) -> bool:
+        """True if an error remains: exit code 4."""
+        return any(finding.severity == "error" and not finding.repaired for finding in self.findings)
+
+
+def summary(report: CheckReport) -> str:
+    """Return the report in one sentence."""
+    errors = sum(finding.severity == "error" and not finding.repaired for finding in report.findings)
+    repaired = sum(finding.repaired for finding in report.findings)
+    looked = f"{plural(report.snapshots, 'snapshot')}, {plural(report.packs, 'pack')}, {human_size(report.stored_bytes)}"
+    if errors:
+        return f"{looked}: {plural(errors, 'error')}" + (f", {repaired} repaired" if repaired else "")
+    verdict = f"{repaired} repaired" if repaired else "in order"
+    if not report.data_read:
+        verdict += "; the content of the packs was not read (`ciuic check --read-data` reads it)"
+    return f"{looked}: {verdict}"
+
+
+def _heal_from_live_files(
     repository: Repository, writer: Writer, lost: Collection[ChunkId]
 ) -> Iterator[tuple[ChunkId, bytes]]:
     """Yield each chunk that was stored anew, with the path of its live file. Durable when the writer has flushed."""
@@ -183,7 +247,7 @@ class _Check:
             self.read_everything(writer)
         # Healing comes before packs are replaced: a healed chunk is a good copy elsewhere.
         if writer is not None and self.lost and self.live_files:
-            self.heal_from_live_files(writer)
+            self._heal_from_live_files(writer)
         if writer is not None and reached is not None and self.by_pack:
             self.replace_damaged_packs(writer, reached)
 
@@ -411,10 +475,10 @@ class _Check:
                     finding.repaired = True
                     finding.hint = "what snapshots need of the pack was stored anew, and the pack was removed"
 
-    def heal_from_live_files(self, writer: Writer) -> None:
+    def _heal_from_live_files(self, writer: Writer) -> None:
         """Store lost blocks anew from the files that they came from, where these still have the same bytes."""
         before = len(self.lost)
-        for chunk, path in heal_from_live_files(self.repository, writer, self.lost):
+        for chunk, path in _heal_from_live_files(self.repository, writer, self.lost):
             del self.lost[chunk]
             for finding in self.report.findings:
                 if finding.chunk == chunk:

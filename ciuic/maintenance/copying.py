@@ -2,7 +2,7 @@
 
 Guarantees: a copy lists only what it can restore, at every moment, also when it is killed: packs are durable in it before
 the snapshots that need them, and nothing that an earlier copy needs is removed before its snapshots are. While packs are
-copied, captures go on; pruning waits (`ciuic.repository.writing.shared_write_claim`). The index is not copied; the copy
+copied, captures go on; pruning waits (`ciuic.repository.locks`). The index is not copied; the copy
 makes its own.
 """
 
@@ -18,12 +18,10 @@ from typing import Final, NamedTuple
 from ciuic.errors import CiuicError, DestinationExists, UsageError
 from ciuic.repository import Repository, RepositoryExists
 from ciuic.repository.config import CONFIG_NAMES, read_config, read_file
-from ciuic.repository.disk.lock import Lock
-from ciuic.repository.disk.opening import open_regular
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.new_directory import PACKS_DIR, exists, make_directories
+from ciuic.repository.disk import Disk, open_regular
+from ciuic.repository.locks import Claim, Lock
+from ciuic.repository.repository import PACKS_DIR, exists, make_directories
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
-from ciuic.repository.writing.shared_write_claim import Claim
 
 _PACK: Final = re.compile(r"[0-9a-f]{16}\.pack\Z")
 _NAME: Final = re.compile(r"cs-[0-9a-f]{6,32}\Z")

@@ -46,7 +46,7 @@ from ciuic.maintenance.sweep import (
     worth_rewriting,
 )
 from ciuic.repository import Repository, Walker, Writer
-from ciuic.repository.writing.shared_write_claim import is_claimed
+from ciuic.repository.locks import is_claimed
 from ciuic.retention import (
     NEWEST,
     TRAINING,

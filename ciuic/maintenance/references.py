@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
 from ciuic.repository import Repository
-from ciuic.repository.format.tree_format import TreeNode
+from ciuic.repository.block_maps import FANOUT, blocks_of
 from ciuic.repository.lookup import join
-from ciuic.repository.trees.block_maps import FANOUT, blocks_of
+from ciuic.repository.tree_format import TreeNode
 from ciuic.types import FLAG_XATTRS_CHUNK, HOLE, ChunkId, Entry, RootRecord, Snapshot
 
 MAX_REPEATS: Final = 1 << 18

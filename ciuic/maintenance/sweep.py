@@ -17,8 +17,8 @@ from functools import partial
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.repository import PackInfo, PackRecord, Writer
-from ciuic.repository.packs.chunk_reader import MAX_READ_BASE_DEPTH
-from ciuic.repository.writing.open_repository import OpenRepository
+from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
+from ciuic.repository.writing.writer import OpenRepository
 from ciuic.system.disk_space import available_bytes, writable_bytes
 from ciuic.types import ChunkId
 

@@ -37,13 +37,13 @@ from ciuic.errors import Busy, CiuicError, Damaged, NotFound, NotPermitted
 from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
 from ciuic.repository import Repository, Walker
-from ciuic.repository.checking.walk import Reached
-from ciuic.repository.disk.lock import LOCK_NAME
-from ciuic.repository.disk.opening import open_regular
+from ciuic.repository.block_maps import blocks_of
+from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import Archived, DamagedTree
+from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
+from ciuic.repository.snapshot_walk import Reached
 from ciuic.repository.snapshots import UNREADABLE_MARKS
-from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.restore.content import BlockWorker
 from ciuic.restore.pool import Pool
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId

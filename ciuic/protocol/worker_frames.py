@@ -56,7 +56,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     driver_why: str = ""
     passthrough: bool = False
     filtered: bool = False
-    """True if seccomp refuses system calls that a worker does not need (system/sandbox/profiles.py)."""
+    """True if seccomp refuses system calls that a worker does not need (system/syscall_profiles.py)."""
     mounted_ns: int = 0
     abandoned: tuple[AbandonedEpochStatus, ...] = ()
     requests: int = 0

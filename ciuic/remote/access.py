@@ -78,7 +78,7 @@ from ciuic.remote.sealing.slot_secret import (
 from ciuic.repository import Repository, log
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Identity
-from ciuic.repository.new_directory import unmake_empty
+from ciuic.repository.repository import unmake_empty
 
 _SLOT_THREADS: Final = 16
 _SLOT_BATCH: Final = 256

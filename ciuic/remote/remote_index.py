@@ -30,10 +30,10 @@ from ciuic.remote.format.names import PACKS_PREFIX, TABLES_PREFIX, PackRef, pars
 from ciuic.remote.format.pack import RemotePackReader
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
+from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.index.database import IndexDatabase, Transaction
+from ciuic.repository.index_database import IndexDatabase, Transaction
 from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord
-from ciuic.repository.packs.chunk_reader import MAX_READ_BASE_DEPTH
 
 
 class _PackNumbers(Mapping[PackRef, int]):

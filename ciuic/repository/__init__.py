@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from ciuic.lazy_names import lazy_attributes
 
 if TYPE_CHECKING:
-    from ciuic.repository.checking.walk import Walker
-    from ciuic.repository.disk.operations import Disk
+    from ciuic.repository.block_maps import BlockMaps, blocks_of
+    from ciuic.repository.chunk_reader import ChunkReader
+    from ciuic.repository.directory_trees import Trees
+    from ciuic.repository.disk import Disk
     from ciuic.repository.errors import (
         DamagedChunk,
         DamagedPack,
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
         RepositoryExists,
         UnsupportedFormat,
     )
-    from ciuic.repository.identity import Identity
-    from ciuic.repository.ids import is_zero, new_snapshot_id
+    from ciuic.repository.identity import Identity, is_zero, new_snapshot_id
     from ciuic.repository.model import (
         ChunkLocation,
         PackDamage,
@@ -37,18 +38,16 @@ if TYPE_CHECKING:
         SnapshotInfo,
         UnreadableSnapshot,
     )
-    from ciuic.repository.packs.chunk_reader import ChunkReader
     from ciuic.repository.repository import Repository
+    from ciuic.repository.snapshot_walk import Walker
     from ciuic.repository.snapshots import SnapshotStore
-    from ciuic.repository.trees.block_maps import BlockMaps, blocks_of
-    from ciuic.repository.trees.tree_reader import Trees
     from ciuic.repository.writing.writer import Writer
 
 _HOME = {
-    "BlockMaps": "trees.block_maps",
-    "blocks_of": "trees.block_maps",
-    "ChunkReader": "packs.chunk_reader",
-    "Disk": "disk.operations",
+    "BlockMaps": "block_maps",
+    "blocks_of": "block_maps",
+    "ChunkReader": "chunk_reader",
+    "Disk": "disk",
     "DamagedChunk": "errors",
     "DamagedPack": "errors",
     "DamagedRepository": "errors",
@@ -58,8 +57,8 @@ _HOME = {
     "RepositoryExists": "errors",
     "UnsupportedFormat": "errors",
     "Identity": "identity",
-    "is_zero": "ids",
-    "new_snapshot_id": "ids",
+    "is_zero": "identity",
+    "new_snapshot_id": "identity",
     "ChunkLocation": "model",
     "PackDamage": "model",
     "PackInfo": "model",
@@ -68,8 +67,8 @@ _HOME = {
     "UnreadableSnapshot": "model",
     "Repository": "repository",
     "SnapshotStore": "snapshots",
-    "Trees": "trees.tree_reader",
-    "Walker": "checking.walk",
+    "Trees": "directory_trees",
+    "Walker": "snapshot_walk",
     "Writer": "writing.writer",
 }
 

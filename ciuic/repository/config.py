@@ -14,8 +14,7 @@ import zlib
 import msgspec
 
 from ciuic.errors import NotFound, NotPermitted
-from ciuic.repository.disk.opening import open_regular
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import DamagedRepository, UnsupportedFormat
 from ciuic.repository.identity import BLAKE3, KEY_BYTES, XXH3, HashName, Identity
 

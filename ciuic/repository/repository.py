@@ -1,7 +1,12 @@
 """A repository on disk: create it, open it, and reach its parts.
 
-Opening reads one small file. Nothing here takes a lock except `writer` and `claim`, and nothing writes except
-through a writer.
+Creating takes no directory from another user. A crash leaves directories that the next attempt takes up again;
+without its configuration none of them is a repository. Opening reads one small file. Nothing here takes a lock
+or writes but `create`, `unmake_empty`, `writer` and `claim`.
+
+A repository counts as the caller's own only if root or the caller owns its directory, all that is read first
+in it and every directory on the way to it, and if no other user may write there. The callers decide what to do
+with another one: a restore leaves special files out, a repair reads no live files.
 """
 
 from __future__ import annotations
@@ -9,12 +14,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
-from ciuic.repository.committed_snapshots import CommittedSnapshots
 from ciuic.repository.config import (
     CODECS_VERSION,
     CONFIG_NAMES,
@@ -25,27 +30,171 @@ from ciuic.repository.config import (
     new_config,
     read_config,
 )
-from ciuic.repository.disk.lock import Lock
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.errors import RepositoryExists
 from ciuic.repository.identity import Identity
-from ciuic.repository.index.database import DAMAGED, INDEX_NAME
+from ciuic.repository.index_database import DAMAGED, INDEX_NAME
+from ciuic.repository.locks import CLAIM_NAME, LOCK_NAME, Claim, Lock
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
-from ciuic.repository.new_directory import PACKS_DIR, exists, make_directories
-from ciuic.repository.ownership import foreign_reason
-from ciuic.repository.snapshots import SnapshotStore
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
+from ciuic.system.ownership import find_flaw
 
 if TYPE_CHECKING:
-    from ciuic.repository.index.chunk_lookup import ReaderFinder
-    from ciuic.repository.packs.bulk_reader import BulkReader
-    from ciuic.repository.packs.chunk_reader import ChunkReader
-    from ciuic.repository.packs.pack_directory import Packs
-    from ciuic.repository.packs.pack_source import ChunkLookup, PackSource
-    from ciuic.repository.packs.read_into import IntoMemory
-    from ciuic.repository.trees.block_maps import BlockMaps
-    from ciuic.repository.trees.tree_reader import Trees
+    from ciuic.repository.block_maps import BlockMaps
+    from ciuic.repository.bulk_reader import BulkReader, IntoMemory
+    from ciuic.repository.chunk_lookup import ReaderFinder
+    from ciuic.repository.chunk_reader import ChunkLookup, ChunkReader, PackSource
+    from ciuic.repository.directory_trees import Trees
+    from ciuic.repository.pack_directory import Packs
     from ciuic.repository.writing.writer import Writer
+
+
+PACKS_DIR = "packs"
+# All that a crashed `create` may have left, which is taken up again.
+_OWN = {
+    PACKS_DIR,
+    SNAPSHOTS_DIR,
+    MARKS_DIR,
+    LOCK_NAME,
+    CLAIM_NAME,
+    "config.tmp",
+    "config.copy.tmp",
+    "config.copy",
+}
+# The index of packs that are not there; SQLite's own files beside it.
+_REBUILT = {INDEX_NAME, *(f"{INDEX_NAME}{suffix}" for suffix in ("-journal", "-wal", "-shm"))}
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a repository at this path, healthy or not."""
+    return any(os.path.lexists(os.path.join(path, name)) for name in CONFIG_NAMES)
+
+
+def unmake_empty(where: str, disk: Disk | None = None) -> bool:
+    """Take the configuration away from a repository that holds nothing, so that `create` can make another one there.
+
+    A crash leaves the repository as it was, or a directory that `create` takes up.
+
+    Args:
+        where: Absolute path of the repository.
+        disk: Durable operations; None for the real disk.
+
+    Returns:
+        False if it holds, or may hold, snapshots, promises or chunks; then nothing was changed.
+
+    Raises:
+        Busy: a writer is at work.
+        NotPermitted: the directory cannot be written.
+    """
+    disk = disk or Disk()
+    try:
+        # Against a writer that stores the first chunks just now.
+        lock = Lock.acquire(where, command="ciuic: replacing an empty repository")
+        try:
+            found = set(os.listdir(where))
+            if found - _OWN - set(CONFIG_NAMES) - _REBUILT:
+                return False
+            if any(os.listdir(f"{where}/{name}") for name in found & {PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR}):
+                return False
+            # The configuration first, and durably: without it the rest is nothing.
+            for name in CONFIG_NAMES:
+                if name in found:
+                    disk.remove_file(f"{where}/{name}")
+            for name in found & _REBUILT:
+                disk.remove_file(f"{where}/{name}")
+        finally:
+            lock.release()
+    except PermissionError as error:
+        raise NotPermitted(f"cannot change {where}: {error.strerror}", hint="Run as root.") from None
+    return True
+
+
+def _make_dir(disk: Disk, path: str) -> None:
+    # Another process makes the same repository.
+    with suppress(FileExistsError):
+        disk.make_dir(path)
+
+
+def make_directories(disk: Disk, where: str, refuse_foreign: bool) -> None:
+    """Make the directory with its empty parts.
+
+    Raises:
+        RepositoryExists: it is neither missing, nor empty, nor begun by a crashed `create`.
+    """
+    try:
+        if not os.path.isdir(where):
+            _make_dir(disk, where)
+        fd = _open_directory(where, refuse_foreign)
+        try:
+            _make_parts(disk, where, fd)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        raise NotFound(f"cannot make a repository at {where}: its parent directory is missing") from None
+    except PermissionError as error:
+        raise NotPermitted(
+            f"cannot make a repository at {where}: {error.strerror}", hint="Run as root."
+        ) from None
+
+
+def _make_parts(disk: Disk, where: str, fd: int) -> None:
+    found = set(os.listdir(fd))
+    # Packs are data, even where the configuration is lost: nothing is made over them.
+    if found - _OWN or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
+        what = "is a repository already" if exists(where) else "is not empty"
+        raise RepositoryExists(f"{where} {what}")
+    # By descriptor, like the check of the owner: another user may exchange what the name means.
+    os.fchmod(fd, 0o700)
+    for name in (PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR):
+        if name not in found:
+            # Durable with the name of the configuration, which is written later into the same directory.
+            _make_dir(disk, f"{where}/{name}")
+
+
+def _open_directory(where: str, refuse_foreign: bool) -> int:
+    """Return a descriptor of the directory, with ``refuse_foreign`` of one's own.
+
+    Owner and mode are checked by descriptor: between two lookups of the name another user may exchange the
+    directory where everybody may make names (/tmp). A directory of one's own keeps its name, there as well.
+
+    Raises:
+        NotPermitted: another user owns it or may write to it.
+        OSError: the disk failed.
+    """
+    # Without O_NOFOLLOW, the save_dir of a training may be a link, as its user has made it.
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if refuse_foreign else 0)
+    try:
+        fd = os.open(where, flags)
+    except OSError as error:
+        if refuse_foreign and error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(where):
+            raise NotPermitted(f"{where} became a link while a repository was made there") from None
+        raise
+    status = os.fstat(fd)
+    if refuse_foreign and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        os.close(fd)
+        raise NotPermitted(
+            f"a repository must be made in a directory of one's own: {where} belongs to uid {status.st_uid}, "
+            f"mode {status.st_mode & 0o7777:04o}",
+            hint="remove it, or name another place",
+        )
+    return fd
+
+
+_PARTS = ("", *CONFIG_NAMES, "packs", "snapshots", "marks")
+
+
+def foreign_reason(path: str | os.PathLike[str]) -> str:
+    """Return why a user other than root and the caller may have written this; empty if none may."""
+    for part in _PARTS:
+        try:
+            flaw = find_flaw(os.path.join(path, part) if part else path)
+        except OSError:
+            # Unreadable: the caller's open reports it.
+            continue
+        if flaw is not None:
+            return flaw.found
+    return ""
+
 
 # Smaller blocks cost processor time for each, larger ones more bytes for a change in place
 # (docs/decisions/block-size.md).
@@ -193,7 +342,7 @@ class Repository:
     def chunks(self) -> ChunkReader:
         """Reader of chunks by id. What a writer has put and not committed may be invisible here."""
         if self._chunks is None:
-            from ciuic.repository.packs.chunk_reader import ChunkReader
+            from ciuic.repository.chunk_reader import ChunkReader
 
             self._chunks = ChunkReader(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._chunks
@@ -202,7 +351,7 @@ class Repository:
     def bulk(self) -> BulkReader:
         """Reader of many chunks in the order of their positions."""
         if self._bulk is None:
-            from ciuic.repository.packs.bulk_reader import BulkReader
+            from ciuic.repository.bulk_reader import BulkReader
 
             self._bulk = BulkReader(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._bulk
@@ -211,7 +360,7 @@ class Repository:
     def into_memory(self) -> IntoMemory:
         """Reader of many chunks into buffers of the caller."""
         if self._into_memory is None:
-            from ciuic.repository.packs.read_into import IntoMemory
+            from ciuic.repository.bulk_reader import IntoMemory
 
             self._into_memory = IntoMemory(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._into_memory
@@ -220,7 +369,7 @@ class Repository:
     def trees(self) -> Trees:
         """Reader of directory trees."""
         if self._trees is None:
-            from ciuic.repository.trees.tree_reader import Trees
+            from ciuic.repository.directory_trees import Trees
 
             self._trees = Trees(self.chunks)
         return self._trees
@@ -229,7 +378,7 @@ class Repository:
     def block_maps(self) -> BlockMaps:
         """Reader of block maps."""
         if self._block_maps is None:
-            from ciuic.repository.trees.block_maps import BlockMaps
+            from ciuic.repository.block_maps import BlockMaps
 
             self._block_maps = BlockMaps(self.chunks)
         return self._block_maps
@@ -247,7 +396,7 @@ class Repository:
             NotPermitted: the repository cannot be written.
             OSError: the disk failed.
         """
-        from ciuic.repository.packs.pack_directory import Packs
+        from ciuic.repository.pack_directory import Packs
         from ciuic.repository.writing.writer import Writer
 
         try:
@@ -330,7 +479,7 @@ class Repository:
 
         False also if that is not known any more (the index was lost).
         """
-        from ciuic.repository.index.chunk_lookup import known_without_snapshots
+        from ciuic.repository.chunk_lookup import known_without_snapshots
 
         return not self.snapshots.names() and known_without_snapshots(f"{self.path}/{INDEX_NAME}")
 
@@ -364,7 +513,7 @@ class Repository:
             goes_on: Called with each checked pack, lowest number first; the scrub ends when it returns False.
             between: Called often.
         """
-        from ciuic.repository.checking.scrub import scrub
+        from ciuic.repository.scrub import scrub
 
         return scrub(
             self._pack_files(), f"{self.path}/{INDEX_NAME}", self.identity, progress, after, goes_on, between
@@ -372,7 +521,7 @@ class Repository:
 
     def check_index(self) -> list[str]:
         """Return in words where index and packs, or catalogue and snapshot files, disagree."""
-        from ciuic.repository.checking.scrub import index_problems
+        from ciuic.repository.scrub import index_problems
 
         return (
             index_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}")
@@ -385,7 +534,7 @@ class Repository:
 
     def pack_problems(self) -> list[tuple[int, str]]:
         """Return what is wrong with headers, sizes and footers of packs; contents are not read."""
-        from ciuic.repository.checking.scrub import pack_problems
+        from ciuic.repository.scrub import pack_problems
 
         return list(pack_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}"))
 
@@ -411,14 +560,14 @@ class Repository:
 
     def _find(self) -> ReaderFinder:
         if self._finder is None:
-            from ciuic.repository.index.chunk_lookup import ReaderFinder
+            from ciuic.repository.chunk_lookup import ReaderFinder
 
             self._finder = ReaderFinder(self._pack_files(), f"{self.path}/{INDEX_NAME}")
         return self._finder
 
     def _pack_files(self) -> Packs:
         if self._packs is None:
-            from ciuic.repository.packs.pack_directory import Packs
+            from ciuic.repository.pack_directory import Packs
 
             self._packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id), self.config.hash)
         return self._packs

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ciuic.errors import Damaged, NotFound
+from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.ids import is_zero
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.identity import is_zero
 from ciuic.restore.extent_sharing import ALIGN_BYTES, Sharing
 from ciuic.types import ChunkId, Entry
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
+    from ciuic.repository.bulk_reader import ReadChunk
     from ciuic.repository.model import ChunkLocation
-    from ciuic.repository.packs.bulk_reader import ReadChunk
 
 
 # Size of a batch: looked up with one query, announced to the kernel (WILLNEED) and written at once.

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.protocol.worker_frames import Share, worker_socket
-from ciuic.repository.disk.extent_sharing import ALIGN_BYTES, clone_range
+from ciuic.repository.extent_sharing import ALIGN_BYTES, clone_range
 from ciuic.system import mountinfo
 
 __all__ = ["ALIGN_BYTES", "Sharing"]

@@ -11,8 +11,8 @@ import msgspec
 
 from ciuic.errors import Damaged, DestinationExists
 from ciuic.repository import Repository
+from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import join, resolve
-from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.restore import journal
 from ciuic.restore.destination import open_directory, stat_at
 from ciuic.restore.directory_handles import NOT_THERE, many_descriptors

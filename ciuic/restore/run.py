@@ -19,8 +19,8 @@ import msgspec
 
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import Damaged
+from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import join, resolve
-from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.restore import attributes
 from ciuic.restore import journal as journals
 from ciuic.restore.attributes import SpecialFilter

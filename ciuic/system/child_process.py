@@ -7,7 +7,7 @@ Guarantees: an interpreter started with `module_command` and `environment` impor
 is, and never looks for a module in the current directory. Where this process is privileged (effective user root, or another than its
 real user), the child runs in isolated mode, has an environment of known variables only, and gets those entries of the import path
 that no other user may write to. An ordinary user's child has the import path and environment of its parent: that user owns both, and
-its packages may be found in no other way (docs/decisions/children.md).
+its packages may be found in no other way (docs/decisions/children.md). A forked child shows the command line of what it runs.
 
 This module is the only one that starts ``sys.executable``; `tests/security/test_environment.py` holds that.
 """
@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from ciuic.system.ownership import find_flaw
@@ -104,7 +105,7 @@ def interpreter() -> str:
     return sys.executable or "python3"
 
 
-def shown_command(module: str) -> list[str]:
+def _shown_command(module: str) -> list[str]:
     """Return the words by which a process that runs ``module`` is shown in the list of processes."""
     return [interpreter(), "-m", module]
 
@@ -215,3 +216,25 @@ def _is_safe_entry(entry: str) -> bool:
         return find_flaw(entry) is None
     except OSError:
         return False
+
+
+def rename_process(module: str, *words: str) -> None:
+    """Show this process in the list of processes as ``python -m module words``, for people and their scripts.
+
+    A forked process would be listed under the name of the one that forked it. The kernel shows as the command
+    line (proc_pid_cmdline(5)) memory of the process itself, whose place and size are fields 48 and 49 of
+    proc_pid_stat(5): it can be overwritten, and not made longer. A longer name is not shown.
+    """
+    # Only here: processes that start others need no ctypes.
+    import ctypes
+
+    shown = b"\0".join(map(os.fsencode, [*_shown_command(module), *words]))
+    try:
+        # Field 2 is the program's name, which may contain blanks and parentheses: count from its last
+        # parenthesis.
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return
+    start, end = int(fields[45]), int(fields[46])
+    if 0 < start < end - len(shown):
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)

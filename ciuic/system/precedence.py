@@ -24,7 +24,7 @@ import resource
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from ciuic.system.sandbox.privileges import Capability, permitted
+from ciuic.system.privileges import Capability, permitted
 
 _CLASS_SHIFT = 13
 _WHO_PROCESS = 1

@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.locks import Claim
 from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
 from ciuic.training.device_streams import capturing, device_stream_of
 from ciuic.training.format.layout import Layout, lay_out

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from ciuic.repository import Repository
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.locks import Claim
 from ciuic.training import arguments
 from ciuic.training.format import shards
 from ciuic.training.format.reading import (

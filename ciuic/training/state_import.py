@@ -19,7 +19,7 @@ import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, UsageError
 from ciuic.system.child_process import environment, module_command
-from ciuic.system.sandbox.privileges import limit_resources
+from ciuic.system.privileges import limit_resources
 from ciuic.training.arguments import ManagerOptions, is_value_name
 from ciuic.training.convert.export_state import LOOPS, RANDOM, missing_package
 from ciuic.training.json_documents import MALFORMED

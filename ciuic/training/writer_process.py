@@ -29,7 +29,7 @@ from ciuic.errors import CiuicError, Unreachable
 from ciuic.protocol.heartbeat_page import Goodbye, read_page
 from ciuic.protocol.watch_client import Hello, Registration, watch_socket
 from ciuic.repository import Repository, Writer
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.locks import Claim
 from ciuic.system.poll import readable
 from ciuic.training import cloud_notices
 from ciuic.training.arena import ReadArena

@@ -1,8 +1,12 @@
-"""Values of verdicts, and the refusals of the modules that read a format; no behaviour."""
+"""What the readers of formats share: values of verdicts, refusals, and bounded reads of a hostile file.
+
+A read stays within the size of the file, and there are no more of them than a limit allows.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple
 
 VerdictState = Literal["GOOD", "TORN", "UNKNOWN"]
 
@@ -54,3 +58,75 @@ class OtherFormat(Exception):
 
 class NotJudged(Exception):
     """The file has the format, and nothing can be said of it; the text says why."""
+
+
+_MAX_READ_BYTES: Final = 64 << 20
+"""Limit of all bytes that are read to judge one file. The headers of large checkpoints have a few megabytes."""
+_MAX_READS: Final = 200_000
+MAX_HEADER_BYTES: Final = 16 << 20
+"""Limit of one header. That of 100,000 tensors has about ten megabytes."""
+
+MAX_STEPS: Final = 2_000_000
+"""Limit of what is looked at to judge one file: some seconds of processor time. A count, so that a verdict does not depend on how busy
+the machine is."""
+
+ReadRange = Callable[[int, int], bytes]
+
+
+class BoundedReader:
+    """Reader of one file.
+
+    Args:
+        read: Returns the bytes at (offset, length), fewer only if the file ends or was cut while it was read.
+        size_bytes: Size of the file.
+        name: Name of the file in its directory.
+    """
+
+    def __init__(self, read: ReadRange, size_bytes: int, name: bytes = b"") -> None:
+        self._read = read
+        self.size_bytes = size_bytes
+        self.name = name
+        self.left_bytes = _MAX_READ_BYTES
+        self._left_reads = _MAX_READS
+        self._left_steps = MAX_STEPS
+
+    def has_suffix(self, *suffixes: str) -> bool:
+        """Return whether the name ends so, in any case."""
+        name = self.name.lower()
+        return any(name.endswith(suffix.encode("ascii")) for suffix in suffixes)
+
+    def at(self, offset: int, length: int, what: str) -> bytes:
+        """Return exactly these bytes; ``what`` names them for the reason.
+
+        Raises:
+            TornContent: the file ends before.
+            NotJudged: a limit is reached.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size_bytes:
+            raise TornContent(
+                f"{what} is cut: it needs {max(0, offset) + length} bytes, the file has {self.size_bytes}"
+            )
+        self._left_reads -= 1
+        self.left_bytes -= length
+        if length > MAX_HEADER_BYTES or self.left_bytes < 0 or self._left_reads < 0:
+            raise NotJudged(f"{what} is larger than what is read for a verdict")
+        data = self._read(offset, length)
+        if len(data) != length:
+            raise TornContent(f"{what} is cut")
+        return data
+
+    def spend(self, steps: int = 1) -> None:
+        """Count steps of work that no read limits: a structure may be met again and again; raise NotJudged at the limit."""
+        self._left_steps -= steps
+        if self._left_steps < 0:
+            raise NotJudged("it has more structures than are followed for a verdict")
+
+    def up_to(self, offset: int, length: int, what: str) -> bytes:
+        """Return these bytes as far as the file has them."""
+        length = min(length, self.size_bytes - offset)
+        return self.at(offset, length, what) if length > 0 else b""
+
+    def starts_with_zeros(self, length: int = 8) -> bool:
+        """Return whether the file begins with zeros, as one that was only allocated."""
+        head = self.up_to(0, length, "the beginning")
+        return len(head) > 0 and not any(head)

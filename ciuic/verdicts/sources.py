@@ -11,8 +11,8 @@ from typing import Final
 
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.repository import Repository
+from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.lookup import Located, children, find, join, resolve
-from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.types import FLAG_OPEN_FOR_WRITING, HOLE, ChunkId, Entry, Snapshot
 
 MAX_NAMES = 1 << 16

@@ -20,16 +20,14 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged
 from ciuic.units import human_size, plural
-from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.directories import deepspeed, distributed, orbax, sharded, tensorflow, training
-from ciuic.verdicts.directories.parts import PartsNeeded, shown_name
+from ciuic.verdicts.checkpoint_directories import RECOGNISERS, STATE_FILE, PartsNeeded, shown_name
 from ciuic.verdicts.formats.gguf import read_gguf
 from ciuic.verdicts.formats.hdf5 import read_hdf5
 from ciuic.verdicts.formats.npy import read_npy
 from ciuic.verdicts.formats.pickles import read_pickle
 from ciuic.verdicts.formats.safetensors import read_safetensors
 from ciuic.verdicts.formats.zip_archive import read_zip
-from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent, Verdict
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent, Verdict
 from ciuic.verdicts.sources import DirectorySource, FileSource
 
 # Formats with a mark at their beginning first; pickles and safetensors have hardly any.
@@ -184,19 +182,11 @@ MARKS: Final = (
     b"latest",
     b"_CHECKPOINT_METADATA",
     b"manifest.ocdbt",
-    training.STATE_FILE,
+    STATE_FILE,
 )
 """Ends of the names of files that show a checkpoint of several files."""
 _STEP_DIRECTORY: Final = re.compile(
     rb"(?:checkpoint|ckpt|step|epoch|global_step|iter)[-_]?\d+\Z", re.IGNORECASE
-)
-_RECOGNISERS: Final[tuple[Callable[[DirectorySource, list[bytes]], Iterator[PartsNeeded]], ...]] = (
-    training.recognise,
-    distributed.recognise,
-    orbax.recognise,
-    deepspeed.recognise,
-    tensorflow.recognise,
-    sharded.recognise,
 )
 JudgeFile = Callable[[FileSource], Verdict]
 
@@ -227,7 +217,7 @@ def checkpoints_in(directory: DirectorySource, judge: JudgeFile = judge_file) ->
     names = directory.names()
     found: list[Checkpoint] = []
     taken: set[bytes] = set()
-    for recognise in _RECOGNISERS:
+    for recognise in RECOGNISERS:
         for parts in _recognised(recognise, directory, names):
             taken |= parts.taken
             found.append(_judge_parts(directory, parts, judge))

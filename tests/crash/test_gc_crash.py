@@ -23,7 +23,7 @@ from ciuic.maintenance.prune import CollectionRefused, forget, prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Disk, Repository, Writer
-from ciuic.repository.index.database import INDEX_NAME, discard
+from ciuic.repository.index_database import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
 from ciuic.types import SnapshotId
 

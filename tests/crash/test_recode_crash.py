@@ -17,7 +17,7 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.repository import Repository
-from ciuic.repository.index.database import INDEX_NAME, discard
+from ciuic.repository.index_database import INDEX_NAME, discard
 from ciuic.types import SnapshotId
 
 EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)

@@ -15,7 +15,7 @@ from support.power_disk import PowerCut, PowerDisk
 from support.small_repository import BLOCK, content, make_snapshot, read_files
 
 from ciuic.repository import Repository, Walker
-from ciuic.repository.index.database import INDEX_NAME, discard
+from ciuic.repository.index_database import INDEX_NAME, discard
 from ciuic.types import ChunkId, SnapshotId
 
 VARIANTS = int(os.environ.get("CIUIC_POWER_CUTS", "3"))

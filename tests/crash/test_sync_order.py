@@ -29,10 +29,10 @@ from ciuic.protocol.state_directory import open_state
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.repository import Repository
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.index.database import INDEX_NAME
-from ciuic.repository.index.writer_index import WriterIndex
+from ciuic.repository import pack_format as pf
+from ciuic.repository.index_database import INDEX_NAME
 from ciuic.repository.promised import Promise, record_loss
+from ciuic.repository.writer_index import WriterIndex
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.training.convert.destination import new_directory, new_file

@@ -18,7 +18,7 @@ import pytest
 from support.live import Live, wait_for
 
 from ciuic.protocol.control import ControlClient
-from ciuic.system.sandbox.privileges import Capability, permitted
+from ciuic.system.privileges import Capability, permitted
 
 pytestmark = pytest.mark.mount
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.live import Live, installed, wait_for
 
-from ciuic.repository.disk.lock import LOCK_NAME
+from ciuic.repository.locks import LOCK_NAME
 
 pytestmark = pytest.mark.mount
 

@@ -16,7 +16,7 @@ from support.overlay import state_of
 from support.second_user import MADE_UP, NOBODY, User, everything_below, reach, run_as
 
 from ciuic.repository import Repository
-from ciuic.system.sandbox.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted
+from ciuic.system.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted
 
 pytestmark = pytest.mark.mount
 _HOLD_LOCK = (

@@ -11,7 +11,7 @@ import pytest
 from support.ci import needs
 from support.real_systemd import RealSystemd, reason_against
 
-from ciuic.system.sandbox.privileges import permitted
+from ciuic.system.privileges import permitted
 
 pytestmark = pytest.mark.mount
 
@@ -20,7 +20,7 @@ _CODE = Path(__file__).parents[2]
 _WEIGH = "import sys, trio; from ciuic.daemon.base.process_priority import SliceWeight; trio.run(SliceWeight().set, float(sys.argv[1]))"
 _RISE = """
 import os, time
-from ciuic.system.sandbox.privileges import Capability, keep_only, permitted
+from ciuic.system.privileges import Capability, keep_only, permitted
 from ciuic.system.precedence import Precedence
 assert Capability.SYS_NICE not in permitted()
 place = Precedence("idle"); place.take(0.01); keep_only(()); low = os.getpriority(os.PRIO_PROCESS, 0)

@@ -15,7 +15,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.history.checkpoints import checkpoints
 from ciuic.history.versions import timelines
 from ciuic.repository import Repository
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.block_maps import blocks_of
 from ciuic.training import Best, SnapshotTable
 from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.snapshots import TrainingSnapshots

@@ -10,7 +10,7 @@ import pytest
 from ciuic import SnapshotManager
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 

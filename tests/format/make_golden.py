@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import golden_recipe as recipe
 
 from ciuic.repository import Repository
-from ciuic.repository.index.database import INDEX_NAME, discard
+from ciuic.repository.index_database import INDEX_NAME, discard
 from ciuic.types import SnapshotId
 
 

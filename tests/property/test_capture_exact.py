@@ -16,7 +16,7 @@ from support.capture_bench import BLOCK, bench
 from support.core_driver import Operation, operations
 
 from ciuic.daemon.capture import content
-from ciuic.fuse_layer.core import overlay_files
+from ciuic.fuse_layer.core import overlay_hooks
 from ciuic.system import spill
 
 MANY = settings(max_examples=2 * settings().max_examples)
@@ -27,7 +27,7 @@ MANY = settings(max_examples=2 * settings().max_examples)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the limits so that small files and few changes take the code paths of large ones and many."""
     monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
-    monkeypatch.setattr(overlay_files, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(overlay_hooks, "COPY_LIMIT_BYTES", BLOCK)
     monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
     monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
 

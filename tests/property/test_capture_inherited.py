@@ -15,7 +15,7 @@ from support.dying_os import DATA_CALLS, NAME_CALLS, DyingOs, Killed, Steps
 
 from ciuic.daemon.capture import content
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.core import attributes, directories, files, names, overlay_files, overlay_names
+from ciuic.fuse_layer.core import directories, files, names, overlay_hooks
 from ciuic.fuse_layer.state import node_table, overlay_state, passthrough_state
 from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links, undo_log
@@ -24,7 +24,7 @@ from ciuic.system import spill
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
 MODULES = (
-    attributes,
+    files,
     files,
     directories,
     files,
@@ -33,8 +33,8 @@ MODULES = (
     names,
     names,
     node_table,
-    overlay_files,
-    overlay_names,
+    overlay_hooks,
+    overlay_hooks,
     overlay_state,
     passthrough_state,
     files,
@@ -49,7 +49,7 @@ MODULES = (
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the limits so that small files and few changes take the code paths of large ones and many."""
     monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
-    monkeypatch.setattr(overlay_files, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(overlay_hooks, "COPY_LIMIT_BYTES", BLOCK)
     monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
     monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
 

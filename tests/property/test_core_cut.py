@@ -22,7 +22,7 @@ from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import sealed_format, undo_format
-from ciuic.fuse_layer.core import overlay_files
+from ciuic.fuse_layer.core import overlay_hooks
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
 from ciuic.fuse_layer.system import syscalls
 from ciuic.system.spill import Spill
@@ -226,10 +226,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.root_ino = os.stat(self.top).st_ino
         self.worlds: dict[int, World] = {}
         self.history: dict[int, World] = {}
-        self.limit, overlay_files.COPY_LIMIT_BYTES = overlay_files.COPY_LIMIT_BYTES, 2 * BLOCK
+        self.limit, overlay_hooks.COPY_LIMIT_BYTES = overlay_hooks.COPY_LIMIT_BYTES, 2 * BLOCK
 
     def teardown(self) -> None:
-        overlay_files.COPY_LIMIT_BYTES = self.limit
+        overlay_hooks.COPY_LIMIT_BYTES = self.limit
         self.core.close()
         os.close(self.backing_fd)
         os.umask(self.umask)

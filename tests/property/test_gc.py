@@ -22,7 +22,7 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import CollectionRefused, forget, prune
 from ciuic.maintenance.sweep import HURRIED, Thresholds
 from ciuic.repository import Identity, Repository, Writer
-from ciuic.repository.packs.chunk_reader import ChunkReader
+from ciuic.repository.chunk_reader import ChunkReader
 from ciuic.retention import MinFree, RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId
 

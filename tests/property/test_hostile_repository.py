@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from support.hostile import craft, use_everything
 from support.trees import assert_same, manifest
 
-from ciuic.repository import DamagedSnapshot
-from ciuic.repository.format import snapshot_format
+from ciuic.repository import DamagedSnapshot, snapshot_format
 from ciuic.types import Entry, Pair, RootRecord, Snapshot, SnapshotId
 
 

@@ -25,7 +25,7 @@ import pytest
 from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core import attributes, directories, files, names, overlay_files, overlay_names
+from ciuic.fuse_layer.core import directories, files, names, overlay_hooks
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
@@ -37,8 +37,8 @@ from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links
 
 _MODULES = (
-    *(attributes, files, files, directories, names, hidden_links, names, node_table),
-    *(overlay_state, passthrough_state, path_handles, overlay_files, overlay_names),
+    *(files, files, files, directories, names, hidden_links, names, node_table),
+    *(overlay_state, passthrough_state, path_handles, overlay_hooks, overlay_hooks),
 )
 _TERMS = Negotiated(45, 0)
 _OTHERS = "others"

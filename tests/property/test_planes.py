@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.repository.codecs import byte_planes, byte_planes_math
+from ciuic.repository import byte_planes, byte_planes_math
 from ciuic.training.writer import codecs
 
 _WIDTHS = st.sampled_from(byte_planes_math.WIDTHS)

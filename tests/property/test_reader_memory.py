@@ -18,7 +18,7 @@ from pathlib import Path
 import zstandard
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
 from support.readers import readers, refused_or_read
 from support.small_repository import BLOCK, content, make_snapshot, put_file
 from support import hostile
@@ -67,7 +67,7 @@ print(tried)
 def test_a_compressed_chunk_unpacks_to_its_recorded_length_or_is_refused() -> None:
     """Frames with any claimed size unpack to their record's length, 16 MiB at most, or are refused."""
     _child("""
-from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
+from ciuic.repository.chunk_reader import BadCopyError, unpack
 compress = zstandard.ZstdCompressor(level=3).compressobj(size=1 << 30)
 piece, frames = bytes(1 << 20), []
 frames.append(b"".join([compress.compress(piece) for _ in range(1024)]) + compress.flush())
@@ -138,7 +138,7 @@ def test_a_file_of_an_exabyte(tmp_path: Path) -> None:
         """
 path = Path(sys.argv[1])
 from ciuic.types import Entry
-from ciuic.repository.trees.block_maps import encode_map_node
+from ciuic.repository.block_maps import encode_map_node
 import msgspec
 with Repository.create(path, block_size=BLOCK) as repository:
     with repository.writer() as writer:

@@ -18,10 +18,10 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import CollectionRefused, forget, prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec, Pace
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.index.database import INDEX_NAME
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository import pack_format as pf
+from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH, Codec, Pace
+from ciuic.repository.index_database import INDEX_NAME
+from ciuic.repository.locks import Claim
 from ciuic.types import SnapshotId
 
 BLOCKS = 4

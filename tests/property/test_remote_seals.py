@@ -29,7 +29,7 @@ from ciuic.remote.format.pack import (
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackRecord
 from ciuic.types import ChunkId
 

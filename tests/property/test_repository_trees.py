@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ciuic.repository.block_maps import BlockMaps, update_block_map
+from ciuic.repository.directory_trees import Trees, update_tree
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.format.tree_format import name_level
 from ciuic.repository.identity import Identity
-from ciuic.repository.trees.block_maps import BlockMaps, update_block_map
-from ciuic.repository.trees.tree_reader import Trees
-from ciuic.repository.trees.tree_updater import update_tree
+from ciuic.repository.tree_format import name_level
 from ciuic.types import HOLE, ChunkId, Entry, MapRef, TreeRef
 
 SEED = 7
@@ -128,7 +127,7 @@ def test_impossible_names_are_refused_and_found(name: bytes) -> None:
     chunks = MemoryChunks()
     with pytest.raises(ValueError, match="file name"):
         update(chunks, b"", {name: file(name)})
-    from ciuic.repository.format.tree_format import encode_leaf
+    from ciuic.repository.tree_format import encode_leaf
 
     forged = chunks.put(encode_leaf([file(name)], links=False))
     with pytest.raises(DamagedTree):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
-from ciuic.repository.writing.writer_catalogue import place_in_order
+from ciuic.repository.writing.writer import place_in_order
 from ciuic.retention import TAG_EMERGENCY, RetentionPlan, RetentionPolicy, plan_retention
 from ciuic.types import Snapshot, SnapshotId
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ciuic.cli.app import cli
 from ciuic.cli.fast_snapshot import find_socket
 from ciuic.config import AlertConfig, alert_flaw, load_config
-from ciuic.daemon.main import run_daemon
+from ciuic.daemon.service import run_daemon
 from ciuic.errors import ConfigError
 from ciuic.protocol.peer_socket import runtime_dir
 from ciuic.system.ownership import find_flaw

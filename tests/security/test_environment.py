@@ -218,7 +218,7 @@ def _product_files() -> Iterator[Path]:
 _STARTS = {"Popen", "run", "call", "check_call", "check_output", "open_process", "run_process"}
 _MODULES = {"subprocess", "trio", "lowlevel"}
 _BECOMES = {
-    "ciuic/daemon/roots/standby_process.py": "the unit's command becomes the process that forks workers, as all children are started"
+    "ciuic/fuse_layer/prefork/service.py": "the unit's command becomes the process that forks workers, as all children are started"
 }
 _CALLERS_OWN = {
     "ciuic/cli/commands/training/watch.py": "the command that the caller names, as the caller would run it",

@@ -7,10 +7,9 @@ import struct
 import pytest
 from support.checkpoint_files import MemoryDirectory, MemoryFile
 
-from ciuic.verdicts import bounded_reader, verdict
-from ciuic.verdicts.bounded_reader import BoundedReader
+from ciuic.verdicts import model, verdict
 from ciuic.verdicts.formats.pickles import PickleStream
-from ciuic.verdicts.model import Piece, Structure
+from ciuic.verdicts.model import BoundedReader, Piece, Structure
 from ciuic.verdicts.sources import DirectorySource
 from ciuic.verdicts.verdict import DEFECT, checkpoints_in, judge_file, judge_structure
 
@@ -60,7 +59,7 @@ def test_an_array_with_an_impossible_header_is_judged(header: str) -> None:
 
 def test_a_long_name_is_not_searched_for_each_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that names one long text millions of times is UNKNOWN within the budget of its file."""
-    monkeypatch.setattr(bounded_reader, "MAX_STEPS", 500_000)
+    monkeypatch.setattr(model, "MAX_STEPS", 500_000)
     verdict = judge_file(MemoryFile(b"a.h5", _hdf5_of_one_long_name()))
     assert (verdict.state, verdict.reason) == (
         "UNKNOWN",

@@ -157,7 +157,7 @@ def test_no_advice_to_load_everything_reaches_the_user(tmp_path: Path) -> None:
 
 def test_a_reader_that_takes_forever_or_everything_is_ended(tmp_path: Path) -> None:
     """A tuple that is hashed for years ends its process by SIGXCPU, and memory without end is an error in it."""
-    limit = "from ciuic.system.sandbox.privileges import limit_resources; limit_resources(256 << 20, 1);"
+    limit = "from ciuic.system.privileges import limit_resources; limit_resources(256 << 20, 1);"
     forever = "key = ()\nfor _ in range(200): key = key, key\nhash(key)"
     done = subprocess.run([sys.executable, "-c", f"{limit}\n{forever}"], capture_output=True, check=False)
     assert done.returncode == -signal.SIGXCPU, done.stderr

@@ -19,7 +19,7 @@ from support.live import wait_for
 from support.overlay import DRIVER, Overlay
 from support.second_user import MADE_UP
 
-from ciuic.fuse_layer.state.allowances import Quota
+from ciuic.fuse_layer.state.passthrough_state import Quota
 from ciuic.system import bypass
 from ciuic.system.bypass import find_bypassing
 

@@ -21,8 +21,8 @@ from support.live import Live, installed, wait_for
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy
-from ciuic.system.sandbox import seccomp
-from ciuic.system.sandbox.seccomp import NUMBERS
+from ciuic.system import seccomp
+from ciuic.system.seccomp import NUMBERS
 
 pytestmark = [
     pytest.mark.mount,
@@ -64,7 +64,7 @@ _FORBIDDEN = [
 ]
 _CONFINED = """
 import ctypes, errno, json, os, socket, sys, threading
-from ciuic.system.sandbox import privileges, profiles as seccomp_profiles, seccomp
+from ciuic.system import privileges, seccomp, syscall_profiles as seccomp_profiles
 numbers = json.loads(sys.argv[2])
 libc = ctypes.CDLL(None, use_errno=True)
 def made(number, *arguments):
@@ -165,7 +165,7 @@ print("done", len(kinds))
         [
             sys.executable,
             "-c",
-            "import os, socket, sys\nfrom ciuic.system.sandbox import privileges\nfrom ciuic.system.sandbox.profiles import limit_receiver\n"
+            "import os, socket, sys\nfrom ciuic.system import privileges\nfrom ciuic.system.syscall_profiles import limit_receiver\n"
             f"{head}privileges.keep_only(())\nassert limit_receiver() == ''\n{script}",
         ],
         capture_output=True, text=True, check=False, timeout=60, cwd="/",
@@ -251,8 +251,8 @@ def test_roots_are_served_and_captured_without_seccomp(live: Live, root: Path) -
     refusing.write_text(
         f"#!{installed('python')}\n"
         "import os, sys\n"
-        "from ciuic.system.sandbox import privileges, seccomp\n"
-        "from ciuic.system.sandbox.seccomp import NUMBERS\n"
+        "from ciuic.system import privileges, seccomp\n"
+        "from ciuic.system.seccomp import NUMBERS\n"
         f"profile = seccomp.Profile('no seccomp', frozenset(NUMBERS) - {{'seccomp'}})\n"
         "privileges.keep_only(privileges.permitted())\n"
         "seccomp.install(profile)\n"

@@ -13,7 +13,7 @@ from support.live import installed, wait_for
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
 
-from ciuic.system.sandbox.privileges import OVERLAY_WORKER, Capability, permitted
+from ciuic.system.privileges import OVERLAY_WORKER, Capability, permitted
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
 _DAEMON = {

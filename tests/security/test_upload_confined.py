@@ -16,7 +16,7 @@ from support.live import wait_for
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
 
-from ciuic.system.sandbox.privileges import Capability
+from ciuic.system.privileges import Capability
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
 _UNIT = "ciuic-upload.service"

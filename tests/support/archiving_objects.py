@@ -21,7 +21,7 @@ from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo,
 from ciuic.remote.objects.storage_classes import ListedClass, ObjectClass, ThawSpeed, find_class
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.upkeep.tier_moves import PlannedMoves, apply_rules
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 class ArchivingStore:

@@ -29,8 +29,8 @@ from ciuic.daemon.capture.roots import Report
 from ciuic.fuse_layer.core.core import OverlayCore, SealedEpoch
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.undo_format import LogReader
-from ciuic.repository.codecs.compression import Content
-from ciuic.repository.disk.extent_sharing import Stage
+from ciuic.repository.compression import Content
+from ciuic.repository.extent_sharing import Stage
 from ciuic.types import (
     FLAG_OPEN_FOR_WRITING,
     HOLE,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ciuic.repository.ids import is_zero
+from ciuic.repository.identity import is_zero
 from ciuic.verdicts.sources import DirectorySource, FileSource
 from ciuic.verdicts.verdict import judge_file
 

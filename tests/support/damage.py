@@ -26,16 +26,15 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import CollectionRefused, prune
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Identity, Repository, Walker
-from ciuic.repository.codecs.byte_planes import Widening
-from ciuic.repository.codecs.byte_planes_math import BFLOAT16
-from ciuic.repository.codecs.codec import Codec, TwinBase
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository import pack_format as pf
+from ciuic.repository.byte_planes import Widening
+from ciuic.repository.byte_planes_math import BFLOAT16
+from ciuic.repository.compression import Codec, Content, TwinBase
 from ciuic.repository.config import CONFIG_NAMES, read_config
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.format.tree_format import name_level
-from ciuic.repository.index.database import INDEX_NAME
+from ciuic.repository.index_database import INDEX_NAME
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.tree_format import name_level
 from ciuic.restore import execute, plan_restore
 from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from ciuic.remote.objects.model import ObjectInfo, Objects
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 class Killed(BaseException):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ciuic.repository import Disk
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 class Killed(BaseException):

@@ -28,7 +28,7 @@ from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.core import epochs, overlay_files
+from ciuic.fuse_layer.core import epochs, overlay_hooks
 from ciuic.fuse_layer.tracking import hidden_links, undo_log
 from ciuic.fuse_layer.undo_format import UndoLost
 
@@ -329,8 +329,8 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
 
     Raises AssertionError, naming the call, if the job or a snapshot was damaged.
     """
-    limit = overlay_files.COPY_LIMIT_BYTES
-    overlay_files.COPY_LIMIT_BYTES = BLOCK  # type: ignore[misc]
+    limit = overlay_hooks.COPY_LIMIT_BYTES
+    overlay_hooks.COPY_LIMIT_BYTES = BLOCK  # type: ignore[misc]
     try:
         undisturbed = life(seed, FaultyOs())
         assert undisturbed.exact > 0
@@ -339,7 +339,7 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
             exact += _survives(seed, undisturbed, FaultyOs(stop_at, **fault))  # type: ignore[arg-type]
         return undisturbed.calls, exact
     finally:
-        overlay_files.COPY_LIMIT_BYTES = limit  # type: ignore[misc]
+        overlay_hooks.COPY_LIMIT_BYTES = limit  # type: ignore[misc]
 
 
 def _survives(seed: int, undisturbed: Life, faulty: FaultyOs) -> int:

@@ -101,7 +101,7 @@ def fill(corpus: Path, only: str = "") -> int:
 def _of_repository(path: Path) -> list[tuple[str, bytes]]:
     """Return (decoder, bytes) of every structure in the repository."""
     from ciuic.repository import Repository
-    from ciuic.repository.format import pack_format as pf
+    from ciuic.repository import pack_format as pf
 
     found = [("config", (path / "config").read_bytes())]
     for snapshot in (path / "snapshots").iterdir():

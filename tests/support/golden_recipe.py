@@ -7,10 +7,9 @@ import struct
 from collections.abc import Iterable
 
 from ciuic.repository import Writer
-from ciuic.repository.codecs.byte_planes import Widening
-from ciuic.repository.codecs.byte_planes_math import BFLOAT16, FLOAT16
-from ciuic.repository.codecs.codec import Codec, TwinBase
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.byte_planes import Widening
+from ciuic.repository.byte_planes_math import BFLOAT16, FLOAT16
+from ciuic.repository.compression import Codec, Content, TwinBase
 from ciuic.repository.identity import Identity
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 

@@ -22,11 +22,10 @@ from ciuic.errors import CiuicError
 from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.repository import Repository, Writer
-from ciuic.repository.format import snapshot_format
-from ciuic.repository.format.tree_format import NodeRef, encode_inner, encode_leaf, encode_xattrs
+from ciuic.repository import Repository, Writer, snapshot_format
+from ciuic.repository.block_maps import encode_map_node
 from ciuic.repository.lookup import find
-from ciuic.repository.trees.block_maps import encode_map_node
+from ciuic.repository.tree_format import NodeRef, encode_inner, encode_leaf, encode_xattrs
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.types import HOLE, ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 

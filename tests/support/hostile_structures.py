@@ -19,12 +19,11 @@ import xxhash
 from hypothesis import strategies as st
 from support.hostile import BLOCK, ID
 
-from ciuic.repository import Repository, Writer
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.format import snapshot_format
-from ciuic.repository.format.tree_format import encode_leaf
+from ciuic.repository import Repository, Writer, snapshot_format
+from ciuic.repository import pack_format as pf
+from ciuic.repository.block_maps import encode_map_node
 from ciuic.repository.model import PackRecord
-from ciuic.repository.trees.block_maps import encode_map_node
+from ciuic.repository.tree_format import encode_leaf
 from ciuic.types import HOLE, ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 DIRECTORY = stat.S_IFDIR | 0o755
@@ -149,7 +148,7 @@ def many_copies(forger: Forger, path: Path) -> ChunkId:
 
 def giant_node(forger: Forger, path: Path) -> ChunkId:
     """Make a node of the largest size, whose names compress to almost nothing."""
-    from ciuic.repository.format.pack_format import MAX_CHUNK_BYTES
+    from ciuic.repository.pack_format import MAX_CHUNK_BYTES
 
     entries = [Entry(name=b"%07d" % number, mode=FILE) for number in range(300_000)]
     data = encode_leaf(entries, False)[:MAX_CHUNK_BYTES]

@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.ids import Bytes
+from ciuic.repository.disk import Disk
+from ciuic.repository.identity import Bytes
 
 
 class PowerCut(BaseException):

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ciuic.repository import Repository, Walker
-from ciuic.repository.codecs.codec import Codec
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.compression import Codec, Content
 from ciuic.training.policy.retention_rules import Keep
 from ciuic.training.writer.codecs import CodecChooser
 from ciuic.training.writer.committing import LastCommit, commit

@@ -35,7 +35,7 @@ from ciuic.daemon.capture.job import (
     encode_job,
     encode_message,
 )
-from ciuic.daemon.trainers import registry, watch_socket
+from ciuic.daemon.trainers import registry, watch
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer import sealed_format
@@ -53,12 +53,15 @@ from ciuic.protocol.pairing import Cut, Taken, decode_answer, decode_question
 from ciuic.protocol.stored_remotely import StoredRecord, decode_record, encode_record
 from ciuic.protocol.watch_client import Hello
 from ciuic.protocol.worker_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
-from ciuic.repository.codecs import byte_planes
+from ciuic.repository import byte_planes, locks, snapshot_format
+from ciuic.repository import pack_format as pf
+from ciuic.repository.block_maps import decode_map_node, encode_map_node
+from ciuic.repository.chunk_reader import BadCopyError, unpack
 from ciuic.repository.config import StoredConfig, decode_config, encode_config
-from ciuic.repository.disk import lock
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.format import snapshot_format
-from ciuic.repository.format.tree_format import (
+from ciuic.repository.index_database import IndexDatabase
+from ciuic.repository.model import PackRecord
+from ciuic.repository.promised import Promise
+from ciuic.repository.tree_format import (
     NodeRef,
     decode_node,
     decode_xattrs,
@@ -66,11 +69,6 @@ from ciuic.repository.format.tree_format import (
     encode_leaf,
     encode_xattrs,
 )
-from ciuic.repository.index.database import IndexDatabase
-from ciuic.repository.model import PackRecord
-from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
-from ciuic.repository.promised import Promise
-from ciuic.repository.trees.block_maps import decode_map_node, encode_map_node
 from ciuic.restore.attributes import denied_to_nobody
 from ciuic.restore.journal import RestoreMark
 from ciuic.retention import RetentionPolicy
@@ -376,7 +374,7 @@ def _hello(data: bytes) -> object:
     )
     self: Any = SimpleNamespace(_permitted=lambda caller: True)
     try:
-        return watch_socket.WatchSocket._checked(self, registration)
+        return watch.WatchSocket._checked(self, registration)
     finally:
         os.close(life)
         page.close()
@@ -594,7 +592,7 @@ def _owner(data: bytes) -> object:
     """Read the owner of a lock as shown to a program that finds the repository locked."""
     fd = _memfd(data)
     try:
-        return lock._busy("/r", fd, time).message
+        return locks._busy("/r", fd, time).message
     finally:
         os.close(fd)
 
@@ -653,7 +651,7 @@ def more_readers() -> list[Reader]:
         Reader("pass of a scrub", _json(Pass), b"{}"),
         Reader("promise of a snapshot", _json(Promise), msgspec.json.encode(Promise(id="cs-abcdef", time_ns=1, reason="r"))),
         Reader("note of a restore", _json(RestoreRecord), msgspec.json.encode(RestoreRecord(paths=(b"/r/a",)))),
-        Reader("owner of a lock", _owner, msgspec.json.encode(lock.Owner(1, "h", "c", 5))),
+        Reader("owner of a lock", _owner, msgspec.json.encode(locks.Owner(1, "h", "c", 5))),
         Reader("mounts of a process", _refusing(mountinfo.parse, ValueError, IndexError), _MOUNTS),
         Reader("marks file", lambda data: snapshot_format.decode_marks("cs-abcdef", data), snapshot_format.encode_marks(snapshot_format.StoredMarks(id="cs-abcdef"))),
     ]  # fmt: skip

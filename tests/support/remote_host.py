@@ -26,7 +26,7 @@ from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 from ciuic.types import Snapshot
 
 BLOCK = 4096

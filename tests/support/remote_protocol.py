@@ -47,7 +47,7 @@ from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, Remote
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep import collector as collector_module
 from ciuic.remote.upkeep.collector import CollectionResult, Collector
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.types import ChunkId
 
 Request = tuple[str, tuple[Any, ...]]

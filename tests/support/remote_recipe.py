@@ -40,8 +40,8 @@ from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository, Writer
 from ciuic.repository.identity import Identity
 from ciuic.repository.model import PackRecord
-from ciuic.repository.new_directory import PACKS_DIR
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.repository import PACKS_DIR
 from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
 
 VECTORS: Final = Path(__file__).parents[1] / "format" / "remote-vectors-1"

@@ -36,7 +36,7 @@ from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, Remote
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collector import CollectionPolicy, Collector, Repacker
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.types import ChunkId
 

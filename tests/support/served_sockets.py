@@ -23,7 +23,7 @@ from ciuic.daemon.control_api import MAX_CONNECTIONS, Api, serve_api
 from ciuic.daemon.roots.permission import WatchPermission
 from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.registry import TrainerRegistry
-from ciuic.daemon.trainers.watch_socket import WatchSocket
+from ciuic.daemon.trainers.watch import WatchSocket
 from ciuic.protocol.control_types import (
     PruneReport,
     ReloadReport,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ciuic.remote.format.names import new_hex_id, new_pack_ref, pack_name
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused, Version
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 class VersionedObjects:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.maintenance.check_report import CheckReport, summary
+from ciuic.maintenance.check import CheckReport, summary
 from ciuic.restore.model import OmittedSpecial, Result
 from ciuic.units import plural
 

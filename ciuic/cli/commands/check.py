@@ -15,7 +15,7 @@ from ciuic.cli.shared.session import Session, current
 from ciuic.errors import Damaged, UsageError
 
 if TYPE_CHECKING:
-    from ciuic.maintenance.check_report import CheckFinding, CheckReport
+    from ciuic.maintenance.check import CheckFinding, CheckReport
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": ""}
 # The longest label, `repaired`, and a blank.
@@ -78,7 +78,7 @@ def command(repair: bool, read_data: bool, renew_locks: str, remote: bool, name:
 
 
 def _report(report: CheckReport, as_json: bool) -> int:
-    from ciuic.maintenance.check_report import summary
+    from ciuic.maintenance.check import summary
 
     if as_json:
         out_json(_document(report))

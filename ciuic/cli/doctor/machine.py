@@ -133,7 +133,7 @@ def system_calls(unfiltered: Iterable[str], offered: Callable[[], str] | None = 
         unfiltered: Roots whose worker says that it is not filtered.
         offered: Says why this machine cannot filter system calls; empty where it can.
     """
-    from ciuic.system.sandbox import seccomp
+    from ciuic.system import seccomp
 
     lacking = (offered or seccomp.offered)()
     if lacking:

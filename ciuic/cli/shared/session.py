@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ciuic.protocol.control import ControlClient
     from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.repository import Repository
-    from ciuic.repository.committed_snapshots import CommittedSnapshots
+    from ciuic.repository.snapshots import CommittedSnapshots
     from ciuic.types import SnapshotId
 
 URL_MARK: Final = "://"

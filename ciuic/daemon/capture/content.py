@@ -2,7 +2,7 @@
 
 Data is read in runs, the undo log is polled after each, and blocks that the log has replace what was read.
 Holes are found with SEEK_DATA, so that a sparse file costs what it holds. New files share their extents with
-the repository where the file system can (repository/disk/extent_sharing.py): what is read and stored then is
+the repository where the file system can (repository/extent_sharing.py): what is read and stored then is
 a clone, which no process changes. Memory is one run and one batch of chunk ids, whatever the file's size, and
 the page cache holds of each file afterwards what it held before.
 """
@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode, SealedView
 from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
-from ciuic.repository.codecs.compression import Content
-from ciuic.repository.disk.extent_sharing import StagedExtent, StagedFile
-from ciuic.repository.ids import is_zero
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.block_maps import blocks_of
+from ciuic.repository.compression import Content
+from ciuic.repository.extent_sharing import StagedExtent, StagedFile
+from ciuic.repository.identity import is_zero
 from ciuic.repository.writing.writer import Writer
 from ciuic.system.page_cache import DropBehind, Lookout, Span, cold_spans, forbid_readahead
 from ciuic.types import HOLE, ChunkId, Entry, MapRef, recorded_time

@@ -21,7 +21,7 @@ from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode
 from ciuic.errors import Damaged, NotFound
 from ciuic.fuse_layer.sealed_format import Sealed, Unheld
 from ciuic.repository import Repository, Trees, Writer
-from ciuic.repository.format.tree_format import attributes_problem
+from ciuic.repository.tree_format import attributes_problem
 from ciuic.system.spill import Spill
 from ciuic.types import (
     FLAG_MOUNTPOINT,

@@ -12,14 +12,18 @@ import sys
 from collections.abc import Sequence
 
 from ciuic.daemon.capture import process
-from ciuic.fuse_layer.prefork.process_title import rename
-from ciuic.repository.format import snapshot_format
-from ciuic.repository.index import chunk_lookup
-from ciuic.repository.packs import chunk_reader, pack_directory
-from ciuic.repository.trees import block_maps, tree_reader
+from ciuic.repository import (
+    block_maps,
+    chunk_lookup,
+    chunk_reader,
+    directory_trees,
+    pack_directory,
+    snapshot_format,
+)
 from ciuic.repository.writing import writer
+from ciuic.system.child_process import rename_process
 
-PRELOADED = (block_maps, chunk_reader, chunk_lookup, pack_directory, snapshot_format, tree_reader, writer)
+PRELOADED = (block_maps, chunk_reader, chunk_lookup, pack_directory, snapshot_format, directory_trees, writer)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: numbers of the descriptors of the job and of the messages.
     """
     job_fd, messages_fd = map(int, arguments)
-    rename("ciuic.daemon.capture.process")
+    rename_process("ciuic.daemon.capture.process")
     status = process.serve(job_fd, messages_fd)
     # os._exit flushes no buffers, and the log would lose its last lines.
     sys.stderr.flush()

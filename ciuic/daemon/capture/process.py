@@ -27,7 +27,6 @@ from typing import Final
 import msgspec
 import structlog
 
-from ciuic.daemon.base import logs
 from ciuic.daemon.base.child_processes import JobInput, follow_urgency
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
@@ -56,11 +55,11 @@ from ciuic.excludes import effective_patterns
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
+from ciuic.system import logs, syscall_profiles
 from ciuic.system.disk_space import reserve_of, total_bytes
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.precedence import Precedence
-from ciuic.system.sandbox import profiles
-from ciuic.system.sandbox.privileges import limit_capture
+from ciuic.system.privileges import limit_capture
 from ciuic.system.urgency import Urgency
 from ciuic.types import (
     TAG_INCOMPLETE,
@@ -338,7 +337,7 @@ def _drop_privileges(repository: str) -> None:
         limit_capture(repository)
     except OSError as error:  # a filter of system calls may forbid it; the snapshot matters more
         _log.warning("privileges_not_dropped", error=str(error))
-    unfiltered = profiles.limit_calls(profiles.CAPTURE)
+    unfiltered = syscall_profiles.limit_calls(syscall_profiles.CAPTURE)
     if unfiltered:
         _log.warning("system_calls_not_filtered", reason=unfiltered)
 

@@ -4,7 +4,7 @@ Before the cut the kernel's write-back cache is flushed, and files that are writ
 moment to be closed.
 
 When a worker is killed, its successor goes on with what was sealed if it can
-(fuse_layer/tracking/inherited_undo.py), and the capture begins again. Otherwise a sealed epoch ends with its
+(fuse_layer/tracking/undo_log.py), and the capture begins again. Otherwise a sealed epoch ends with its
 worker, with a worker that leaves its session to another one, and with an undo log that met a full disk. The
 id was given out all the same, so all roots of the snapshot are cut once more at one later instant, as soon as
 they are served again, and the snapshot says so (tag `retaken`, its message, `SnapshotState.retaken`).

@@ -6,7 +6,7 @@ hangs; a trainer that said goodbye is not reported. An end that no daemon saw is
 The journal of trainers and incidents is `watched.json` in the runtime directory. Like every file there it
 need not survive the kernel. It is replaced atomically; an unreadable journal counts as empty.
 
-Leaves to others who may register (watch_socket.py) and what follows (emergency.py). Belongs to the trio
+Leaves to others who may register (watch.py) and what follows (emergency.py). Belongs to the trio
 thread.
 """
 
@@ -30,7 +30,7 @@ from ciuic.printable import escaped
 from ciuic.protocol.control_types import Incident, TrainerStatus
 from ciuic.protocol.watch_client import Hello, Kind
 from ciuic.system import processes
-from ciuic.system.sandbox.privileges import may_trace
+from ciuic.system.privileges import may_trace
 from ciuic.units import plural
 
 JOURNAL_NAME: Final = "watched.json"

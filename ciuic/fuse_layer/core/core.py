@@ -2,7 +2,7 @@
 
 What it adds to the operations of a passthrough file system:
 
-* overlay_files.py, overlay_names.py, state/overlay_state.py: what happens on their hooks, before and after changes
+* overlay_hooks.py, state/overlay_state.py: what happens on their hooks, before and after changes
 * tracking/gate.py, tracking/changes.py, tracking/undo_log.py, epochs.py: holds, dirty tracking, old state that
   sealed epochs still need, and the life of an epoch
 * nodes and handles that a successor takes over (journal/)
@@ -22,18 +22,16 @@ from typing import Any, ClassVar, Final
 import structlog
 
 from ciuic.errors import CiuicError
-from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
 from ciuic.fuse_layer.core.directories import Directories
 from ciuic.fuse_layer.core.epochs import Epochs, SealedEpoch, read_saved, write_saved
-from ciuic.fuse_layer.core.files import KernelTimes
+from ciuic.fuse_layer.core.files import Attributes, KernelTimes, SetAttr
 from ciuic.fuse_layer.core.free_space import RoomForUnseen, SpaceEstimator
-from ciuic.fuse_layer.core.overlay_files import OverlayFiles
-from ciuic.fuse_layer.core.overlay_names import OverlayNames
+from ciuic.fuse_layer.core.names import settle
+from ciuic.fuse_layer.core.overlay_hooks import OverlayFiles, OverlayNames
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
-from ciuic.fuse_layer.state.name_changes import settle
 from ciuic.fuse_layer.state.node_table import ROOT_ID, Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
 from ciuic.fuse_layer.state.overlay_state import OverlayState, UntrackedState
@@ -256,8 +254,8 @@ class OverlayCore(PassthroughCore):
         return self._epochs.hold(timeout_seconds)
 
     def release_hold(self, token: int) -> None:
-        """End a hold, whether or not its timeout has (Epochs.release)."""
-        self._epochs.release(token)
+        """End a hold; one that is over already is left alone."""
+        self._state.gate.release(token)
 
     def committed(self, epoch: int) -> None:
         """Drop what was kept for an epoch, of which a snapshot exists now (Epochs.committed)."""

@@ -24,9 +24,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from ciuic.fuse_layer.state.allowances import Quota
 from ciuic.fuse_layer.state.node_table import Node
-from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState, is_reserved
+from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState, Quota, is_reserved
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
 
 _LATEST_KEPT: Final = 256

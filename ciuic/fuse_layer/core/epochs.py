@@ -24,7 +24,7 @@ from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.overlay_state import OverlayState
 from ciuic.fuse_layer.tracking.changes import BlockSet, ChangeSet, InodeChange
 from ciuic.fuse_layer.tracking.gate import HoldExpired
-from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo
+from ciuic.fuse_layer.tracking.undo_log import InheritedUndo
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 
 # Every status reply has all of them.
@@ -101,10 +101,6 @@ class Epochs:
         """Keep cuts, seals and commits out; inside, nothing may wait for the gate."""
         with self._control:
             yield
-
-    def release(self, token: int) -> None:
-        """End a hold; one that is over already is left alone."""
-        self._state.gate.release(token)
 
     def cut(self, token: int) -> SealedEpoch:
         """End the epoch under a hold, which stays in force.

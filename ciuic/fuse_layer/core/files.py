@@ -1,7 +1,10 @@
-"""Operations on the content of files: open, read, write, truncate, allocate, copy, sync, release.
+"""Operations on the content and the attributes of files: open, read, write, truncate, copy, sync, stat, xattrs.
 
-Guarantees: reads pass no gate; a write is whole, or an error; set-id bits go with the content that they were given for. What a file
-system that tracks changes does before content changes hangs on the hooks of `Files` (overlay_files.py); here they do nothing.
+Guarantees: reads pass no gate; a write is whole, or an error; set-id bits go with the content that they were given
+for. What a file system that tracks changes does before content changes hangs on the hooks of `Files`
+(overlay_hooks.py), and before attributes change, in whatever way, on those of the state; here they do nothing.
+Times are set to the nanosecond, and one that is not given stays as it is. The kernel has checked permissions
+(default_permissions).
 
 Modification times are the kernel's (`KernelTimes`): with its write cache on, only the kernel knows when a program
 wrote. It then sets a regular file's mtime itself, at the program's write(2), shows that to all programs,
@@ -24,16 +27,16 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from ciuic.fuse_layer.state.allowances import OWN_DESCRIPTORS
 from ciuic.fuse_layer.state.node_table import Node
-from ciuic.fuse_layer.state.passthrough_state import OpenFile, PassthroughState
+from ciuic.fuse_layer.state.passthrough_state import OWN_DESCRIPTORS, Attr, OpenFile, PassthroughState
 from ciuic.fuse_layer.system import syscalls
+from ciuic.system.mountinfo import HIDDEN_MOUNTS, MountTable, border_names
 
 _LOCK_STRIPES: Final = 64
 NO_LOCK: Final = nullcontext()
-COPY_STEP_BYTES: Final = 256 << 20
+_COPY_STEP_BYTES: Final = 256 << 20
 """Limit of one copy_file_range(2), because a cut waits for it. The caller asks for the rest."""
 # Offsets come from the kernel. O_APPEND would ignore them: with the kernel's write cache on, 21,000 appended
 # bytes became 29,040 on disk, hidden until the page cache was dropped. O_DIRECT would impose the alignment of
@@ -456,7 +459,7 @@ class Files:
         src, dst = self._state.file(source), self._state.file(target)
         node, state = dst.node, self._state
         # The caller is asked to come again for the rest: inside the gate a cut waits for the whole copy.
-        length = min(length, COPY_STEP_BYTES)
+        length = min(length, _COPY_STEP_BYTES)
         with state.gate:
             self._times.before_write(node, dst.fd)
             with self._content_lock(node):
@@ -484,7 +487,7 @@ class Files:
         # over its control socket instead. Inside the gate and marked like a write, so that a cut sees all of
         # it or nothing.
         with state.gate, self._content_lock(node):
-            if not 0 < length <= COPY_STEP_BYTES or offset + length > os.fstat(file.fd).st_size:
+            if not 0 < length <= _COPY_STEP_BYTES or offset + length > os.fstat(file.fd).st_size:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             self._times.before_write(node, file.fd)
             self._before_content(node, file.fd, offset, length)
@@ -498,3 +501,197 @@ def _set_size(fd: int, size: int, *, moves_times: bool) -> None:
     else:
         # By a path, the file system decides whether setting the present size moves a time.
         os.truncate(b"/proc/self/fd/%d" % fd, size)
+
+
+_GROUP_PRIVILEGE = stat.S_ISGID | stat.S_IXGRP
+"""Bits of a set-group-id privilege: without group execution set-group-id is none, and marks mandatory locking
+on some systems."""
+DEFAULT_ACL = b"system.posix_acl_default"
+
+
+class SetAttr(NamedTuple):
+    """Attributes to change; None leaves a field. ``…_now`` asks for the file system's own clock."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+    atime_now: bool = False
+    mtime_now: bool = False
+    keeps_privileges: bool = False
+    """True if the caller has CAP_FSETID, so that a new size does not take set-id bits away."""
+    chown_by: int | None = None
+    """User who called chown(2) with -1 for both: by root and the owner that takes set-id bits away."""
+
+    @property
+    def sets_times(self) -> bool:
+        """True if a time is to be set."""
+        return self.atime_ns is not None or self.mtime_ns is not None or self.atime_now or self.mtime_now
+
+
+class Attributes:
+    """Operations of one root on attributes."""
+
+    def __init__(self, state: PassthroughState, files: Files, times: KernelTimes) -> None:
+        self._state = state
+        self._nodes = state.nodes
+        self._files = files
+        self._times = times
+        self._mounts = MountTable()
+
+    def getattr(self, node_id: int, handle: int | None = None) -> Attr:
+        """Return a node's attributes, through ``handle`` where that is open."""
+        node = self._nodes.get(node_id)
+        file = self._state.files.get(handle) if handle is not None else None
+        return self._state.attr(node, file)
+
+    def statx(self, node_id: int, handle: int | None, mask: int) -> tuple[Attr, syscalls.Statx]:
+        """Return a node's attributes with those that only statx(2) tells: birth time and attribute flags."""
+        node = self._nodes.get(node_id)
+        file = self._state.files.get(handle) if handle is not None else None
+        attr = self._state.attr(node, file)
+        path, _keep = self._pinned(node)
+        return attr, syscalls.statx(path, mask, follow=True)
+
+    def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
+        """Change attributes, and return the new ones."""
+        # In the order size, owner, mode, times: a change of owner clears set-id bits that the same request
+        # may set again.
+        node = self._nodes.get(node_id)
+        moves_times = handle is not None
+        with self._state.gate:
+            if handle is not None and handle not in self._state.files:
+                # A predecessor's handle that could not be opened again (Files.has): the names
+                # serve as well.
+                handle = None
+            if handle is None and change.size is None and self._nodes.is_freed(node):
+                # The kernel writes the times of a removed file back. An error would be reported by the next
+                # syncfs(2).
+                return self._state.attr(node)
+            self._state.keep_inode(node)
+            if change.size is not None:
+                self._files.truncate(
+                    *(node, change.size, handle),
+                    keeps_privileges=change.keeps_privileges,
+                    moves_times=moves_times,
+                )
+            # Before the change: one that fails in the middle has changed something.
+            self._state.mark_attributes(node)
+            path, _keep = self._pinned(node)
+            if change.uid is not None or change.gid is not None:
+                os.chown(
+                    path,
+                    -1 if change.uid is None else change.uid,
+                    -1 if change.gid is None else change.gid,
+                )
+            if change.chown_by is not None:
+                _take_privileges(path, change.chown_by)
+            if change.mode is not None:
+                os.chmod(path, change.mode & 0o7777)
+            if change.sets_times:
+                set_times = partial(_set_times, path, change)
+                if change.mtime_ns is not None or change.mtime_now:
+                    self._times.told(node, change.mtime_ns, set_times)
+                else:
+                    set_times()
+            # A kernel that moves the time beside the size says so in the same request: a size alone moves no
+            # time.
+            if change.size is not None and node.kept_mtime_ns is not None:
+                self._times.put_back(node, path)
+            return self._state.attr(node)
+
+    def _pinned(self, node: Node) -> tuple[bytes, object]:
+        """Return a path, to be followed, that leads to the node's inode whatever happens to its names; and what keeps it valid."""
+        # chmod(2) follows symbolic links. Through a name, a symbolic link put in the file's place at the
+        # right moment would make this process, which is root's, change the mode of any file of the host.
+        file = self._state.any_file(node)
+        if file is not None:
+            return b"/proc/self/fd/%d" % file.fd, file
+        pin = self._nodes.pin(node)
+        return b"/proc/self/fd/%d" % pin.fd, pin
+
+    # -- extended attributes ------------------------------------------------------------------------
+
+    def getxattr(self, node_id: int, name: bytes) -> bytes:
+        """Return an extended attribute."""
+        node = self._nodes.get(node_id)
+        if name == HIDDEN_MOUNTS:
+            return self._borders_in(node)
+        path, _keep = self._pinned(node)
+        return os.getxattr(path, name)
+
+    def _borders_in(self, node: Node) -> bytes:
+        """Return the names in a directory at which another file system or subvolume begins, each ended by a NUL."""
+        if node.kind != stat.S_IFDIR:
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        pin = self._nodes.pin(node)
+        fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=pin.fd)
+        try:
+            return b"".join(name + b"\0" for name in border_names(fd, self._mounts.read()))
+        finally:
+            os.close(fd)
+
+    def listxattr(self, node_id: int) -> list[bytes]:
+        """Return the names of extended attributes."""
+        path, _keep = self._pinned(self._nodes.get(node_id))
+        return [os.fsencode(name) for name in os.listxattr(path)]
+
+    def setxattr(
+        self, node_id: int, name: bytes, value: bytes, flags: int, *, drops_group_bit: bool = False
+    ) -> None:
+        """Set an extended attribute.
+
+        Args:
+            node_id: node to change.
+            name: name of the attribute.
+            value: its value.
+            flags: 0, XATTR_CREATE or XATTR_REPLACE.
+            drops_group_bit: the caller is outside the file's group and sets its ACL, which takes the
+                set-group-id bit away as chmod(2) would. The file system sees root as the caller.
+        """
+        node = self._nodes.get(node_id)
+        with self._state.gate:
+            self._state.keep_inode(node)
+            path, _keep = self._pinned(node)
+            self._state.mark_attributes(node)
+            # A large value takes blocks of its own: on a full disk the undo log's space is given up for it.
+            self._state.with_space(lambda: os.setxattr(path, name, value, flags))
+            # No file can be created in the directory meanwhile: the kernel holds its lock.
+            if name == DEFAULT_ACL:
+                self._nodes.without_default_acl.discard(node_id)
+            # By hand, because the backing file system sees root set the ACL and keeps the bit (xfstests
+            # generic/375).
+            if drops_group_bit:
+                os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & ~stat.S_ISGID)
+
+    def removexattr(self, node_id: int, name: bytes) -> None:
+        """Remove an extended attribute."""
+        node = self._nodes.get(node_id)
+        with self._state.gate:
+            self._state.keep_inode(node)
+            path, _keep = self._pinned(node)
+            self._state.mark_attributes(node)
+            os.removexattr(path, name)
+
+
+def _take_privileges(path: bytes, uid: int) -> None:
+    """Carry out chown(2) with -1 for both as ``uid``: take set-id bits away where the caller is root or the owner."""
+    # The kernel sends the same request before a write by another user. Nothing is refused: the write itself
+    # takes the bits away.
+    st = os.stat(path)
+    loses = st.st_mode & stat.S_ISUID or st.st_mode & _GROUP_PRIVILEGE == _GROUP_PRIVILEGE
+    if loses and uid in (0, st.st_uid) and not stat.S_ISDIR(st.st_mode):
+        os.chown(path, -1, -1)
+
+
+def _set_times(path: bytes, change: SetAttr) -> None:
+    syscalls.utimensat(
+        path,
+        change.atime_ns,
+        change.mtime_ns,
+        atime_now=change.atime_now,
+        mtime_now=change.mtime_now,
+        follow=True,
+    )

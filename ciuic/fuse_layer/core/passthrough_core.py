@@ -3,7 +3,7 @@
 A driver translates requests into methods of these parts and OSError into its replies. Nodes and handles are integers;
 names, link targets and attribute names are bytes; attributes are ``os.stat_result``. The parts:
 
-* names.py, files.py, attributes.py, directories.py: the operations
+* names.py, files.py, directories.py: the operations
 * state/node_table.py: the inodes that the kernel remembers, and how to reach them
 
 It knows nothing of epochs. What stands on it overrides the hooks of its operations (names.py, files.py) and of its state
@@ -25,9 +25,8 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ciuic.fuse_layer.core.attributes import Attributes
 from ciuic.fuse_layer.core.directories import Directories
-from ciuic.fuse_layer.core.files import Files
+from ciuic.fuse_layer.core.files import Attributes, Files
 from ciuic.fuse_layer.core.names import Names
 from ciuic.fuse_layer.state.node_table import ROOT_ID
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules

@@ -293,7 +293,7 @@ def _apply_replaced(found: InheritedSession, body: bytes) -> None:
 
 def _apply_changing(found: InheritedSession, body: bytes) -> None:
     names, inodes = f.decode_change(body)
-    # Taken out first, so that the newest change is the last of the dictionary: state/name_changes.py begins with that.
+    # Taken out first, so that the newest change is the last of the dictionary: core/names.py begins with that.
     found.changes.pop(names, None)
     found.changes[names] = inodes
 

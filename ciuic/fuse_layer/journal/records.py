@@ -18,7 +18,7 @@ Invariants:
   that is killed in between leaves a successor with a table that has the old name, and the kernel never asks for
   a name again that it knows: the job would get ENOENT or ESTALE for a file that is there. A record of the change
   is therefore written before the system call, and a successor compares it with the directory before it answers
-  anything (state/name_changes.py). It is dropped when the outcome is in the journal, also when the change was
+  anything (core/names.py). It is dropped when the outcome is in the journal, also when the change was
   refused. One that stays, because the worker died between the two, is older than any other of its name: the
   newest is taken first.
 """

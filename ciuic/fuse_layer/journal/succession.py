@@ -75,7 +75,7 @@ class SessionClaim:
         # files are open.
         with suppress(OSError):
             path.unlink()
-        return cls._take(path)
+        return cls.inherit(path)
 
     @classmethod
     def inherit(cls, path: Path) -> SessionClaim:
@@ -84,10 +84,6 @@ class SessionClaim:
         Raises:
             SessionServed: it has not ended, or has a successor already.
         """
-        return cls._take(path)
-
-    @classmethod
-    def _take(cls, path: Path) -> SessionClaim:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:

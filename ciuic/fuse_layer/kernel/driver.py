@@ -23,8 +23,8 @@ from os import XATTR_CREATE
 from typing import Any, Final
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.attributes import SetAttr
 from ciuic.fuse_layer.core.directories import ListingHabits
+from ciuic.fuse_layer.core.files import SetAttr
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession

@@ -1,7 +1,7 @@
 """The forking process that systemd starts (ciuic-workers.service): it forks overlay workers for whichever daemon runs.
 
 The daemon, which talks to every user, can do without the capabilities that only workers need: this process
-has them.
+has them. The unit's command becomes this process by `exec_standby`.
 
 Guarantees: it answers root alone, on a socket that systemd holds, so that a daemon which asks while this
 process is being restarted waits and is not refused. The protocol is that of messages.py, on any number of
@@ -19,11 +19,14 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import structlog
 
+from ciuic.errors import UsageError
 from ciuic.fuse_layer.prefork import messages
+from ciuic.fuse_layer.prefork.messages import WORKER
+from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
 
 _FIRST_LISTENED_FD: Final = 3
@@ -44,7 +47,7 @@ def is_activated() -> bool:
     return os.environ.get("LISTEN_PID") == str(os.getpid())
 
 
-def activated_listener() -> socket.socket:
+def _activated_listener() -> socket.socket:
     """Return the socket on which systemd listens for this process; take its variables out of the environment."""
     for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
         os.environ.pop(name, None)
@@ -53,7 +56,7 @@ def activated_listener() -> socket.socket:
     return listener
 
 
-class WatchdogNotifier:
+class _WatchdogNotifier:
     """Sender of watchdog notifications to systemd (sd_notify(3), WATCHDOG=1); sends none without WATCHDOG_USEC.
 
     While the forking process hangs, the job of a worker that dies waits: systemd ends the process, and starts
@@ -70,7 +73,7 @@ class WatchdogNotifier:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
     @classmethod
-    def from_environment(cls) -> WatchdogNotifier:
+    def from_environment(cls) -> _WatchdogNotifier:
         """Return the notifier that the environment asks for; remove its variables, so that workers send nothing in our name."""
         address, period = (os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"))
         os.environ.pop("WATCHDOG_PID", None)
@@ -93,7 +96,7 @@ class WatchdogNotifier:
 
 def serve() -> messages.ForkedChild | None:
     """Fork workers for ever; return in each process that is forked."""
-    return Forker(activated_listener(), WatchdogNotifier.from_environment()).serve()
+    return Forker(_activated_listener(), _WatchdogNotifier.from_environment()).serve()
 
 
 class Forker:
@@ -102,9 +105,9 @@ class Forker:
     Single-threaded, because fork(2) copies the calling thread alone.
     """
 
-    def __init__(self, listener: socket.socket, watchdog: WatchdogNotifier | None = None) -> None:
+    def __init__(self, listener: socket.socket, watchdog: _WatchdogNotifier | None = None) -> None:
         self._listener = listener
-        self._watchdog = watchdog or WatchdogNotifier()
+        self._watchdog = watchdog or _WatchdogNotifier()
         self._connections: dict[int, socket.socket] = {}
         self._children: dict[int, int] = {}
         """Process number by pidfd."""
@@ -256,3 +259,26 @@ class Forker:
         for pidfd in self._children:
             os.close(pidfd)
         self._watchdog.close()
+
+
+# Variables by which systemd passes sockets to a process (sd_listen_fds(3)) and asks it for notifications
+# (sd_notify(3)).
+_SYSTEMD_VARIABLES = (
+    *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"),
+    *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"),
+)
+
+
+def exec_standby() -> NoReturn:
+    """Replace this process by one that forks workers for a daemon that asks on the socket passed by systemd."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        raise UsageError(
+            "expected a listening socket from systemd (LISTEN_PID), got none",
+            hint="systemctl start ciuic-workers.socket; `ciuic daemon` alone needs no such process",
+        )
+    # As every child of root (docs/decisions/children.md).
+    os.chdir("/")
+    command = module_command("ciuic.fuse_layer.standby", WORKER)
+    # `environment` keeps harmless variables only, and drops these with the rest.
+    told = {name: os.environ[name] for name in _SYSTEMD_VARIABLES if name in os.environ}
+    os.execve(command[0], command, {**environment(), **told})

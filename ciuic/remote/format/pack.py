@@ -23,9 +23,9 @@ from ciuic.remote.format.names import pack_name, split_ref, table_name
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects, read_verified
 from ciuic.remote.sealing.sealer import TAG_BYTES, PackSeal, Sealer
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.format.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, KINDS, MAX_CHUNK_BYTES
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackRecord
+from ciuic.repository.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, KINDS, MAX_CHUNK_BYTES
 from ciuic.types import CHUNK_ID_BYTES, ChunkId
 
 VERSION: Final = 1

@@ -64,8 +64,7 @@ from ciuic.remote.log.errors import IncompleteListing, RolledBack, missing_objec
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
-from ciuic.repository.disk.opening import open_regular
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 
 

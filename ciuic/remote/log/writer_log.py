@@ -45,8 +45,7 @@ from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
-from ciuic.repository.disk.opening import open_regular
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 
 _MAX_BYTES: Final = 4096

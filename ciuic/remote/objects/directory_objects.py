@@ -29,8 +29,8 @@ from ciuic.remote.objects.model import (
     check_name,
     is_name,
 )
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.ids import Bytes
+from ciuic.repository.disk import Disk
+from ciuic.repository.identity import Bytes
 
 _INCOMING: Final = ".incoming"
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

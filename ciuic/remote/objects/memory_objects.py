@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, check_name
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 class _Bucket:

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
 from ciuic.repository.errors import Archived, UnsupportedFormat
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 MAX_OBJECT_BYTES = 128 << 20
 """Largest object that `Objects.get` returns; a pack has 64 MiB and a table."""

@@ -49,7 +49,7 @@ from ciuic.remote.objects.model import (
     slices_of,
 )
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

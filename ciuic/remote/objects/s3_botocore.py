@@ -31,7 +31,7 @@ from ciuic.remote.objects.failures import failure
 from ciuic.remote.objects.model import NoSuchObject, RemoteRefused, Version, check_name
 from ciuic.remote.objects.storage_classes import ListedClass, ObjectClass, ThawSpeed, find_class
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 _CONNECT_TIMEOUT_SECONDS: Final = 10
 _READ_TIMEOUT_SECONDS: Final = 30

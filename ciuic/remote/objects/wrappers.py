@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, check_name, merge_ranges
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 KINDS: Final = ("put", "create", "get", "head", "list", "delete")
 """Kinds of requests. Stores charge put, create and list alike, get and head alike, delete mostly not."""

@@ -20,7 +20,7 @@ import xxhash
 from ciuic.errors import NotPermitted
 from ciuic.remote.access import Remote
 from ciuic.repository import log as events
-from ciuic.repository.disk.opening import open_regular
+from ciuic.repository.disk import open_regular
 from ciuic.system.ownership import find_flaw, temporary_directory
 
 ROOT_CACHE: Final = Path("/var/cache/ciuic/remotes")

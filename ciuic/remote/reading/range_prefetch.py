@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ciuic.remote.objects.model import MERGE_GAP_BYTES, Objects
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 DEFAULT_THREADS: Final = 8
 DEFAULT_MEMORY_BYTES: Final = 64 << 20

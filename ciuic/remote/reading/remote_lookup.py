@@ -35,7 +35,7 @@ from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.remote_index import IndexRefresh, RemoteIndex, RemotePack
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.index.database import discard
+from ciuic.repository.index_database import discard
 from ciuic.repository.model import ChunkLocation
 
 # Tables that are read before the lookup is asked again; twice as many each time.

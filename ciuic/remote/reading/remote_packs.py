@@ -24,7 +24,7 @@ from ciuic.remote.objects.model import ArchivedObject, Objects, TooLargeObject, 
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.range_prefetch import RangePrefetch
 from ciuic.remote.sealing.sealer import Sealer
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import ChunkLocation
 
 # Packs that are kept in memory: the last ones that were read, for a disk that takes no cache.

@@ -23,12 +23,12 @@ from ciuic.remote.reading.remote_packs import MetaPacks, RemotePacks
 from ciuic.remote.reading.remote_snapshots import RemoteSnapshots
 from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository import Repository
+from ciuic.repository.chunk_reader import BadCopyError, read_base, unpack
 from ciuic.repository.config import CODECS_VERSION, KEYED_VERSION, StoredConfig
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk
 from ciuic.repository.errors import Archived, UnsupportedFormat
+from ciuic.repository.locks import Claim
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
-from ciuic.repository.packs.chunk_reader import BadCopyError, read_base, unpack
-from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.repository.writing.writer import Writer
 
 

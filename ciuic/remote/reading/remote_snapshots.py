@@ -32,12 +32,11 @@ from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.repository import log as events
-from ciuic.repository.committed_snapshots import CommittedSnapshots, resolve
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
-from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
-from ciuic.repository.index.catalogue import info_of
+from ciuic.repository.index_database import info_of
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
-from ciuic.repository.snapshots import UNREADABLE_MARKS
+from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
+from ciuic.repository.snapshots import UNREADABLE_MARKS, CommittedSnapshots, resolve
 from ciuic.types import Snapshot, SnapshotId
 
 

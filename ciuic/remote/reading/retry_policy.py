@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from ciuic.remote.objects.model import ObjectInfo, Objects, RemoteUnreachable
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 DEFAULT_RETRY_SECONDS: Final = 240.0
 """Time after which a read is given up: stores that answer 503 for two minutes are waited for."""

@@ -71,7 +71,7 @@ from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 _SPACE: Final = re.compile(r"repositories/([0-9a-f]{32})/(.*)\Z", re.DOTALL)
 

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ciuic.remote.errors import DamagedRemote
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 MASTER_KEY_BYTES: Final = 32
 REMOTE_ID_BYTES: Final = 16

@@ -20,8 +20,7 @@ from typing import Final, Literal, NoReturn
 
 from ciuic.errors import NotFound, NotPermitted, UsageError
 from ciuic.remote.sealing.recovery_key import is_recovery_key, parse_recovery_key
-from ciuic.repository.disk.opening import open_regular
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk, open_regular
 from ciuic.system.child_process import program_environment
 from ciuic.system.poll import readable
 

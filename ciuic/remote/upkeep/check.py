@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged
-from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind, Severity
+from ciuic.maintenance.check import CheckFinding, CheckReport, Kind, Severity
 from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
 from ciuic.remote.access import KeySlots
 from ciuic.remote.errors import DamagedRemote

@@ -35,7 +35,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.check_report import CheckFinding, CheckReport
+from ciuic.maintenance.check import CheckFinding, CheckReport
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.documents import (
     MAX_MANIFESTS,
@@ -77,10 +77,10 @@ from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collect import operator_log
 from ciuic.repository import Repository, Walker
 from ciuic.repository.errors import Archived, UnsupportedFormat
-from ciuic.repository.format.pack_format import checksum
-from ciuic.repository.format.snapshot_format import decode_any_snapshot
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind, PackRecord
+from ciuic.repository.pack_format import checksum
+from ciuic.repository.snapshot_format import decode_any_snapshot
 from ciuic.types import ChunkId, SnapshotId
 
 

@@ -18,7 +18,7 @@ from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, Rem
 from ciuic.remote.remote_index import ChunkCopy, RemoteIndex
 from ciuic.remote.sealing.sealer import TAG_BYTES
 from ciuic.repository import Walker
-from ciuic.repository.packs.chunk_reader import MAX_READ_BASE_DEPTH
+from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.types import ChunkId, SnapshotId
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.check_report import CheckFinding, CheckReport
+from ciuic.maintenance.check import CheckFinding, CheckReport
 from ciuic.maintenance.verify import VerifyProgress
 from ciuic.remote.format.names import PackRef, parse_manifest, split_ref
 from ciuic.remote.format.pack import RemotePackReader
@@ -34,8 +34,8 @@ from ciuic.remote.upload.uploader import Labels, Uploader
 from ciuic.repository import Repository
 from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.model import PackKind
-from ciuic.repository.new_directory import PACKS_DIR
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.repository import PACKS_DIR
 from ciuic.types import ChunkId, SnapshotId
 
 # A node that is stored again may refer to others that are missing: as many passes as trees are deep.

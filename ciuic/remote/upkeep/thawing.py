@@ -27,9 +27,9 @@ from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, RemoteUnrea
 from ciuic.remote.objects.storage_classes import ObjectClass, ObjectClasses, ThawSpeed, find_class
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.remote_index import cold_packs, list_packs
+from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.lookup import Located, resolve
 from ciuic.repository.notes import read_note, write_note
-from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry, RootRecord
 
 _ROOT_DIRECTORY: Final = Path("/var/lib/ciuic/thaw")

@@ -16,7 +16,7 @@ from enum import Enum
 from itertools import groupby, islice
 from typing import Final, NamedTuple
 
-from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind
+from ciuic.maintenance.check import CheckFinding, CheckReport, Kind
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.documents import LogRetired, LogState, decode_log_entry, decode_round
 from ciuic.remote.format.names import (

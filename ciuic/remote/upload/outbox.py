@@ -30,7 +30,7 @@ from ciuic.remote.format.documents import PackRefs
 from ciuic.remote.format.names import PackRef, pack_name
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.wrappers import steady_object_bytes
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackRecord
 from ciuic.repository.notes import read_note, write_note
 

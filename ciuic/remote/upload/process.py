@@ -27,8 +27,8 @@ from ciuic.remote.upload.upload_status import StatusWriter
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository
 from ciuic.repository import log as events
-from ciuic.repository.new_directory import PACKS_DIR
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.repository import PACKS_DIR
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.urgency import REQUESTED_MIN_SHARE
 from ciuic.types import Snapshot

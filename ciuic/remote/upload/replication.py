@@ -31,7 +31,7 @@ from ciuic.remote.upload.uploader import Labels, UploadedSnapshot, Uploader
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
 from ciuic.repository.config import read_file
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
 from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
 from ciuic.types import Snapshot, SnapshotId

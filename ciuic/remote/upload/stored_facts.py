@@ -18,8 +18,8 @@ from ciuic.remote.objects.model import NoSuchObject
 from ciuic.repository import SnapshotInfo
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.repository.notes import read_note, write_note
+from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.types import Snapshot, SnapshotId
 
 _NAME: Final = "facts"

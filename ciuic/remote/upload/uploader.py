@@ -45,13 +45,13 @@ from ciuic.remote.upload.outbox import (
 )
 from ciuic.repository import Repository, Walker
 from ciuic.repository import log as events
-from ciuic.repository.checking.walk import Reached
+from ciuic.repository.chunk_reader import BadCopyError, read_base, read_stored, unpack
 from ciuic.repository.config import read_file
-from ciuic.repository.format.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
-from ciuic.repository.packs.chunk_reader import BadCopyError, read_base, read_stored, unpack
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
+from ciuic.repository.snapshot_walk import Reached
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 
 # Chunks that are looked up at once.

@@ -1,48 +1,52 @@
 """The writer: chunks, trees and block maps in, a snapshot out; and the removal of what is not needed.
 
 Nothing is promised durable before `commit` returns. The next writer finds and repairs whatever a crash
-leaves.
+leaves. The catalogue of snapshots is made to agree with their files when a writer opens and closes, and read
+from the files again only where they may differ from it. `OpenRepository` is the part of the public
+`Repository` that writing uses, which lies above and makes writers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Final, Protocol
 
-from ciuic.errors import Busy, NotFound
-from ciuic.repository.codecs.codec import Codec, Pace
-from ciuic.repository.codecs.compression import Content
-from ciuic.repository.config import CODECS_VERSION, raise_format, repair_config
-from ciuic.repository.disk.extent_sharing import Stage
-from ciuic.repository.disk.lock import Lock
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.format.snapshot_format import encode_marks, encode_snapshot
-from ciuic.repository.format.tree_format import encode_xattrs
-from ciuic.repository.identity import Identity
-from ciuic.repository.ids import Bytes
-from ciuic.repository.index.catalogue import info_of
-from ciuic.repository.index.database import INDEX_NAME
-from ciuic.repository.index.writer_index import WriterIndex
-from ciuic.repository.model import PackKind, Shortened
-from ciuic.repository.packs.pack_directory import Packs
-from ciuic.repository.snapshots import SNAPSHOTS_DIR, SnapshotStore
-from ciuic.repository.trees.block_maps import BlockMaps, update_block_map
-from ciuic.repository.trees.tree_reader import Trees
-from ciuic.repository.trees.tree_updater import update_tree
-from ciuic.repository.writing import maintenance
-from ciuic.repository.writing.chunk_store import ChunkStore
-from ciuic.repository.writing.recoding import Begun, Recoded, recode
-from ciuic.repository.writing.recovery import Tail, reconcile
-from ciuic.repository.writing.shared_write_claim import is_claimed
-from ciuic.repository.writing.writer_catalogue import (
-    WriterCatalogue,
-    changed_marks,
-    committed_snapshot,
-    read_marks,
+import msgspec
+
+from ciuic.errors import Busy, CiuicError, NotFound
+from ciuic.repository import log
+from ciuic.repository.block_maps import BlockMaps, update_block_map
+from ciuic.repository.compression import Codec, Content, Pace
+from ciuic.repository.config import CODECS_VERSION, StoredConfig, raise_format, read_file, repair_config
+from ciuic.repository.directory_trees import Trees, update_tree
+from ciuic.repository.disk import Disk
+from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
+from ciuic.repository.extent_sharing import Stage
+from ciuic.repository.identity import Bytes, Identity
+from ciuic.repository.index_database import (
+    INDEX_NAME,
+    MARKS_SEEN,
+    SNAPSHOTS_SEEN,
+    changed_ns,
+    info_of,
+    settled_ns,
 )
+from ciuic.repository.locks import Lock, is_claimed
+from ciuic.repository.model import PackInfo, PackKind, PackRecord, Shortened, SnapshotInfo
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.snapshot_format import StoredMarks, decode_marks, encode_marks, encode_snapshot
+from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
+from ciuic.repository.tree_format import encode_xattrs
+from ciuic.repository.writer_index import WriterIndex
+from ciuic.repository.writing import pack_maintenance
+from ciuic.repository.writing.chunk_store import ChunkStore
+from ciuic.repository.writing.pack_maintenance import Begun, Recoded, recode
+from ciuic.repository.writing.recovery import Tail, reconcile
 from ciuic.types import (
     FLAG_XATTRS_CHUNK,
     ChunkId,
@@ -54,10 +58,229 @@ from ciuic.types import (
     TreeRef,
 )
 
-if TYPE_CHECKING:
-    from ciuic.repository.writing.open_repository import OpenRepository
 
-XATTRS_INLINE_BYTES = 1024
+class OpenRepository(Protocol):
+    """An open repository; `ciuic.repository.Repository` documents each member."""
+
+    path: Path
+    id: str
+    block_size: int
+    config: StoredConfig
+    snapshots: CommittedSnapshots
+
+    @property
+    def may_have_bases(self) -> bool:
+        """True if chunks may be stored as differences."""
+
+    def packs(self) -> list[PackInfo]:
+        """Return all packs by number."""
+
+    def pack_records(self, number: int, *, salvage: bool = False) -> Iterator[PackRecord]:
+        """Return all records of a pack."""
+
+    def stored_bytes(self) -> int:
+        """Return the size of all packs together."""
+
+    def forget_pack(self, number: int) -> None:
+        """Close a deleted pack."""
+
+    def close(self) -> None:
+        """Close all descriptors."""
+
+
+def _committed_snapshot(draft: SnapshotDraft, new_bytes: int, placed_ns: int = 0) -> Snapshot:
+    """Return the snapshot that a commit of the draft makes, with the totals of its roots."""
+    return Snapshot(
+        id=draft.id,
+        time_ns=draft.time_ns,
+        host=draft.host,
+        roots=draft.roots,
+        tags=draft.tags,
+        message=draft.message,
+        parent=draft.parent,
+        # Hard-linked files count in the link table, once for all their names.
+        size_bytes=sum(root.entry.total_bytes + root.links_bytes for root in draft.roots),
+        new_bytes=new_bytes,
+        files=sum(root.entry.total_files + root.links_files for root in draft.roots),
+        pair=draft.pair,
+        left_out=draft.left_out,
+        incomplete=draft.incomplete,
+        placed_ns=placed_ns,
+    )
+
+
+def place_in_order(time_ns: int, *, now_ns: int, newest_ns: int, parent_ns: int) -> int:
+    """Return `Snapshot.placed_ns` of a snapshot that is about to be committed.
+
+    It comes after its parent, and after those that are dated in the future because the clock was ahead. In
+    every other case its time decides: captures that overlap are committed in any order.
+
+    Args:
+        time_ns: Its cut.
+        now_ns: The clock at the commit.
+        newest_ns: Largest place of those that are there; -1 for none.
+        parent_ns: Place of its parent; -1 for none.
+    """
+    floor_ns = max(newest_ns if newest_ns > now_ns else -1, parent_ns)
+    return floor_ns + 1 if time_ns <= floor_ns else 0
+
+
+def _read_marks(id_: SnapshotId, path: str) -> StoredMarks:
+    """Return the marks in this file, for a change of them."""
+    try:
+        return decode_marks(id_, read_file(path))
+    except FileNotFoundError:
+        return StoredMarks(id=id_)
+    except (DamagedSnapshot, UnsupportedFormat):
+        # Unreadable marks count as held, as in `SnapshotStore.load`.
+        return StoredMarks(id=id_, held=True)
+
+
+def _changed_marks(
+    old: StoredMarks,
+    *,
+    hold: bool | None = None,
+    reason: str | None = None,
+    tags: Iterable[str] | None = None,
+    hold_uid: int | None = None,
+) -> StoredMarks:
+    """Return ``old`` with the given marks changed; see `Writer.set_marks`."""
+    held = old.held if hold is None else hold
+    kept_reason = old.hold_reason if reason is None else reason
+    # A new hold without a uid is that of the repository's owner, not of the user who held the snapshot before.
+    kept_uid: int | msgspec.UnsetType = old.hold_uid if hold is None else msgspec.UNSET
+    return StoredMarks(
+        id=old.id,
+        held=held,
+        hold_reason=kept_reason if held else "",
+        tags=old.tags if tags is None else tuple(dict.fromkeys(tags)),
+        hold_uid=(kept_uid if hold_uid is None else hold_uid) if held else msgspec.UNSET,
+    )
+
+
+_CATALOGUED: Final = {SNAPSHOTS_SEEN: SNAPSHOTS_DIR, MARKS_SEEN: MARKS_DIR}
+
+
+class _WriterCatalogue:
+    """Catalogue of one writer; an error in it is never a reason to fail."""
+
+    def __init__(self, disk: Disk, path: str, snapshots: SnapshotStore, index: WriterIndex) -> None:
+        self._disk = disk
+        self._path = path
+        self._snapshots = snapshots
+        self._index = index
+        self.waiting: dict[str, tuple[SnapshotInfo, str]] = {}
+        """Rows of snapshots made by this writer."""
+        self._newest_ns = -1
+        """Place of the last snapshot in the order of commits; -1: not looked up yet."""
+        self.changed = False
+        """True if this writer added, removed or replaced a snapshot or a mark."""
+
+    def note_new_repository(self, packs: Packs) -> None:
+        """Record that no snapshot is missing while there is nothing yet.
+
+        Leftovers of a first capture are then known as garbage.
+        """
+        # A number that the index remembers means that there were packs, and so perhaps snapshots.
+        if not self._index.last_pack() and not packs.numbers() and not self._snapshots.names():
+            self._index.set_no_snapshots(holds=True)
+
+    def place_of(self, draft: SnapshotDraft) -> int:
+        """Return the place of a new snapshot in the order of commits; 0: that of its time."""
+        if self._newest_ns < 0:
+            newest = self._snapshots.latest()
+            self._newest_ns = 0 if newest is None else newest.order_ns
+        placed_ns = place_in_order(
+            draft.time_ns,
+            now_ns=time.time_ns(),
+            newest_ns=self._newest_ns,
+            parent_ns=self._order_of(draft.parent),
+        )
+        self._newest_ns = max(self._newest_ns, placed_ns, draft.time_ns)
+        return placed_ns
+
+    def _order_of(self, parent: str) -> int:
+        """Return the place of a draft's parent; -1 where there is none, or it cannot be read."""
+        try:
+            return self._snapshots.load(SnapshotId.parse(parent)).order_ns if parent else -1
+        except (CiuicError, ValueError):
+            return -1
+
+    def before_commit(self) -> None:
+        """Record that snapshots may be missing from now on: the first one is about to be committed."""
+        self.changed = True
+        self._index.set_no_snapshots(holds=False)
+
+    def removed(self, ids: Iterable[SnapshotId]) -> None:
+        """Remove the rows of snapshots that were removed on purpose."""
+        chosen = list(ids)
+        self._index.catalogue_remove(chosen)
+        for id_ in chosen:
+            self.waiting.pop(id_, None)
+        if not self._snapshots.names():
+            self._index.set_no_snapshots(holds=True)
+
+    def close(self) -> None:
+        """Write the catalogue, and record that it matches the files, for the next writer or reader."""
+        if self.waiting:
+            self._index.catalogue_put(self.waiting.values())
+        if self.changed:
+            for name, directory in _CATALOGUED.items():
+                # Up to 10 ms of waiting cost nobody anything here: the snapshot was reported at commit.
+                self._index.set_seen(name, settled_ns(f"{self._path}/{directory}", wait=True))
+
+    def _restore_marks(self, ids: set[str]) -> None:
+        """Restore, from the catalogue, marks files that are gone although their snapshots are there.
+
+        Nothing deletes one alone, not even a release: without it the next prune would remove a held snapshot.
+        """
+        for info in self._index.catalogue_infos() if ids else ():
+            if info.id in ids:
+                marks = StoredMarks(id=info.id, held=info.held, hold_reason=info.hold_reason, tags=info.tags)
+                log.warning("marks_brought_back", snapshot=info.id, held=info.held)
+                # A full disk must not keep this writer from freeing space.
+                with suppress(OSError):
+                    self._disk.replace_file(self._snapshots.marks_path(info.id), encode_marks(marks))
+
+    def refresh(self) -> None:
+        """Make the catalogue agree with snapshots/ and marks/, and delete what a crash left there."""
+        # Read before the directories, so that a change meanwhile makes the recorded time too old, never too
+        # new.
+        before = {
+            name: settled_ns(f"{self._path}/{directory}", wait=False)
+            for name, directory in _CATALOGUED.items()
+        }
+        unchanged = all(
+            self._index.seen_ns(name) == changed_ns(f"{self._path}/{directory}")
+            for name, directory in _CATALOGUED.items()
+        )
+        for directory in (".",) if unchanged else (".", *_CATALOGUED.values()):
+            for name in os.listdir(f"{self._path}/{directory}"):
+                # Left by a crash: the lock excludes a writer that is about to rename it.
+                if name.endswith(".tmp"):
+                    self._disk.unlink(f"{self._path}/{directory}/{name}")
+        if unchanged:
+            return
+        snapshots = self._snapshots
+        if snapshots.names():
+            # A power cut may have restored an older fact.
+            self._index.set_no_snapshots(holds=False)
+        names, signatures, known = snapshots.names(), snapshots.signatures(), self._index.catalogued()
+        gone = known.keys() - names
+        if gone:
+            self._index.catalogue_remove(gone)
+        self._restore_marks({name for name in names - signatures.keys() if known.get(name)})
+        signatures = snapshots.signatures()
+        stale = {name for name in names if known.get(name) != signatures.get(name, "")}
+        if stale:
+            self._index.catalogue_put(
+                [(info, signatures.get(info.id, "")) for info in snapshots.read_infos(stale)]
+            )
+        for name, found_ns in before.items():
+            self._index.set_seen(name, found_ns)
+
+
+_XATTRS_INLINE_BYTES = 1024
 """Size up to which extended attributes stand in the entry; a longer list gets a chunk, which equal lists
 share."""
 
@@ -102,7 +325,7 @@ class Writer:
         self._trees = Trees(self._store)
         self._maps = BlockMaps(self._store)
         self._committed_bytes = 0
-        self._catalogue = WriterCatalogue(disk, self._path, self._snapshots, self._index)
+        self._catalogue = _WriterCatalogue(disk, self._path, self._snapshots, self._index)
         self._open = True
         self._catalogue.refresh()
         self._catalogue.note_new_repository(packs)
@@ -211,7 +434,7 @@ class Writer:
         """
         # Sorted, so that equal attributes make equal entries and trees.
         ordered = tuple(sorted(pairs))
-        if sum(len(key) + len(value) for key, value in ordered) <= XATTRS_INLINE_BYTES:
+        if sum(len(key) + len(value) for key, value in ordered) <= _XATTRS_INLINE_BYTES:
             return ordered, 0
         return ((b"", self._put_meta(encode_xattrs(ordered))),), FLAG_XATTRS_CHUNK
 
@@ -278,7 +501,7 @@ class Writer:
         return snapshot
 
     def _snapshot_of(self, draft: SnapshotDraft) -> Snapshot:
-        return committed_snapshot(draft, self.new_bytes, self._catalogue.place_of(draft))
+        return _committed_snapshot(draft, self.new_bytes, self._catalogue.place_of(draft))
 
     def set_marks(
         self,
@@ -296,8 +519,8 @@ class Writer:
         """
         if id_ not in self._snapshots.names():
             raise NotFound(f"there is no snapshot {id_}", hint="ciuic list shows those there are.")
-        old = read_marks(id_, self._snapshots.marks_path(id_))
-        marks = changed_marks(old, hold=hold, reason=reason, tags=tags, hold_uid=hold_uid)
+        old = _read_marks(id_, self._snapshots.marks_path(id_))
+        marks = _changed_marks(old, hold=hold, reason=reason, tags=tags, hold_uid=hold_uid)
         self._catalogue.changed = True
         self._disk.replace_file(self._snapshots.marks_path(id_), encode_marks(marks))
         snapshot = self._snapshots.load(id_)
@@ -354,7 +577,7 @@ class Writer:
             DamagedChunk: a live chunk has no good copy; the pack stays whole.
             DamagedPack: the structure of the pack is damaged, so its content is unknown; it stays.
         """
-        freed = maintenance.rewrite_pack(self._disk, self._store, number, live, salvage=salvage)
+        freed = pack_maintenance.rewrite_pack(self._disk, self._store, number, live, salvage=salvage)
         self.repository.forget_pack(number)
         return freed
 
@@ -367,7 +590,7 @@ class Writer:
         nothing is done when there is no room for the last one (at most some 4 MiB). Checked as in
         `rewrite_pack`; an empty pack is dropped.
         """
-        shortened = maintenance.shorten_pack(self._disk, self._store, number, live, room_bytes)
+        shortened = pack_maintenance.shorten_pack(self._disk, self._store, number, live, room_bytes)
         self.repository.forget_pack(number)
         return shortened
 
@@ -423,7 +646,7 @@ class Writer:
         """
         self._gave_back = True
         self._store.close()
-        freed_bytes = maintenance.give_back(self._disk, self._store, self._promised)
+        freed_bytes = pack_maintenance.give_back(self._disk, self._store, self._promised)
         # Its descriptors would keep the space of packs that are gone.
         self.repository.close()
         return freed_bytes
@@ -434,7 +657,7 @@ class Writer:
         Raises:
             NotFound: there is no such pack.
         """
-        size_bytes = maintenance.drop_pack(self._disk, self._store, number)
+        size_bytes = pack_maintenance.drop_pack(self._disk, self._store, number)
         self.repository.forget_pack(number)
         return size_bytes
 
@@ -443,7 +666,7 @@ class Writer:
 
         Returns those of which no good copy is left.
         """
-        return maintenance.mark_damaged(self._store, chunks)
+        return pack_maintenance.mark_damaged(self._store, chunks)
 
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Rebuild index and catalogue from packs and snapshot files; ``progress(bytes done, bytes in all)``.

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.block_maps import blocks_of
 from ciuic.training.compare.number_kinds import NumberKind, number_kind
 from ciuic.training.format.layout import SUFFIX, TensorInFile, read_header
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION

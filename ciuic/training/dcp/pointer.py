@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
-from ciuic.repository.disk.opening import open_regular
-from ciuic.repository.disk.operations import Disk
+from ciuic.repository.disk import Disk, open_regular
 from ciuic.training.json_documents import decode_json
 
 POINTER_FILE: Final = ".metadata"

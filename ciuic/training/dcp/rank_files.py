@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from ciuic.repository import Repository
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.locks import Claim
 from ciuic.training.arena import Arena
 from ciuic.training.dcp.metadata import ItemLocation
 from ciuic.training.device_streams import DeviceStream, device_stream_of

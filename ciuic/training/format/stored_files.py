@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.block_maps import blocks_of
 from ciuic.training.format import tensors
 from ciuic.training.format.layout import TensorInFile, read_header
 from ciuic.training.format.shards import (

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.locks import Claim
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
 from ciuic.training.arena import Arena, allocate_arena

@@ -33,12 +33,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
-from ciuic.repository import Writer
-from ciuic.repository.codecs import codec
-from ciuic.repository.codecs import codec as codec_module
-from ciuic.repository.codecs.byte_planes import Widening
-from ciuic.repository.codecs.byte_planes_math import BFLOAT16, FLOAT16, WIDTHS
-from ciuic.repository.codecs.codec import Codec, Pace
+from ciuic.repository import Writer, compression
+from ciuic.repository import compression as codec_module
+from ciuic.repository.byte_planes import Widening
+from ciuic.repository.byte_planes_math import BFLOAT16, FLOAT16, WIDTHS
+from ciuic.repository.compression import Codec, Pace
 from ciuic.training.format.layout import OWN_FILE_BYTES, decode_header
 from ciuic.training.free_resources import CpuIdle
 from ciuic.training.policy.retention_rules import Latest
@@ -317,7 +316,9 @@ class HalfPrecisionCopy(NamedTuple):
     shift_bytes: int
     """Offset of a number in the copy minus half its offset in the masters' file."""
 
-    def of_block(self, number: int, block_size: int, stored: Mapping[int, ChunkId]) -> codec.TwinBase | None:
+    def of_block(
+        self, number: int, block_size: int, stored: Mapping[int, ChunkId]
+    ) -> compression.TwinBase | None:
         """Return the block of the copy on which a block of masters may rest; None if it was not stored.
 
         The block with most of the numbers is taken, or the one before it.
@@ -331,7 +332,7 @@ class HalfPrecisionCopy(NamedTuple):
         # A block of masters has numbers of half a block of the copy, which may lie across two blocks.
         for at in ((start + block_size // 4) // block_size, start // block_size):
             if at in stored:
-                return codec.TwinBase(stored[at], Widening(self.kind, (start - at * block_size) // 2))
+                return compression.TwinBase(stored[at], Widening(self.kind, (start - at * block_size) // 2))
         return None
 
 

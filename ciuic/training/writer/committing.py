@@ -16,10 +16,9 @@ from typing import Final
 from ciuic.errors import Damaged
 from ciuic.protocol.pairing import PAIRED
 from ciuic.repository import Repository, Writer
-from ciuic.repository.codecs.codec import Codec
-from ciuic.repository.codecs.compression import Content
-from ciuic.repository.ids import is_zero
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.block_maps import blocks_of
+from ciuic.repository.compression import Codec, Content
+from ciuic.repository.identity import is_zero
 from ciuic.training.writer.codecs import CommitCodecs
 from ciuic.training.writer.messages import Manifest, ManifestFile, StoredFile
 from ciuic.types import ChunkId, Entry, MapRef, Pair, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef

@@ -31,9 +31,9 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import Busy
 from ciuic.repository import Repository
-from ciuic.repository.codecs.byte_planes_math import WIDTHS
-from ciuic.repository.codecs.codec import Codec, Coded, Pace
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository.block_maps import blocks_of
+from ciuic.repository.byte_planes_math import WIDTHS
+from ciuic.repository.compression import Codec, Coded, Pace
 from ciuic.system.disk_space import available_bytes
 from ciuic.training.policy.retention_rules import Latest
 from ciuic.training.writer.codecs import Blocks, CommitCodecs, HalfPrecisionCopy, max_coding_seconds

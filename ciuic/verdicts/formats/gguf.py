@@ -11,8 +11,7 @@ import struct
 from typing import Final
 
 from ciuic.units import plural
-from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
 
 _MAGIC: Final = b"GGUF"
 _MAX_STRING_BYTES: Final = 1 << 20

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
 
 _MASK: Final = 0xFFFFFFFF
 

@@ -11,8 +11,7 @@ import math
 import re
 from typing import Any, Final
 
-from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
 
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER_BYTES: Final = 10_000

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from ciuic.units import plural
-from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
 
 _MAX_OPCODES: Final = 1 << 20
 """Limit of opcodes of one file: a second of processor time."""

@@ -12,8 +12,7 @@ from typing import Final
 import msgspec
 
 from ciuic.units import plural
-from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
 
 FORMAT: Final = "safetensors"
 _MAX_HEADER_BYTES: Final = 100_000_000

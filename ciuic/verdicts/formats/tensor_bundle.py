@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from ciuic.verdicts.bounded_reader import BoundedReader
-from ciuic.verdicts.model import NotJudged, OtherFormat, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, TornContent
 
 SUFFIX: Final = ".index"
 _FOOTER_BYTES: Final = 48

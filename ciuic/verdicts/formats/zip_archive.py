@@ -14,8 +14,15 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from ciuic.units import plural
-from ciuic.verdicts.bounded_reader import MAX_HEADER_BYTES, BoundedReader
-from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import (
+    MAX_HEADER_BYTES,
+    BoundedReader,
+    NotJudged,
+    OtherFormat,
+    Piece,
+    Structure,
+    TornContent,
+)
 
 SUFFIXES: Final = (".npz", ".keras")
 _LOCAL: Final = b"PK\3\4"

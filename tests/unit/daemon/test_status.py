@@ -9,8 +9,7 @@ import trio
 
 from ciuic.config import load_config
 from ciuic.daemon.base.systemd import Notifier
-from ciuic.daemon.service import Daemon
-from ciuic.daemon.status import status_document
+from ciuic.daemon.service import Daemon, status_document
 
 
 def test_a_daemon_that_has_just_begun_names_every_configured_root(tmp_path: Path) -> None:

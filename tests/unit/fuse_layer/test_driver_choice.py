@@ -11,8 +11,7 @@ import pytest
 from ciuic.cli.doctor.machine import driver
 from ciuic.fuse_layer import driver_choice
 from ciuic.fuse_layer.driver_choice import KernelOffer, ask_kernel, choose
-from ciuic.system import mountinfo
-from ciuic.system.sandbox import privileges
+from ciuic.system import mountinfo, privileges
 
 ALL = KernelOffer("7.45", True, True, 1, "")
 RESENDS = KernelOffer("7.45", False, True, 1, "it needs CAP_SYS_ADMIN")

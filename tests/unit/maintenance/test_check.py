@@ -14,8 +14,7 @@ import pytest
 from support.stored import IDENTITIES, read_back, store
 
 from ciuic.errors import Busy
-from ciuic.maintenance.check import check
-from ciuic.maintenance.check_report import CheckReport, summary
+from ciuic.maintenance.check import CheckReport, check, summary
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository

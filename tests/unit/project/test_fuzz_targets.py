@@ -9,8 +9,8 @@ from support.readers import readers
 from torture import fuzz
 
 MADE_OF_OTHERS = {
-    "block map": "ciuic/repository/trees/block_maps.py cuts ids out of bytes, without a decoding call",
-    "compressed chunk": "zstandard, called by ciuic/repository/packs/chunk_reader.py",
+    "block map": "ciuic/repository/block_maps.py cuts ids out of bytes, without a decoding call",
+    "compressed chunk": "zstandard, called by ciuic/repository/chunk_reader.py",
     "configuration": "ciuic/config/toml_source.py, with a parser of its own",
     "flat configuration": "ciuic/config/flat.py, likewise",
     "text of a key": "ciuic/remote/sealing/slot_secret.py, with bytes.fromhex and base64",

@@ -11,11 +11,11 @@ import pytest
 from support.ci import needs
 
 from ciuic.cli.shared.systemd import UNITS, for_program, unit_text
-from ciuic.daemon.main import WORKER_SERVICE
+from ciuic.daemon.service import WORKER_SERVICE
 from ciuic.errors import ConfigError, NotFound
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
-from ciuic.system.sandbox import profiles
-from ciuic.system.sandbox.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP
+from ciuic.system import syscall_profiles
+from ciuic.system.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP
 
 _RATED_BY = "252"
 """Version of systemd whose figures docs/security.md has; others differ by a tenth or two."""
@@ -161,7 +161,7 @@ def test_the_unit_allows_the_system_calls_of_workers() -> None:
             calls = set().union(*(_calls_of(analyze, word) for word in value.lstrip("~").split()))
             allowed = allowed - calls if value.startswith("~") else allowed | calls
     known = _calls_of(analyze, "@known")
-    missing = {name for name in profiles.WORKER.allowed if name not in allowed and name in known}
+    missing = {name for name in syscall_profiles.WORKER.allowed if name not in allowed and name in known}
     assert missing == {"setpriority"}
 
 

@@ -14,8 +14,8 @@ from support.stored import IDENTITIES
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.prune import prune
 from ciuic.repository import DamagedChunk, MissingChunk, Repository, UnsupportedFormat
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.index.database import INDEX_NAME, discard
+from ciuic.repository import pack_format as pf
+from ciuic.repository.index_database import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId
 
@@ -235,7 +235,7 @@ def test_a_compressed_frame_cannot_claim_more_than_its_record(top: Path, tmp_pat
     """A crafted frame that claims gigabytes is refused before anything is allocated."""
     import zstandard
 
-    from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
+    from ciuic.repository.chunk_reader import BadCopyError, unpack
 
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     with pytest.raises(BadCopyError):

@@ -12,10 +12,10 @@ import pytest
 from support.stored import read_back, store
 
 from ciuic.repository import Repository
-from ciuic.repository.index import database as seen_module
-from ciuic.repository.index.writer_index import WriterIndex
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository import index_database as seen_module
+from ciuic.repository.pack_directory import Packs
 from ciuic.repository.snapshots import SnapshotStore
+from ciuic.repository.writer_index import WriterIndex
 from ciuic.types import SnapshotId
 
 BLOCK = 4096

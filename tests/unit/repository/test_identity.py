@@ -17,11 +17,10 @@ from support.small_repository import BLOCK, content, make_snapshot, read_files
 from support.stored import IDENTITIES, KEYED, SEED, SEEDED
 
 from ciuic.repository import DamagedRepository, Identity, Repository, UnsupportedFormat
-from ciuic.repository.codecs.codec import Codec
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository import pack_format as pf
+from ciuic.repository.compression import Codec, Content
 from ciuic.repository.config import decode_config, encode_config, new_config, read_config, repair_config
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository.disk import Disk
 from ciuic.repository.identity import MissingHash
 
 _TOP = Path(__file__).parents[3]

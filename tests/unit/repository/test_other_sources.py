@@ -24,17 +24,15 @@ from support.stored import IDENTITIES
 from ciuic.compare.diff import diff_live, diff_snapshots
 from ciuic.errors import Damaged, NotFound, NotPermitted
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.repository import DamagedChunk, PackDamage, PackInfo, PackRecord, Repository
-from ciuic.repository.codecs.codec import Codec
-from ciuic.repository.codecs.compression import Content
-from ciuic.repository.committed_snapshots import CommittedSnapshots
+from ciuic.repository import DamagedChunk, PackDamage, PackInfo, PackRecord, Repository, snapshot_format
+from ciuic.repository.compression import Codec, Content
 from ciuic.repository.config import StoredConfig
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.format import snapshot_format
-from ciuic.repository.index.catalogue import info_of
+from ciuic.repository.disk import Disk
+from ciuic.repository.index_database import info_of
+from ciuic.repository.locks import Claim
 from ciuic.repository.lookup import find
 from ciuic.repository.model import ChunkLocation, SnapshotInfo, UnreadableSnapshot
-from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.repository.snapshots import CommittedSnapshots
 from ciuic.repository.writing.writer import Writer
 from ciuic.restore import execute, plan_restore
 from ciuic.types import ChunkId, Snapshot, SnapshotId

@@ -20,8 +20,8 @@ from support.stored import IDENTITIES
 
 from ciuic.errors import Busy, NotFound, UsageError
 from ciuic.repository import Repository, RepositoryExists, Walker, is_zero, new_snapshot_id
-from ciuic.repository.disk.lock import Lock
-from ciuic.repository.writing import appender
+from ciuic.repository.locks import Lock
+from ciuic.repository.writing import chunk_store
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
 
@@ -51,8 +51,8 @@ def test_create_is_private_and_refuses_a_full_directory(tmp_path: Path) -> None:
 
 def test_a_pack_of_tiny_chunks_is_sealed_too(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack of tiny chunks is sealed at a number of chunks, as its whole table is read at once."""
-    many = appender.SEGMENT_RECORDS
-    monkeypatch.setattr(appender, "PACK_RECORDS", 2 * many)
+    many = chunk_store.SEGMENT_RECORDS
+    monkeypatch.setattr(chunk_store, "PACK_RECORDS", 2 * many)
     with repository.writer() as writer:
         ids = [writer.put_chunk(b"%d" % number) for number in range(5 * many)]
         writer.flush()

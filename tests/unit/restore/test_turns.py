@@ -11,7 +11,7 @@ import pytest
 from support.restoring import take
 
 from ciuic.repository import Repository
-from ciuic.repository.packs.bulk_reader import ReadChunk
+from ciuic.repository.bulk_reader import ReadChunk
 from ciuic.restore import Overwrite, content, execute, plan_restore
 from ciuic.restore.content import BlockWorker, FileBlock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 
-from ciuic.system.log_stream import LogStream
+from ciuic.system.logs import LogStream
 
 
 def test_a_reader_that_is_gone_costs_the_lines_alone() -> None:

@@ -14,7 +14,7 @@ import pytest
 from support.live import wait_for
 
 from ciuic.system.precedence import _SYSCALLS, BEST_EFFORT, IDLE, MAX_NICE_WITHOUT_RETURN, IoPriority, place
-from ciuic.system.sandbox.privileges import Capability, permitted
+from ciuic.system.privileges import Capability, permitted
 
 _IDLE = IoPriority(IDLE, 0)
 _TWO_THREADS = "import threading, signal; threading.Thread(target=signal.pause, daemon=True).start(); print(flush=True); signal.pause()"
@@ -88,7 +88,7 @@ def test_priority_is_lowered_only_as_far_as_it_can_be_raised() -> None:
     program = """
         import os, resource
         from ciuic.system import precedence
-        from ciuic.system.sandbox.privileges import keep_only
+        from ciuic.system.privileges import keep_only
         keep_only(())  # as in a container, and a kernel that lets nobody raise itself
         one = precedence.Precedence("idle")
         one.take(0.01); low = os.getpriority(os.PRIO_PROCESS, 0)

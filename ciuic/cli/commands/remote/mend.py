@@ -10,7 +10,7 @@ from ciuic.cli.shared.verify_result import reporting
 from ciuic.errors import CiuicError, Damaged
 
 if TYPE_CHECKING:
-    from ciuic.maintenance.check_report import CheckReport
+    from ciuic.maintenance.check import CheckReport
     from ciuic.remote.reading.versions import SoundObjects
     from ciuic.remote.upkeep.versions import LockRenewal
     from ciuic.repository import Repository
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check_remotely(session: Session, *, repair: bool, read_data: bool) -> CheckReport:
     """Check the remote that the session reads, and repair it on request."""
-    from ciuic.maintenance.check_report import CheckFinding, CheckReport
+    from ciuic.maintenance.check import CheckFinding, CheckReport
     from ciuic.remote.reading.opening import read_remote
     from ciuic.remote.upkeep.check import check_remote
     from ciuic.remote.upkeep.repair import repair_remote

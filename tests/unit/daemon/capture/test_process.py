@@ -327,8 +327,8 @@ def test_root_that_does_not_fit_is_left_out(stage: Stage, monkeypatch: pytest.Mo
     def available(_: object) -> int:
         return capacity - sum(path.stat().st_size for path in packs.iterdir())
 
-    monkeypatch.setattr("ciuic.repository.disk.reserved_disk.available_bytes", available)
-    monkeypatch.setattr("ciuic.repository.disk.reserved_disk.total_bytes", lambda _: capacity)
+    monkeypatch.setattr("ciuic.daemon.capture.space.available_bytes", available)
+    monkeypatch.setattr("ciuic.daemon.capture.space.total_bytes", lambda _: capacity)
     monkeypatch.setattr("ciuic.daemon.capture.space.can_share", lambda _: False)
     (stage.root / "small").write_bytes(os.urandom(mib))
     large = stage.root.with_name("large")

@@ -12,7 +12,6 @@ from ciuic.daemon.capture import space
 from ciuic.daemon.capture.job import CaptureJob
 from ciuic.daemon.capture.space import CaptureRoom, NoRoom
 from ciuic.repository import Repository
-from ciuic.repository.disk import reserved_disk
 from ciuic.units import human_size
 
 MIB = 1 << 20
@@ -26,8 +25,8 @@ def test_the_need_begins_with_the_write_that_was_refused(
     capacity, reserve = (0 if full else 32 * MIB), 8 * MIB
     with Repository.create(tmp_path / "repo") as made:
         available = lambda path: capacity - made.stored_bytes()  # noqa: E731
-        monkeypatch.setattr(reserved_disk, "available_bytes", available)
-        monkeypatch.setattr(reserved_disk, "total_bytes", lambda path: 64 * MIB)
+        monkeypatch.setattr(space, "available_bytes", available)
+        monkeypatch.setattr(space, "total_bytes", lambda path: 64 * MIB)
         monkeypatch.setattr(space, "available_bytes", available)
         job = CaptureJob(
             repository=str(made.path), id="cs-abc123", time_ns=1, host="h", roots=(), reserve_bytes=reserve

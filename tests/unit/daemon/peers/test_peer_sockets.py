@@ -22,8 +22,7 @@ from ciuic.daemon.base import accounts as accounts_module
 from ciuic.daemon.base.accounts import AccountNames, Accounts
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.runtime import bind_control_socket
-from ciuic.daemon.peer_helpers import is_harmless
-from ciuic.daemon.peer_receiver import ConnectionLimits, OpenConnection
+from ciuic.daemon.peer_receiver import ConnectionLimits, OpenConnection, is_harmless
 from ciuic.daemon.roots.permission import WatchPermission, is_administrator
 from ciuic.protocol import peer_socket
 from ciuic.protocol.heartbeat_page import HeartbeatPage

@@ -19,9 +19,9 @@ from support.fake_daemon import Bench, FakeOverlay
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.housekeeping import ClockWatch, DaemonHousekeeping
+from ciuic.daemon.service import _risk_seconds
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots, first_due
-from ciuic.daemon.status import _risk_seconds
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import RootStatus, SnapshotRequest
 from ciuic.types import SAFETY_MESSAGE, TAG_SAFETY

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ciuic.fuse_layer.core.attributes import Attributes, SetAttr
 from ciuic.fuse_layer.core.directories import Directories
-from ciuic.fuse_layer.core.files import Files, KernelTimes
+from ciuic.fuse_layer.core.files import Attributes, Files, KernelTimes, SetAttr
 from ciuic.fuse_layer.core.names import Names
 from ciuic.fuse_layer.core.passthrough_core import PassthroughCore
 from ciuic.fuse_layer.state.node_table import ROOT_ID, NodeTable

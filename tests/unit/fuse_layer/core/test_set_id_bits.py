@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer.core import overlay_files
+from ciuic.fuse_layer.core import overlay_hooks
 from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore, SetAttr, UntrackedCore
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
@@ -113,7 +113,7 @@ def test_a_truncation_that_gives_a_new_inode_drops_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file that is truncated while an epoch needs it is given a new inode, without the bits."""
-    monkeypatch.setattr(overlay_files, "COPY_LIMIT_BYTES", 4096)
+    monkeypatch.setattr(overlay_hooks, "COPY_LIMIT_BYTES", 4096)
     file = tmp_path / "root" / "file"
     file.parent.mkdir()
     file.write_bytes(bytes(100_000))

@@ -11,7 +11,7 @@ import pytest
 from support.core_driver import open_backing
 
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
-from ciuic.fuse_layer.core.overlay_files import COPY_LIMIT_BYTES
+from ciuic.fuse_layer.core.overlay_hooks import COPY_LIMIT_BYTES
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.records import (
     OpenedDirectory,
@@ -19,8 +19,8 @@ from ciuic.fuse_layer.journal.records import (
     directory_opened_record,
     opened_record,
 )
-from ciuic.fuse_layer.state import allowances
-from ciuic.fuse_layer.state.allowances import OWN_DESCRIPTORS
+from ciuic.fuse_layer.state import passthrough_state
+from ciuic.fuse_layer.state.passthrough_state import OWN_DESCRIPTORS
 
 MANY = 3 * OWN_DESCRIPTORS
 
@@ -154,6 +154,6 @@ def test_handles_on_shared_descriptors_have_a_bound(
     node = core.names.lookup(ROOT_ID, b"file").node
     for _ in range(OWN_DESCRIPTORS):
         core.files.open(node, os.O_RDONLY, uid=9)
-    monkeypatch.setattr(core._state.allowances, "sharing", allowances.Quota(100, owner=lambda: 1))
+    monkeypatch.setattr(core._state.allowances, "sharing", passthrough_state.Quota(100, owner=lambda: 1))
     held = count_until_refused(lambda _: core.files.open(node, os.O_RDONLY, uid=9))
     assert 40 < held < 90

@@ -15,7 +15,7 @@ import pytest
 from support.capture_bench import BLOCK, Bench, bench
 from support.small_disks import missing, small_disk
 
-from ciuic.fuse_layer.core import overlay_files, passthrough_writers
+from ciuic.fuse_layer.core import overlay_hooks, passthrough_writers
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, SetAttr
 from ciuic.types import Entry, RootRecord, lag_of
 
@@ -145,7 +145,7 @@ def test_too_large_to_be_saved_gives_the_snapshot_up_and_never_the_open(
     rig: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file beyond the save limit gives up the epoch without shared extents, and the open succeeds."""
-    monkeypatch.setattr(overlay_files, "OPEN_COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(overlay_hooks, "OPEN_COPY_LIMIT_BYTES", BLOCK)
     node = made(rig, b"file", os.urandom(3 * BLOCK))
     rig.cut(observe=False)
     rig.core.files.release(rig.core.files.open(node, os.O_RDWR, unseen=True))
@@ -163,8 +163,8 @@ def test_truncating_a_file_open_through_passthrough(
     It is cloned, or copied up to a limit, or the epoch is given up. The inode stays, because the kernel reads
     it past the overlay; the job gets no error.
     """
-    monkeypatch.setattr(overlay_files, "COPY_LIMIT_BYTES", BLOCK)
-    monkeypatch.setattr(overlay_files, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
+    monkeypatch.setattr(overlay_hooks, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(overlay_hooks, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
     node = made(rig, b"file", os.urandom((20 if large else 6) * BLOCK))
     reader = rig.core.files.open(node, os.O_RDONLY)
     ino = os.fstat(rig.core.files.descriptor(reader)).st_ino

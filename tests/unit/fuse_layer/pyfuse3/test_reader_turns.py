@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from ciuic.fuse_layer.pyfuse3.dispatch import RUN_OF_TURNS, TURN_WATCH_SECONDS, ReaderTurns
+from ciuic.fuse_layer.pyfuse3_driver import RUN_OF_TURNS, TURN_WATCH_SECONDS, ReaderTurns
 
 
 def run(task: Callable[[], Coroutine[Any, Any, None]]) -> None:

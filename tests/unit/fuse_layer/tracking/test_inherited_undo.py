@@ -8,8 +8,8 @@ import pytest
 from support.capture_bench import BLOCK, Bench, bench
 
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.tracking import inherited_undo
-from ciuic.fuse_layer.tracking.inherited_undo import read_undo
+from ciuic.fuse_layer.tracking import undo_log
+from ciuic.fuse_layer.tracking.undo_log import read_undo
 from ciuic.fuse_layer.undo_format import AbandonedRecord
 
 Operation = tuple[str, int, int, int]
@@ -129,7 +129,7 @@ def test_undecodable_log_is_not_taken_over() -> None:
 
 def test_a_long_log_does_not_keep_the_job_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log beyond the limit is not read, as requests would wait; the exact instant is given up."""
-    monkeypatch.setattr(inherited_undo, "MAX_LOG_BYTES", 10)
+    monkeypatch.setattr(undo_log, "MAX_LOG_BYTES", 10)
     with bench() as rig:
         rig.cut()
         rig.run([WRITE_A])

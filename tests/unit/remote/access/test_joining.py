@@ -17,9 +17,9 @@ from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file
 from ciuic.repository import Repository
-from ciuic.repository.disk.lock import Lock
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.new_directory import unmake_empty
+from ciuic.repository.disk import Disk
+from ciuic.repository.locks import Lock
+from ciuic.repository.repository import unmake_empty
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ciuic.remote.format.documents import StoredRound, create_round
 from ciuic.remote.format.names import PackRef, pack_name
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.remote_index import RemoteIndex, RemotePack
-from ciuic.repository.packs.chunk_reader import MAX_READ_BASE_DEPTH
+from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.types import ChunkId
 
 IDS = Ids("index")

@@ -18,7 +18,7 @@ from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, Remote
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, PrefixedObjects, RateLimit
 from ciuic.remote.reading.retry_policy import RetryingObjects, RetryPolicy
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 Connect = Callable[[], Objects]
 """Opens the same place with a client of its own."""

@@ -27,7 +27,7 @@ from ciuic.remote.objects.prove import (
     measure,
     prove_create_only,
 )
-from ciuic.repository.ids import Bytes
+from ciuic.repository.identity import Bytes
 
 
 @pytest.fixture

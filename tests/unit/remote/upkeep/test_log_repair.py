@@ -13,7 +13,7 @@ from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
 from ciuic.errors import CiuicError, Damaged
-from ciuic.maintenance.check_report import CheckReport
+from ciuic.maintenance.check import CheckReport
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import add_slot, open_remote
 from ciuic.remote.format.documents import LogCommit, LogState, decode_log_entry

@@ -11,7 +11,7 @@ import pytest
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
-from ciuic.maintenance.check_report import CheckReport
+from ciuic.maintenance.check import CheckReport
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import add_slot
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket

@@ -25,12 +25,12 @@ from ciuic.remote.upload.outbox import Stopped
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository, Walker
-from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_snapshot
-from ciuic.repository.ids import Bytes
-from ciuic.repository.packs.chunk_reader import unpack
-from ciuic.repository.packs.pack_directory import Packs
-from ciuic.repository.trees.block_maps import BlockMaps
-from ciuic.repository.trees.tree_reader import Trees
+from ciuic.repository.block_maps import BlockMaps
+from ciuic.repository.chunk_reader import unpack
+from ciuic.repository.directory_trees import Trees
+from ciuic.repository.identity import Bytes
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_snapshot
 from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, Snapshot
 

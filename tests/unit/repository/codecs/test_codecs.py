@@ -14,16 +14,22 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.sweep import HURRIED
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.repository import DamagedChunk, DamagedPack, PackRecord, Repository, UnsupportedFormat, Writer
-from ciuic.repository.codecs import byte_planes
-from ciuic.repository.codecs.byte_planes import Widening
-from ciuic.repository.codecs.byte_planes_math import BFLOAT16
-from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec, TwinBase
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository import (
+    DamagedChunk,
+    DamagedPack,
+    PackRecord,
+    Repository,
+    UnsupportedFormat,
+    Writer,
+    byte_planes,
+)
+from ciuic.repository import pack_format as pf
+from ciuic.repository.byte_planes import Widening
+from ciuic.repository.byte_planes_math import BFLOAT16
+from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH, Codec, Content, TwinBase
 from ciuic.repository.config import FORMAT_VERSION, config_problems, encode_config
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.packs.pack_directory import Packs
-from ciuic.repository.writing.delta_bases import Bases, BufferedChunk
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.writing.chunk_store import Bases, BufferedChunk
 from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK = 65536

@@ -16,11 +16,10 @@ from support.extents import overlap_bytes, shared_extents
 from ciuic.daemon.capture.job import CaptureJob, RootJob
 from ciuic.daemon.capture.process import run_job
 from ciuic.daemon.capture.roots import Report
-from ciuic.repository import Repository
-from ciuic.repository.disk import extent_sharing
-from ciuic.repository.disk.extent_sharing import Stage, StagedFile
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.repository import Repository, extent_sharing
+from ciuic.repository.block_maps import blocks_of
+from ciuic.repository.disk import Disk
+from ciuic.repository.extent_sharing import Stage, StagedFile
 from ciuic.types import SnapshotId
 
 # The file system is on a loop device.

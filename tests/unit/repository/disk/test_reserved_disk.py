@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from support.stored import read_back, store
 
+from ciuic.daemon.capture import space
+from ciuic.daemon.capture.space import ReservedDisk, ReserveReached
 from ciuic.maintenance.check import check
 from ciuic.repository import Disk, Repository
-from ciuic.repository.codecs.compression import Content
-from ciuic.repository.disk import reserved_disk
-from ciuic.repository.disk.reserved_disk import ReservedDisk, ReserveReached
+from ciuic.repository.compression import Content
 from ciuic.retention import MinFree
 from ciuic.system.disk_space import reserve_of
 from ciuic.types import Snapshot, SnapshotDraft
@@ -37,8 +37,8 @@ def on_small_disk(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, *, capacity: int, reserve: int
 ) -> Callable[[], Repository]:
     """Return how to open the repository on a file system of a size in bytes, and the reserve."""
-    monkeypatch.setattr(reserved_disk, "available_bytes", lambda path: capacity - repository.stored_bytes())
-    monkeypatch.setattr(reserved_disk, "total_bytes", lambda path: capacity)
+    monkeypatch.setattr(space, "available_bytes", lambda path: capacity - repository.stored_bytes())
+    monkeypatch.setattr(space, "total_bytes", lambda path: capacity)
     return lambda: Repository.open(repository.path, disk=ReservedDisk(str(repository.path), reserve))
 
 
@@ -157,7 +157,7 @@ def test_a_commit_is_never_refused_for_its_own_file(
         finished = writer._snapshot_of
 
         def on_a_full_disk(draft: SnapshotDraft) -> Snapshot:
-            monkeypatch.setattr(reserved_disk, "available_bytes", lambda path: 0)
+            monkeypatch.setattr(space, "available_bytes", lambda path: 0)
             return finished(draft)
 
         monkeypatch.setattr(writer, "_snapshot_of", on_a_full_disk)

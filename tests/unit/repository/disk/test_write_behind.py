@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ciuic.repository import Repository, Writer
-from ciuic.repository.codecs.compression import Content
-from ciuic.repository.disk.operations import Disk
-from ciuic.repository.ids import Bytes
-from ciuic.repository.writing.appender import WriteBehind
+from ciuic.repository.compression import Content
+from ciuic.repository.disk import Disk
+from ciuic.repository.identity import Bytes
+from ciuic.repository.writing.chunk_store import WriteBehind
 
 _BLOCK = 256 << 10
 _MIB = 1 << 20

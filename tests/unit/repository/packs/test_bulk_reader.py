@@ -8,7 +8,7 @@ import pytest
 from support.small_repository import content
 
 from ciuic.repository import MissingChunk, Repository
-from ciuic.repository.packs.bulk_reader import BulkReader
+from ciuic.repository.bulk_reader import BulkReader
 from ciuic.types import ChunkId
 
 BLOCK = 65536

@@ -11,8 +11,7 @@ import pytest
 from support.stored import IDENTITIES
 
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import Codec
-from ciuic.repository.codecs.compression import Content
+from ciuic.repository.compression import Codec, Content
 from ciuic.types import ChunkId
 
 BLOCK = 65536

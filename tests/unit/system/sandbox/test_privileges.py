@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.system.sandbox.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP, Capability, permitted
+from ciuic.system.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP, Capability, permitted
 
 HEAD = """
 import ctypes, os, resource, socket, sys
-from ciuic.system.sandbox import privileges as p
+from ciuic.system import privileges as p
 def sets():
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return {name: int(lines[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs")}

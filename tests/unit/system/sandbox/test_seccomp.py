@@ -13,16 +13,8 @@ import pytest
 from support.ci import needs
 
 from ciuic.cli.doctor import machine as doctor_machine
-from ciuic.system.sandbox.profiles import CAPTURE, RECEIVER, UPKEEP, WORKER
-from ciuic.system.sandbox.seccomp import (
-    LAST_NUMBER,
-    NUMBERS,
-    Condition,
-    Profile,
-    Unavailable,
-    assemble,
-    install,
-)
+from ciuic.system.seccomp import LAST_NUMBER, NUMBERS, Condition, Profile, Unavailable, assemble, install
+from ciuic.system.syscall_profiles import CAPTURE, RECEIVER, UPKEEP, WORKER
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

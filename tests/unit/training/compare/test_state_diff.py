@@ -16,8 +16,8 @@ from support.saved_states import BLOCK, SavedStates, Sharded, rows
 
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
-from ciuic.repository.packs.chunk_reader import ChunkReader
-from ciuic.repository.packs.read_into import IntoMemory
+from ciuic.repository.bulk_reader import IntoMemory
+from ciuic.repository.chunk_reader import ChunkReader
 from ciuic.training import StateDiff
 from ciuic.training.compare import number_kinds
 from ciuic.training.compare.state_diff import diff_states

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ciuic.repository import Repository, Walker
-from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
+from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH
 from ciuic.training.free_resources import CpuIdle
 from ciuic.training.policy.retention_rules import EverySteps, Keep, Latest
 from ciuic.training.writer import codecs

@@ -10,8 +10,8 @@ from support.stored import IDENTITIES
 
 from ciuic import SnapshotManager
 from ciuic.repository import Identity, Repository
-from ciuic.repository.checking.walk import Walker
-from ciuic.repository.format import pack_format as pf
+from ciuic.repository import pack_format as pf
+from ciuic.repository.snapshot_walk import Walker
 
 _SAVES = 4
 

@@ -10,8 +10,8 @@ import pytest
 from support.raw_states import STATE_BLOCK, Saves, content_of, drifting
 
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import Codec, Coded
-from ciuic.repository.writing import recoding
+from ciuic.repository.compression import Codec, Coded
+from ciuic.repository.writing import pack_maintenance
 from ciuic.training.writer.reverse_deltas import MAX_WAITING_WHEN_BUSY, OVERDUE, Clock, CodingTurns, Trainer
 from ciuic.types import SnapshotId
 
@@ -23,8 +23,8 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
-        self._code = recoding._coded
-        monkeypatch.setattr(recoding, "_coded", self._coded)
+        self._code = pack_maintenance._coded
+        monkeypatch.setattr(pack_maintenance, "_coded", self._coded)
         self.now = self.used = 0.0
         self.pauses: list[float] = []
         self.saves_wait = self.stands_still = self.pause_ends_it = False

@@ -19,7 +19,7 @@ from ciuic import SnapshotManager
 from ciuic.daemon.base.repository_store import Store, UpkeepRules
 from ciuic.maintenance.prune import prune
 from ciuic.repository import Repository, SnapshotInfo, Walker
-from ciuic.repository.packs.chunk_reader import ChunkReader
+from ciuic.repository.chunk_reader import ChunkReader
 from ciuic.retention import RetentionPolicy
 from ciuic.training import EverySeconds, EverySteps, Latest
 from ciuic.training.format.reading import read_facts

@@ -12,9 +12,9 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.repository import Repository
-from ciuic.repository.codecs.codec import Codec, Coded, Pace
-from ciuic.repository.format import pack_format as pf
-from ciuic.repository.writing import recoding
+from ciuic.repository import pack_format as pf
+from ciuic.repository.compression import Codec, Coded, Pace
+from ciuic.repository.writing import pack_maintenance
 from ciuic.training.policy.retention_rules import EverySteps, Latest
 from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES
 from ciuic.types import SnapshotId
@@ -104,13 +104,13 @@ def depths(repository: Repository, id_: SnapshotId) -> set[int]:
 def count_codings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets an item for each chunk that is coded."""
     counted: list[int] = []
-    code = recoding._coded
+    code = pack_maintenance._coded
 
     def counting(content: bytes, codec: Codec) -> Coded | None:
         counted.append(len(content))
         return code(content, codec)
 
-    monkeypatch.setattr(recoding, "_coded", counting)
+    monkeypatch.setattr(pack_maintenance, "_coded", counting)
     return counted
 
 

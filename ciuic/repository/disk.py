@@ -1,0 +1,209 @@
+"""File operations of a repository: how its files are opened, and what makes a change of them durable.
+
+Opening: regular files only, whatever lies under their names. No symbolic link is followed, so that a
+repository made by another user leads no reader and no writer to a file outside; nothing waits for a pipe, a
+device or a socket, and none of them is read.
+
+Durable operations are in one object, `Disk`, so that a test can fail any of them, tear a write, or lose
+unsynced ones. Everything that must survive a crash goes through it, and the order that makes a file durable
+under its name is written once (`replace_file`). SQLite is the exception: the index can be rebuilt, so nothing
+durable depends on it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+
+from ciuic.repository.extent_sharing import clone_range
+from ciuic.repository.identity import Bytes
+from ciuic.system import page_cache
+
+# O_NONBLOCK: opening a pipe does not wait for its other end. O_NOCTTY: a terminal that lies there does not
+# become the controlling terminal of a daemon (open(2)).
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# Errors of open(2) for a symbolic link, a pipe or socket, a device without driver and a directory.
+_OTHER_KINDS = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
+    """Open a file like os.open. OSError (EINVAL) for anything but a regular file."""
+    try:
+        fd = os.open(path, flags | _FLAGS, mode)
+    except OSError as error:
+        if error.errno in _OTHER_KINDS:
+            raise _irregular(path) from None
+        raise
+    # O_NONBLOCK makes open(2) return for a pipe or a device, so the type can be checked here.
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _irregular(path)
+    return fd
+
+
+def open_to_write(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
+    """Open a file for writing; refuse one with a second name where others may make names.
+
+    Such a file may be a file of root elsewhere. In the caller's own directory it is a copy made with `cp -l`.
+    """
+    fd = open_regular(path, flags, mode)
+    if os.fstat(fd).st_nlink > 1 and who_else_writes(os.path.dirname(os.fspath(path))):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it has a second hard link, so it is not written to", os.fspath(path))
+    return fd
+
+
+def who_else_writes(path: str) -> str:
+    """Return why another user than root and the caller may write here.
+
+    Empty if no other user may, or if it is missing. Only the file or directory itself is checked, for what is
+    opened often; `ciuic.system.ownership` also checks the way to it.
+    """
+    try:
+        st = os.stat(path)
+    except OSError:
+        # Missing or unreadable: the caller's open reports it.
+        return ""
+    if st.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to user {st.st_uid}"
+    if st.st_mode & _OTHERS_WRITE:
+        return f"others may write to {path} (mode {stat.S_IMODE(st.st_mode):04o})"
+    return ""
+
+
+def _irregular(path: str | os.PathLike[str]) -> OSError:
+    return OSError(errno.EINVAL, "it must be a regular file, but is not", os.fspath(path))
+
+
+# The kernel takes 1024 at most (UIO_MAXIOV).
+_IOVECS = 512
+
+
+class Disk:
+    """The real disk. Descriptors are plain integers; errors are OSError."""
+
+    def make_dir(self, path: str, mode: int = 0o700) -> None:
+        """Make a directory."""
+        os.mkdir(path, mode)
+
+    def create(self, path: str, mode: int = 0o600) -> int:
+        """Create a file that must not exist; return a descriptor for reading and writing."""
+        # O_EXCL follows no link, so a name that another user planted is refused, not written through
+        # (open(2)).
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+    def open_write(self, path: str) -> int:
+        """Open an existing file; return a descriptor for reading and writing."""
+        return open_to_write(path, os.O_RDWR)
+
+    def write_at(self, fd: int, parts: Iterable[Bytes], offset: int) -> int:
+        """Write all parts one after the other from ``offset``; return the offset after the last."""
+        # Reversed, so that finished parts are popped from the end: pop(0) would be quadratic.
+        pending = [memoryview(part).cast("B") for part in parts if len(part)]
+        pending.reverse()
+        while pending:
+            batch = pending[: -_IOVECS - 1 : -1]
+            written = os.pwritev(fd, batch, offset)
+            offset += written
+            # pwritev(2) may stop anywhere, inside a part as well: what is left of it is written next.
+            while written:
+                head = pending.pop()
+                if written < len(head):
+                    pending.append(head[written:])
+                    break
+                written -= len(head)
+        return offset
+
+    def share(self, source: int, offset: int, length: int, fd: int, target_offset: int) -> bool:
+        """Share a range of ``source`` with ``fd`` and return True; False where that is not possible."""
+        try:
+            clone_range(source, offset, length, fd, target_offset)
+        except OSError:
+            # The caller writes the bytes instead; a real disk error shows up there.
+            return False
+        return True
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        """Truncate or extend the file."""
+        os.ftruncate(fd, size_bytes)
+
+    def sync(self, fd: int) -> None:
+        """Make the file's content durable."""
+        os.fsync(fd)
+
+    def start_writing(self, fd: int, offset: int, length: int) -> None:
+        """Start writeback of the range, so that `sync` does not send everything at once.
+
+        This makes nothing durable.
+        """
+        page_cache.start_writing(fd, offset, length)
+
+    def uncache(self, fd: int, offset: int, length: int) -> None:
+        """Drop synced pages from the page cache, which belongs to the job.
+
+        Packs are rarely read again soon.
+        """
+        # Drops only clean pages (posix_fadvise(2)), so it has to follow a sync.
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def close(self, fd: int) -> None:
+        """Close the descriptor."""
+        os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename; durable after `sync_dir`."""
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name; durable after `sync_dir`."""
+        os.unlink(path)
+
+    def sync_dir(self, path: str) -> None:
+        """Make the names in a directory durable: fsync(2) of a file says nothing about its name."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        """Replace the content of ``path`` atomically and durably.
+
+        After a crash there is the old or the new file, whole. The temporary name is always `<path>.tmp`, so a
+        crash leaves at most one behind; the writer's lock excludes concurrent replacements.
+        """
+        temporary = path + ".tmp"
+        if os.path.lexists(temporary):
+            self.unlink(temporary)
+        fd = self.create(temporary)
+        try:
+            try:
+                self.write_at(fd, [data], 0)
+                # Before the rename: a name must never lead to content that a power cut can take away.
+                self.sync(fd)
+            finally:
+                self.close(fd)
+            self.rename(temporary, path)
+        except OSError:
+            # On a full disk the incomplete copy takes space that the next deletion needs.
+            if os.path.lexists(temporary):
+                self.unlink(temporary)
+            raise
+        # The rename itself is durable only with the directory.
+        self.sync_dir(os.path.dirname(path))
+
+    def remove_file(self, path: str) -> None:
+        """Remove the name, durably."""
+        self.unlink(path)
+        self.sync_dir(os.path.dirname(path))
+
+    def touch_dir(self, path: str) -> None:
+        """Give the directory a new mtime, durably.
+
+        Readers detect changes by it, and would miss one inside a file.
+        """
+        os.utime(path)
+        self.sync_dir(path)

@@ -1,0 +1,455 @@
+"""Directories that are checkpoints: which files belong together, and what is missing, by each format's index or marker.
+
+Every function of `RECOGNISERS` yields the checkpoints of one format; the files themselves are left to
+`ciuic.verdicts.verdict`. Nothing is executed or made of what is read:
+
+* `SnapshotManager`: ``snapshot.json``, ``state.json`` and tensors below a directory for each object
+  (docs/snapshot-manager.md).
+* `torch.distributed.checkpoint`: ``.metadata`` is written last, and says where each tensor lies in the ``.distcp``
+  files. It is a pickle, of which the opcodes are read.
+* Orbax: a directory that is renamed into place when it is complete, with ``_CHECKPOINT_METADATA`` and a database
+  of arrays.
+* DeepSpeed: ``latest`` names the directory of the newest checkpoint, which has files of every rank.
+* TensorFlow: ``PREFIX.index`` and ``PREFIX.data-00000-of-00001``; ``checkpoint`` names the newest.
+* Hugging Face's sharded weights: ``*.index.json`` names the file of each weight.
+
+References:
+    https://huggingface.co/docs/transformers/big_models
+    https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
+    https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+    https://google.github.io/tensorstore/kvstore/ocdbt/ (manifest)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from ciuic.printable import one_line
+from ciuic.units import plural
+from ciuic.verdicts.formats.pickles import Opcode, PickleStream
+from ciuic.verdicts.formats.tensor_bundle import SUFFIX, crc32c, read_index
+from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, TornContent
+from ciuic.verdicts.sources import DirectorySource, FileSource
+
+_MAX_PARTS: Final = 1 << 14
+MAX_DOCUMENT_BYTES: Final = 16 << 20
+
+
+class PartsNeeded(NamedTuple):
+    """A checkpoint of several files."""
+
+    format: str
+    name: bytes = b""
+    """Name of the checkpoint in the directory; empty for the directory itself."""
+    files: tuple[bytes, ...] = ()
+    """Relative paths of files whose own format is judged."""
+    raw: tuple[tuple[bytes, int], ...] = ()
+    """(Relative path, least size in bytes) of files without a structure of their own."""
+    tail_bytes: int = 1
+    """Length of an end of such a file that is not all zeros."""
+    torn: str = ""
+    """Reason why the checkpoint is TORN, also if all its files are whole."""
+    doubt: str = ""
+    """Reason why it is at best UNKNOWN."""
+    taken: frozenset[bytes] = frozenset()
+    """Names in the directory that are a part of it."""
+
+
+def read_document(source: FileSource, what: str) -> bytes:
+    """Return a whole document; raise TornContent or NotJudged."""
+    if source.size_bytes > MAX_DOCUMENT_BYTES:
+        raise NotJudged(f"{what} is larger than what is read for a verdict")
+    data = BoundedReader(source.read, source.size_bytes, source.name).at(0, source.size_bytes, what)
+    if not data.strip(b"\0 \r\n\t"):
+        raise TornContent(f"{what} is empty")
+    return data
+
+
+def _document_of(directory: DirectorySource, name: bytes, what: str) -> bytes | None:
+    """Return the document of this name; None where there is none."""
+    source = directory.file(name)
+    return None if source is None else read_document(source, what)
+
+
+def shown_name(name: bytes) -> str:
+    """Return a name for a reason: one line, for any bytes."""
+    return one_line(name[:200])
+
+
+_SHARD_INDEX_SUFFIXES: Final = (b".safetensors.index.json", b".bin.index.json")
+
+
+class _ShardIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_shard_index = msgspec.json.Decoder(_ShardIndex)
+
+
+def _recognise_sharded(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the sharded weights in a directory."""
+    for name in names:
+        if name.endswith(_SHARD_INDEX_SUFFIXES):
+            taken = frozenset({name})
+            try:
+                shards = _shards_of(_document_of(directory, name, "the index") or b"")
+            except TornContent as error:
+                yield PartsNeeded("sharded", name, torn=str(error), taken=taken)
+            except NotJudged as error:
+                yield PartsNeeded("sharded", name, doubt=str(error), taken=taken)
+            else:
+                yield PartsNeeded("sharded", name, tuple(shards), taken=taken.union(shards))
+
+
+def _shards_of(text: bytes) -> list[bytes]:
+    """Return the names of the files that an index names; raise TornContent or NotJudged."""
+    try:
+        index = _shard_index.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TornContent(f"the index is not the JSON of one: {error}") from None
+    # Half of a surrogate pair, which JSON allows, has no bytes.
+    shards = {value.encode("utf-8", "replace") for value in index.weight_map.values()}
+    if not shards:
+        raise TornContent("the index names no file")
+    if len(shards) > _MAX_PARTS:
+        raise NotJudged("the index names more files than are looked at for a verdict")
+    return sorted(shards)
+
+
+FACTS_FILE: Final = b"snapshot.json"
+STATE_FILE: Final = b"state.json"
+_TENSORS_SUFFIX: Final = b".safetensors"
+_TENSORS_INDEX_SUFFIX: Final = b".safetensors.index.json"
+_STATE_VERSION: Final = 1
+
+
+class _TrainingFacts(msgspec.Struct):
+    objects: tuple[str, ...] = ()
+
+
+class _TrainingState(msgspec.Struct):
+    version: int
+    objects: dict[str, Any]
+
+
+def _recognise_training(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the state that a snapshot of a training is. Its files in another directory are judged by their own formats."""
+    if not directory.holds_state or STATE_FILE not in names:
+        return
+    taken = frozenset(names)
+    try:
+        _check_training_documents(directory)
+        files = tuple(sorted(set(_tensor_files(directory, names))))
+    except TornContent as error:
+        yield PartsNeeded("training", torn=str(error), taken=taken)
+    except NotJudged as error:
+        yield PartsNeeded("training", doubt=str(error), taken=taken)
+    else:
+        yield PartsNeeded("training", files=files, taken=taken)
+
+
+def _check_training_documents(directory: DirectorySource) -> None:
+    facts, state = (
+        _training_document(_document_of(directory, name, name.decode()), kind, name.decode())
+        for name, kind in ((FACTS_FILE, _TrainingFacts), (STATE_FILE, _TrainingState))
+    )
+    if state.version != _STATE_VERSION:
+        raise NotJudged("it was written by a later version of ciuic")
+    missing = [name for name in facts.objects if name not in state.objects]
+    if missing:
+        raise TornContent(f"state.json lacks the object {missing[0]!r}")
+
+
+def _training_document(text: bytes | None, kind: type[Any], what: str) -> Any:
+    if text is None:
+        raise TornContent(f"{what} is missing")
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TornContent(f"{what} is not the JSON of one: {error}") from None
+
+
+def _tensor_files(directory: DirectorySource, names: list[bytes]) -> Iterator[bytes]:
+    """Yield the files of tensors, those that are there and those that an index names."""
+    yield from (name for name in names if name.endswith(_TENSORS_SUFFIX))
+    for name in names:
+        below = directory.directory(name)
+        for inner in [] if below is None else below.names():
+            if inner.endswith(_TENSORS_SUFFIX):
+                yield name + b"/" + inner
+            elif below is not None and inner.endswith(_TENSORS_INDEX_SUFFIX):
+                index = _document_of(below, inner, "the index") or b""
+                yield from (name + b"/" + shard for shard in _shards_of(index))
+
+
+_DEEPSPEED_LATEST: Final = b"latest"
+_DEEPSPEED_MODEL: Final = re.compile(rb"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt\Z")
+_DEEPSPEED_OPTIMIZER: Final = re.compile(
+    rb"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt\Z"
+)
+
+
+def _recognise_deepspeed(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the checkpoint that ``latest`` names."""
+    if _DEEPSPEED_LATEST not in names:
+        return
+    taken = frozenset({_DEEPSPEED_LATEST})
+    try:
+        tag = (_document_of(directory, _DEEPSPEED_LATEST, "the file latest") or b"").strip()
+    except NotJudged:
+        return
+    except TornContent as error:
+        yield PartsNeeded("deepspeed", _DEEPSPEED_LATEST, torn=str(error), taken=taken)
+        return
+    # A file that happens to have this name, and is no tag.
+    if b"/" in tag or b"\n" in tag or len(tag) > 255 or tag in (b".", b".."):
+        return
+    below = directory.directory(tag)
+    if below is None:
+        reason = f"latest names {shown_name(tag)}, which is not there"
+        yield PartsNeeded("deepspeed", _DEEPSPEED_LATEST, torn=reason, taken=taken)
+        return
+    yield _deepspeed_parts(below, tag, taken)
+
+
+def _deepspeed_parts(below: DirectorySource, tag: bytes, taken: frozenset[bytes]) -> PartsNeeded:
+    inside = below.names()
+    files = [name for name in inside if _DEEPSPEED_MODEL.match(name) or _DEEPSPEED_OPTIMIZER.match(name)]
+    torn = "" if files else f"{shown_name(tag)} has no states of ranks"
+    ranks = {(int(found[1]), int(found[2])) for name in files if (found := _DEEPSPEED_OPTIMIZER.match(name))}
+    lacking = _lacking_ranks(ranks)
+    if lacking:
+        torn = f"the states of {plural(len(lacking), 'rank')} are missing"
+    relative = tuple(tag + b"/" + name for name in files)
+    return PartsNeeded("deepspeed", tag, relative, torn=torn, taken=taken.union((tag,)))
+
+
+def _lacking_ranks(ranks: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the ranks of a full rectangle (data parallel by model parallel) that are not there, one at most for each that is."""
+    if not ranks:
+        return set()
+    width = max(rank for rank, _ in ranks) + 1
+    height = max(rank for _, rank in ranks) + 1
+    # Numbers in names are a user's: the rectangle is not built.
+    if width * height > 4 * len(ranks):
+        return {(width, height)}
+    return {(x, y) for x in range(width) for y in range(height)} - ranks
+
+
+_DCP_METADATA: Final = b".metadata"
+_DCP_SUFFIX: Final = b".distcp"
+_DCP_TAIL_BYTES: Final = 6
+"""The last item is a zip archive, which ends with the offset of its directory and the length of a comment, 0."""
+_MAX_DCP_MEMO: Final = 1 << 20
+
+
+def _recognise_distributed(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the checkpoint that the directory is."""
+    data = [name for name in names if name.endswith(_DCP_SUFFIX)]
+    metadata = directory.file(_DCP_METADATA) if _DCP_METADATA in names else None
+    if metadata is None and not data:
+        return
+    taken = frozenset([_DCP_METADATA, *data])
+    if metadata is None:
+        yield PartsNeeded("dcp", torn="its .metadata, which is written last, is missing", taken=taken)
+        return
+    try:
+        ends = _read_dcp_metadata(metadata)
+    except TornContent as error:
+        yield PartsNeeded("dcp", torn=f".metadata: {error}", taken=taken)
+    except NotJudged as error:
+        yield PartsNeeded("dcp", doubt=f".metadata: {error}", taken=taken)
+    else:
+        # A file of this name that is something else names no data.
+        if ends or data:
+            yield PartsNeeded("dcp", raw=tuple(sorted(ends.items())), tail_bytes=_DCP_TAIL_BYTES, taken=taken)
+
+
+def _read_dcp_metadata(source: FileSource) -> dict[bytes, int]:
+    """Return the offset after the last item of each data file; raise TornContent or NotJudged."""
+    reader = BoundedReader(source.read, source.size_bytes, source.name)
+    if reader.up_to(0, 1, "its beginning") != b"\x80":
+        raise TornContent("it does not begin as a pickle")
+    stream = PickleStream(reader)
+    places = _DcpPlaces()
+    for code in stream.opcodes():
+        places.see(code)
+    if stream.at != source.size_bytes:
+        raise TornContent("its pickle ends before the file")
+    return places.ends
+
+
+class _DcpPlaces:
+    """Places of items: the states ``{"relative_path": …, "offset": …, "length": …}`` of torch's `_StorageInfo`."""
+
+    def __init__(self) -> None:
+        self.ends: dict[bytes, int] = {}
+        self._memo: dict[int, Any] = {}
+        self._count = 0
+        self._last: Any = None
+        self._key = b""
+        self._path = b""
+        self._offset = 0
+
+    def see(self, code: Opcode) -> None:
+        """Take the next opcode."""
+        name, argument = code
+        if name in ("BINGET", "LONG_BINGET"):
+            self._value(self._memo.get(argument))
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._remember(argument)
+        elif name == "MEMOIZE":
+            self._remember(self._count)
+            self._count += 1
+        elif isinstance(argument, (bytes, int)):
+            self._value(argument)
+        elif name not in ("FRAME", "PROTO", "MARK"):
+            self._last = None
+
+    def _remember(self, index: int) -> None:
+        # Texts alone are wanted: paths and keys that occur again.
+        if isinstance(self._last, bytes) and len(self._memo) < _MAX_DCP_MEMO:
+            self._memo[index] = self._last
+
+    def _value(self, value: Any) -> None:
+        self._last = value
+        if self._key == b"relative_path" and isinstance(value, bytes):
+            self._path = value
+        elif self._key == b"offset" and isinstance(value, int):
+            self._offset = value
+        elif self._key == b"length" and isinstance(value, int) and self._path:
+            end = self._offset + value
+            if not 0 <= end < 1 << 62 or len(self.ends) > _MAX_PARTS:
+                raise NotJudged("it names impossible places")
+            self.ends[self._path] = max(self.ends.get(self._path, 0), end)
+        self._key = value if isinstance(value, bytes) else b""
+
+
+_ORBAX_MARKER: Final = b"_CHECKPOINT_METADATA"
+_ORBAX_MANIFEST: Final = b"manifest.ocdbt"
+_ORBAX_UNFINISHED: Final = b".orbax-checkpoint-tmp"
+_ORBAX_MANIFEST_MAGIC: Final = bytes.fromhex("0cdb3a2a")
+_MAX_ORBAX_MANIFEST_BYTES: Final = 1 << 20
+
+
+class _OrbaxMarker(msgspec.Struct):
+    commit_timestamp_nsecs: int | None = None
+
+
+def _recognise_orbax(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the checkpoint that the directory is."""
+    if _ORBAX_MARKER not in names and _ORBAX_MANIFEST not in names:
+        return
+    taken = frozenset(names)
+    if _ORBAX_UNFINISHED in directory.path.rpartition(b"/")[2]:
+        yield PartsNeeded("orbax", torn="it was never renamed to its name: its save did not end", taken=taken)
+        return
+    try:
+        _check_orbax_marker(directory)
+        raw = tuple(_orbax_data(directory))
+    except TornContent as error:
+        yield PartsNeeded("orbax", torn=str(error), taken=taken)
+    except NotJudged as error:
+        yield PartsNeeded("orbax", doubt=str(error), taken=taken)
+    else:
+        # An item of a checkpoint lies below the directory with the marker.
+        doubt = "" if _ORBAX_MARKER in names else "it has no _CHECKPOINT_METADATA of its own"
+        yield PartsNeeded("orbax", raw=raw, tail_bytes=4, doubt=doubt, taken=taken)
+
+
+def _check_orbax_marker(directory: DirectorySource) -> None:
+    text = _document_of(directory, _ORBAX_MARKER, "_CHECKPOINT_METADATA")
+    if text is None:
+        return
+    try:
+        marker = msgspec.json.decode(text, type=_OrbaxMarker)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise TornContent("_CHECKPOINT_METADATA is not the JSON of one") from None
+    if marker.commit_timestamp_nsecs is None:
+        raise TornContent("_CHECKPOINT_METADATA has no time of the commit: its save did not end")
+
+
+def _orbax_data(directory: DirectorySource) -> Iterator[tuple[bytes, int]]:
+    """Check the manifests of the directory and of its items, and yield the files of data."""
+    names = directory.names()
+    found = False
+    for item in [b"", *names]:
+        place = directory.directory(item) if item else directory
+        manifest = None if place is None else place.file(_ORBAX_MANIFEST)
+        if place is None or manifest is None:
+            continue
+        found = True
+        _check_orbax_manifest(BoundedReader(manifest.read, manifest.size_bytes, _ORBAX_MANIFEST))
+        yield from _orbax_data_files(place, item + b"/" if item else b"")
+    if not found:
+        raise NotJudged("it has no database of arrays (manifest.ocdbt)")
+
+
+def _check_orbax_manifest(reader: BoundedReader) -> None:
+    head = reader.at(0, 12, "manifest.ocdbt")
+    length = int.from_bytes(head[4:], "little")
+    if head[:4] != _ORBAX_MANIFEST_MAGIC or length != reader.size_bytes:
+        raise TornContent("manifest.ocdbt is incomplete")
+    if length > _MAX_ORBAX_MANIFEST_BYTES:
+        raise NotJudged("manifest.ocdbt is larger than what is read for a verdict")
+    data = reader.at(0, length, "manifest.ocdbt")
+    if crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        raise TornContent("manifest.ocdbt does not match its checksum")
+
+
+def _orbax_data_files(place: DirectorySource, prefix: bytes) -> Iterator[tuple[bytes, int]]:
+    below = place.directory(b"d")
+    names = [] if below is None else below.names()
+    if not names or len(names) > _MAX_PARTS:
+        raise (
+            TornContent("it has no data") if not names else NotJudged("it has more files than are looked at")
+        )
+    for name in names:
+        yield prefix + b"d/" + name, 1
+
+
+_TENSORFLOW_INDEX: Final = SUFFIX.encode("ascii")
+_TENSORFLOW_DATA: Final = re.compile(rb"(.+)\.data-\d{5}-of-\d{5}\Z", re.DOTALL)
+
+
+def _recognise_tensorflow(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the checkpoints in a directory."""
+    data: dict[bytes, set[bytes]] = {}
+    for name in names:
+        if found := _TENSORFLOW_DATA.match(name):
+            data.setdefault(found[1], set()).add(name)
+    for prefix, files in sorted(data.items()):
+        index = prefix + _TENSORFLOW_INDEX
+        taken = frozenset([index, *files])
+        source = directory.file(index)
+        if source is None:
+            yield PartsNeeded(
+                "tensorflow", prefix, torn="its index, which is written last, is missing", taken=taken
+            )
+            continue
+        try:
+            bundle = read_index(BoundedReader(source.read, source.size_bytes, index))
+        except (TornContent, OtherFormat) as error:
+            yield PartsNeeded("tensorflow", prefix, torn=str(error) or "its index is damaged", taken=taken)
+        except NotJudged as error:
+            yield PartsNeeded("tensorflow", prefix, doubt=str(error), taken=taken)
+        else:
+            raw = tuple(
+                (b"%s.data-%05d-of-%05d" % (prefix, shard, bundle.shards), bundle.ends.get(shard, 0))
+                for shard in range(bundle.shards)
+            )
+            yield PartsNeeded("tensorflow", prefix, raw=raw, tail_bytes=8, taken=taken)
+
+
+RECOGNISERS: Final[tuple[Callable[[DirectorySource, list[bytes]], Iterator[PartsNeeded]], ...]] = (
+    _recognise_training,
+    _recognise_distributed,
+    _recognise_orbax,
+    _recognise_deepspeed,
+    _recognise_tensorflow,
+    _recognise_sharded,
+)
