@@ -23,7 +23,7 @@ PARALLEL := -n $(JOBS) --dist loadfile
 BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/test_daemon_mounts.py
 # And on the kernel driver as on a kernel without passthrough (before 6.9), where everything is cached.
 CACHED := tests/conformance tests/property/test_mount_exact.py \
-	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
+	tests/e2e/test_job_survives_dead_workers.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
 .PHONY: help rescue rescue-remote test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote setup setup-test preflight clean
 
