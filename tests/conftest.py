@@ -23,6 +23,7 @@ from support.ci import IN_CI, needs
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs
 from support.small_disks import sharing_disk as sharing_disk
+from support.warm_python import WarmPython
 
 from ciuic.system import mountinfo
 
@@ -142,6 +143,13 @@ def short_tmp(run_dir: Path) -> Iterator[Path]:
     yield path
     leftovers.unmount_below(path)
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def warm_torch() -> Iterator[WarmPython]:
+    """Provide programs that find torch imported, with what its first optimizer imports."""
+    with WarmPython("torch", "torch._dynamo", "ciuic.training.manager") as python:
+        yield python
 
 
 @pytest.fixture(autouse=True)
