@@ -120,6 +120,13 @@ def _logs_below(top: Path, written_since: float) -> Iterator[Path]:
                 yield path
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests: none of them is what the end of a run waits for, with idle workers beside it."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that mounts where mounting is impossible, except in CI, where that is a failure."""
     if item.get_closest_marker("mount") is None:

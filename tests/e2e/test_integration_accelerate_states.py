@@ -15,6 +15,8 @@ from support.warm_python import WarmPython
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import hashlib, json, os, sys
 import torch
