@@ -17,13 +17,14 @@ PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 # Each in a process with directories of its own; a file's tests stay together. JOBS=0: in one process, to look into a test.
 # Three on two processors: tests wait for disks, timers and one another's daemons a third of the time.
 JOBS ?= 3
-PARALLEL := -n $(JOBS) --dist loadfile
+# The order is that of tests/conftest.py, slow files first; by the number of its tests, a file with one long test would be the last.
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What is run on the other driver as well; all that mounts would take twice the time.
 BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/test_daemon_mounts.py
 # And on the kernel driver as on a kernel without passthrough (before 6.9), where everything is cached.
 CACHED := tests/conformance tests/property/test_mount_exact.py \
-	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
+	tests/e2e/test_job_survives_dead_workers.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
 .PHONY: help rescue rescue-remote test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote setup setup-test preflight clean
 

@@ -346,7 +346,7 @@ def _store(top: Path, source: Path) -> None:
 
 
 def _check(top: Path, url: str, endpoint: str) -> None:
-    from unit.remote.upload.test_uploader import StoredChunks, assert_whole
+    from unit.remote.upload.test_replication_of_a_repository import StoredChunks, assert_whole
 
     from ciuic.remote.access import open_remote
     from ciuic.remote.format.names import PACKS_PREFIX

@@ -23,6 +23,7 @@ from support.ci import IN_CI, needs
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs
 from support.small_disks import sharing_disk as sharing_disk
+from support.warm_python import WarmPython
 
 from ciuic.system import mountinfo
 
@@ -119,6 +120,13 @@ def _logs_below(top: Path, written_since: float) -> Iterator[Path]:
                 yield path
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests: none of them is what the end of a run waits for, with idle workers beside it."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that mounts where mounting is impossible, except in CI, where that is a failure."""
     if item.get_closest_marker("mount") is None:
@@ -142,6 +150,13 @@ def short_tmp(run_dir: Path) -> Iterator[Path]:
     yield path
     leftovers.unmount_below(path)
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def warm_torch() -> Iterator[WarmPython]:
+    """Provide programs that find torch imported, with what its first optimizer imports."""
+    with WarmPython("torch", "torch._dynamo", "ciuic.training.manager") as python:
+        yield python
 
 
 @pytest.fixture(autouse=True)

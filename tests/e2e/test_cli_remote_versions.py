@@ -148,7 +148,7 @@ def test_options_that_cannot_work(tmp_path: Path, seaweedfs: SeaweedFS) -> None:
 def test_a_host_needs_no_right_to_delete(short_tmp: Path, seaweedfs: SeaweedFS) -> None:
     """join, upload, list, verify, check, restore, forget and repair work without it; the removal of a key is refused.
 
-    What `init` and `remote test` leave then is tested in test_prove.py: their races take half a minute here.
+    What `init` and `remote test` leave then is tested in test_proof_of_create_only.py: their races take half a minute here.
     """
     refused = Fault(status=403, body=b"<Error><Code>AccessDenied</Code></Error>")
     asked = []

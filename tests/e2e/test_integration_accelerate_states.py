@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import WarmPython
 
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import hashlib, json, os, sys
@@ -78,7 +80,15 @@ accelerator.end_training()
 """
 
 
-def run(script: Path, project: Path, phase: str, how: str, processes: int) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    with WarmPython("torch", "torch._dynamo", "accelerate", "ciuic.training.manager") as one:
+        yield one
+
+
+def run(
+    python: WarmPython, script: Path, project: Path, phase: str, how: str, processes: int
+) -> dict[str, Any]:
     """Run a phase on one or more processes and return its result."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -92,15 +102,12 @@ def run(script: Path, project: Path, phase: str, how: str, processes: int) -> di
     for rank in range(processes):
         own = {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
         ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(script), str(project), phase, how],
+            python.start(
+                ["-W", "ignore", script, project, phase, how],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **own},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
             )
         )
-    printed = [rank.communicate(timeout=240)[0] for rank in ranks]
+    printed = ["".join(rank.communicate(timeout=240)) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * processes, "\n".join(printed)[-6000:]
     result: dict[str, Any] = json.loads((project / f"{phase}.json").read_text())
     return result
@@ -114,14 +121,15 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_calls_work_as_without_ciuic(processes: int, script: Path, tmp_path: Path) -> None:
+def test_calls_work_as_without_ciuic(
+    python: WarmPython, processes: int, script: Path, tmp_path: Path
+) -> None:
     """The same program saves, loads the newest and a named state, and ends with the bits that Accelerate's files give."""
     found = {}
-    # Every phase imports the frameworks anew: one process names no state, which two do.
-    phases = ("save", "newest", "named") if processes == 2 else ("save", "newest")
+    phases = ("save", "newest", "named")
     for how in ("accelerate", "ciuic"):
         project = tmp_path / how
-        found[how] = {phase: run(script, project, phase, how, processes) for phase in phases}
+        found[how] = {phase: run(python, script, project, phase, how, processes) for phase in phases}
         assert sorted(os.listdir(project / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
     assert found["ciuic"] == found["accelerate"]
     assert all(found["ciuic"][phase]["end"] == found["ciuic"]["save"]["end"] for phase in phases)
@@ -130,10 +138,10 @@ def test_calls_work_as_without_ciuic(processes: int, script: Path, tmp_path: Pat
     assert sorted(files) == ["ciuic.json", "custom_checkpoint_0.pkl"]
 
 
-def test_directories_of_accelerate_are_loaded_too(script: Path, tmp_path: Path) -> None:
+def test_directories_of_accelerate_are_loaded_too(python: WarmPython, script: Path, tmp_path: Path) -> None:
     """A state that Accelerate has saved by itself is loaded by the same call after the program has moved."""
-    saved = run(script, tmp_path / "run", "save", "accelerate", 1)
-    assert run(script, tmp_path / "run", "newest", "ciuic", 1)["end"] == saved["end"]
+    saved = run(python, script, tmp_path / "run", "save", "accelerate", 1)
+    assert run(python, script, tmp_path / "run", "newest", "ciuic", 1)["end"] == saved["end"]
 
 
 PREPARED_LATER = """
@@ -189,13 +197,7 @@ manager.close()
 
 
 @pytest.mark.parametrize("how", ["more", "others"])
-def test_what_is_prepared_between_two_saves_is_saved(how: str, tmp_path: Path) -> None:
+def test_what_is_prepared_between_two_saves_is_saved(python: WarmPython, how: str, tmp_path: Path) -> None:
     """A save has what the accelerator knows at that moment; the accelerator pickles, and checks its arguments."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PREPARED_LATER, str(tmp_path), how],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python.run(["-W", "ignore", "-c", PREPARED_LATER, tmp_path, how], timeout=240)
     assert done.returncode == 0, done.stderr

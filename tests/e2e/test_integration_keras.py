@@ -15,6 +15,8 @@ missing = find_spec("keras") is None or find_spec("tensorflow") is None
 if missing and not os.environ.get("CI"):
     pytest.skip("Keras with TensorFlow is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 MODULES = "tensorflow keras ciuic.integrations.keras"
 EXAMPLE = EXAMPLES / "keras_fit.py"
 BY_EPOCHS = {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.runs import EXAMPLES, assert_goes_on, on_two_ranks, run
+from support.warm_python import WarmPython
 
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = EXAMPLES / "lightning_fit.py"
 TWO_DEVICES = {
@@ -82,7 +84,15 @@ FACTS = {"epochs": Record.epochs, "stopped": stopping.state_dict()["wait_count"]
 """
 
 
-def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    with WarmPython(
+        "torch", "torch._dynamo", "lightning", "torchmetrics", "ciuic.integrations.lightning"
+    ) as one:
+        yield one
+
+
+def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(python: WarmPython, tmp_path: Path) -> None:
     """The example resumes to the same bits, alone and as two processes with batches of their own."""
     two = _two_devices(EXAMPLE.read_text(), tmp_path / "two.py")
     assert_goes_on(
@@ -90,6 +100,7 @@ def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path: Path) 
         {EXAMPLE: (9, 7), two: (7,)},
         tmp_path,
         elsewhere=(EXAMPLE, 9),
+        python=python,
     )
 
 
@@ -101,7 +112,7 @@ def _two_devices(source: str, script: Path) -> Path:
     return on_two_ranks(script, script.parent)
 
 
-def test_model_checkpoint_saves_and_removes_snapshots(tmp_path: Path) -> None:
+def test_model_checkpoint_saves_and_removes_snapshots(python: WarmPython, tmp_path: Path) -> None:
     """ModelCheckpoint's save_top_k, save_last and ckpt_path="last" work with snapshots as with files.
 
     Tested with one process and with two, and under the other name of the package, which has other classes.
@@ -119,7 +130,7 @@ def test_model_checkpoint_saves_and_removes_snapshots(tmp_path: Path) -> None:
     two = _two_devices(source, tmp_path / "two.py")
     names = (f"whole@{script}", f"parts:15@{script}", f"parts@{script}")
     names += (f"whole2@{two}", f"parts2:15@{two}", f"parts2@{two}")
-    uninterrupted, _, last, whole_of_two, _, last_of_two = run(modules, *names, where=tmp_path)
+    uninterrupted, _, last, whole_of_two, _, last_of_two = run(modules, *names, where=tmp_path, python=python)
     assert last["steps"] == last_of_two["steps"] == 30 - 12
     assert last["digest"] == uninterrupted["digest"]
     assert last_of_two["digest"] == whole_of_two["digest"]
@@ -128,7 +139,9 @@ def test_model_checkpoint_saves_and_removes_snapshots(tmp_path: Path) -> None:
         assert found["facts"]["largest"] < 1000, "a file that says which snapshot it is"
 
 
-def test_what_is_logged_over_an_epoch_is_as_in_the_uninterrupted_run(tmp_path: Path) -> None:
+def test_what_is_logged_over_an_epoch_is_as_in_the_uninterrupted_run(
+    python: WarmPython, tmp_path: Path
+) -> None:
     """Means, sums, maxima and metrics of an epoch that was resumed in its middle are the whole epoch's, to the bit.
 
     So are what early stopping, ReduceLROnPlateau and ModelCheckpoint decide by them.
@@ -147,7 +160,7 @@ def test_what_is_logged_over_an_epoch_is_as_in_the_uninterrupted_run(tmp_path: P
         f"twice@{script}",
     )
     whole, _, _, _, last, _, _, twice = run(
-        "torch lightning torchmetrics ciuic.integrations.lightning", *names, where=tmp_path
+        "torch lightning torchmetrics ciuic.integrations.lightning", *names, where=tmp_path, python=python
     )
     assert last["digest"] == whole["digest"]
     assert last["facts"]["epochs"] == {
@@ -212,16 +225,16 @@ print("done")
 """
 
 
-def test_a_checkpoint_is_never_another_snapshot_than_the_one_it_names(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_another_snapshot_than_the_one_it_names(
+    python: WarmPython, tmp_path: Path
+) -> None:
     """A checkpoint of another repository is loaded from there; one whose snapshot is gone raises NotFound.
 
     The Trainer with the plugin can be pickled and copied, as without it.
     """
     script = tmp_path / "wrong.py"
     script.write_text(WRONG_REPOSITORY)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=250, check=False
-    )
+    done = python.run([script, tmp_path], timeout=250)
     assert (done.returncode, done.stdout[-5:]) == (0, "done\n"), done.stderr
 
 
@@ -249,11 +262,11 @@ print("done")
 """
 
 
-def test_a_checkpoint_that_is_saved_again_keeps_its_last_snapshot_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_saved_again_keeps_its_last_snapshot_alone(
+    python: WarmPython, tmp_path: Path
+) -> None:
     """The snapshot of a checkpoint that is replaced at the same path goes; that of a link's target stays."""
     script = tmp_path / "again.py"
     script.write_text(SAVED_AGAIN)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=250, check=False
-    )
+    done = python.run([script, tmp_path], timeout=250)
     assert (done.returncode, done.stdout[-5:]) == (0, "done\n"), done.stderr

@@ -10,6 +10,8 @@ from support.runs import EXAMPLES, assert_goes_on, on_two_ranks
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
 
+pytestmark = pytest.mark.slow
+
 MODULES = "torch transformers transformers.trainer ciuic.integrations.transformers"
 EXAMPLE = EXAMPLES / "hf_trainer.py"
 COUNTING = """

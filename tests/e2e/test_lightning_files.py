@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import WarmPython
 from support.without_ciuic import run_without_ciuic
 
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
@@ -85,14 +85,21 @@ print(json.dumps({path: digest(Line.load_from_checkpoint(path).layer.weight) for
 )
 
 
-def _fit(source: str, *arguments: object) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", FITTING + source, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    with WarmPython("torch", "torch._dynamo", "lightning", "ciuic.integrations.lightning") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def plain_python() -> Iterator[WarmPython]:
+    """Provide programs that find Lightning imported, and nothing of ciuic."""
+    with WarmPython("torch", "torch._dynamo", "lightning") as one:
+        yield one
+
+
+def _fit(python: WarmPython, source: str, *arguments: object) -> Any:
+    done = python.run(["-c", FITTING + source, *arguments], timeout=250)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -109,13 +116,15 @@ print(json.dumps({"best": best, "last": files.last_model_path, "plugin": plugin,
 
 
 @pytest.mark.parametrize("save_last", ["file", "link"])
-def test_best_and_last_are_opened_without_ciuic(tmp_path: Path, save_last: str) -> None:
+def test_best_and_last_are_opened_without_ciuic(
+    python: WarmPython, plain_python: WarmPython, tmp_path: Path, save_last: str
+) -> None:
     """After fit torch.load, load_from_checkpoint and fit(ckpt_path=…) work on the best and the last checkpoint.
 
     The plugin still finds their snapshots, in which values have their own types; the others stay pointers.
     """
-    found = _fit(DEFAULT, tmp_path, save_last)
-    opened = run_without_ciuic(OPENED, tmp_path, found["best"], found["last"])
+    found = _fit(python, DEFAULT, tmp_path, save_last)
+    opened = run_without_ciuic(OPENED, tmp_path, found["best"], found["last"], python=plain_python)
     assert opened.pop("continued") == 5 * 8
     for path in (found["best"], found["last"]):
         weights, width, place, step, loops = opened[path]
@@ -147,9 +156,9 @@ print(json.dumps({"small": min(sizes.values()), "before": len(before), "after": 
 """
 
 
-def test_lightning_removes_checkpoints_that_are_files(tmp_path: Path) -> None:
+def test_lightning_removes_checkpoints_that_are_files(python: WarmPython, tmp_path: Path) -> None:
     """A checkpoint that has become a file is removed with its snapshot, also by the run that goes on."""
-    found = _fit(REMOVED, tmp_path)
+    found = _fit(python, REMOVED, tmp_path)
     assert found["small"] > 1000
     assert (found["before"], found["after"], found["exists"]) == (3, 2, False)
     assert set(found["kept"]) <= set(found["there"])
@@ -174,9 +183,9 @@ print(json.dumps([expected == alone, going_on.global_step, sorted(done.objects),
 """
 
 
-def test_a_file_without_its_snapshot_is_loaded_and_imported(tmp_path: Path) -> None:
+def test_a_file_without_its_snapshot_is_loaded_and_imported(python: WarmPython, tmp_path: Path) -> None:
     """The plugin reads the file where the snapshot is gone, and `ciuic import` makes a snapshot of it again."""
-    assert _fit(ALONE, tmp_path) == [True, 40, ["checkpoint", "of_rank"], 40, 5]
+    assert _fit(python, ALONE, tmp_path) == [True, 40, ["checkpoint", "of_rank"], 40, 5]
 
 
 OUTSIDE = """
@@ -205,22 +214,24 @@ print(json.dumps({"within": sizes["within.ckpt"], "before": sizes["before.ckpt"]
 
 
 @pytest.mark.parametrize("kind", ["all", "best,last"])
-def test_a_checkpoint_saved_outside_of_fit_is_a_file_at_once(tmp_path: Path, kind: str) -> None:
+def test_a_checkpoint_saved_outside_of_fit_is_a_file_at_once(
+    python: WarmPython, plain_python: WarmPython, tmp_path: Path, kind: str
+) -> None:
     """`trainer.save_checkpoint` before and after `fit`, and in hooks after the teardown, leaves a file on return.
 
     A checkpoint that is saved while the Trainer runs is a pointer at first: the training does not wait for a file.
     """
-    found = _fit(OUTSIDE, tmp_path, kind)
+    found = _fit(python, OUTSIDE, tmp_path, kind)
     assert found["within"] < 1000
     assert min(found["before"], *found["sizes"]) > 1000
     assert found["held"] == 5
-    opened = run_without_ciuic(OPENED_WEIGHTS, *found["paths"])
+    opened = run_without_ciuic(OPENED_WEIGHTS, *found["paths"], python=plain_python)
     assert [opened[path] == found["weights"] for path in found["paths"]] == [False, True, True, True]
 
 
-def test_no_file_is_written_where_none_is_wanted(tmp_path: Path) -> None:
+def test_no_file_is_written_where_none_is_wanted(python: WarmPython, tmp_path: Path) -> None:
     """With materialize="none" a checkpoint that is saved outside of `fit` is a pointer like any other."""
-    found = _fit(OUTSIDE, tmp_path, "none")
+    found = _fit(python, OUTSIDE, tmp_path, "none")
     assert max(found["within"], found["before"], *found["sizes"]) < 1000
 
 
@@ -248,17 +259,11 @@ print(json.dumps([len(left), len(pointers), steps, os.path.getsize(files.last_mo
 """
 
 
-def test_a_kill_leaves_a_pointer_or_the_whole_file(tmp_path: Path) -> None:
+def test_a_kill_leaves_a_pointer_or_the_whole_file(python: WarmPython, tmp_path: Path) -> None:
     """Killed right before a checkpoint becomes a file, a run leaves pointers that the plugin loads."""
-    done = subprocess.run(
-        [sys.executable, "-c", FITTING + KILLED, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = python.run(["-c", FITTING + KILLED, tmp_path], timeout=250)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    left, pointers, steps, is_whole, still = _fit(AFTER, tmp_path)
+    left, pointers, steps, is_whole, still = _fit(python, AFTER, tmp_path)
     assert (left, pointers, len(steps)) == (1, 3, 3)
     assert 24 in steps
     assert is_whole

@@ -16,7 +16,7 @@ from support.ci import needs
 from support.live import Live, wait_for
 from support.small_disks import missing, small_disk
 
-pytestmark = pytest.mark.mount
+pytestmark = [pytest.mark.mount, pytest.mark.slow]
 MIB = 1 << 20
 DISK_BYTES = 120 * MIB
 FILES = 6

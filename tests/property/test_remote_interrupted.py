@@ -114,6 +114,7 @@ class Trial:
         forget_bucket(self.bucket)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["between the runs", "beside an upload"])
 def test_a_collection_killed_at_any_request(world: World, tmp_path: Path, way: str) -> None:
     """For each n: killed after n requests, then or meanwhile an upload of what it condemns, then another collector."""

@@ -9,13 +9,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from support.remote_training import wait_until
+from support.warm_python import WarmPython
 
 from ciuic.remote.sealing.slot_secret import make_key_file
 from ciuic.repository import Repository
@@ -113,22 +112,26 @@ def with_url(script: Path, where: Path) -> Path:
     return made
 
 
-def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[dict[str, Any]]:
+def run(
+    modules: str, *runs: str, where: Path, allowed_s: float = 280, python: WarmPython | None = None
+) -> list[dict[str, Any]]:
     """Run scripts and return their results.
 
+    ``python``: has imported the modules, or most of them; None: a new process imports them.
     ``runs``: ``parts@SCRIPT``, ``parts:7@SCRIPT`` …: a directory for snapshots below ``where``, and the step
     of the kill.
     """
     results = where / "results"
     results.unlink(missing_ok=True)
-    program = Path(__file__).with_name("run_script.py")
-    done = subprocess.run(
+    if python is None:
+        with WarmPython() as python:
+            return run(modules, *runs, where=where, allowed_s=allowed_s, python=python)
+    done = python.run(
         [
-            sys.executable,
-            str(program),
+            Path(__file__).with_name("run_script.py"),
             modules,
-            str(results),
-            *(str(where / name) for name in runs),
+            results,
+            *(where / name for name in runs),
         ],
         cwd=where,
         env={
@@ -138,10 +141,7 @@ def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[d
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "HF_HUB_OFFLINE": "1",
         },
-        capture_output=True,
-        text=True,
         timeout=allowed_s,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in results.read_text().splitlines()]
@@ -156,6 +156,7 @@ def assert_goes_on(
     where: Path,
     *,
     elsewhere: tuple[Path, int] | None = None,
+    python: WarmPython | None = None,
 ) -> dict[Path, list[dict[str, Any]]]:
     """Assert that each script, killed in these steps, ends with the bits of an undisturbed run.
 
@@ -174,7 +175,15 @@ def assert_goes_on(
         ]
         for script, kills in scripts.items()
     }
-    results = iter(run(modules, *(name for of_one in names.values() for name in of_one), *more, where=where))
+    results = iter(
+        run(
+            modules,
+            *(name for of_one in names.values() for name in of_one),
+            *more,
+            where=where,
+            python=python,
+        )
+    )
     found = {script: [next(results) for _ in of_one] for script, of_one in names.items()}
     for uninterrupted, *_, last, again in found.values():
         assert last["digest"] == uninterrupted["digest"]

@@ -5,6 +5,7 @@ The control API stands in front of operations that only record their requests; t
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
 from ciuic.daemon.base.events import Alerts, EventBus
@@ -32,6 +34,7 @@ from ciuic.protocol.control_types import (
     SnapshotState,
     StatusDocument,
 )
+from ciuic.protocol.watch_client import MAX_FDS, MAX_MESSAGE_BYTES, SOCKET_NAME, Hello, Welcome
 
 
 class FakeOperations:
@@ -175,6 +178,34 @@ class ServedWatch:
             await watched.server.ready.wait()
             self._ready.set()
         self.trainers.close()
+
+
+class RegistrationListener:
+    """Socket of a daemon that accepts trainers without watching them: for tests of what a trainer sends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(directory / SOCKET_NAME))
+        self._listener.listen()
+        self._listener.settimeout(60)
+
+    def __enter__(self) -> RegistrationListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    @contextmanager
+    def accept(self) -> Iterator[tuple[Hello, list[int]]]:
+        """Accept one trainer; yield its message and descriptors, which are closed with the connection at the end."""
+        with self._listener.accept()[0] as connection:
+            data, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_FDS)
+            try:
+                connection.send(msgspec.msgpack.encode(Welcome()))
+                yield msgspec.msgpack.decode(data, type=Hello), fds
+            finally:
+                for fd in fds:
+                    os.close(fd)
 
 
 def connected(path: Path | str) -> socket.socket:

@@ -42,10 +42,10 @@ _ELSEWHERE = {
 }
 _FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
 _STORE = "tests/crash/test_repository_power_cut.py"
-_GC = "tests/crash/test_gc_crash.py"
+_GC = "tests/crash/test_prune_killed.py"
 _ORDER = "tests/crash/test_sync_order.py"
-_LAZY = "tests/unit/lazy/test_sync_order.py"
-_COPY = "tests/unit/maintenance/test_copying.py"
+_LAZY = "tests/unit/lazy/test_lazy_restore_sync_order.py"
+_COPY = "tests/unit/maintenance/test_copy_of_a_busy_repository.py"
 
 
 class Mutation(NamedTuple):

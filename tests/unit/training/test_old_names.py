@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.leftovers import training_writer
 
 import ciuic.training
 from ciuic import SnapshotManager
 from ciuic.training import ManagerOptions
+from ciuic.training.ranks import Ranks
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
@@ -67,8 +70,18 @@ def test_old_names_of_the_package_are_the_new_ones_and_warn(old: str, new: str) 
     assert not hasattr(ciuic.training, old + "_")
 
 
-def test_old_keywords_are_fields_of_the_options_and_warn(tmp_path: Path) -> None:
+def _niceness_of_writer(manager: SnapshotManager) -> int:
+    """Return the niceness that the writer adds, once it has stored something."""
+    assert manager.save_snapshot({"weight": torch.ones(2)}, wait=True) is not None
+    return os.getpriority(os.PRIO_PROCESS, training_writer()) - os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_old_keywords_are_fields_of_the_options_and_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A keyword that is a field of `ManagerOptions` still has its effect, and is refused beside the object."""
+    met: list[str] = []
+    monkeypatch.setattr(Ranks, "meet", met.append)
     with (
         pytest.warns(
             DeprecationWarning,
@@ -76,7 +89,7 @@ def test_old_keywords_are_fields_of_the_options_and_warn(tmp_path: Path) -> None
         ) as warned,
         SnapshotManager(tmp_path / "snapshots", nice=7, distributed=False) as manager,
     ):
-        assert manager._coordinator._settings.options == ManagerOptions(nice=7, distributed=False)
+        assert (_niceness_of_writer(manager), met) == (7, [])
     assert [one.filename for one in warned] == [__file__]
     old = {name: getattr(ManagerOptions(), name) for name in ManagerOptions.__dataclass_fields__}
     with (
@@ -85,7 +98,12 @@ def test_old_keywords_are_fields_of_the_options_and_warn(tmp_path: Path) -> None
         ),
         SnapshotManager(tmp_path / "snapshots", **old) as manager,
     ):
-        assert manager._coordinator._settings.options == ManagerOptions()
+        assert (_niceness_of_writer(manager), met) == (ManagerOptions().nice, ["training"])
+    with (
+        pytest.warns(DeprecationWarning, match="heartbeat_seconds="),
+        pytest.raises(ValueError, match="heartbeat_seconds must be a positive number of seconds, got -1"),
+    ):
+        SnapshotManager(tmp_path / "snapshots", heartbeat_seconds=-1.0)
     with pytest.raises(TypeError, match="nice= must be given in options= alone"):
         SnapshotManager(tmp_path / "snapshots", options=ManagerOptions(), nice=3)
 

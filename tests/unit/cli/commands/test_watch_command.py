@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from support.live import installed
+from support.served_sockets import RegistrationListener
 
 from ciuic.protocol.watch_client import (
-    MAX_FDS,
-    MAX_MESSAGE_BYTES,
     MAX_TEXT_CHARACTERS,
-    SOCKET_NAME,
     Hello,
-    Welcome,
 )
 
 
@@ -86,22 +81,15 @@ def _told(directory: Path, tmp_path: Path, *words: str) -> tuple[int, Hello, byt
     """Run watch in ``directory`` beside a daemon that accepts one trainer; return status, message and stderr."""
     (tmp_path / "ciuic.toml").write_text(f'[daemon]\nruntime_dir = "{tmp_path}"\n')
     environment = {**os.environ, "CIUIC_CONFIG": str(tmp_path / "ciuic.toml")}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(tmp_path / SOCKET_NAME))
-        listener.listen()
-        listener.settimeout(30)
+    with RegistrationListener(tmp_path) as daemon:
         process = subprocess.Popen(
             # Removed by the shell that is in it, so that watch starts in a directory that is no more.
             ["sh", "-c", '[ -z "$GONE" ] || rmdir "$PWD"; exec "$@"', "sh", str(installed()), "watch", *words],
             cwd=directory, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
-        with process, listener.accept()[0] as connection:
-            data, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_FDS)
-            for fd in fds:
-                os.close(fd)
-            connection.send(msgspec.msgpack.encode(Welcome()))
+        with process, daemon.accept() as (hello, _):
             _, complaint = process.communicate(timeout=60)
-    return process.returncode, msgspec.msgpack.decode(data, type=Hello), complaint
+    return process.returncode, hello, complaint
 
 
 def test_command_is_watched_in_a_directory_that_was_removed(

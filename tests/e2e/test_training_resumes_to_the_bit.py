@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from support.warm_python import WarmPython
 
 from ciuic import SnapshotManager
 
@@ -94,39 +92,34 @@ AS_WRITTEN = """
 """
 
 
-def _run(program: str, save_dir: Path, die_at: int = -1) -> str:
+def _run(python: WarmPython, program: str, save_dir: Path, die_at: int = -1) -> str:
     source = textwrap.dedent(HEAD) + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(save_dir), str(die_at)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        timeout=120,
-        check=False,
-    )
+    done = python.run(["-c", source, save_dir, die_at], timeout=120)
     assert done.returncode == (0 if die_at < 0 else -signal.SIGKILL), done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("program", [WITH_LOADER, WITHOUT_LOADER], ids=["loader", "no loader"])
-def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(program: str, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(
+    warm_torch: WarmPython, program: str, tmp_path: Path
+) -> None:
     """A killed run with register and resume alone ends with the bits of an undisturbed one.
 
     Dropout, batch norm, schedule, averaged weights, and the order and noise of the data.
     """
-    expected = _run(program, tmp_path / "whole")
+    expected = _run(warm_torch, program, tmp_path / "whole")
     for die_at in (8, 21):
-        assert _run(program, tmp_path / "killed", die_at) == ""
-    assert _run(program, tmp_path / "killed") == expected
+        assert _run(warm_torch, program, tmp_path / "killed", die_at) == ""
+    assert _run(warm_torch, program, tmp_path / "killed") == expected
 
 
-def test_the_three_lines_that_users_write_run_as_they_stand(tmp_path: Path) -> None:
+def test_the_three_lines_that_users_write_run_as_they_stand(warm_torch: WarmPython, tmp_path: Path) -> None:
     """The documented three lines run: save, load the latest, continue with the next epoch."""
-    expected = _run(AS_WRITTEN.replace("scheduler.step()", ""), tmp_path / "whole")
+    expected = _run(warm_torch, AS_WRITTEN.replace("scheduler.step()", ""), tmp_path / "whole")
     assert expected.startswith("4 ")
     program = AS_WRITTEN.replace("range(start_epoch, 5)", "range(start_epoch, min(start_epoch + 2, 5))")
     for epoch in (1, 3, 4):
-        assert _run(program, tmp_path / "parts").startswith(f"{epoch} ")
+        assert _run(warm_torch, program, tmp_path / "parts").startswith(f"{epoch} ")
 
 
 def test_check_resume_names_only_objects_that_are_not_registered(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.served_sockets import RegistrationListener
 
 from ciuic import SnapshotManager
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_page
@@ -20,19 +20,25 @@ def reading_of(heartbeat: TrainerHeartbeat) -> HeartbeatReading:
     return read_page(page)
 
 
-def test_steps_reports_and_saves_are_beats(tmp_path: Path) -> None:
-    """Steps, reports and saves beat on the page; closing the manager says goodbye."""
-    manager = SnapshotManager(tmp_path / "s", options=ManagerOptions(heartbeat_seconds=5))
-    heartbeat = manager._coordinator.heartbeat
-    assert heartbeat.hello is not None
-    assert (heartbeat.hello.heartbeat_seconds, heartbeat.hello.where) == (5.0, str(tmp_path / "s"))
-    assert reading_of(heartbeat).beats == 0
-    manager.report(loss=1.0)
-    manager.save_snapshot(table={"a": 1}, step=7)
-    manager.report(loss=0.5)
-    assert reading_of(heartbeat)[:2] == (3, 7)
-    manager.close()
-    assert reading_of(heartbeat).goodbye is Goodbye.CLOSED
+def test_steps_reports_and_saves_are_beats(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, reports and saves beat on the page that a daemon gets; closing the manager says goodbye."""
+    (short_tmp / "ciuic.toml").write_text(f'[daemon]\nruntime_dir = "{short_tmp}"\n')
+    monkeypatch.setenv("CIUIC_CONFIG", str(short_tmp / "ciuic.toml"))
+    with RegistrationListener(short_tmp) as daemon:
+        manager = SnapshotManager(short_tmp / "s", options=ManagerOptions(heartbeat_seconds=5))
+        manager.report(loss=1.0)
+        manager.save_snapshot(table={"a": 1}, step=7)
+        manager.report(loss=0.5)
+        with daemon.accept() as (hello, (_, page)):
+            assert (hello.name, hello.heartbeat_seconds, hello.where) == (
+                "training",
+                5.0,
+                str(short_tmp / "s"),
+            )
+            assert read_page(page)[:2] == (3, 7)
+            assert read_page(page).goodbye is Goodbye.NONE
+            manager.close()
+            assert read_page(page).goodbye is Goodbye.CLOSED
 
 
 @pytest.mark.parametrize(
@@ -46,13 +52,14 @@ def test_steps_reports_and_saves_are_beats(tmp_path: Path) -> None:
     ],
 )
 def test_an_end_by_an_exception_is_no_goodbye(
-    error: BaseException | None, goodbye: Goodbye, reason: str
+    error: BaseException | None, goodbye: Goodbye, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception counts as a failure, except those by which the user or the program ends the run."""
+    # What it registers stays registered where the end was a failure, and would keep the page open.
+    monkeypatch.setattr("atexit.register", lambda function: function)
     heartbeat = TrainerHeartbeat("t", "/w", None)
     heartbeat.closing(error)
     assert (reading_of(heartbeat).goodbye, reading_of(heartbeat).reason) == (goodbye, reason)
-    atexit.unregister(heartbeat._at_exit)  # it stays registered where the end was a failure
 
 
 def test_preemption_is_a_goodbye_that_stays_unless_the_training_goes_on() -> None:
@@ -77,14 +84,11 @@ _PROGRAM = """
 import atexit, os, sys
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
 from ciuic.protocol.heartbeat_page import read_page
-heartbeat = TrainerHeartbeat("t", "/w", None)
-_, page = heartbeat.fds
-copy = os.dup(page)
 out = os.dup(1)
-# After everything that atexit runs: the last of those registered first.
-atexit._clear()
+# Registered before the heartbeat, and so called after it: what is registered last is called first.
 atexit.register(lambda: os.write(out, read_page(copy).goodbye.name.encode()))
-atexit.register(heartbeat._at_exit)
+heartbeat = TrainerHeartbeat("t", "/w", None)
+copy = os.dup(heartbeat.fds[1])
 {end}
 """
 
