@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -103,10 +102,9 @@ def test_rank_0_alone_may_register(tmp_path: Path) -> None:
 
 def test_rank_0_alone_may_have_a_manager(tmp_path: Path) -> None:
     """A manager with distributed=False waits for no rank."""
-    result, began = tmp_path / "result", time.monotonic()
+    result = tmp_path / "result"
     Ranks(
         tmp_path / "logs", WORLD, ddp_training.manager_on_rank_0, str(tmp_path / "snapshots"), str(result)
     ).check()
-    assert time.monotonic() - began < 60
     with SnapshotManager(tmp_path / "snapshots") as manager:
         assert manager.list_snapshots()[0].id == result.read_text()

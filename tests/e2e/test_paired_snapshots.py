@@ -151,12 +151,13 @@ def test_an_impossible_request_fails_at_once(protected: Live, root: Path) -> Non
     assert protected.daemon is not None
     protected.daemon.send_signal(signal.SIGSTOP)
     try:
-        began = time.monotonic()
         question = pairing.Cut(training="cs-bbbbbbbb", repository="/x", time_ns=5)
-        with pairing.ask(_socket(protected), question) as connection:
-            assert time.monotonic() - began < 5
-            with pytest.raises(Unreachable, match="did not answer in time"):
-                pairing.answer(connection, 0.2)
+        # Returns at once, or never.
+        with (
+            pairing.ask(_socket(protected), question) as connection,
+            pytest.raises(Unreachable, match="did not answer in time"),
+        ):
+            pairing.answer(connection, 0.2)
     finally:
         protected.daemon.send_signal(signal.SIGCONT)
 
