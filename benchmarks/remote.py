@@ -271,8 +271,8 @@ def child(what: str, top: Path) -> None:
     from ciuic.remote.access import add_slot, init_remote
     from ciuic.remote.objects.opening import open_objects
     from ciuic.remote.objects.urls import StoreSettings
+    from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
     from ciuic.remote.sealing.sealer import MasterKey
-    from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
     from ciuic.remote.upload import process
     from ciuic.repository import Repository
 
@@ -352,7 +352,7 @@ def _check(top: Path, url: str, endpoint: str) -> None:
     from ciuic.remote.format.names import PACKS_PREFIX
     from ciuic.remote.objects.opening import open_objects
     from ciuic.remote.objects.urls import StoreSettings
-    from ciuic.remote.sealing.slot_secret import read_key_file
+    from ciuic.remote.sealing.key_slots import read_key_file
 
     objects = open_objects(url, StoreSettings(endpoint=endpoint))
     remote = open_remote(objects, [read_key_file(str(top / "key"))])

@@ -34,8 +34,8 @@ from ciuic.remote.format.names import log_entry_name, manifest_name, new_hex_id,
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.remote_index import PackTables, RemotePack
+from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
 from ciuic.repository.format.snapshot_format import encode_snapshot
 from ciuic.repository.index.database import IndexDatabase
 from ciuic.repository.model import PackRecord

@@ -279,7 +279,7 @@ _AHEAD: Final = 4
 
 
 class CondemnedPacks(Protocol):
-    """Part of `ciuic.remote.log.rounds.Rounds` that the index uses."""
+    """Part of `ciuic.remote.log_reader.Rounds` that the index uses."""
 
     @property
     def condemned(self) -> frozenset[PackRef]:

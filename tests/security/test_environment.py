@@ -107,7 +107,7 @@ def test_no_child_gets_the_secrets_of_remotes_but_those_that_open_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, privileged: bool
 ) -> None:
     """Passphrases, recovery keys and paths of key files reach the processes that upload states, no other child and no key command."""
-    from ciuic.remote.sealing.slot_secret import run_key_command
+    from ciuic.remote.sealing.key_slots import run_key_command
     from ciuic.training.remote.uploads import store_variables
 
     monkeypatch.setattr(child_process, "is_privileged", lambda: privileged)

@@ -22,16 +22,15 @@ from support import golden_recipe as recipe
 
 from ciuic.config import RemoteConfig
 from ciuic.remote.access import Remote, init_remote
-from ciuic.remote.format import documents, names, remote_json
+from ciuic.remote.format import documents, names
 from ciuic.remote.format.documents import StoredRound, encode_round
 from ciuic.remote.format.names import slot_name
 from ciuic.remote.format.pack import RemotePackWriter
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.reading.opening import read_remote
-from ciuic.remote.sealing import key_slot, slot_secret
-from ciuic.remote.sealing.key_slot import wrap_master_key
+from ciuic.remote.sealing import key_slots
+from ciuic.remote.sealing.key_slots import show_recovery_key, wrap_master_key
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
-from ciuic.remote.sealing.recovery_key import show_recovery_key
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collector import CollectionPolicy
@@ -114,13 +113,13 @@ MANIFEST: Final = names.manifest_name(
 )
 
 
-def secrets() -> dict[str, slot_secret.SlotSecret]:
+def secrets() -> dict[str, key_slots.SlotSecret]:
     """Return the secret of each key slot."""
     return {
-        "main": slot_secret.passphrase_secret(PASSPHRASE),
-        "file": slot_secret.SlotSecret("key-file", KEY_FILE),
-        "kms": slot_secret.SlotSecret("command", COMMAND_KEY),
-        "paper": slot_secret.recovery_secret(RECOVERY_TEXT),
+        "main": key_slots.passphrase_secret(PASSPHRASE),
+        "file": key_slots.SlotSecret("key-file", KEY_FILE),
+        "kms": key_slots.SlotSecret("command", COMMAND_KEY),
+        "paper": key_slots.recovery_secret(RECOVERY_TEXT),
     }
 
 
@@ -168,7 +167,7 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
     source = fixed_random("sealed" if sealed else "clear")
     sealer = Sealer(REMOTE_ID, master, random_bytes=source)
     found = {
-        names.REMOTE_JSON: remote_json.encode_remote(
+        names.REMOTE_JSON: documents.encode_remote(
             remote_id=REMOTE_ID,
             master=master,
             block_size=BLOCK,
@@ -179,7 +178,7 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
     for slot, secret in secrets().items():
         if master is None:
             break
-        found[names.slot_name(slot)] = key_slot.wrap_master_key(
+        found[names.slot_name(slot)] = key_slots.wrap_master_key(
             master, REMOTE_ID, slot, secret, created_ns=TIME_NS, cost=COST, random_bytes=source
         )
     found[names.pack_name(DATA_PACK)] = pack(sealer, DATA_PACK, DATA_RECORDS)
@@ -209,7 +208,7 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
         content = StoredRound(nonce="0e" * 16) if part == "done" else condemned
         found[names.round_name(0, part)] = encode_round(sealer, 0, part, content)
     own = names.repository_prefix(OLD_REPOSITORY_ID.hex())
-    found[own + names.REMOTE_JSON] = remote_json.encode_repository(
+    found[own + names.REMOTE_JSON] = documents.encode_repository(
         repository_id=OLD_REPOSITORY_ID,
         master=master,
         block_size=BLOCK,

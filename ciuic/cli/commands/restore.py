@@ -25,8 +25,7 @@ from ciuic.errors import CiuicError, DestinationExists, NotFound, Partial, Usage
 from ciuic.types import SAFETY_MESSAGE, TAG_INCOMPLETE
 
 if TYPE_CHECKING:
-    from ciuic.history.checkpoints import LastGood
-    from ciuic.history.versions import Timeline
+    from ciuic.history import LastGood, Timeline
     from ciuic.repository import Repository
     from ciuic.restore import RestoreItem, RestorePlan, RestoreProgress, Result
     from ciuic.system.open_files import OpenFile
@@ -168,7 +167,7 @@ def _last_good(session: Session, paths: Sequence[bytes]) -> dict[bytes, LastGood
         NotFound: there is none for one of the paths, or for no root.
     """
     from ciuic.cli.commands.looking.read_model import PassedOver, all_timelines, timelines_with
-    from ciuic.history.checkpoints import last_good
+    from ciuic.history import last_good
 
     damaged = PassedOver()
     chosen: dict[bytes, LastGood] = {}

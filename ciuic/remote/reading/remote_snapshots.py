@@ -28,7 +28,7 @@ from ciuic.remote.format.documents import (
     read_document,
 )
 from ciuic.remote.format.names import ManifestName, PackRef, as_label, parse_manifest
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.log_reader import LogReader
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.repository import log as events

@@ -28,7 +28,16 @@ from typing import Final, NamedTuple, TypeVar
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.remote.access import Remote, opened_remote
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.documents import MAX_DOCUMENT_BYTES, decode_log_entry, decode_manifest, decode_round
+from ciuic.remote.format.documents import (
+    MAX_DOCUMENT_BYTES,
+    MAX_REMOTE_JSON_BYTES,
+    decode_log_entry,
+    decode_manifest,
+    decode_round,
+    is_sealed,
+    open_remote,
+    read_remote_id,
+)
 from ciuic.remote.format.names import (
     KEYS_PREFIX,
     LOGS_PREFIX,
@@ -42,7 +51,6 @@ from ciuic.remote.format.names import (
     slot_name,
 )
 from ciuic.remote.format.pack import RemotePackReader, TableSource
-from ciuic.remote.format.remote_json import MAX_REMOTE_JSON_BYTES, is_sealed, open_remote, read_remote_id
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     NameVersions,
@@ -57,10 +65,11 @@ from ciuic.remote.objects.model import (
     merge_ranges,
     slices_of,
 )
-from ciuic.remote.sealing.key_slot import (
+from ciuic.remote.sealing.key_slots import (
     MAX_PASSPHRASE_WORK_KIB,
     MAX_SLOT_BYTES,
     KeySlot,
+    SlotSecret,
     decode_slot,
     digits_of,
     own_digits,
@@ -68,7 +77,6 @@ from ciuic.remote.sealing.key_slot import (
     work_kib,
 )
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
-from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.ids import Bytes

@@ -32,7 +32,7 @@ from ciuic.remote.format.names import (
 )
 from ciuic.remote.objects.model import NameVersions, Objects, ObjectVersions
 from ciuic.remote.reading.versions import SoundObjects, log_of, split_space
-from ciuic.remote.sealing.key_slot import MAX_SLOT_BYTES
+from ciuic.remote.sealing.key_slots import MAX_SLOT_BYTES
 from ciuic.units import plural
 
 

@@ -21,10 +21,9 @@ from ciuic.protocol.stored_remotely import upload_state_dir
 from ciuic.remote.access import configured_objects, configured_secrets, open_configured
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
-from ciuic.remote.upload.outbox import Stopped, persist
 from ciuic.remote.upload.replication import Replication
 from ciuic.remote.upload.upload_status import StatusWriter
-from ciuic.remote.upload.uploader import Labels
+from ciuic.remote.upload.uploader import Labels, Stopped, persist
 from ciuic.repository import Repository
 from ciuic.repository import log as events
 from ciuic.repository.new_directory import PACKS_DIR

@@ -9,7 +9,7 @@ import pytest
 from support import remote_recipe as recipe
 
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.remote_json import (
+from ciuic.remote.format.documents import (
     encode_remote,
     encode_repository,
     is_sealed,

@@ -15,7 +15,7 @@ from ciuic.cli.shared.session import current
 from ciuic.errors import Damaged, UsageError
 
 if TYPE_CHECKING:
-    from ciuic.history.changes import DirectoryChanges, RootChanges, Total
+    from ciuic.history import DirectoryChanges, RootChanges, Total
 
 
 @click.command("changed", cls=FrameCommand)
@@ -38,7 +38,7 @@ def command(since: str, tree: bool, root: bytes | None, limit: int | None, as_js
     The newest snapshot is compared with the newest one that is not later than the time. What came and went
     between the two does not show; ciuic find --deleted finds it.
     """
-    from ciuic.history.changes import changes_since
+    from ciuic.history import changes_since
 
     session = current()
     since_ns = times.parse_when(since, session.now_ns)

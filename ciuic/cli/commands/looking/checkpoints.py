@@ -14,7 +14,7 @@ from ciuic.cli.shared.output import json_option, note, out_json
 from ciuic.cli.shared.session import current
 
 if TYPE_CHECKING:
-    from ciuic.history.checkpoints import StoredCheckpoint
+    from ciuic.history import StoredCheckpoint
 
 _COLOURS = {"GOOD": "green", "TORN": "red", "UNKNOWN": "yellow"}
 
@@ -30,7 +30,7 @@ def command(snapshot_id: str | None, root: bytes | None, limit: int | None, as_j
     Without ID: the newest snapshot of each root. The verdict comes from the structure of the files, of which a few
     kilobytes are read, and from what the snapshot knows: open writers, holes, files overwritten in place.
     """
-    from ciuic.history.checkpoints import checkpoints
+    from ciuic.history import checkpoints
 
     session = current()
     wanted = None if snapshot_id is None else session.snapshots.resolve(snapshot_id)

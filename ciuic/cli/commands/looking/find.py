@@ -17,7 +17,7 @@ from ciuic.errors import UsageError
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.output import Cell
-    from ciuic.history.search import FoundPath
+    from ciuic.history import FoundPath
 
 
 @click.command("find", cls=FrameCommand)
@@ -38,7 +38,7 @@ def command(
     path, or with all of it if it begins with one. * does not match a slash, ** between slashes any number of directories. A
     slash at the end finds directories alone. For each path: the newest snapshot that has it.
     """
-    from ciuic.history.search import GlobMatcher, search
+    from ciuic.history import GlobMatcher, search
 
     session = current()
     since_ns = None if since is None else times.parse_when(since, session.now_ns)

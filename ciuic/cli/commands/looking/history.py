@@ -17,8 +17,7 @@ from ciuic.cli.shared.session import current
 from ciuic.errors import NotFound
 
 if TYPE_CHECKING:
-    from ciuic.history.search import FoundPath
-    from ciuic.history.versions import PathVersion
+    from ciuic.history import FoundPath, PathVersion
     from ciuic.types import Snapshot
 
 _COLOURS = {"added": "green", "gone": "red", "retyped": "magenta", "changed": "yellow"}
@@ -39,7 +38,7 @@ def command(path: bytes, limit: int | None, deleted: bool, as_json: bool) -> int
     A line is a version: the oldest snapshot that has it, the newest, its size, and what changed. GONE says since
     when the path is not there.
     """
-    from ciuic.history.versions import versions
+    from ciuic.history import versions
 
     passed_over = PassedOver()
     places = timelines_with(current(), path, passed_over)
@@ -120,7 +119,7 @@ def _document(version: PathVersion) -> dict[str, Any]:
 
 def _show_deleted(places: Places, limit: int | None, as_json: bool, passed_over: PassedOver) -> None:
     from ciuic.cli.commands.looking.find import show_found
-    from ciuic.history.search import GlobMatcher, search
+    from ciuic.history import GlobMatcher, search
 
     everything = GlobMatcher(b"*")
     found: list[FoundPath] = []

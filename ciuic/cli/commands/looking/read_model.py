@@ -11,7 +11,7 @@ from ciuic.cli.shared.session import Session
 from ciuic.errors import Damaged, NotFound, Partial
 
 if TYPE_CHECKING:
-    from ciuic.history.versions import Timeline
+    from ciuic.history import Timeline
     from ciuic.repository import Repository
     from ciuic.repository.model import UnreadableSnapshot
     from ciuic.types import Snapshot
@@ -29,7 +29,7 @@ class PassedOver:
 
     def add(self, snapshot: Snapshot, path: bytes, error: Damaged) -> None:
         """Note a path that cannot be read in a snapshot, or that is too long to be looked at."""
-        from ciuic.history.versions import PathTooLong
+        from ciuic.history import PathTooLong
 
         if isinstance(error, PathTooLong):
             self._long_paths += 1
@@ -110,7 +110,7 @@ def timelines_with(session: Session, path: bytes, passed_over: PassedOver) -> Pl
 def _chosen(
     found: Readable, wanted: Callable[[bytes], bool], path: bytes | None
 ) -> Iterator[tuple[Repository, Timeline]]:
-    from ciuic.history.versions import timelines
+    from ciuic.history import timelines
 
     is_empty = True
     roots: set[bytes] = set()

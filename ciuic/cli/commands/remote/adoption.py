@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ciuic.cli.shared.session import Session
     from ciuic.config import RemoteConfig
     from ciuic.remote.access import Remote
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
 _UPLOAD_UNIT = "ciuic-upload.service"
 
@@ -76,7 +76,7 @@ def host_secret(config: RemoteConfig, path: Path) -> SlotSecret:
     Raises:
         UsageError: there is a file already, and the configuration does not name it.
     """
-    from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file, run_key_command
+    from ciuic.remote.sealing.key_slots import make_key_file, read_key_file, run_key_command
 
     if config.key_command:
         return run_key_command(config.key_command)

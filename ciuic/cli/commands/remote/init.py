@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ciuic.remote.access import Remote
     from ciuic.remote.objects.model import Objects
     from ciuic.remote.objects.prove import Proof
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
 _LOST_KEY = (
     "KEEP THIS RECOVERY KEY SOMEWHERE ELSE THAN ON THIS HOST. IT IS SHOWN ONLY NOW. A LOST KEY IS LOST DATA: "
@@ -145,9 +145,8 @@ def _ask(url: str) -> None:
 
 def _refuse_remote(objects: Objects) -> None:
     from ciuic.remote.access import KeySlots, RemoteExists
-    from ciuic.remote.format.documents import read_document
+    from ciuic.remote.format.documents import is_sealed, read_document
     from ciuic.remote.format.names import REMOTE_JSON
-    from ciuic.remote.format.remote_json import is_sealed
     from ciuic.remote.objects.model import NoSuchObject
 
     try:
@@ -195,8 +194,7 @@ def _add_slots(remote: Remote, secret: SlotSecret, extra: SlotSecret | None) -> 
 def add_recovery_key(remote: Remote, slot: str) -> str:
     """Add a slot with a new recovery key, and return the key as it is printed."""
     from ciuic.remote.access import add_slot
-    from ciuic.remote.sealing.recovery_key import RECOVERY_KEY_BYTES, show_recovery_key
-    from ciuic.remote.sealing.slot_secret import recovery_secret
+    from ciuic.remote.sealing.key_slots import RECOVERY_KEY_BYTES, recovery_secret, show_recovery_key
 
     text = show_recovery_key(os.urandom(RECOVERY_KEY_BYTES))
     add_slot(remote, slot, recovery_secret(text))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.remote.access import Remote
     from ciuic.remote.objects.model import Objects
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
 
 @click.command("join", cls=FrameCommand)
@@ -104,7 +104,7 @@ def join(
 def _opened(config: RemoteConfig, objects: Objects, open_with: Path | None) -> Remote:
     from ciuic.cli.shared.remotes import goes_on
     from ciuic.remote.access import configured_secrets, open_configured
-    from ciuic.remote.sealing.slot_secret import read_key_file
+    from ciuic.remote.sealing.key_slots import read_key_file
 
     if not config.encryption:
         return open_configured(config, objects, [])
@@ -127,8 +127,7 @@ def _host_slot(config: RemoteConfig, remote: Remote, path: Path) -> str:
     from ciuic.cli.commands.remote.adoption import host_secret
     from ciuic.remote.access import KeySlots, add_slot
     from ciuic.remote.errors import WrongKey
-    from ciuic.remote.sealing.key_slot import own_slot
-    from ciuic.remote.sealing.slot_secret import read_key_file
+    from ciuic.remote.sealing.key_slots import own_slot, read_key_file
 
     # The file that the configuration names, or that an interrupted join has left.
     is_there = not config.key_command and path.exists()

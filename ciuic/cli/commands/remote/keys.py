@@ -32,7 +32,7 @@ from ciuic.units import plural
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.remote.access import Remote
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
 _KEY_FILE_SLOT = "key-file"
 _COMMAND_SLOT = "command"
@@ -150,7 +150,7 @@ def _check_free(remote: Remote, name: str) -> None:
     """UsageError before a key file is made, or a passphrase asked for, for a slot that cannot be."""
     from ciuic.remote.access import KeySlots
     from ciuic.remote.format.names import parse_slot
-    from ciuic.remote.sealing.key_slot import digits_of
+    from ciuic.remote.sealing.key_slots import digits_of
 
     if parse_slot(f"keys/{name}") is None:
         raise UsageError(f"the name of a key slot has 1 to 32 characters of a-z, 0-9 and -, got {name!r}")
@@ -166,7 +166,7 @@ def _check_free(remote: Remote, name: str) -> None:
 
 
 def _secret(config: RemoteConfig, passphrase: bool, key_file: Path | None) -> SlotSecret:
-    from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file, run_key_command
+    from ciuic.remote.sealing.key_slots import make_key_file, read_key_file, run_key_command
 
     if passphrase:
         return targets.new_passphrase()
@@ -190,7 +190,7 @@ def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
     by its name as well.
     """
     from ciuic.remote.access import KeySlots, configured_objects, remove_slot
-    from ciuic.remote.sealing.key_slot import shown_names
+    from ciuic.remote.sealing.key_slots import shown_names
 
     config = targets.find_remote(current().config, place)
     objects = configured_objects(config)
@@ -218,7 +218,7 @@ def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
 
 
 def _ask(config: RemoteConfig, slot: str, left: list[str]) -> None:
-    from ciuic.remote.sealing.key_slot import shown_names
+    from ciuic.remote.sealing.key_slots import shown_names
 
     if not sys.stdin.isatty():
         raise UsageError("remove asks before it removes a key, and there is nobody to ask", hint="give -y")

@@ -20,8 +20,7 @@ def check_remotely(session: Session, *, repair: bool, read_data: bool) -> CheckR
     """Check the remote that the session reads, and repair it on request."""
     from ciuic.maintenance.check_report import CheckFinding, CheckReport
     from ciuic.remote.reading.opening import read_remote
-    from ciuic.remote.upkeep.check import check_remote
-    from ciuic.remote.upkeep.repair import repair_remote
+    from ciuic.remote.upkeep.check import check_remote, repair_remote
 
     try:
         # Opened here: the question for a passphrase would stand in the middle of a progress line.

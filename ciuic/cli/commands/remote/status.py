@@ -169,7 +169,7 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
 def _space(remote: Remote) -> dict[str, Any]:
     """Return what is in the space of the hosts that share chunks, or of one repository."""
     from ciuic.remote.format.names import PACKS_PREFIX, parse_manifest
-    from ciuic.remote.log.log_reader import LogReader
+    from ciuic.remote.log_reader import LogReader
 
     sizes = [info.size_bytes for info in remote.objects.list(PACKS_PREFIX)]
     reader = LogReader(remote.objects, remote.sealer, skip_damaged=True)

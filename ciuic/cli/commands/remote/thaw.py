@@ -24,7 +24,7 @@ from ciuic.units import human_size
 
 if TYPE_CHECKING:
     from ciuic.remote.objects.storage_classes import ObjectClasses
-    from ciuic.remote.upkeep.thawing import ThawJob, ThawJobs
+    from ciuic.remote.upkeep.cold_packs import ThawJob, ThawJobs
 
 _SPEEDS = ("Standard", "Bulk", "Expedited")
 # A thaw takes hours, and each look costs a request for each pack.
@@ -81,7 +81,7 @@ def thaw(
 
     The store takes minutes to days for it. Interrupted, the command can be given again.
     """
-    from ciuic.remote.upkeep.thawing import ThawJobs, jobs_directory
+    from ciuic.remote.upkeep.cold_packs import ThawJobs, jobs_directory
 
     session = current()
     jobs = ThawJobs(jobs_directory())
@@ -108,8 +108,7 @@ def thaw(
 def _needed(session: Session, ids: Sequence[str], paths: Sequence[bytes]) -> tuple[dict[str, int], list[str]]:
     """Return size by name of the archived packs that the selection needs, and the names of its snapshots."""
     from ciuic.remote.reading.remote_repository import RemoteRepository
-    from ciuic.remote.upkeep.space_classes import prefix_of
-    from ciuic.remote.upkeep.thawing import cold_needs, unreadable_now
+    from ciuic.remote.upkeep.cold_packs import cold_needs, prefix_of, unreadable_now
     from ciuic.repository.lookup import Located, find
 
     packs: dict[str, int] = {}
@@ -138,7 +137,7 @@ def _begin(
     days: int,
 ) -> tuple[ThawJob, ObjectClasses]:
     from ciuic.cli.shared.cold_packs import open_session_classes
-    from ciuic.remote.upkeep.thawing import begin_thaw
+    from ciuic.remote.upkeep.cold_packs import begin_thaw
 
     url = session.remote.remote.objects.url
     classes = open_session_classes(session, url)
@@ -163,7 +162,7 @@ def _begin(
 
 def _status(session: Session, jobs: ThawJobs, *, wait: bool, as_json: bool) -> int:
     from ciuic.cli.shared.cold_packs import open_session_classes
-    from ciuic.remote.upkeep.thawing import continue_thaw
+    from ciuic.remote.upkeep.cold_packs import continue_thaw
 
     found = []
     for job in jobs.all():
@@ -190,7 +189,7 @@ def _status(session: Session, jobs: ThawJobs, *, wait: bool, as_json: bool) -> i
 
 
 def _wait(jobs: ThawJobs, classes: ObjectClasses, job: ThawJob) -> ThawJob:
-    from ciuic.remote.upkeep.thawing import wait_until_ready
+    from ciuic.remote.upkeep.cold_packs import wait_until_ready
 
     try:
         return wait_until_ready(

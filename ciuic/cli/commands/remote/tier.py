@@ -22,7 +22,7 @@ from ciuic.errors import UsageError
 from ciuic.units import human_size
 
 if TYPE_CHECKING:
-    from ciuic.remote.upkeep.tier_moves import PlannedMoves
+    from ciuic.remote.upkeep.cold_packs import PlannedMoves
 
 _GB = 10**9
 _SHOWN_REASONS = 3
@@ -40,8 +40,7 @@ def tier(place: str, dry_run: bool, as_json: bool) -> None:
     """
     from ciuic.cli.shared.cold_packs import open_session_classes
     from ciuic.cli.shared.progress import progress
-    from ciuic.remote.upkeep.space_classes import classes_of_spaces
-    from ciuic.remote.upkeep.tier_moves import apply_rules
+    from ciuic.remote.upkeep.cold_packs import apply_rules, classes_of_spaces
 
     session = current()
     config = targets.find_remote(session.config, place)

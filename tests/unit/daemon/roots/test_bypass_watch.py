@@ -67,7 +67,10 @@ def test_a_search_that_fails_finds_nothing_out(monkeypatch: pytest.MonkeyPatch, 
 def test_a_capture_that_begins_during_a_search_is_no_bypass(tmp_path: Path) -> None:
     """Processes of ciuic are asked for again after the search: one that began meanwhile was seen, and is no bypass."""
     with subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
     ) as process:
         written_down = [set[int](), {process.pid}]
 

@@ -20,8 +20,7 @@ from ciuic.remote.format.documents import (
     create_entry,
 )
 from ciuic.remote.format.names import log_entry_name, manifest_name
-from ciuic.remote.log.errors import RolledBack
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.log_reader import LogReader, RolledBack
 
 IDS = Ids("reader")
 SEALER = sealer(IDS)

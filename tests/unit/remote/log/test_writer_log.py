@@ -22,10 +22,9 @@ from ciuic.remote.format.documents import (
     read_entry,
 )
 from ciuic.remote.format.names import log_entry_name, manifest_name
-from ciuic.remote.log.errors import RolledBack
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog, WriterPosition, WriterState
+from ciuic.remote.log_reader import RolledBack, Rounds
 from ciuic.remote.objects.model import RemoteUnreachable
+from ciuic.remote.writer_log import WriterLog, WriterPosition, WriterState
 
 IDS = Ids("test")
 SEALER = sealer(IDS)

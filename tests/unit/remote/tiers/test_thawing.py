@@ -19,8 +19,7 @@ from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.storage_classes import THAW_SPEEDS, ThawSpeed
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.remote_index import cold_packs
-from ciuic.remote.upkeep.collector import Repacker
-from ciuic.remote.upkeep.thawing import (
+from ciuic.remote.upkeep.cold_packs import (
     ColdPack,
     ThawJob,
     ThawJobs,
@@ -31,6 +30,7 @@ from ciuic.remote.upkeep.thawing import (
     unreadable_now,
     wait_until_ready,
 )
+from ciuic.remote.upkeep.collector import Repacker
 from ciuic.repository import Walker
 from ciuic.repository.lookup import find
 from ciuic.types import SnapshotId
