@@ -25,7 +25,7 @@ from ciuic.training.convert.export_state import LOOPS, RANDOM, missing_package
 from ciuic.training.json_documents import MALFORMED
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import EXIT_SECONDS
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
 from ciuic.units import human_size
 
 TAG: Final = "imported"
@@ -260,7 +260,7 @@ def _read(path: Path, size_bytes: int) -> ForeignState:
                 objects, step, epoch = foreign_files.read_hugging_face(directory)
                 foreign_files.check_extent(objects, size_bytes)
                 return ForeignState(objects, step=step, epoch=epoch)
-            from ciuic.training.convert.dcp_import import read_dcp
+            from ciuic.training.convert.dcp_directory import read_dcp
 
             found = read_dcp(directory)
     foreign_files.check_extent(found, size_bytes)
@@ -347,6 +347,6 @@ def _restore_generators(random: dict[str, Any]) -> bool:
             # The export has made a tensor of the array in it.
             inner = {**numpy["state"], "key": numpy["state"]["key"].numpy()}
             random = {**random, "numpy": {**numpy, "state": inner}}
-        return not randomness.restore(random)
+        return not stateful.restore_random_states(random)
     except (*MALFORMED, ValueError):
         return False

@@ -58,7 +58,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/verdicts/directories/training.py": ("directory that is judged",),
     "ciuic/restore/journal.py": ("mark of a restore",),
     "ciuic/maintenance/verify.py": ("pass of a scrub",),
-    "ciuic/training/compare/stored_tensors.py": ("tensors of a training", "safetensors header"),
+    "ciuic/training/state_diff.py": ("tensors of a training", "safetensors header"),
     "ciuic/training/dcp/metadata.py": ("DCP metadata",),
     "ciuic/training/dcp/pointer.py": ("pointer to a DCP checkpoint",),
     "ciuic/training/dcp/reading.py": ("state of a training",),
@@ -107,7 +107,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
 OURS: Final[dict[str, str]] = {
     "ciuic/remote/sealing/passphrase_key.py": "the parent process, through a pipe",
     "ciuic/lazy/filesystem.py": "requests, written by the kernel",
-    "ciuic/lazy/layout.py": "a file of root in a directory that only root may enter",
+    "ciuic/lazy/service.py": "a file of root in a directory that only root may enter",
     "ciuic/lazy/progress.py": "files of root in the runtime directory",
     "ciuic/remote/access.py": "random bytes of this process",
     "ciuic/training/remote/upload_process.py": "an argument that the trainer gives its own process",

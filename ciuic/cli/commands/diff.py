@@ -21,7 +21,7 @@ from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
     from ciuic.compare.diff import PathChange
-    from ciuic.training.compare.state_diff import StateDiff, TensorChange
+    from ciuic.training.state_diff import StateDiff, TensorChange
     from ciuic.types import Entry
 
 _SIGNS = {"added": "+", "removed": "-", "changed": "M", "retyped": "T"}
@@ -115,7 +115,7 @@ def _changes(
 
 def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None, *, whole: bool) -> StateDiff:
     # Imported here: the library of trainings takes longer than all of a comparison of files.
-    from ciuic.training.compare.state_diff import diff_states
+    from ciuic.training.state_diff import diff_states
 
     store = session.snapshots
     old, new = (store.resolve(text) for text in (snapshot_id, other))
@@ -125,7 +125,7 @@ def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None,
 
 def _print_tensors(diff: StateDiff, *, as_json: bool, machine_readable: bool) -> None:
     from ciuic.cli.shared.output import Column, show_table
-    from ciuic.training.compare.state_diff import HEADERS, row
+    from ciuic.training.state_diff import HEADERS, row
 
     if as_json:
         out_json(

@@ -143,7 +143,7 @@ def _remove(
     from ciuic.repository.lookup import root_of
     from ciuic.restore import Failure
     from ciuic.restore.destination import Remover, open_below, stat_at
-    from ciuic.restore.directory_handles import Syncer
+    from ciuic.restore.destination_directories import Syncer
 
     own = os.stat(repository.path)
     syncer = Syncer(lambda path, error: result.failed.append(Failure(path, error.strerror or str(error))))

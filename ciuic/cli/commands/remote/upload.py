@@ -178,6 +178,6 @@ def _labels_of(repository: Repository, snapshot: Snapshot) -> Labels:
     if not snapshot.is_state:
         return Labels()
     # Half a second and 20 MiB, which most hosts never need: their snapshots are of files.
-    from ciuic.training.remote.labels import labels_of
+    from ciuic.training.remote.uploads import labels_of
 
     return labels_of(repository, snapshot)

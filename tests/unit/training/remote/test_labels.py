@@ -12,7 +12,7 @@ from ciuic import SnapshotManager
 from ciuic.remote.format.names import manifest_name
 from ciuic.remote.upload.uploader import Labels
 from ciuic.repository import Repository
-from ciuic.training.remote.labels import labels_of
+from ciuic.training.remote.uploads import labels_of
 from ciuic.types import SnapshotId
 
 
