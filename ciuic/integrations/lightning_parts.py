@@ -43,8 +43,9 @@ from ciuic.integrations.preconditions import (
     refuse_strategy,
 )
 from ciuic.repository import Repository
+from ciuic.training.convert.destination import remove_leftovers
 from ciuic.training.convert.export_state import LOOPS, lightning_checkpoint
-from ciuic.training.convert.exporting import remove_leftovers, write_torch
+from ciuic.training.convert.exporting import write_torch
 from ciuic.training.logs import log, quietly
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State

@@ -260,7 +260,7 @@ def _read(path: Path, size_bytes: int) -> ForeignState:
                 objects, step, epoch = foreign_files.read_hugging_face(directory)
                 foreign_files.check_extent(objects, size_bytes)
                 return ForeignState(objects, step=step, epoch=epoch)
-            from ciuic.training.convert.dcp_directory import read_dcp
+            from ciuic.training.convert.dcp_import import read_dcp
 
             found = read_dcp(directory)
     foreign_files.check_extent(found, size_bytes)

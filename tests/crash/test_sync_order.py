@@ -35,7 +35,7 @@ from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.promised import Promise, record_loss
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.journal import JOURNAL_NAME
-from ciuic.training.convert.exporting import new_directory, new_file
+from ciuic.training.convert.destination import new_directory, new_file
 from ciuic.training.dcp.pointer import CheckpointPointer, pointer_path, write_checkpoint_pointer
 from ciuic.types import SnapshotId
 

@@ -221,7 +221,7 @@ _BECOMES = {
     "ciuic/daemon/roots/standby_process.py": "the unit's command becomes the process that forks workers, as all children are started"
 }
 _CALLERS_OWN = {
-    "ciuic/cli/commands/training/watch.py": "the command that the caller names, as the caller would run it",
+    "ciuic/cli/commands/watch.py": "the command that the caller names, as the caller would run it",
     "ciuic/training/preemption.py": "Slurm's scontrol, in the environment that Slurm gave the job",
     "ciuic/daemon/base/alert_hook.py": "the operator's command; tests/security/test_alert_text.py",
 }

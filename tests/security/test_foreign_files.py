@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered 
 
 from ciuic.errors import UsageError  # noqa: E402
 from ciuic.training import import_state, state_import  # noqa: E402
-from ciuic.training.convert.dcp_directory import decode_torch_metadata, read_dcp  # noqa: E402
+from ciuic.training.convert.dcp_import import decode_torch_metadata, read_dcp  # noqa: E402
 from ciuic.training.convert.foreign_directory import ForeignDirectory  # noqa: E402
 from ciuic.training.convert.foreign_files import (  # noqa: E402
     check_extent,

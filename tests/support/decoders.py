@@ -132,7 +132,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/training/writer/codecs.py": "the trainer's own memory",
     "ciuic/remote/objects/credentials.py": "files and programs of the operator, and the metadata of the machine's provider",
     "ciuic/protocol/watch_client.py": "answers of the daemon, which is root",
-    "ciuic/cli/doctor/inquiry.py": "what our own child has encoded",
+    "ciuic/cli/inquiry.py": "what our own child has encoded",
     "ciuic/training/state_import.py": "what our own child has encoded, and the order that it was given",
     "ciuic/cli/fast_snapshot.py": "answers of the daemon, which is root",
     "ciuic/cli/shared/safety_snapshot.py": "lines of our own child",

@@ -22,8 +22,7 @@ from ciuic.cli.shared.names import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.cli.shared.snapshot_options import OPTIONS
-from ciuic.cli.shared.waiting_reason import reason_of, telling_why
+from ciuic.cli.shared.snapshot_command import OPTIONS, reason_of, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial
 
 if TYPE_CHECKING:

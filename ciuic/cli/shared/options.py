@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from ciuic.cli.shared.names import absolute
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import URL_MARK, Session
-from ciuic.cli.shared.snapshot_options import RESERVED_TAGS
+from ciuic.cli.shared.snapshot_command import RESERVED_TAGS
 from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ciuic.cli.commands.remote import targets
-from ciuic.cli.commands.remote.init import (
+from ciuic.cli.commands.remote.init_join import (
     PASSPHRASE_SLOT,
     RECOVERY_SLOT,
     add_recovery_key,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.ci import needs
 
-from ciuic.cli.doctor import machine as doctor_machine
+from ciuic.cli import doctor_checks as doctor_machine
 from ciuic.system.sandbox.profiles import CAPTURE, RECEIVER, UPKEEP, WORKER
 from ciuic.system.sandbox.seccomp import (
     LAST_NUMBER,

@@ -1,30 +1,35 @@
-"""``ciuic remote thaw``: have archived data of snapshots made readable, and say when they are.
+"""``ciuic remote tier`` and ``ciuic remote thaw``: move old data to colder storage classes by rules, and make it readable again.
 
-Guarantees: exactly the packs that the selection needs are asked for, each once; the job is durable before the store is asked, and
+Guarantees: names, trees and logs stay readable at once; killed at any moment, the next ``tier`` goes on; uploads go on meanwhile.
+Exactly the packs that the selection of ``thaw`` needs are asked for, each once; the job is durable before the store is asked, and
 survives kills; another machine that asks for the same changes nothing.
 """
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
-from ciuic.cli.shared.messages import complain
+from ciuic.cli.shared.messages import complain, warn
 from ciuic.cli.shared.names import plural, shown, shown_text
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, UsageError
 from ciuic.units import human_size
 
 if TYPE_CHECKING:
     from ciuic.remote.objects.storage_classes import ObjectClasses
-    from ciuic.remote.upkeep.cold_packs import ThawJob, ThawJobs
+    from ciuic.remote.upkeep.cold_packs import PlannedMoves, ThawJob, ThawJobs
+
 
 _SPEEDS = ("Standard", "Bulk", "Expedited")
 # A thaw takes hours, and each look costs a request for each pack.
@@ -99,9 +104,9 @@ def thaw(
     if wait:
         job = _wait(jobs, classes, job)
     if as_json:
-        out_json(_document(job))
+        out_json(_job_document(job))
     else:
-        _print(job)
+        _print_job(job)
     return 0
 
 
@@ -179,12 +184,12 @@ def _status(session: Session, jobs: ThawJobs, *, wait: bool, as_json: bool) -> i
             continue
         found.append(job)
     if as_json:
-        out_json({"thaws": [_document(job) for job in found]})
+        out_json({"thaws": [_job_document(job) for job in found]})
     elif not found:
         note("no thaw was asked for on this host")
     else:
         for job in found:
-            _print(job)
+            _print_job(job)
     return 0 if all(job.is_ready for job in found) else _NOT_READY
 
 
@@ -210,7 +215,7 @@ def _tell_needed(packs: dict[str, int], snapshots: Sequence[str], as_json: bool)
     return 0
 
 
-def _document(job: ThawJob) -> dict[str, Any]:
+def _job_document(job: ThawJob) -> dict[str, Any]:
     return {
         "id": job.id,
         "remote": job.url,
@@ -227,7 +232,7 @@ def _document(job: ThawJob) -> dict[str, Any]:
     }
 
 
-def _print(job: ThawJob) -> None:
+def _print_job(job: ThawJob) -> None:
     what = f"{', '.join(job.snapshots)}{''.join(f' {shown_text(path)}' for path in job.paths)}"
     size = f"{plural(len(job.packs), 'pack')}, {human_size(job.size_bytes)}"
     if job.is_ready:
@@ -236,3 +241,98 @@ def _print(job: ThawJob) -> None:
     ready = len(job.packs) - len(job.waiting)
     until = "" if job.ready_by_ns is None else f", by {times.clock(job.ready_by_ns)} as the store promises"
     out(f"{what}: {size}, {ready} ready{until}")
+
+
+_GB = 10**9
+_SHOWN_REASONS = 3
+
+
+@click.command("tier", cls=FrameCommand)
+@targets.place_argument
+@click.option("--dry-run", is_flag=True, help="Say what would move; only read.")
+@json_option
+def tier(place: str, dry_run: bool, as_json: bool) -> None:
+    """Move data that only old snapshots need to colder storage classes.
+
+    The rules are [[remote.tier]] of the configuration. Run it from a timer, on one host. Stores charge for each move, and for a
+    minimum duration in the colder class.
+    """
+    from ciuic.cli.shared.cold_packs import open_session_classes
+    from ciuic.cli.shared.progress import progress
+    from ciuic.remote.upkeep.cold_packs import apply_rules, classes_of_spaces
+
+    session = current()
+    config = targets.find_remote(session.config, place)
+    if not config.tiers:
+        raise UsageError(
+            f"the remote {config.name} has no rule",
+            hint='[[remote.tier]] with after = "30d" and storage_class = "GLACIER_IR"',
+        )
+    session.repo_option, session.remote_option = None, config.url
+    classes = open_session_classes(session, config.url)
+    opened = session.remote
+    with progress("tier") as reporter:
+        marked = 0
+
+        def between() -> None:
+            nonlocal marked
+            marked += 1
+            reporter.step("mark", marked, 0)
+
+        spaces = apply_rules(
+            classes_of_spaces(opened, classes),
+            config.tiers,
+            session.now_ns,
+            host=socket.gethostname(),
+            dry_run=dry_run,
+            between=between,
+        )
+    if as_json:
+        out_json(_moves_document(config.url, dry_run, spaces, config.price.gb_month))
+    else:
+        _print_moves(dry_run, spaces, config.price.gb_month)
+
+
+def _moves_document(
+    url: str, dry_run: bool, spaces: Sequence[PlannedMoves], gb_month: float | None
+) -> dict[str, Any]:
+    moved = sum(space.bytes for space in spaces)
+    return {
+        "remote": url,
+        "dry_run": dry_run,
+        "packs": sum(len(space.moves) for space in spaces),
+        "bytes": moved,
+        "month_before": None if gb_month is None else moved / _GB * gb_month,
+        "spaces": [
+            {
+                "id": space.space,
+                "moves": dict(sorted(space.moves.items())),
+                "bytes": space.bytes,
+                "skipped": dict(sorted(space.skipped.items())),
+            }
+            for space in spaces
+        ],
+    }
+
+
+def _print_moves(dry_run: bool, spaces: Sequence[PlannedMoves], gb_month: float | None) -> None:
+    packs: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for space in spaces:
+        for ref, storage_class in space.moves.items():
+            packs[storage_class] += 1
+            sizes[storage_class] += space.sizes.get(ref, 0)
+    verb = "would move" if dry_run else "moved"
+    for storage_class in sorted(packs):
+        out(
+            f"{plural(packs[storage_class], 'pack')}, {human_size(sizes[storage_class])}, {verb} to {storage_class}"
+        )
+    if not packs:
+        out("nothing moves" if dry_run else "nothing moved")
+    elif gb_month is not None:
+        out(
+            f"until now {sum(sizes.values()) / _GB * gb_month:.2f} a month, at the configured price of the warm class"
+        )
+    skipped = Counter(reason for space in spaces for reason in space.skipped.values())
+    for reason, count in skipped.most_common(_SHOWN_REASONS):
+        warn(f"{plural(count, 'pack')} did not move: {reason}")

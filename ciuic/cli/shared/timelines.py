@@ -1,4 +1,4 @@
-"""The read model as the commands use it: every repository that is read, and the timelines in them."""
+"""Timelines as the commands use them: every repository that is read, and the snapshots of each root in it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ciuic.repository import Repository
     from ciuic.repository.model import UnreadableSnapshot
     from ciuic.types import Snapshot
+
 
 Readable = list[tuple["Repository", list["Snapshot"]]]
 
