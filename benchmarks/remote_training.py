@@ -56,11 +56,11 @@ def prepare(top: Path, mib: int) -> None:
 def upload(top: Path) -> None:
     """Upload until killed, as the service does."""
     from ciuic.config import Config, RemoteConfig
-    from ciuic.remote.upload import process
+    from ciuic.remote import replication
 
     url = json.loads((top / "settings").read_text())["url"]
     remote = RemoteConfig(name="remote", url=url, key_file=top / "key", bandwidth_bytes=_RATE)
-    process.run(Config(remotes=(remote,)), top / "repository", state_dir=top / "state")
+    replication.run(Config(remotes=(remote,)), top / "repository", state_dir=top / "state")
 
 
 class Training:

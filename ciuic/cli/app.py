@@ -22,8 +22,7 @@ import click
 from ciuic import __version__
 from ciuic.cli import INTERRUPTED
 from ciuic.cli.shared.completion import COMPLETE_VARIABLE
-from ciuic.cli.shared.messages import complain, redirect_to_null, styled
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import complain, redirect_to_null, shown_text, styled
 from ciuic.cli.shared.options import FrameGroup, global_options, version_option
 from ciuic.cli.shared.output import abandon_stdout, out
 from ciuic.cli.shared.session import Session

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
-from ciuic.cli.shared.names import shown, shown_text
+from ciuic.cli.shared.messages import shown, shown_text
 from ciuic.errors import CiuicError
 from ciuic.system import service_manager
 from ciuic.system.disk_space import Reserve, available_bytes, measurable, reserve_of, total_bytes

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn
 
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import shown_text
 from ciuic.errors import CiuicError
 from ciuic.system.poll import readable
 

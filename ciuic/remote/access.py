@@ -26,8 +26,7 @@ from typing import Final, NamedTuple
 
 from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     MAX_REMOTE_JSON_BYTES,
     StoredRemote,
     encode_remote,
@@ -37,8 +36,9 @@ from ciuic.remote.format.documents import (
     read_object,
     read_remote_id,
 )
-from ciuic.remote.format.documents import open_remote as open_stored
-from ciuic.remote.format.names import KEYS_PREFIX, REMOTE_JSON, is_slot, repository_prefix, slot_name
+from ciuic.remote.documents import open_remote as open_stored
+from ciuic.remote.errors import DamagedRemote, WrongKey
+from ciuic.remote.object_names import KEYS_PREFIX, REMOTE_JSON, is_slot, repository_prefix, slot_name
 from ciuic.remote.objects.model import (
     READS,
     NoSuchObject,
@@ -525,7 +525,7 @@ def opened_remote(
     """Return the remote that the bytes of its remote.json describe.
 
     Raises:
-        DamagedRemote, WrongKey, UnsupportedFormat: as `ciuic.remote.format.documents.open_remote`.
+        DamagedRemote, WrongKey, UnsupportedFormat: as `ciuic.remote.documents.open_remote`.
     """
     opened = open_stored(data, master, expected_id=expected_id)
     return Remote(objects, opened.stored, opened.sealer, opened.identity, master)

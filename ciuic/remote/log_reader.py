@@ -37,8 +37,7 @@ import msgspec
 import xxhash
 
 from ciuic.errors import Damaged
-from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     MAX_MANIFESTS,
     GivenUp,
     LiveManifest,
@@ -57,7 +56,8 @@ from ciuic.remote.format.documents import (
     read_entry,
     read_round,
 )
-from ciuic.remote.format.names import (
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.object_names import (
     LOGS_PREFIX,
     MAX_NUMBER,
     ROUNDS_PREFIX,

@@ -26,9 +26,9 @@ from itertools import islice
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ciuic.errors import Damaged
-from ciuic.remote.format.names import PACKS_PREFIX, TABLES_PREFIX, PackRef, parse_pack, parse_table, split_ref
-from ciuic.remote.format.pack import RemotePackReader
+from ciuic.remote.object_names import PACKS_PREFIX, TABLES_PREFIX, PackRef, parse_pack, parse_table, split_ref
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
+from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.index.database import IndexDatabase, Transaction

@@ -37,8 +37,7 @@ from typing import Final
 import msgspec
 
 from ciuic.errors import Damaged, UsageError
-from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     MAX_MANIFESTS,
     GivenUp,
     LogCommit,
@@ -53,8 +52,9 @@ from ciuic.remote.format.documents import (
     read_entry,
     read_object,
 )
-from ciuic.remote.format.names import HexId, Number, log_entry_name, log_prefix, new_hex_id, parse_log_entry
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader, LogSummary, Rounds, missing_object_error
+from ciuic.remote.object_names import HexId, Number, log_entry_name, log_prefix, new_hex_id, parse_log_entry
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log

@@ -17,7 +17,7 @@ from support.lazy_restores import LazyHost, eventually, lazy_host, shell
 
 from ciuic.lazy.progress import LazyStatus, read_statuses
 from ciuic.lazy.service import MARKER
-from ciuic.remote.format.names import PACKS_PREFIX
+from ciuic.remote.object_names import PACKS_PREFIX
 
 pytestmark = pytest.mark.mount
 _OPS = Path(lazy_ops.__file__)

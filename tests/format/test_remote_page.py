@@ -9,9 +9,9 @@ import pytest
 from support import format_page as page
 from support import remote_recipe as recipe
 
-from ciuic.remote.format import documents, names
-from ciuic.remote.format.documents import decode_round
-from ciuic.remote.format.pack import RemotePackReader
+from ciuic.remote import documents, object_names
+from ciuic.remote.documents import decode_round
+from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.sealing import key_slots
 from ciuic.remote.sealing.key_slots import SlotKind, SlotSecret
 from ciuic.remote.sealing.sealer import MasterKey
@@ -142,7 +142,7 @@ def test_ciuic_reads_the_known_answers(kind: str) -> None:
     if kind == "sealed":
         remote_id = documents.read_remote_id(known["remote.json"])
         for slot, secret in recipe.secrets().items():
-            decoded = key_slots.decode_slot(slot, known[names.slot_name(slot)])
+            decoded = key_slots.decode_slot(slot, known[object_names.slot_name(slot)])
             master = key_slots.unwrap_master_key(decoded, remote_id, secret)
             assert master.reveal() == recipe.MASTER
     remote = documents.open_remote(known["remote.json"], master)
@@ -150,9 +150,11 @@ def test_ciuic_reads_the_known_answers(kind: str) -> None:
     data = known[recipe.MANIFEST]
     digest = documents.object_digest(data)
     for number, entry in enumerate(recipe.entries(digest)):
-        name = names.log_entry_name(recipe.WRITER, number)
+        name = object_names.log_entry_name(recipe.WRITER, number)
         assert documents.decode_log_entry(sealer, recipe.WRITER, number, known[name]) == entry
     assert documents.decode_manifest(sealer, recipe.MANIFEST, data).snapshot == recipe.SNAPSHOT_FILE
     assert decode_round(sealer, 0, "final", known["gc/0000000000.final"]).manifests == (recipe.MANIFEST,)
-    records = RemotePackReader(sealer, recipe.META_PACK).check(known[names.pack_name(recipe.META_PACK)])
+    records = RemotePackReader(sealer, recipe.META_PACK).check(
+        known[object_names.pack_name(recipe.META_PACK)]
+    )
     assert [record.id for record in records] == [record.id for record in recipe.META_RECORDS]

@@ -167,7 +167,7 @@ def test_a_child_finds_this_very_package_wherever_it_starts(
         pytest.skip("isolated mode is root's")
     monkeypatch.setattr(child_process, "is_privileged", lambda: privileged)
     plant(tmp_path, "ciuic", tmp_path / "mark")
-    done = _run_child("ciuic.cli.shared.names", tmp_path)
+    done = _run_child("ciuic.cli.shared.messages", tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "mark").exists()
 

@@ -91,14 +91,14 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/fuse_layer/journal/records.py": ("session journal of a worker",),
     "ciuic/fuse_layer/sealed_format.py": ("sealed file",),
     "ciuic/fuse_layer/undo_format.py": ("undo log",),
-    "ciuic/remote/format/documents.py": (
+    "ciuic/remote/documents.py": (
         "log entry of a remote",
         "manifest of a remote",
         "round of a remote",
         "remote.json",
         "remote.json of a repository",
     ),
-    "ciuic/remote/format/pack.py": ("pack of a remote", "table of a remote's pack"),
+    "ciuic/remote/pack.py": ("pack of a remote", "table of a remote's pack"),
     "ciuic/remote/sealing/key_slots.py": ("key slot", "recovery key"),
     "ciuic/remote/sealing/sealer.py": ("object of a remote",),
 }

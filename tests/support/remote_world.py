@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     LiveManifest,
     LogCommit,
     LogRemove,
@@ -26,10 +26,10 @@ from ciuic.remote.format.documents import (
     encode_manifest,
     object_digest,
 )
-from ciuic.remote.format.names import PackRef, manifest_name, parse_log_entry, parse_pack
-from ciuic.remote.format.pack import RemotePackReader, RemotePackWriter
 from ciuic.remote.log_reader import LogReader, LogSummary, Rounds
+from ciuic.remote.object_names import PackRef, manifest_name, parse_log_entry, parse_pack
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
+from ciuic.remote.pack import RemotePackReader, RemotePackWriter
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collector import CollectionPolicy, Collector, Repacker

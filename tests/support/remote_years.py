@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
-from ciuic.remote.format.names import manifest_name
 from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import manifest_name
 from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.writer_log import LogRotation, WriterLog
 

@@ -13,8 +13,7 @@ import click
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import json_name, shown, shown_text
+from ciuic.cli.shared.messages import json_name, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current

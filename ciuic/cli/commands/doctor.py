@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ciuic.cli.inquiry import Finding, ok, problem, warning
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
 from ciuic.cli.shared.session import Session, current

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import click
 
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import json_name, shown, shown_text
+from ciuic.cli.shared.messages import json_name, shown, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, ID, FrameCommand, Tag
 from ciuic.cli.shared.output import json_option, out, out_json
 from ciuic.cli.shared.session import current

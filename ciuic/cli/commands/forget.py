@@ -2,7 +2,7 @@
 
 Guarantees: nothing is deleted before every id is resolved, no held snapshot is among them, and a person (or ``-y``) has
 said yes. The space comes back with the next prune. Works on a full disk, and on a snapshot file that cannot be read, if its
-full id is given. With ``--remote`` snapshots of a remote are given up, of any host.
+full id is given. Each hold is durable when it is reported. With ``--remote`` snapshots of a remote are given up, of any host.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from collections.abc import Sequence
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS, change_hold, resolve_all
-from ciuic.cli.shared.messages import complain
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.messages import complain, plural, shown_text
 from ciuic.cli.shared.options import ID, FrameCommand, Text, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out_json
-from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.repository import promised
 from ciuic.types import SnapshotId
@@ -158,7 +156,7 @@ def _ask_for_remote(session: Session, ids: Sequence[SnapshotId]) -> None:
 @json_option
 def hold_command(ids: tuple[str, ...], reason: str, as_json: bool) -> None:
     """Keep snapshots for ever, until they are released."""
-    change_hold(ids, hold=True, reason=reason, as_json=as_json)
+    _change_hold(ids, hold=True, reason=reason, as_json=as_json)
 
 
 @click.command("release", cls=FrameCommand)
@@ -166,4 +164,20 @@ def hold_command(ids: tuple[str, ...], reason: str, as_json: bool) -> None:
 @json_option
 def release_command(ids: tuple[str, ...], as_json: bool) -> None:
     """Let the retention policy decide about held snapshots again."""
-    change_hold(ids, hold=False, reason="", as_json=as_json)
+    _change_hold(ids, hold=False, reason="", as_json=as_json)
+
+
+def _change_hold(texts: Sequence[str], *, hold: bool, reason: str, as_json: bool) -> None:
+    """Set or end the hold of these snapshots and report it."""
+    session = current()
+    ids = resolve_all(session, texts)
+    word = "held" if hold else "released"
+    done = []
+    with session.own_repository.writer(wait_seconds=LOCK_WAIT_SECONDS, command=f"ciuic {word}") as writer:
+        for snapshot_id in ids:
+            marked = writer.set_marks(snapshot_id, hold=hold, reason=reason if hold else None)
+            done.append({"id": str(snapshot_id), "held": marked.held, "hold_reason": marked.hold_reason})
+            # Within the loop: should a later one fail, what was done is known.
+            note(f"{snapshot_id} {word}")
+    if as_json:
+        out_json({"snapshots": done})

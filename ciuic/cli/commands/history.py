@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.names import json_name, plural, shown, shown_text
+from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
-from ciuic.cli.shared.messages import complain, warn
-from ciuic.cli.shared.names import plural, shown, shown_text
+from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.new_repository import make_repository, refuse_absent_disk
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import plural
+from ciuic.cli.shared.messages import plural, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
-from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
 from ciuic.errors import Damaged
 
 if TYPE_CHECKING:

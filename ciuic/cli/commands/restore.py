@@ -18,8 +18,7 @@ import click
 
 from ciuic.cli.shared.contents import as_recorded
 from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
-from ciuic.cli.shared.messages import complain, warn
-from ciuic.cli.shared.names import json_name, plural, shown, shown_text
+from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current

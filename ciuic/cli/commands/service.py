@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ciuic.cli.shared.messages import complain, warn
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import complain, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, FrameGroup
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.overlay_fate import in_use, overlay_fate, remedy

@@ -14,7 +14,7 @@ import click
 
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.contents import as_recorded, children_of, roots_below
-from ciuic.cli.shared.names import json_name, plural, shown, shown_text
+from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import abandon_stdout, json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current

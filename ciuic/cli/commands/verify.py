@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS, resolve_all
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import json_name, plural, shown, shown_text
+from ciuic.cli.shared.messages import json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose, wrapped
-from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.types import TAG_NOT_HELD
 from ciuic.units import human_size

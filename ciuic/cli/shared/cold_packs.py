@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ciuic.cli.shared.names import plural, shown
+from ciuic.cli.shared.messages import plural, shown
 from ciuic.errors import CiuicError
 from ciuic.repository.errors import Archived
 from ciuic.units import human_size

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ciuic.cli.shared.names import shown, shown_text
+from ciuic.cli.shared.messages import shown, shown_text
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Unreachable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from ciuic.cli.shared.names import absolute
+from ciuic.cli.shared.messages import absolute
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import URL_MARK, Session
 from ciuic.cli.shared.snapshot_command import RESERVED_TAGS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import plural, shown, shown_text
+from ciuic.cli.shared.messages import plural, shown, shown_text, warn
 from ciuic.cli.shared.session import Session
 from ciuic.errors import Damaged, NotFound, Partial
 

@@ -15,7 +15,6 @@ from ciuic.errors import UsageError
 from ciuic.remote import access
 from ciuic.remote.access import Remote, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.names import MANIFESTS_PREFIX
 from ciuic.remote.log_reader import (
     UPLOADING_NS,
     LogReader,
@@ -23,6 +22,7 @@ from ciuic.remote.log_reader import (
     naming_memory,
     unlogged_manifests,
 )
+from ciuic.remote.object_names import MANIFESTS_PREFIX
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings

@@ -23,9 +23,9 @@ from typing import Final
 from blake3 import blake3
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.remote.format.names import PackRef, pack_name, split_ref
-from ciuic.remote.format.pack import PackLayout
+from ciuic.remote.object_names import PackRef, pack_name, split_ref
 from ciuic.remote.objects.model import MERGE_GAP_BYTES, ArchivedObject, Objects, TooLargeObject, read_verified
+from ciuic.remote.pack import PackLayout
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.ids import Bytes

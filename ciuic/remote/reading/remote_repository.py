@@ -30,10 +30,10 @@ from typing import Final, TypeVar
 from ciuic.errors import Damaged, NotFound, NotPermitted
 from ciuic.remote.access import Remote
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.names import PACKS_PREFIX, PackRef, pack_name, parse_pack, split_ref
-from ciuic.remote.format.pack import HEADER_BYTES, RemotePackReader, in_runs
 from ciuic.remote.log_reader import DamagedLog, LogReader, RolledBack, Rounds, UnloggedManifest
+from ciuic.remote.object_names import PACKS_PREFIX, PackRef, pack_name, parse_pack, split_ref
 from ciuic.remote.objects.model import ArchivedObject, ObjectInfo, read_verified
+from ciuic.remote.pack import HEADER_BYTES, RemotePackReader, in_runs
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.remote_packs import (
     DEFAULT_MEMORY_BYTES,

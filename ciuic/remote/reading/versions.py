@@ -27,8 +27,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.remote.access import Remote, opened_remote
-from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     MAX_DOCUMENT_BYTES,
     MAX_REMOTE_JSON_BYTES,
     decode_log_entry,
@@ -38,7 +37,8 @@ from ciuic.remote.format.documents import (
     open_remote,
     read_remote_id,
 )
-from ciuic.remote.format.names import (
+from ciuic.remote.errors import DamagedRemote, WrongKey
+from ciuic.remote.object_names import (
     KEYS_PREFIX,
     LOGS_PREFIX,
     REMOTE_JSON,
@@ -50,7 +50,6 @@ from ciuic.remote.format.names import (
     parse_slot,
     slot_name,
 )
-from ciuic.remote.format.pack import RemotePackReader, TableSource
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     NameVersions,
@@ -65,6 +64,7 @@ from ciuic.remote.objects.model import (
     merge_ranges,
     slices_of,
 )
+from ciuic.remote.pack import RemotePackReader, TableSource
 from ciuic.remote.sealing.key_slots import (
     MAX_PASSPHRASE_WORK_KIB,
     MAX_SLOT_BYTES,

@@ -48,8 +48,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind, Severity
 from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
 from ciuic.remote.access import KeySlots
-from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     MAX_MANIFESTS,
     LiveManifest,
     RemoteManifest,
@@ -60,7 +59,18 @@ from ciuic.remote.format.documents import (
     read_document,
     read_round,
 )
-from ciuic.remote.format.names import (
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.log_reader import (
+    UPLOADING_NS,
+    LogReader,
+    LogSummary,
+    Rounds,
+    UnloggedManifest,
+    read_log_cache,
+    read_provable,
+    unlogged_manifests,
+)
+from ciuic.remote.object_names import (
     MANIFESTS_PREFIX,
     MAX_NUMBER,
     PACKS_PREFIX,
@@ -76,18 +86,8 @@ from ciuic.remote.format.names import (
     round_name,
     split_ref,
 )
-from ciuic.remote.format.pack import MAX_PACK_BYTES, RemotePackReader, RemotePackWriter
-from ciuic.remote.log_reader import (
-    UPLOADING_NS,
-    LogReader,
-    LogSummary,
-    Rounds,
-    UnloggedManifest,
-    read_log_cache,
-    read_provable,
-    unlogged_manifests,
-)
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
+from ciuic.remote.pack import MAX_PACK_BYTES, RemotePackReader, RemotePackWriter
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
@@ -95,7 +95,7 @@ from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
 from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.upload.uploader import Labels, UncommittedPacks, Uploader
+from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
 from ciuic.remote.writer_log import WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
 from ciuic.repository.errors import Archived, UnsupportedFormat

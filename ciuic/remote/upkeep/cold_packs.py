@@ -39,8 +39,9 @@ import msgspec
 
 from ciuic.config import TierRule
 from ciuic.errors import Damaged
-from ciuic.remote.format.documents import LiveManifest
-from ciuic.remote.format.names import (
+from ciuic.remote.documents import LiveManifest
+from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import (
     PackRef,
     pack_name,
     pack_prefix,
@@ -49,8 +50,6 @@ from ciuic.remote.format.names import (
     split_ref,
     table_name,
 )
-from ciuic.remote.format.pack import RemotePackReader
-from ciuic.remote.log_reader import LogReader
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, RemoteUnreachable
 from ciuic.remote.objects.storage_classes import (
     ListedClass,
@@ -59,6 +58,7 @@ from ciuic.remote.objects.storage_classes import (
     ThawSpeed,
     find_class,
 )
+from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, Damaged
+from ciuic.remote.documents import GivenUp, LiveManifest
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import GivenUp, LiveManifest
-from ciuic.remote.format.names import PackRef
 from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import PackRef
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry

@@ -34,16 +34,10 @@ from typing import Final, NamedTuple, Protocol
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.chunkset import ChunkSet
+from ciuic.remote.documents import MAX_MANIFESTS, MAX_PACKS, LiveManifest, LogFence, StoredRound, create_round
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import (
-    MAX_MANIFESTS,
-    MAX_PACKS,
-    LiveManifest,
-    LogFence,
-    StoredRound,
-    create_round,
-)
-from ciuic.remote.format.names import (
+from ciuic.remote.log_reader import InlinePool, LogReader, LostCommits, NothingCommitted, unlogged_manifests
+from ciuic.remote.object_names import (
     MANIFESTS_PREFIX,
     LogPosition,
     PackRef,
@@ -55,15 +49,8 @@ from ciuic.remote.format.names import (
     split_ref,
     table_name,
 )
-from ciuic.remote.format.pack import (
-    DEFAULT_PACK_BYTES,
-    ROW_BYTES,
-    RemotePackReader,
-    RemotePackWriter,
-    in_runs,
-)
-from ciuic.remote.log_reader import InlinePool, LogReader, LostCommits, NothingCommitted, unlogged_manifests
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
+from ciuic.remote.pack import DEFAULT_PACK_BYTES, ROW_BYTES, RemotePackReader, RemotePackWriter, in_runs
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
 from ciuic.remote.remote_index import ChunkCopy, RemoteIndex, cold_packs

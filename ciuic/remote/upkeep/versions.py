@@ -17,9 +17,9 @@ from itertools import groupby, islice
 from typing import Final, NamedTuple
 
 from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind
+from ciuic.remote.documents import LogRetired, LogState, decode_log_entry, decode_round
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import LogRetired, LogState, decode_log_entry, decode_round
-from ciuic.remote.format.names import (
+from ciuic.remote.object_names import (
     KEYS_PREFIX,
     REMOTE_JSON,
     PackRef,

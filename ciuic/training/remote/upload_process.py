@@ -21,8 +21,7 @@ import msgspec
 
 from ciuic.config import Config
 from ciuic.errors import CiuicError
-from ciuic.remote.upload.process import run
-from ciuic.remote.upload.upload_status import read_status
+from ciuic.remote.replication import read_status, run
 from ciuic.repository import Repository
 from ciuic.training.remote.uploads import LOG_NAME, UploadLock, UploadOrder, labels_of, record_of, state_dir
 

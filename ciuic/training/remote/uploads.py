@@ -44,7 +44,7 @@ from ciuic.types import Snapshot, SnapshotId
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
-    from ciuic.remote.upload.uploader import Labels
+    from ciuic.remote.uploader import Labels
 
 
 _STATE_DIR: Final = "remotes"
@@ -330,7 +330,7 @@ class RemotePins:
 
 def labels_of(repository: Repository, snapshot: Snapshot) -> Labels:
     """Return name, epoch and step of a training state; no labels for a snapshot of files."""
-    from ciuic.remote.upload.uploader import Labels
+    from ciuic.remote.uploader import Labels
 
     if not snapshot.is_state or not snapshot.roots:
         return Labels()

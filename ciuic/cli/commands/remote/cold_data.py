@@ -18,8 +18,7 @@ import click
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
-from ciuic.cli.shared.messages import complain, warn
-from ciuic.cli.shared.names import plural, shown, shown_text
+from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current

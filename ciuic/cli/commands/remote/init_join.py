@@ -19,8 +19,7 @@ import click
 from msgspec.structs import replace
 
 from ciuic.cli.commands.remote import targets
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current
@@ -151,8 +150,8 @@ def _ask(url: str) -> None:
 
 def _refuse_remote(objects: Objects) -> None:
     from ciuic.remote.access import KeySlots, RemoteExists
-    from ciuic.remote.format.documents import is_sealed, read_document
-    from ciuic.remote.format.names import REMOTE_JSON
+    from ciuic.remote.documents import is_sealed, read_document
+    from ciuic.remote.object_names import REMOTE_JSON
     from ciuic.remote.objects.model import NoSuchObject
 
     try:

@@ -21,8 +21,7 @@ from ciuic.cli.commands.remote.init_join import (
     say_recovery_key,
 )
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, FrameGroup
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current
@@ -149,7 +148,7 @@ def _default_slot(passphrase: bool, key_file: Path | None, key_command: bool) ->
 def _check_free(remote: Remote, name: str) -> None:
     """UsageError before a key file is made, or a passphrase asked for, for a slot that cannot be."""
     from ciuic.remote.access import KeySlots
-    from ciuic.remote.format.names import parse_slot
+    from ciuic.remote.object_names import parse_slot
     from ciuic.remote.sealing.key_slots import digits_of
 
     if parse_slot(f"keys/{name}") is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -40,9 +40,8 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def place_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument REMOTE: a name of the configuration, or a URL."""
-    return click.argument("place", metavar="[REMOTE]", default="")(command)
+place_argument: Final = click.argument("place", metavar="[REMOTE]", default="")
+"""Adds the argument REMOTE: a name of the configuration, or a URL."""
 
 
 def find_remote(

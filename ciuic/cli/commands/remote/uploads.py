@@ -19,8 +19,7 @@ import click
 
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from ciuic.config.model import RemotePrice
     from ciuic.protocol.stored_remotely import RemoteLag
     from ciuic.remote.access import Remote
-    from ciuic.remote.upload.upload_status import UploadStatus
-    from ciuic.remote.upload.uploader import Labels
+    from ciuic.remote.replication import UploadStatus
+    from ciuic.remote.uploader import Labels
     from ciuic.repository import Repository
     from ciuic.types import Snapshot
 
@@ -84,7 +83,7 @@ def status(place: str, contact: bool, as_json: bool) -> None:
 
 def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
     from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.upload.upload_status import read_status
+    from ciuic.remote.replication import read_status
 
     upload = read_status(config.name, upload_state_dir())
     lag, problem = _lag(session, config)
@@ -178,8 +177,8 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
 
 def _space(remote: Remote) -> dict[str, Any]:
     """Return what is in the space of the hosts that share chunks, or of one repository."""
-    from ciuic.remote.format.names import PACKS_PREFIX, parse_manifest
     from ciuic.remote.log_reader import LogReader
+    from ciuic.remote.object_names import PACKS_PREFIX, parse_manifest
 
     sizes = [info.size_bytes for info in remote.objects.list(PACKS_PREFIX)]
     reader = LogReader(remote.objects, remote.sealer, skip_damaged=True)
@@ -301,7 +300,7 @@ def upload(once: bool, again: tuple[str, ...]) -> None:
     It needs to read the repository, and nothing of the daemon. Exit code 3 means that no remote is configured. A repository
     that does not exist yet is waited for.
     """
-    from ciuic.remote.upload.process import run
+    from ciuic.remote.replication import run
 
     session = current()
     config = session.config
@@ -384,7 +383,7 @@ def _shown(session: Session, config: Config) -> Iterator[None]:
 def _own_statuses(config: Config) -> list[UploadStatus]:
     """Return what this process has noted of its uploads."""
     from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.upload.upload_status import read_status
+    from ciuic.remote.replication import read_status
 
     found = [read_status(remote.name, upload_state_dir()) for remote in config.remotes]
     return [status for status in found if status is not None and status.pid == os.getpid()]
@@ -427,7 +426,7 @@ def _require_all(session: Session, config: Config) -> None:
 
 
 def _labels_of(repository: Repository, snapshot: Snapshot) -> Labels:
-    from ciuic.remote.upload.uploader import Labels
+    from ciuic.remote.uploader import Labels
 
     if not snapshot.is_state:
         return Labels()

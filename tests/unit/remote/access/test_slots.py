@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ciuic.remote.access import KeySlots, Remote, add_slot, init_remote, open_remote, remove_slot
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.names import parse_slot
+from ciuic.remote.object_names import parse_slot
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import Objects, RemoteRefused
 from ciuic.remote.objects.opening import open_objects

@@ -18,7 +18,6 @@ from support.remote_world import (
     make_collector,
 )
 
-from ciuic.remote.format.names import parse_log_entry, parse_pack
 from ciuic.remote.log_reader import (
     IncompleteListing,
     LogReader,
@@ -27,6 +26,7 @@ from ciuic.remote.log_reader import (
     RolledBack,
     Rounds,
 )
+from ciuic.remote.object_names import parse_log_entry, parse_pack
 from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collector import Collector

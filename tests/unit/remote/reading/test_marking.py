@@ -15,9 +15,9 @@ from support.restoring import write
 from ciuic.errors import Damaged
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
-from ciuic.remote.format.documents import LogRemove
-from ciuic.remote.format.names import PACKS_PREFIX, new_hex_id
+from ciuic.remote.documents import LogRemove
 from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import PACKS_PREFIX, new_hex_id
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.remote_index import RemoteIndex

@@ -15,8 +15,8 @@ from support.remote_host import BLOCK, reading
 from support.restoring import write
 
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.format.names import pack_name
 from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import pack_name
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.storage_classes import ListedClass
 from ciuic.remote.remote_index import cold_packs

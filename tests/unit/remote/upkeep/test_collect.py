@@ -16,9 +16,9 @@ from ciuic.errors import CiuicError, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access import Remote
-from ciuic.remote.format.documents import LogEntry, LogRemove, read_entry
-from ciuic.remote.format.names import parse_log_entry
+from ciuic.remote.documents import LogEntry, LogRemove, read_entry
 from ciuic.remote.log_reader import LogReader, LostCommits
+from ciuic.remote.object_names import parse_log_entry
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.wrappers import CountingObjects
 from ciuic.remote.upkeep.collect import (

@@ -16,9 +16,9 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.check_report import CheckReport
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import add_slot, open_remote
-from ciuic.remote.format.documents import LogCommit, LogState, decode_log_entry
-from ciuic.remote.format.names import parse_log_entry
+from ciuic.remote.documents import LogCommit, LogState, decode_log_entry
 from ciuic.remote.log_reader import LogReader, LostCommits
+from ciuic.remote.object_names import parse_log_entry
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading import opening
 from ciuic.remote.reading.opening import read_remote

@@ -7,9 +7,9 @@ from pathlib import Path
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 from support.remote_years import live_for_years
 
-from ciuic.remote.format.documents import GivenUp
-from ciuic.remote.format.names import manifest_name, parse_log_entry
+from ciuic.remote.documents import GivenUp
 from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import manifest_name, parse_log_entry
 from ciuic.remote.writer_log import LogRotation, WriterLog
 
 

@@ -13,16 +13,16 @@ from support.stored import Tree, store
 
 from ciuic.config import RemoteConfig
 from ciuic.remote.access import Remote, init_remote, open_remote
-from ciuic.remote.format.documents import decode_manifest, object_digest
-from ciuic.remote.format.names import PACKS_PREFIX, parse_pack
-from ciuic.remote.format.pack import RemotePackReader
+from ciuic.remote.documents import decode_manifest, object_digest
 from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import PACKS_PREFIX, parse_pack
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteUnreachable
 from ciuic.remote.objects.wrappers import CountingObjects
+from ciuic.remote.pack import RemotePackReader
+from ciuic.remote.replication import Replication
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.upload.replication import Replication
-from ciuic.remote.upload.uploader import Labels, Stopped
+from ciuic.remote.uploader import Labels, Stopped
 from ciuic.repository import Repository, Walker
 from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_snapshot
 from ciuic.repository.ids import Bytes
@@ -251,7 +251,7 @@ def test_lost_requests_and_replies_lose_nothing(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every fifth request or reply lost, each snapshot is committed exactly once and whole."""
-    monkeypatch.setattr("ciuic.remote.upload.uploader._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("ciuic.remote.uploader._FIRST_PAUSE_SECONDS", 0.001)
     rng = random.Random(4)
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)
@@ -281,7 +281,7 @@ def test_a_missing_bucket_is_not_a_removed_snapshot(
     seconds: str, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket that is missing for some seconds of an upload is waited for; one that stays missing ends it by its name."""
-    monkeypatch.setattr("ciuic.remote.upload.uploader._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("ciuic.remote.uploader._FIRST_PAUSE_SECONDS", 0.001)
     objects = WithoutBucket(bucket)
     remote = new_remote(objects)
     host = Host(tmp_path / "h", remote)
@@ -321,8 +321,8 @@ def test_an_interrupted_upload_goes_on_at_the_next_object(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after every second pack, an upload still stores each chunk once."""
-    monkeypatch.setattr("ciuic.remote.upload.uploader.FIRST_PACK_BYTES", 8 * BLOCK)
-    monkeypatch.setattr("ciuic.remote.upload.uploader.LARGEST_PACK_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.uploader.FIRST_PACK_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.uploader.LARGEST_PACK_BYTES", 8 * BLOCK)
     rng = random.Random(5)
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)

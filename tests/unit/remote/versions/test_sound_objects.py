@@ -15,9 +15,9 @@ from support.versioned_objects import MemoryVersions, VersionedObjects, attack
 
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.remote.access import add_slot, remove_slot
+from ciuic.remote.documents import LogHello, LogRemove, encode_log_entry
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.documents import LogHello, LogRemove, encode_log_entry
-from ciuic.remote.format.names import log_entry_name, new_hex_id
+from ciuic.remote.object_names import log_entry_name, new_hex_id
 from ciuic.remote.objects.model import MAX_KEPT_VERSIONS, group_versions
 from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
 from ciuic.remote.sealing.key_slots import MAX_PASSPHRASE_WORK_KIB, SlotSecret, passphrase_secret

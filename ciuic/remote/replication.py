@@ -1,19 +1,28 @@
-"""A remote kept in step with a repository, until the process is told to stop.
+"""Process that uploads: keeps each configured remote in step with a repository, in a thread of its own, until SIGTERM.
 
 Guarantees: a snapshot is begun as soon as its file is there, the newest first. Whatever fails is tried again: a store that is
 away for days, credentials that expired, a snapshot that cannot be read. The record for those that prune
 (`ciuic.protocol.stored_remotely`) names a snapshot as stored only after its commit.
 
+The process needs to read the repository and to write its state directory, and no other privilege. It runs at idle I/O priority
+and pauses while other processes wait for the disk. Nothing waits for it but a caller that asked for its snapshot to be on a
+remote.
+
 What retention needs to know of the snapshots on the remote is kept in a local file (`FactsOfRemote`). It is a cache: what it
-lacks is read from the manifests.
+lacks is read from the manifests. The status for people, which `ciuic remote status` reads, is a record of
+`ciuic.repository.notes` at ``<state directory>/<name of the remote>/status``. It may be old, and the process that wrote it
+dead; nothing is decided by it.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -21,32 +30,35 @@ from typing import Final, NamedTuple
 import msgspec
 from blake3 import blake3
 
-from ciuic.config import RemoteConfig
+from ciuic.config import Config, RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.protocol.stored_remotely import StoredRecord, write_record
-from ciuic.remote.access import Remote, repository_space
-from ciuic.remote.format.documents import LiveManifest, decode_manifest, read_document
-from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
-from ciuic.remote.objects.model import NoSuchObject
-from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upload.uploader import (
-    Labels,
-    Stopped,
-    UncommittedPacks,
-    UploadedSnapshot,
-    Uploader,
-    persist,
+from ciuic.protocol.stored_remotely import StoredRecord, upload_state_dir, write_record
+from ciuic.remote.access import (
+    Remote,
+    configured_objects,
+    configured_secrets,
+    open_configured,
+    repository_space,
 )
+from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
+from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
+from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.uploader import Labels, Stopped, UncommittedPacks, UploadedSnapshot, Uploader, persist
 from ciuic.remote.writer_log import LogRotation, WriterLog, WriterState
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
 from ciuic.repository.config import read_file
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
+from ciuic.repository.new_directory import PACKS_DIR
 from ciuic.repository.notes import read_note, write_note
 from ciuic.repository.packs.pack_directory import Packs
 from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
+from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
+from ciuic.system.urgency import REQUESTED_MIN_SHARE
 from ciuic.types import Snapshot, SnapshotId
 
 _NAME: Final = "facts"
@@ -501,3 +513,309 @@ def _passed_over(infos: Iterable[SnapshotInfo], stored: set[str], interval_secon
         else:
             passed.add(info.id)
     return passed
+
+
+_STATUS_NAME: Final = "status"
+# A person looks once a second at most.
+_INTERVAL_SECONDS: Final = 1.0
+# Time over which the rate is measured.
+_RATE_SECONDS: Final = 10.0
+
+
+class UploadStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """State of an upload at ``time_ns``."""
+
+    time_ns: int
+    pid: int
+    snapshots: int = 0
+    """Snapshots that the remote lacks."""
+    size_bytes: int = 0
+    """Bytes by which these let the packs of the repository grow: about what is to be sent."""
+    oldest_ns: int = 0
+    """Cut of the oldest of them; 0: the remote lacks none."""
+    waits_for: str = ""
+    """Why nothing is sent, in words; empty while all is well."""
+    bytes_per_second: float = 0.0
+    """Rate over the last ten seconds."""
+    last_snapshot: str = ""
+    """Snapshot that was committed last by this process."""
+    last_seconds: float = 0.0
+    """Time that its upload took."""
+    requests: dict[str, int] = {}
+    """Requests of this process by kind."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    remote_id: str = ""
+    """Id of the remote, once it was opened."""
+
+    @property
+    def runs(self) -> bool:
+        """True if there is a process of this number: the one that wrote, unless it ended and another has its number."""
+        try:
+            os.kill(self.pid, 0)
+        except PermissionError:
+            return True
+        except (ProcessLookupError, OverflowError):
+            return False
+        return self.pid > 0
+
+
+def read_status(name: str, state_dir: Path) -> UploadStatus | None:
+    """Return the status of the remote ``name``; None if there is none."""
+    return read_note(str(state_dir / name), _STATUS_NAME, UploadStatus)
+
+
+class StatusWriter:
+    """Keeps the status of one remote; may be told from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        state_dir: Path,
+        pid: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = str(state_dir / name)
+        self._objects: CountingObjects | None = None
+        self._pid = pid
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._written = -_INTERVAL_SECONDS
+        # Until the remote was opened, what the process before knew of it.
+        before = read_status(name, state_dir)
+        self._waiting = (
+            Waiting(0, 0, 0)
+            if before is None
+            else Waiting(before.snapshots, before.size_bytes, before.oldest_ns)
+        )
+        self._remote_id = "" if before is None else before.remote_id
+        self._waits_for = ""
+        self._last: UploadedSnapshot | None = None
+        self._marks = [(clock(), 0)]
+
+    def counts(self, objects: CountingObjects) -> None:
+        """Take the requests of this process from its store, which may have been away when it began."""
+        self._objects = objects
+
+    def opened(self, remote_id: str) -> None:
+        """Note that the remote was opened."""
+        self._remote_id = remote_id
+
+    def waiting(self, waiting: Waiting) -> None:
+        """Note what the remote lacks."""
+        self._waiting = waiting
+        self.write()
+
+    def problem(self, text: str) -> None:
+        """Note what is waited for; an empty text: nothing."""
+        self._waits_for = text
+        self.write()
+
+    def uploaded(self, snapshot: UploadedSnapshot) -> None:
+        """Note a commit."""
+        self._last = snapshot
+        self.write()
+
+    def step(self) -> None:
+        """Write the status if the last one is a second old."""
+        if self._clock() - self._written >= _INTERVAL_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the status now. What cannot be written is left out: the upload goes on."""
+        with self._lock:
+            self._written = self._clock()
+            counts = {} if self._objects is None else self._objects.counts()
+            sent = sum(count.sent_bytes for count in counts.values())
+            self._marks = [mark for mark in self._marks if self._written - mark[0] <= _RATE_SECONDS] or [
+                self._marks[-1]
+            ]
+            self._marks.append((self._written, sent))
+            began, before = self._marks[0]
+            status = UploadStatus(
+                time_ns=time.time_ns(),
+                pid=self._pid,
+                snapshots=self._waiting.snapshots,
+                size_bytes=self._waiting.size_bytes,
+                oldest_ns=self._waiting.oldest_ns,
+                waits_for=self._waits_for,
+                bytes_per_second=(sent - before) / max(self._written - began, 0.001),
+                last_snapshot=str(self._last.id) if self._last else "",
+                last_seconds=self._last.seconds if self._last else 0.0,
+                requests={kind: count.requests for kind, count in counts.items() if count.requests},
+                sent_bytes=sent,
+                received_bytes=sum(count.received_bytes for count in counts.values()),
+                remote_id=self._remote_id,
+            )
+            try:
+                write_note(self._directory, _STATUS_NAME, status, durable=False)
+            except OSError:
+                return
+
+
+# An upload is never urgent, and still must end on a busy machine.
+_MIN_SHARE: Final = 0.05
+# Time after which a remote that was refused, or a repository that is not there yet, is tried again.
+_REOPEN_SECONDS: Final = 30.0
+
+LabelsOf = Callable[[Repository, Snapshot], Labels]
+
+
+def run(
+    config: Config,
+    repository_dir: Path,
+    *,
+    labels: LabelsOf = lambda repository, snapshot: Labels(),
+    once: bool = False,
+    again: Collection[str] = (),
+    stop: threading.Event | None = None,
+    state_dir: Path | None = None,
+) -> None:
+    """Upload to all configured remotes until SIGTERM or SIGINT; with ``once`` until each has everything.
+
+    Args:
+        config: Configuration.
+        repository_dir: Repository, which is only read; may be made later.
+        labels: Names a snapshot for people.
+        once: Return when nothing is missing.
+        again: Snapshots to upload although an operator gave them up.
+        stop: Ends the process when it is set; None: signals alone.
+        state_dir: State directory; None: `upload_state_dir`.
+
+    Each remote is on its own: one that is away, or refuses, keeps none of the others waiting.
+
+    Raises:
+        NotFound: no remote is configured.
+        CiuicError: with ``once``, when all have ended: what stopped the upload to the first that failed.
+    """
+    if not config.remotes:
+        raise NotFound("no remote is configured", hint="ciuic remote init URL makes one")
+    event = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: event.set())
+    if not once:
+        with suppress(OSError):
+            yield_to_others("idle", _MIN_SHARE)
+    place = state_dir or upload_state_dir()
+    os.makedirs(place, mode=0o755, exist_ok=True)
+    failures: list[BaseException] = []
+
+    def upload(remote: RemoteConfig) -> None:
+        try:
+            _RemoteUpload(config, remote, repository_dir, place, event, labels, again).run(once=once)
+        except Stopped:
+            return
+        except (CiuicError, OSError) as error:
+            # With ``once``: the others go on to their end.
+            failures.append(error)
+        except BaseException as error:
+            # A defect: nothing is known of the state of this process, and its service manager starts it again.
+            failures.insert(0, error)
+            event.set()
+
+    threads = [threading.Thread(target=upload, args=(remote,), name=remote.name) for remote in config.remotes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        # In slices, so that signals are handled meanwhile.
+        while thread.is_alive():
+            thread.join(0.5)
+    if failures:
+        raise failures[0]
+
+
+class _RemoteUpload:
+    """Upload to one remote."""
+
+    def __init__(
+        self,
+        config: Config,
+        remote: RemoteConfig,
+        repository_dir: Path,
+        state_dir: Path,
+        stop: threading.Event,
+        labels: LabelsOf,
+        again: Collection[str],
+    ) -> None:
+        self._config = config
+        self._remote = remote
+        self._repository_dir = repository_dir
+        self._state_dir = state_dir
+        self._stop = stop
+        self._labels = labels
+        self._again = again
+        self._objects: Objects | None = None
+        self._status = StatusWriter(remote.name, state_dir, os.getpid())
+
+    def run(self, *, once: bool) -> None:
+        """Upload; without ``once`` also what fails is tried again."""
+        try:
+            while not self._stop.is_set():
+                try:
+                    return self._upload(once=once)
+                except (CiuicError, OSError) as error:
+                    if once:
+                        raise
+                    text = error.message if isinstance(error, CiuicError) else str(error)
+                    events.warning("upload_failed", remote=self._remote.name, error=text)
+                    self._status.problem(text)
+                    self._stop.wait(_REOPEN_SECONDS)
+        finally:
+            if self._objects is not None:
+                self._objects.close()
+
+    def _store(self) -> Objects:
+        """Return the store. RemoteUnreachable while the directory of a ``file`` URL is not there."""
+        if self._objects is None:
+            counted = CountingObjects(configured_objects(self._remote))
+            self._status.counts(counted)
+            limit = RateLimit(self._remote.bandwidth_bytes)
+            self._objects = LimitedObjects(counted, limit, RateLimit(None))
+        return self._objects
+
+    def _upload(self, *, once: bool) -> None:
+        with ExitStack() as closing:
+            repository = closing.enter_context(Repository.open(self._repository_dir))
+            packs = Packs(
+                f"{self._repository_dir}/{PACKS_DIR}", bytes.fromhex(repository.id), repository.config.hash
+            )
+            closing.callback(packs.close)
+            objects = self._store() if once else persist(self._store, self._stop, self._status.problem)
+            secrets = configured_secrets(self._remote)
+            remote = persist(
+                lambda: open_configured(self._remote, objects, secrets),
+                self._stop,
+                self._status.problem,
+            )
+            self._status.opened(remote.id)
+            pace = Pace(
+                gauges(waits_files(str(self._config.runtime_dir))),
+                # Somebody waits for the end of a single run.
+                min_share=REQUESTED_MIN_SHARE if once else _MIN_SHARE,
+                processor_waits=processor_waits(),
+            )
+
+            def step() -> None:
+                pace.step()
+                self._status.step()
+
+            replication = Replication(
+                repository,
+                packs,
+                self._remote,
+                self._state_dir,
+                host=socket.gethostname(),
+                stop=self._stop,
+                labels=self._labels,
+                step=step,
+                problem=self._status.problem,
+                uploaded=self._status.uploaded,
+                waiting=self._status.waiting,
+                again=self._again,
+            )
+            if once:
+                replication.catch_up(remote)
+            else:
+                replication.run(remote)

@@ -46,11 +46,11 @@ import msgspec
 
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.remote.access import Remote
-from ciuic.remote.format.documents import PackRefs, RemoteManifest, encode_manifest, object_digest
-from ciuic.remote.format.names import PackRef, manifest_name, new_pack_ref, pack_name
-from ciuic.remote.format.pack import ROW_BYTES, RemotePackWriter
+from ciuic.remote.documents import PackRefs, RemoteManifest, encode_manifest, object_digest
+from ciuic.remote.object_names import PackRef, manifest_name, new_pack_ref, pack_name
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.wrappers import steady_object_bytes
+from ciuic.remote.pack import ROW_BYTES, RemotePackWriter
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.writer_log import WriterLog

@@ -19,7 +19,7 @@ import xxhash
 
 from ciuic.errors import UsageError
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.names import pack_name, split_ref, table_name
+from ciuic.remote.object_names import pack_name, split_ref, table_name
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects, read_verified
 from ciuic.remote.sealing.sealer import TAG_BYTES, PackSeal, Sealer
 from ciuic.repository.errors import UnsupportedFormat

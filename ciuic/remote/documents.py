@@ -22,7 +22,7 @@ import msgspec
 from blake3 import blake3
 
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.names import (
+from ciuic.remote.object_names import (
     MAX_STEP,
     REMOTE_JSON,
     HexId,
