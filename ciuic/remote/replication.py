@@ -61,7 +61,7 @@ from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files,
 from ciuic.system.urgency import REQUESTED_MIN_SHARE
 from ciuic.types import Snapshot, SnapshotId
 
-_NAME: Final = "facts"
+_FACTS_NAME: Final = "facts"
 
 
 def content_digest(data: bytes) -> str:
@@ -107,7 +107,7 @@ class FactsOfRemote:
         """Read the file in this directory of the uploader's own."""
         self._directory = directory
         self._remote = remote
-        note = read_note(directory, _NAME, _Note)
+        note = read_note(directory, _FACTS_NAME, _Note)
         self._facts: dict[str, StoredFacts] = (
             {} if note is None else {one.snapshot: one for one in note.facts}
         )
@@ -206,7 +206,7 @@ class FactsOfRemote:
         )
 
     def _write(self) -> None:
-        write_note(self._directory, _NAME, _Note(facts=tuple(self._facts.values())), durable=False)
+        write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
 
 
 # How often the directory of snapshots is looked at: one stat(2).

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from ciuic.types import SnapshotId
 
 
+# Long enough for a snapshot of few changes; a first capture may take hours, and Busy (75) names who has the
+# lock.
+LOCK_WAIT_SECONDS: Final = 10.0
 URL_MARK: Final = "://"
 """Mark that tells the URL of a remote from a directory."""
 
@@ -326,11 +329,6 @@ def environment_path(name: str) -> Path | None:
     """The absolute path in an environment variable; unset and empty mean the same."""
     value = os.environ.get(name, "")
     return Path(os.path.abspath(value)) if value else None
-
-
-# Long enough for a snapshot of few changes; a first capture may take hours, and Busy (75) names who has the
-# lock.
-LOCK_WAIT_SECONDS: Final = 10.0
 
 
 def resolve_all(session: Session, texts: Sequence[str]) -> list[SnapshotId]:
