@@ -54,8 +54,8 @@ def make(top: Path, mib: int, small: int) -> None:
     from ciuic.config import RemoteConfig
     from ciuic.remote.access import init_remote
     from ciuic.remote.objects.directory_objects import DirectoryObjects
-    from ciuic.remote.upload.replication import Replication
-    from ciuic.remote.upload.uploader import Labels
+    from ciuic.remote.replication import Replication
+    from ciuic.remote.uploader import Labels
     from ciuic.repository import Repository
     from ciuic.repository.pack_directory import Packs
 

@@ -268,12 +268,12 @@ def measure_kills(bench: Bench, mib: int) -> dict[str, float]:
 def child(what: str, top: Path) -> None:
     """Do one step of ciuic's in a process of its own."""
     from ciuic.config import Config, RemoteConfig
+    from ciuic.remote import replication
     from ciuic.remote.access import add_slot, init_remote
     from ciuic.remote.objects.opening import open_objects
     from ciuic.remote.objects.urls import StoreSettings
+    from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
     from ciuic.remote.sealing.sealer import MasterKey
-    from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
-    from ciuic.remote.upload import process
     from ciuic.repository import Repository
 
     settings = json.loads((top / "settings").read_text())
@@ -301,7 +301,7 @@ def child(what: str, top: Path) -> None:
                 ),
             )
         )
-        process.run(config, top / "repository", once=True, state_dir=top / "state")
+        replication.run(config, top / "repository", once=True, state_dir=top / "state")
     if what == "check":
         _check(top, settings["url"], endpoint)
 
@@ -349,10 +349,10 @@ def _check(top: Path, url: str, endpoint: str) -> None:
     from unit.remote.upload.test_replication_of_a_repository import StoredChunks, assert_whole
 
     from ciuic.remote.access import open_remote
-    from ciuic.remote.format.names import PACKS_PREFIX
+    from ciuic.remote.object_names import PACKS_PREFIX
     from ciuic.remote.objects.opening import open_objects
     from ciuic.remote.objects.urls import StoreSettings
-    from ciuic.remote.sealing.slot_secret import read_key_file
+    from ciuic.remote.sealing.key_slots import read_key_file
 
     objects = open_objects(url, StoreSettings(endpoint=endpoint))
     remote = open_remote(objects, [read_key_file(str(top / "key"))])

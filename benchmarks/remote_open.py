@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from ciuic.remote.access import Remote, add_slot, init_remote, open_remote
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     LogCommit,
     LogHello,
     RemoteManifest,
@@ -30,12 +30,12 @@ from ciuic.remote.format.documents import (
     encode_manifest,
     object_digest,
 )
-from ciuic.remote.format.names import log_entry_name, manifest_name, new_hex_id, new_pack_ref
+from ciuic.remote.object_names import log_entry_name, manifest_name, new_hex_id, new_pack_ref
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.remote_index import PackTables, RemotePack
+from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
 from ciuic.repository.index_database import IndexDatabase
 from ciuic.repository.model import PackRecord
 from ciuic.repository.snapshot_format import encode_snapshot

@@ -38,8 +38,8 @@ def prepare(top: Path, mib: int) -> None:
     from benchmarks.remote import _store as store
     from ciuic.remote.access import add_slot, init_remote
     from ciuic.remote.objects.opening import open_objects
+    from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
     from ciuic.remote.sealing.sealer import MasterKey
-    from ciuic.remote.sealing.slot_secret import new_key_text, read_key_file
     from ciuic.repository import Repository
 
     settings = json.loads((top / "settings").read_text())
@@ -56,11 +56,11 @@ def prepare(top: Path, mib: int) -> None:
 def upload(top: Path) -> None:
     """Upload until killed, as the service does."""
     from ciuic.config import Config, RemoteConfig
-    from ciuic.remote.upload import process
+    from ciuic.remote import replication
 
     url = json.loads((top / "settings").read_text())["url"]
     remote = RemoteConfig(name="remote", url=url, key_file=top / "key", bandwidth_bytes=_RATE)
-    process.run(Config(remotes=(remote,)), top / "repository", state_dir=top / "state")
+    replication.run(Config(remotes=(remote,)), top / "repository", state_dir=top / "state")
 
 
 class Training:

@@ -22,8 +22,7 @@ import click
 from ciuic import __version__
 from ciuic.cli import INTERRUPTED
 from ciuic.cli.shared.completion import COMPLETE_VARIABLE
-from ciuic.cli.shared.messages import complain, redirect_to_null, styled
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import complain, redirect_to_null, shown_text, styled
 from ciuic.cli.shared.options import FrameGroup, global_options, version_option
 from ciuic.cli.shared.output import abandon_stdout, out
 from ciuic.cli.shared.session import Session
@@ -81,16 +80,22 @@ GROUPS: Final = {
 }
 _RARE: Final = "Before a command also: --as-host, --behind-deletions and --stored-before, of a remote, and --trust-repository (docs/cli.md)."
 COMMANDS: Final = tuple(name for group in GROUPS.values() for name in group)
-# Modules with another name than their command: of two commands, which are not called `command`, in a room of
-# their own, or named by a word of the language.
+# Modules that have several commands, each called `NAME_command` there, or a name of their own.
 _MODULES: Final = {
-    "hold": "hold_release",
-    "release": "hold_release",
-    "watch": "training.watch",
-    "export": "training.export",
-    "import": "training.import_state",
-    "remote": "remote.group",
-    **{name: f"looking.{name}" for name in ("cat", "changed", "checkpoints", "find", "history")},
+    "hold": "forget",
+    "release": "forget",
+    "check": "verify",
+    "unprotect": "protect",
+    "undo": "restore",
+    "cat": "show",
+    "find": "history",
+    "changed": "history",
+    "checkpoints": "history",
+    "export": "export_import",
+    "import": "export_import",
+    "reload": "service",
+    "stop": "service",
+    "exporter": "metrics",
 }
 
 
@@ -117,7 +122,7 @@ class CommandGroup(FrameGroup):
             return None
         # Imported when it runs: all of them take 30 ms of processor time, which only the help needs to spend.
         module = importlib.import_module(f"ciuic.cli.commands.{_MODULES.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(module, "command", None) or getattr(module, cmd_name)
+        command: click.Command = getattr(module, f"{cmd_name}_command", None) or module.command
         return command
 
     def resolve_command(

@@ -41,9 +41,9 @@ from accelerate import Accelerator
 from ciuic.integrations.checkpoint_pointer import Pointer, load_pointed, read_pointer, write_pointer
 from ciuic.integrations.preconditions import ManagerOrDir, open_manager, refuse_kind, refuse_sharded
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
+from ciuic.training.state.boundaries import override, tell_after
 from ciuic.training.state.data_position import Position, own_generators
-from ciuic.training.state.method_hooks import override, tell_after
 from ciuic.training.state.stateful import load_into, state_of
 
 
@@ -181,10 +181,10 @@ class _PassCount:
 
     def _random_state(self) -> dict[str, Any]:
         own = {name: copy.deepcopy(state_of(one, name)) for name, one in self._generators().items()}
-        return {"random": randomness.state(), "own": own}
+        return {"random": stateful.random_states(), "own": own}
 
     def _restore(self, state: dict[str, Any]) -> None:
-        randomness.restore(state["random"])
+        stateful.restore_random_states(state["random"])
         for name, one in self._generators().items():
             if name in state["own"]:
                 load_into(one, state["own"][name], name)

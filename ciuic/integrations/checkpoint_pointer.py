@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
-from ciuic.training.convert.exported_files import read_record
+from ciuic.training.convert.exporting import read_record
 from ciuic.training.loading import load_by_name
 from ciuic.training.results import EXIT_SECONDS, State
 

@@ -47,7 +47,7 @@ from ciuic.training.dcp.pointer import (
 )
 from ciuic.training.dcp.rank_files import PartsWriter, RankFiles
 from ciuic.training.dcp.reading import read_objects
-from ciuic.training.format import value_types
+from ciuic.training.format import structure
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
 from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.format.tensors import Unsaveable
@@ -331,9 +331,9 @@ def _register_values() -> None:
         if cls is None:
             continue
         if (module, name) in _KNOWN_KINDS:
-            value_types.register_type(cls)
+            structure.register_type(cls)
         else:
-            value_types.register_type(cls, "", lambda value: dict(vars(value)), _remaker(cls))
+            structure.register_type(cls, "", lambda value: dict(vars(value)), _remaker(cls))
 
 
 def _remaker(cls: type) -> Callable[[dict[str, Any]], Any]:

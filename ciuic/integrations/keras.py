@@ -32,7 +32,7 @@ from ciuic.integrations.preconditions import ManagerOrDir, open_manager
 from ciuic.training.logs import log
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
 
 
 class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
@@ -117,12 +117,12 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         self._epoch = epoch
         self._others.load()
         if self._to_skip:
-            randomness.restore(self._at_begin)
+            stateful.restore_random_states(self._at_begin)
             # Set again: a schedule of epochs has changed the learning rate, as it did when the epoch began.
             if self._resumed_optimizer:
                 _assign(self.model.optimizer.variables, self._resumed_optimizer, "the optimizer")
         else:
-            self._batches, self._at_begin = 0, randomness.state()
+            self._batches, self._at_begin = 0, stateful.random_states()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Save if due."""
@@ -174,7 +174,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             _assign(model.optimizer.variables, state["optimizer_state_dict"], "the optimizer")
         progress = state["progress_state_dict"]
         _assign(_seeds(model), progress["seeds"], "the seed generators")
-        for problem in randomness.restore(state["random_state"]):
+        for problem in stateful.restore_random_states(state["random_state"]):
             log.warning("ciuic: not resumed exactly: %s", problem)
         self.manager.framework.continue_from(state)
         self.manager.step = progress["step"]
@@ -246,7 +246,7 @@ def _skip(model: Any, batches: int, metrics: Sequence[Any], random: dict[str, An
         left -= 1
         if not left:
             model.train_function = own
-            randomness.restore(random)
+            stateful.restore_random_states(random)
         return not left
 
     def pass_by(*given: Any) -> Any:

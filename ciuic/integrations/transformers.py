@@ -32,11 +32,11 @@ from transformers.trainer_callback import ExportableState
 
 from ciuic.integrations.preconditions import ManagerOrDir, open_manager, refusal, refuse_kind, refuse_sharded
 from ciuic.system.ownership import temporary_directory
-from ciuic.training.convert.exported_files import CONFIGURATION, is_configuration_name
+from ciuic.training.convert.exporting import CONFIGURATION, is_configuration_name
 from ciuic.training.logs import log, quietly
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import State
-from ciuic.training.state import randomness, rank_state
+from ciuic.training.state import rank_state, stateful
 
 _STATE_FILE: Final = "trainer_state.json"
 
@@ -322,7 +322,7 @@ class _StoredCheckpoint:
             scaler.load_state_dict(self.state["scaler_state_dict"])
 
     def _load_generators(self) -> None:
-        for problem in randomness.restore(self.state["random_state"]):
+        for problem in stateful.restore_random_states(self.state["random_state"]):
             log.warning("ciuic: not resumed exactly: %s", problem)
 
 

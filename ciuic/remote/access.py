@@ -26,18 +26,19 @@ from typing import Final, NamedTuple
 
 from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.documents import read_document, read_object
-from ciuic.remote.format.names import KEYS_PREFIX, REMOTE_JSON, is_slot, repository_prefix, slot_name
-from ciuic.remote.format.remote_json import (
+from ciuic.remote.documents import (
     MAX_REMOTE_JSON_BYTES,
     StoredRemote,
     encode_remote,
     encode_repository,
     is_sealed,
+    read_document,
+    read_object,
     read_remote_id,
 )
-from ciuic.remote.format.remote_json import open_remote as open_stored
+from ciuic.remote.documents import open_remote as open_stored
+from ciuic.remote.errors import DamagedRemote, WrongKey
+from ciuic.remote.object_names import KEYS_PREFIX, REMOTE_JSON, is_slot, repository_prefix, slot_name
 from ciuic.remote.objects.model import (
     READS,
     NoSuchObject,
@@ -51,15 +52,21 @@ from ciuic.remote.objects.model import (
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.objects.wrappers import PrefixedObjects
-from ciuic.remote.sealing.key_slot import (
+from ciuic.remote.sealing.key_slots import (
     DEFAULT_COST,
     MAX_SLOT_BYTES,
     GoesOn,
     KeySlot,
+    SlotKind,
+    SlotSecret,
     decode_slot,
     digits_of,
     own_digits,
     own_slot,
+    passphrase_secret,
+    read_key_file,
+    recovery_secret,
+    run_key_command,
     shown_names,
     unlock,
     ways_in,
@@ -67,14 +74,6 @@ from ciuic.remote.sealing.key_slot import (
     wrap_master_key,
 )
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
-from ciuic.remote.sealing.slot_secret import (
-    SlotKind,
-    SlotSecret,
-    passphrase_secret,
-    read_key_file,
-    recovery_secret,
-    run_key_command,
-)
 from ciuic.repository import Repository, log
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Identity
@@ -146,7 +145,7 @@ class KeySlots:
             remote_id: Id of the remote, 16 bytes.
             secret: Passphrase or key.
             first: Name of a slot that is tried before all others; empty for none.
-            goes_on: As in `ciuic.remote.sealing.key_slot.unlock`.
+            goes_on: As in `ciuic.remote.sealing.key_slots.unlock`.
 
         Raises:
             WrongKey: it opens none.
@@ -526,7 +525,7 @@ def opened_remote(
     """Return the remote that the bytes of its remote.json describe.
 
     Raises:
-        DamagedRemote, WrongKey, UnsupportedFormat: as `ciuic.remote.format.remote_json.open_remote`.
+        DamagedRemote, WrongKey, UnsupportedFormat: as `ciuic.remote.documents.open_remote`.
     """
     opened = open_stored(data, master, expected_id=expected_id)
     return Remote(objects, opened.stored, opened.sealer, opened.identity, master)

@@ -26,9 +26,9 @@ from itertools import islice
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ciuic.errors import Damaged
-from ciuic.remote.format.names import PACKS_PREFIX, TABLES_PREFIX, PackRef, parse_pack, parse_table, split_ref
-from ciuic.remote.format.pack import RemotePackReader
+from ciuic.remote.object_names import PACKS_PREFIX, TABLES_PREFIX, PackRef, parse_pack, parse_table, split_ref
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
+from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.repository.errors import UnsupportedFormat
@@ -279,7 +279,7 @@ _AHEAD: Final = 4
 
 
 class CondemnedPacks(Protocol):
-    """Part of `ciuic.remote.log.rounds.Rounds` that the index uses."""
+    """Part of `ciuic.remote.log_reader.Rounds` that the index uses."""
 
     @property
     def condemned(self) -> frozenset[PackRef]:

@@ -32,7 +32,7 @@ from ciuic.system.linked_path import MAX_KEPT_BYTES
 from ciuic.types import Entry
 
 if TYPE_CHECKING:
-    from ciuic.restore.directory_handles import Folder
+    from ciuic.restore.destination_directories import Folder
     from ciuic.restore.model import Action
 
 

@@ -9,7 +9,7 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.printable import one_line
 from ciuic.restore.attributes import OWNER, TIMES
 from ciuic.restore.destination import refusal
-from ciuic.restore.directory_handles import Folder, Syncer
+from ciuic.restore.destination_directories import Folder, Syncer
 from ciuic.restore.model import (
     Action,
     Failure,

@@ -15,9 +15,14 @@ from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import join, resolve
 from ciuic.restore import journal
 from ciuic.restore.destination import open_directory, stat_at
-from ciuic.restore.directory_handles import NOT_THERE, many_descriptors
+from ciuic.restore.destination_directories import (
+    NOT_THERE,
+    check_usable,
+    make_targets,
+    many_descriptors,
+    open_parent,
+)
 from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget, believed_equal
-from ciuic.restore.targets import check_usable, make_targets, open_parent
 from ciuic.system.linked_path import LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.system.shell_quoting import shown

@@ -33,7 +33,7 @@ from ciuic.restore.destination import (
     stat_at,
     unlink_if_there,
 )
-from ciuic.restore.directory_handles import NOT_THERE, Folder, many_descriptors
+from ciuic.restore.destination_directories import NOT_THERE, Folder, many_descriptors, open_parent
 from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.restore.model import (
     OverwriteRules,
@@ -46,7 +46,6 @@ from ciuic.restore.model import (
 from ciuic.restore.new_files import NonDirectory
 from ciuic.restore.outcomes import Outcomes, ResultCounter
 from ciuic.restore.pool import Pool
-from ciuic.restore.targets import open_parent
 from ciuic.restore.workers import Feeder, Linker, SmallFiles
 from ciuic.system.mountinfo import LEFT_ALONE
 from ciuic.types import FLAG_MOUNTPOINT, Entry

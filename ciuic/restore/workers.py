@@ -20,9 +20,16 @@ from pathlib import Path
 
 from ciuic.errors import Damaged
 from ciuic.repository import Repository
-from ciuic.restore.content import Batch, BlockWorker, FileBlock, batches, file_blocks, start_writing_out
+from ciuic.restore.content import (
+    Batch,
+    BlockWorker,
+    FileBlock,
+    Sharing,
+    batches,
+    file_blocks,
+    start_writing_out,
+)
 from ciuic.restore.destination import new_temporary_name, unlink_if_there
-from ciuic.restore.extent_sharing import Sharing
 from ciuic.restore.new_files import READ_FILE, LinkGroup, NonDirectory
 from ciuic.restore.outcomes import ResultCounter
 from ciuic.restore.pool import Pool, RunStopped

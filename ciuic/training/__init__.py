@@ -8,22 +8,33 @@ from __future__ import annotations
 from typing import Final
 
 from ciuic.training.arguments import ManagerOptions, warn_deprecated
+from ciuic.training.change_figures import ChangeFigures
 from ciuic.training.check_resume import Difference, check_resume
 from ciuic.training.cloud_notices import MetadataService
-from ciuic.training.compare.figures import ChangeFigures
-from ciuic.training.compare.state_diff import StateDiff, TensorChange
 from ciuic.training.convert.exporting import Exported
 from ciuic.training.format.reading import Facts, NoUsableSnapshot, PassedOver, SavedSnapshot
+from ciuic.training.format.structure import UnknownType, register_type
 from ciuic.training.format.tensors import Unsaveable
-from ciuic.training.format.value_types import UnknownType, register_type
 from ciuic.training.framework_adapter import FrameworkAdapter
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.policy.retention_rules import Best, EverySeconds, EverySteps, Held, Latest
-from ciuic.training.policy.save_rules import AfterIf, Automatic, Interval, OnImprovement, Rule, Steps
 from ciuic.training.preemption import BeforePreemption, Preempted, requeue_slurm, requeue_submitit
 from ciuic.training.remote.copies import RemoteProgress
 from ciuic.training.results import Resumed, Save, SaveResult, State, Stats
+from ciuic.training.rules import (
+    AfterIf,
+    Automatic,
+    Best,
+    EverySeconds,
+    EverySteps,
+    Held,
+    Interval,
+    Latest,
+    OnImprovement,
+    Rule,
+    Steps,
+)
 from ciuic.training.snapshots import SnapshotTable
+from ciuic.training.state_diff import StateDiff, TensorChange
 from ciuic.training.state_import import Imported, import_state
 
 _RENAMED: Final = {

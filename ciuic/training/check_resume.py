@@ -16,7 +16,7 @@ from ciuic.system.ownership import temporary_directory
 from ciuic.training.format.structure import pack
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
 from ciuic.training.state.stateful import load_into, state_of
 
 
@@ -89,14 +89,14 @@ def _put_back(manager: SnapshotManager, objects: dict[str, Any]) -> None:
     state = manager.load_snapshot("latest")
     for name, value in objects.items():
         load_into(value, state[f"{name}_state_dict"], name)
-    randomness.restore(state["random_state"])
+    stateful.restore_random_states(state["random_state"])
 
 
 def _flat(objects: dict[str, Any], result: Any) -> dict[str, str]:
     """Return every value by its path, as text or as a digest: equal texts mean equal bits."""
     flat: dict[str, str] = {}
     for name, value in (*objects.items(), ("random generators", None)):
-        state = randomness.state() if value is None else state_of(value, name)
+        state = stateful.random_states() if value is None else state_of(value, name)
         _flatten(name, state, flat)
     try:
         _flatten("the result of the step", result, flat)

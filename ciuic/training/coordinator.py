@@ -15,20 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from ciuic.training import arguments
 from ciuic.training.arguments import ManagerOptions
-from ciuic.training.device_streams import capturing
+from ciuic.training.device_copy import capturing
 from ciuic.training.loading import check_fits, list_snapshots, load_newest, put_back
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
-from ciuic.training.policy.forecast import Forecast, forecast_for
-from ciuic.training.policy.retention_rules import Keep
-from ciuic.training.policy.save_rules import SaveRules
-from ciuic.training.policy.save_schedule import SaveSchedule
 from ciuic.training.preemption import LastSave, rule_of
 from ciuic.training.ranks import Ranks
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.remote.place import uploads_of
 from ciuic.training.results import Resumed, SaveCallbacks, State
+from ciuic.training.rules import Keep, SaveRules
 from ciuic.training.save_pipeline import CriticalSection, SavePipeline
+from ciuic.training.save_schedule import Forecast, SaveSchedule, forecast_for
 from ciuic.training.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered

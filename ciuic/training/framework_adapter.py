@@ -35,7 +35,7 @@ class FrameworkAdapter:
 
     A state has the keys of `SnapshotManager.load_latest_snapshot`: what ``state_dict()`` of the object registered
     as NAME returned, under ``NAME_state_dict``, with tensors on the CPU, and ``epoch``, ``step``, ``metrics``,
-    ``random_state`` (for ciuic.training.state.randomness.restore) beside it.
+    ``random_state`` (for ciuic.training.state.stateful.restore) beside it.
 
     *Collective* methods are called by every rank of `torch.distributed`, in the same order; with one process they
     communicate with nobody. All are called by the thread that trains.

@@ -34,7 +34,7 @@ from ciuic.training.ranks import Ranks
 from ciuic.training.remote.copies import RemoteCandidate, RemoteTraining
 from ciuic.training.remote.place import RemoteList
 from ciuic.training.results import State
-from ciuic.training.state import randomness, rank_state, stateful
+from ciuic.training.state import rank_state, stateful
 from ciuic.training.state.stateful import load_into
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
@@ -401,7 +401,7 @@ def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> N
         )
     if rank_state.is_new(state.ranks, rank):
         return  # Rank 0's random state on a new rank would make two ranks draw the same numbers.
-    for problem in randomness.restore(state["random_state"]):
+    for problem in stateful.restore_random_states(state["random_state"]):
         log.warning("ciuic: not resumed exactly: %s", problem)
 
 

@@ -22,12 +22,10 @@ from ciuic.training.arguments import ManagerOptions, OldKeywords, options_of, wa
 from ciuic.training.coordinator import SaveCoordinator, Settings
 from ciuic.training.framework_adapter import FrameworkAdapter
 from ciuic.training.logs import log, warn_once
-from ciuic.training.policy import save_rules
-from ciuic.training.policy.forecast import Forecast
-from ciuic.training.policy.retention_rules import Best, Keep, Latest
-from ciuic.training.policy.save_rules import Rule
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.results import EXIT_SECONDS, Resumed, Save, SaveCallback, State, Stats
+from ciuic.training.rules import Best, Keep, Latest, Rule, SaveRules, rules_of
+from ciuic.training.save_schedule import Forecast
 from ciuic.training.snapshot_taker import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.writer.paired_files import Roots
@@ -124,12 +122,12 @@ class SnapshotManager(TrainingSnapshots):
         others = options_of(options, dict(old))
         place = place_of(save_dir, remote)
         super().__init__(place.directory, name)
-        rules = save_rules.rules_of(interval, every_steps, arguments.several(save_when, "save_when"))
+        rules = rules_of(interval, every_steps, arguments.several(save_when, "save_when"))
         latest = [] if max_snapshots is None else [Latest(arguments.count(max_snapshots, "max_snapshots"))]
         settings = Settings(
             save_dir=self.save_dir,
             name=name,
-            rules=save_rules.SaveRules(rules),
+            rules=SaveRules(rules),
             keeps=(*latest, *arguments.several(keep, "keep")),
             compression=compression,
             options=others,

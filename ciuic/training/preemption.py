@@ -46,11 +46,11 @@ from typing import Any, Final, Literal, Protocol
 from ciuic.system.child_process import without_secrets
 from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.logs import log, quietly
-from ciuic.training.policy.save_rules import Moment, Rule
 from ciuic.training.ranks import Ranks, Vote
+from ciuic.training.rules import Moment, Rule
 from ciuic.training.save_pipeline import SavePipeline
 from ciuic.training.snapshot_taker import BoundaryState, RunProgress, SnapshotSpec, SnapshotTaker
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
@@ -563,7 +563,7 @@ class LastSave:
         if self._agreed():
             self.watch.at_boundary()
         epoch = self._registered.epoch(self._run.epoch)
-        self._remembered = BoundaryState(randomness.state(), self._registered.positions(), epoch)
+        self._remembered = BoundaryState(stateful.random_states(), self._registered.positions(), epoch)
 
     def guard_released(self) -> None:
         """Act on signals that arrived within the critical section."""

@@ -35,16 +35,15 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ciuic.repository.locks import Claim
-from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
-from ciuic.training.device_streams import capturing, device_stream_of
+from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap, capturing, device_stream_of
 from ciuic.training.format.layout import Layout, lay_out
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, Facts, encode_facts
 from ciuic.training.format.structure import Leaf
 from ciuic.training.format.tensors import Array, ArrayBuffer, outside_inference_mode
 from ciuic.training.logs import log, warn_once
-from ciuic.training.policy.save_schedule import SaveCosts
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.results import EXIT_SECONDS, Save, SaveCallbacks, SaveResult, Stats
+from ciuic.training.save_schedule import SaveCosts
 from ciuic.training.writer.client import FORKED, Slot, WriterClient, manifest_files
 from ciuic.training.writer.messages import (
     FromWriter,

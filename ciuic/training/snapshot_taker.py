@@ -34,11 +34,11 @@ from ciuic.training.format.shards import are_sharded
 from ciuic.training.format.structure import Leaf, encode_json, pack
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
-from ciuic.training.policy.save_schedule import SaveSchedule
 from ciuic.training.ranks import RankMismatch, Ranks
 from ciuic.training.results import Save, SaveResult
 from ciuic.training.save_pipeline import GatheredState, NotStaged, SavePipeline
-from ciuic.training.state import randomness, rank_state
+from ciuic.training.save_schedule import SaveSchedule
+from ciuic.training.state import rank_state, stateful
 from ciuic.training.state.rank_state import RankState
 from ciuic.training.state.registered import Registered
 from ciuic.training.state.stateful import unregistered
@@ -612,7 +612,7 @@ class SnapshotTaker:
         self._pipeline.process_messages()
         self._warn_incomplete()
         self._prepared = True
-        states, random = self._registered.states(), randomness.state()
+        states, random = self._registered.states(), stateful.random_states()
         if request.boundary_state is not None:
             # Within an evaluation: the resumed run continues from the last boundary and evaluates again.
             states, random = states | request.boundary_state.positions, request.boundary_state.random

@@ -19,15 +19,13 @@ from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.training import arguments, loading
 from ciuic.training.arguments import warn_deprecated
-from ciuic.training.compare.state_diff import StateDiff, diff_states
-from ciuic.training.compare.text_table import aligned_text, html_table
 from ciuic.training.convert import exporting
 from ciuic.training.format.reading import SavedSnapshot, saved_snapshots
 from ciuic.training.logs import log
-from ciuic.training.policy.retention_rules import Best, RetentionCandidate, best_of
-from ciuic.training.policy.save_rules import Mode
 from ciuic.training.remote.copies import RemoteCopies, RemoteProgress
 from ciuic.training.results import EXIT_SECONDS, State
+from ciuic.training.rules import Best, Mode, RetentionCandidate, best_of
+from ciuic.training.state_diff import StateDiff, aligned_text, diff_states, html_table
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
 from ciuic.units import human_size, plural

@@ -25,7 +25,7 @@ from ciuic.training.convert.export_state import LOOPS, RANDOM, missing_package
 from ciuic.training.json_documents import MALFORMED
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.results import EXIT_SECONDS
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
 from ciuic.units import human_size
 
 TAG: Final = "imported"
@@ -347,6 +347,6 @@ def _restore_generators(random: dict[str, Any]) -> bool:
             # The export has made a tensor of the array in it.
             inner = {**numpy["state"], "key": numpy["state"]["key"].numpy()}
             random = {**random, "numpy": {**numpy, "state": inner}}
-        return not randomness.restore(random)
+        return not stateful.restore_random_states(random)
     except (*MALFORMED, ValueError):
         return False

@@ -33,10 +33,16 @@ from ciuic.repository.locks import Claim
 from ciuic.system.poll import readable
 from ciuic.training import cloud_notices
 from ciuic.training.arena import ReadArena
-from ciuic.training.policy.forecast import measure
 from ciuic.training.remote.uploads import Uploads
-from ciuic.training.writer import rank_parts, reverse_deltas
-from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
+from ciuic.training.save_schedule import measure
+from ciuic.training.writer import codecs, rank_parts
+from ciuic.training.writer.codecs import (
+    SEAL_FROM_BYTES,
+    CodecChooser,
+    CodingTurns,
+    CommitCodecs,
+    ReverseDeltas,
+)
 from ciuic.training.writer.committing import LastCommit, commit, put_files
 from ciuic.training.writer.housekeeping import DAMAGE_NOTE, WriterHousekeeping
 from ciuic.training.writer.messages import (
@@ -60,7 +66,6 @@ from ciuic.training.writer.messages import (
     send,
 )
 from ciuic.training.writer.paired_files import PairAnswer
-from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES, CodingTurns, ReverseDeltas
 from ciuic.types import Snapshot
 
 # Time for a restarting daemon to come back and hear how the trainer ended.
@@ -250,7 +255,7 @@ class _Writer:
         self._size_bytes = self._number = 0
         self._drop_caches()
         self._turns = CodingTurns(
-            reverse_deltas.Trainer(
+            codecs.Trainer(
                 has_message=lambda: trainer.waiting() or trainer.is_gone(),
                 stands_still=lambda: trainer.stands_still(self._number),
                 pause=trainer.pause,

@@ -21,7 +21,7 @@ from support.live import installed, wait_for
 
 from ciuic.remote.access import key_slots
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.sealing.recovery_key import show_recovery_key
+from ciuic.remote.sealing.key_slots import show_recovery_key
 from ciuic.repository import Repository
 from ciuic.repository.identity import BLAKE3, XXH3
 

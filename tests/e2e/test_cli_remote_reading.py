@@ -18,7 +18,7 @@ from support.restoring import write
 
 from ciuic.remote.access import add_slot
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.sealing.slot_secret import new_key_text, passphrase_secret, read_key_file
+from ciuic.remote.sealing.key_slots import new_key_text, passphrase_secret, read_key_file
 from ciuic.system.poll import readable
 from ciuic.types import Snapshot
 

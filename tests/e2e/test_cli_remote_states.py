@@ -24,8 +24,7 @@ from ciuic.cli.shared.session import Session
 from ciuic.remote.access import add_slot, open_remote
 from ciuic.remote.errors import WrongKey
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.sealing.recovery_key import show_recovery_key
-from ciuic.remote.sealing.slot_secret import SlotSecret, make_key_file, read_key_file
+from ciuic.remote.sealing.key_slots import SlotSecret, make_key_file, read_key_file, show_recovery_key
 from ciuic.training.remote.uploads import is_uploading, state_dir
 
 SAVED = (("first", 10), ("first", 20), ("second", 20), ("first", 20))

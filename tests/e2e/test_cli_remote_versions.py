@@ -21,8 +21,7 @@ from support.versioned_objects import attack
 from ciuic.remote.access import add_slot
 from ciuic.remote.objects.s3_botocore import S3Client
 from ciuic.remote.objects.urls import StoreSettings, parse_url
-from ciuic.remote.sealing.recovery_key import show_recovery_key
-from ciuic.remote.sealing.slot_secret import SlotSecret, new_key_text, read_key_file
+from ciuic.remote.sealing.key_slots import SlotSecret, new_key_text, read_key_file, show_recovery_key
 
 
 class AttackedBucket:

@@ -15,9 +15,9 @@ import pytest
 from support import lazy_ops, trees
 from support.lazy_restores import LazyHost, eventually, lazy_host, shell
 
-from ciuic.lazy.layout import MARKER
 from ciuic.lazy.progress import LazyStatus, read_statuses
-from ciuic.remote.format.names import PACKS_PREFIX
+from ciuic.lazy.service import MARKER
+from ciuic.remote.object_names import PACKS_PREFIX
 
 pytestmark = pytest.mark.mount
 _OPS = Path(lazy_ops.__file__)

@@ -28,8 +28,8 @@ from ciuic.protocol.worker_client import WorkerRefused
 from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, Result, content, execute, plan_restore
-from ciuic.restore.extent_sharing import OverlaySharing as Way
-from ciuic.restore.extent_sharing import find
+from ciuic.restore.content import OverlaySharing as Way
+from ciuic.restore.content import find
 from ciuic.types import SnapshotId
 
 pytestmark = [

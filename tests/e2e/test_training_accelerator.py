@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training import device_streams
+from ciuic.training import device_copy
 from ciuic.training.arena import Arena
 from ciuic.training.writer import client
 
@@ -87,7 +87,7 @@ def test_every_snapshot_is_the_state_of_its_step(
 ) -> None:
     """Every snapshot is the state of its step, whatever device and program do right after."""
     if not pinned:
-        monkeypatch.setattr(device_streams, "_register", lambda *arguments: None)
+        monkeypatch.setattr(device_copy, "_register", lambda *arguments: None)
     arenas: list[Arena] = []
     allocate = client.allocate_arena
     monkeypatch.setattr(client, "allocate_arena", lambda size: arenas.append(allocate(size)) or arenas[-1])

@@ -12,8 +12,7 @@ from support.tiny_training import Model
 
 from ciuic import SnapshotManager
 from ciuic.errors import Damaged, NotFound
-from ciuic.history.checkpoints import checkpoints
-from ciuic.history.versions import timelines
+from ciuic.history import checkpoints, timelines
 from ciuic.repository import Repository
 from ciuic.repository.block_maps import blocks_of
 from ciuic.training import Best, SnapshotTable

@@ -18,8 +18,7 @@ import pytest
 from ciuic import SnapshotManager
 from ciuic.training import save_pipeline
 from ciuic.training.arena import Arena
-from ciuic.training.device_copy import Overlap
-from ciuic.training.device_streams import TorchDeviceStream
+from ciuic.training.device_copy import Overlap, TorchDeviceStream
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 _WIDTH = 16

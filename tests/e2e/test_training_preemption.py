@@ -82,7 +82,7 @@ NUMPY_HEAD = """
     from support.tiny_training import Model, Optimizer
     from ciuic import SnapshotManager
     from ciuic.training import BeforePreemption, ManagerOptions, MetadataService
-    from ciuic.training.policy.save_schedule import SaveCosts
+    from ciuic.training.save_schedule import SaveCosts
     model = Model(); optimizer = Optimizer(model)
     def manage(rule):
         manager = SnapshotManager(sys.argv[1], save_when=[rule])

@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
 from support import sharded_remote  # noqa: E402
 from support.sharded_training import Ranks  # noqa: E402
 
-from ciuic.remote.sealing.slot_secret import make_key_file  # noqa: E402
+from ciuic.remote.sealing.key_slots import make_key_file  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,12 +9,12 @@ import pytest
 from support import format_page as page
 from support import remote_recipe as recipe
 
-from ciuic.remote.format import documents, names, remote_json
-from ciuic.remote.format.documents import decode_round
-from ciuic.remote.format.pack import RemotePackReader
-from ciuic.remote.sealing import key_slot
+from ciuic.remote import documents, object_names
+from ciuic.remote.documents import decode_round
+from ciuic.remote.pack import RemotePackReader
+from ciuic.remote.sealing import key_slots
+from ciuic.remote.sealing.key_slots import SlotKind, SlotSecret
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import SlotKind, SlotSecret
 from ciuic.repository.identity import Identity
 
 KINDS = ("sealed", "clear")
@@ -58,7 +58,7 @@ def test_the_page_names_the_slot_of_a_key(kind: SlotKind) -> None:
     info = b"ciuic key slot name v1 " + kind.encode()
     digits = page.hkdf(recipe.KEY_FILE, recipe.REMOTE_ID, info)[:6].hex()
     secret = SlotSecret(kind, recipe.KEY_FILE)
-    assert key_slot.own_slot(recipe.REMOTE_ID, secret, "Node_7.example") == f"host-node-7-example-{digits}"
+    assert key_slots.own_slot(recipe.REMOTE_ID, secret, "Node_7.example") == f"host-node-7-example-{digits}"
 
 
 def test_the_page_opens_every_key_slot() -> None:
@@ -84,7 +84,7 @@ def test_the_page_finds_the_identity(kind: str) -> None:
     remote = page_remote(kind)
     assert (remote.config["block_size"], remote.config["created_ns"]) == (recipe.BLOCK, recipe.TIME_NS)
     data = (recipe.VECTORS / kind / "remote.json").read_bytes()
-    opened = remote_json.open_remote(data, MasterKey(recipe.MASTER) if kind == "sealed" else None)
+    opened = documents.open_remote(data, MasterKey(recipe.MASTER) if kind == "sealed" else None)
     assert opened.identity == Identity("blake3-128", remote.naming_key, remote.border_seed)
     if kind == "clear":
         assert opened.identity == recipe.identity()
@@ -140,19 +140,21 @@ def test_ciuic_reads_the_known_answers(kind: str) -> None:
     known = stored(kind)
     master = None
     if kind == "sealed":
-        remote_id = remote_json.read_remote_id(known["remote.json"])
+        remote_id = documents.read_remote_id(known["remote.json"])
         for slot, secret in recipe.secrets().items():
-            decoded = key_slot.decode_slot(slot, known[names.slot_name(slot)])
-            master = key_slot.unwrap_master_key(decoded, remote_id, secret)
+            decoded = key_slots.decode_slot(slot, known[object_names.slot_name(slot)])
+            master = key_slots.unwrap_master_key(decoded, remote_id, secret)
             assert master.reveal() == recipe.MASTER
-    remote = remote_json.open_remote(known["remote.json"], master)
+    remote = documents.open_remote(known["remote.json"], master)
     sealer = remote.sealer
     data = known[recipe.MANIFEST]
     digest = documents.object_digest(data)
     for number, entry in enumerate(recipe.entries(digest)):
-        name = names.log_entry_name(recipe.WRITER, number)
+        name = object_names.log_entry_name(recipe.WRITER, number)
         assert documents.decode_log_entry(sealer, recipe.WRITER, number, known[name]) == entry
     assert documents.decode_manifest(sealer, recipe.MANIFEST, data).snapshot == recipe.SNAPSHOT_FILE
     assert decode_round(sealer, 0, "final", known["gc/0000000000.final"]).manifests == (recipe.MANIFEST,)
-    records = RemotePackReader(sealer, recipe.META_PACK).check(known[names.pack_name(recipe.META_PACK)])
+    records = RemotePackReader(sealer, recipe.META_PACK).check(
+        known[object_names.pack_name(recipe.META_PACK)]
+    )
     assert [record.id for record in records] == [record.id for record in recipe.META_RECORDS]

@@ -18,7 +18,7 @@ from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.upload.uploader import Labels
+from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 

@@ -35,9 +35,10 @@ from support.remote_world import (
     store_pack,
 )
 
-from ciuic.remote.format.documents import LogRemove, create_entry
-from ciuic.remote.format.names import PackRef
-from ciuic.remote.log.errors import DamagedRemote, LostCommits, NothingCommitted
+from ciuic.remote.documents import LogRemove, create_entry
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.log_reader import LostCommits, NothingCommitted
+from ciuic.remote.object_names import PackRef
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collector import CollectionPolicy, Collector

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ciuic.errors import Damaged, UsageError
+from ciuic.remote import object_names
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format import names
-from ciuic.remote.format.pack import (
+from ciuic.remote.objects.model import NoSuchObject, ObjectInfo
+from ciuic.remote.pack import (
     HEADER_BYTES,
     MAX_PACK_BYTES,
     MAX_ROWS,
@@ -26,7 +27,6 @@ from ciuic.remote.format.pack import (
     RemotePackReader,
     RemotePackWriter,
 )
-from ciuic.remote.objects.model import NoSuchObject, ObjectInfo
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Bytes
@@ -158,7 +158,7 @@ def refused(read: Callable[[], object]) -> bool:
 def test_packs_are_read_as_they_were_written(kind: str, added: list[Chunk], pack_kind: str) -> None:
     """Every record and its stored bytes come out of a pack as they went in."""
     sealer = SEALERS[kind]
-    ref = names.new_pack_ref("data" if pack_kind == "data" else "meta")
+    ref = object_names.new_pack_ref("data" if pack_kind == "data" else "meta")
     data = packed(sealer, added, ref)
     reader = RemotePackReader(sealer, ref)
     assert contents(reader, data) == added
@@ -173,7 +173,7 @@ def test_packs_are_read_as_they_were_written(kind: str, added: list[Chunk], pack
 
 
 SMALL = [chunk(b"first", id_=b"1" * 16), chunk(b"other", id_=b"2" * 16), chunk(b"", flags=1, id_=b"3" * 16)]
-REF = names.pack_ref("data", bytes(range(16)))
+REF = object_names.pack_ref("data", bytes(range(16)))
 
 
 @_BOTH
@@ -263,7 +263,7 @@ def test_a_pack_opens_only_under_its_name_and_key(kind: str) -> None:
     data = packed(SEALERS[kind], SMALL, REF)
     master = KEY if kind == "sealed" else None
     others = [
-        (SEALERS[kind], names.pack_ref("data", bytes(16))),
+        (SEALERS[kind], object_names.pack_ref("data", bytes(16))),
         (SEALERS[kind], "m" + REF[1:]),
         (Sealer(b"R" * 16, master), REF),
         (SEALERS["clear" if kind == "sealed" else "sealed"], REF),
@@ -284,7 +284,7 @@ def test_a_hostile_end_is_refused_before_anything_is_read(count: int, offset: in
     sealer = SEALERS["clear"]
     data = packed(sealer, SMALL, REF)
     end = struct.pack("<8sIIQQ", b"CIUICRPT", count, 0, offset, 0)
-    objects = ObjectsInDict({names.pack_name(REF): data[:-TRAILER_BYTES] + end})
+    objects = ObjectsInDict({object_names.pack_name(REF): data[:-TRAILER_BYTES] + end})
     reader = RemotePackReader(sealer, REF)
     with pytest.raises(DamagedRemote):
         reader.read_table(objects)
@@ -324,7 +324,7 @@ def _row(**fields: object) -> bytes:
 def test_an_impossible_row_is_refused(fields: dict[str, object]) -> None:
     """Rows whose fields contradict each other are refused, also with a right checksum."""
     sealer = SEALERS["clear"]
-    layout = PackLayout(sealer, REF, names.pack_name(REF))
+    layout = PackLayout(sealer, REF, object_names.pack_name(REF))
     data = layout.header + b"12345"
     reader = RemotePackReader(sealer, REF)
     whole = forged(layout, data, _row(**fields), 1, 69)
@@ -337,7 +337,7 @@ def test_an_impossible_row_is_refused(fields: dict[str, object]) -> None:
 )
 def test_records_cover_a_pack_without_overlap(offsets: tuple[int, int], valid: bool) -> None:
     """Rows that leave a gap or overlap are refused; the rows of these tests are valid without a change."""
-    layout = PackLayout(SEALERS["clear"], REF, names.pack_name(REF))
+    layout = PackLayout(SEALERS["clear"], REF, object_names.pack_name(REF))
     rows = b"".join(_row(offset=offset) for offset in offsets)
     whole = forged(layout, layout.header + b"1234512345", rows, 2, 74)
     reader = RemotePackReader(SEALERS["clear"], REF)
@@ -347,7 +347,7 @@ def test_records_cover_a_pack_without_overlap(offsets: tuple[int, int], valid: b
 @_BOTH
 def test_a_table_has_a_limit(kind: str) -> None:
     """A pack of the largest size with more rows than the page allows is refused, one with as many is not."""
-    layout = PackLayout(SEALERS[kind], REF, names.pack_name(REF))
+    layout = PackLayout(SEALERS[kind], REF, object_names.pack_name(REF))
     for rows, valid in ((MAX_ROWS, True), (MAX_ROWS + 1, False)):
         size = 64 + rows * ROW_BYTES + layout.seal.tag_bytes + TRAILER_BYTES
         tail = struct.pack("<8sIIQQ", b"CIUICRPT", rows, 0, 64, 0)
@@ -363,7 +363,7 @@ def test_a_long_table_takes_a_second_request(kind: str) -> None:
     sealer = SEALERS[kind]
     added = [chunk(b"%d" % n, id_=b"%016d" % n) for n in range(TAIL_GUESS_BYTES // ROW_BYTES + 5)]
     data = packed(sealer, added, REF)
-    objects = ObjectsInDict({names.pack_name(REF): data})
+    objects = ObjectsInDict({object_names.pack_name(REF): data})
     records = RemotePackReader(sealer, REF).read_table(objects)
     assert [record.id for record in records] == [one.record.id for one in added]
     assert objects.requests == ["tail", "get_ranges"]
@@ -404,7 +404,7 @@ def test_a_buffer_is_used_again() -> None:
     first = RemotePackWriter(SEALERS["clear"], REF, capacity_bytes=1 << 16)
     first.add(chunk(b"a" * 20_000).record, b"a" * 20_000)
     first.finish()
-    other = names.new_pack_ref("data")
+    other = object_names.new_pack_ref("data")
     second = RemotePackWriter(SEALERS["clear"], other, buffer=first.buffer)
     second.add(SMALL[0].record, SMALL[0].stored)
     data = b"".join(second.finish())
@@ -464,7 +464,7 @@ def test_sealed_bytes_have_nothing_of_the_plaintext(seed: int) -> None:
     plain = [words, bytes(5000), os.urandom(3000)]
     for kind, sealer in SEALERS.items():
         added = [chunk(one, id_=bytes([65 + n]) * 16) for n, one in enumerate(plain)]
-        stored = packed(sealer, added, names.new_pack_ref("data"))
+        stored = packed(sealer, added, object_names.new_pack_ref("data"))
         stored += sealer.seal("manifests/a", words)
         runs = {one[at : at + 64] for one in plain for at in range(len(one) - 63)}
         found = any(stored[at : at + 64] in runs for at in range(HEADER_BYTES, len(stored) - 63))

@@ -20,7 +20,7 @@ from support.saved_states import BLOCK, SavedStates, Sharded, rows  # noqa: E402
 
 from ciuic.repository import Repository  # noqa: E402
 from ciuic.training import StateDiff  # noqa: E402
-from ciuic.training.compare.state_diff import diff_states  # noqa: E402
+from ciuic.training.state_diff import diff_states  # noqa: E402
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),

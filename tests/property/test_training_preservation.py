@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.training.policy.retention_rules import (
-    Best,
-    EverySeconds,
-    EverySteps,
-    Held,
-    Keep,
-    Latest,
-    RetentionCandidate,
-    kept,
-)
+from ciuic.training.rules import Best, EverySeconds, EverySteps, Held, Keep, Latest, RetentionCandidate, kept
 from ciuic.training.writer.messages import RetentionRules
 
 RULES = st.one_of(

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.training import UnknownType, Unsaveable, register_type
-from ciuic.training.format import value_types
+from ciuic.training.format import structure
 from ciuic.training.format.structure import pack, unpack
 
 
@@ -74,8 +74,8 @@ class Version:
 def _registered() -> Iterator[None]:
     """Register the classes of this module, and forget them at its end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(value_types, "_BY_CLASS", dict(value_types._BY_CLASS))
-        patch.setattr(value_types, "_BY_NAME", dict(value_types._BY_NAME))
+        patch.setattr(structure, "_BY_CLASS", dict(structure._BY_CLASS))
+        patch.setattr(structure, "_BY_NAME", dict(structure._BY_NAME))
         for one in (Color, Level, Stage, Rights, Point, Config, Slotted):
             register_type(one)
         register_type(Version, "version", lambda value: value.text, Version)
@@ -168,7 +168,7 @@ def test_singletons_and_odd_values(name: str) -> None:
     """Members are the same objects, and a Decimal may be no number, which == does not tell."""
     assert _through({name: Color.BLUE})[name] is Color.BLUE
     assert _through(datetime.timezone.utc) is datetime.timezone.utc
-    assert str(_through(value_types.decimal.Decimal("-sNaN12"))) == "-sNaN12"
+    assert str(_through(structure.decimal.Decimal("-sNaN12"))) == "-sNaN12"
 
 
 def test_what_is_not_registered_is_refused_with_what_to_do() -> None:

@@ -107,7 +107,7 @@ def test_no_child_gets_the_secrets_of_remotes_but_those_that_open_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, privileged: bool
 ) -> None:
     """Passphrases, recovery keys and paths of key files reach the processes that upload states, no other child and no key command."""
-    from ciuic.remote.sealing.slot_secret import run_key_command
+    from ciuic.remote.sealing.key_slots import run_key_command
     from ciuic.training.remote.uploads import store_variables
 
     monkeypatch.setattr(child_process, "is_privileged", lambda: privileged)
@@ -167,7 +167,7 @@ def test_a_child_finds_this_very_package_wherever_it_starts(
         pytest.skip("isolated mode is root's")
     monkeypatch.setattr(child_process, "is_privileged", lambda: privileged)
     plant(tmp_path, "ciuic", tmp_path / "mark")
-    done = _run_child("ciuic.cli.shared.names", tmp_path)
+    done = _run_child("ciuic.cli.shared.messages", tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "mark").exists()
 
@@ -221,7 +221,7 @@ _BECOMES = {
     "ciuic/fuse_layer/prefork/service.py": "the unit's command becomes the process that forks workers, as all children are started"
 }
 _CALLERS_OWN = {
-    "ciuic/cli/commands/training/watch.py": "the command that the caller names, as the caller would run it",
+    "ciuic/cli/commands/watch.py": "the command that the caller names, as the caller would run it",
     "ciuic/training/preemption.py": "Slurm's scontrol, in the environment that Slurm gave the job",
     "ciuic/daemon/base/alert_hook.py": "the operator's command; tests/security/test_alert_text.py",
 }

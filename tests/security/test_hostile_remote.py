@@ -20,14 +20,13 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote, add_slot, init_remote, open_remote, require_sealed
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.names import REMOTE_JSON, new_pack_ref, pack_name
-from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log_reader import RolledBack
+from ciuic.remote.object_names import REMOTE_JSON, new_pack_ref, pack_name
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.sealing.recovery_key import show_recovery_key
+from ciuic.remote.sealing.key_slots import passphrase_secret, recovery_secret, show_recovery_key
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import passphrase_secret, recovery_secret
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collector import CollectionPolicy
 from ciuic.repository import Repository

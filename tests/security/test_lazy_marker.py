@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.lazy.layout import MARKER, LazyLayout
+from ciuic.lazy.service import MARKER, LazyLayout
 
 
 @pytest.mark.parametrize("plant", [os.link, os.symlink])

@@ -20,7 +20,7 @@ from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.objects.storage_classes import ListedClass, ObjectClass, ThawSpeed, find_class
 from ciuic.remote.reading.opening import ReadableRemote
-from ciuic.remote.upkeep.tier_moves import PlannedMoves, apply_rules
+from ciuic.remote.upkeep.cold_packs import PlannedMoves, apply_rules
 from ciuic.repository.identity import Bytes
 
 

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ciuic import SnapshotManager
 from ciuic.training import ManagerOptions, ranks
-from ciuic.training.policy.save_rules import Interval, Moment, Rule
+from ciuic.training.rules import Interval, Moment, Rule
 
 EPOCHS = 3
 

@@ -80,7 +80,7 @@ Only the device's work may touch the memory.
 
 
 class Device:
-    """Simulated device, and the lane on it (`ciuic.training.device_streams`)."""
+    """Simulated device, and the lane on it (`ciuic.training.device_copy`)."""
 
     def __init__(self, choose: Choose) -> None:
         self.program, self.ours = Stream(), Stream()
@@ -172,5 +172,5 @@ class Device:
 
 
 def lane_of(value: Any) -> Any:
-    """Return the lane, in place of `ciuic.training.device_streams.device_stream_of`."""
+    """Return the lane, in place of `ciuic.training.device_copy.device_stream_of`."""
     return _DEVICES.get(id(value.array if isinstance(value, Parameter) else value), (None, None))[0]

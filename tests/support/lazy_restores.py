@@ -14,7 +14,7 @@ from pathlib import Path
 from support.remote_host import RemoteHost, new_remote
 
 from ciuic.fuse_layer.system import mounts
-from ciuic.lazy.layout import LazyLayout
+from ciuic.lazy.service import LazyLayout
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.system.mountinfo import LAZY_FS_TYPE
 from ciuic.types import Snapshot

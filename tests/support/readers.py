@@ -75,13 +75,13 @@ from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
 from ciuic.system.spill import Spill
 from ciuic.training import ranks
-from ciuic.training.compare.stored_tensors import described_tensors
 from ciuic.training.convert.inert_pickle import read_pickle
 from ciuic.training.dcp.pointer import decode_checkpoint_pointer
 from ciuic.training.format import structure
 from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.reading import STATE_VERSION, _decode_facts, check_document
 from ciuic.training.json_documents import MALFORMED, decode_json
+from ciuic.training.state_diff import described_tensors
 from ciuic.training.writer import messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 from ciuic.verdicts.verdict import DEFECT, checkpoints_in, judge_file

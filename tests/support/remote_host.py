@@ -22,9 +22,9 @@ from ciuic.config import RemoteConfig
 from ciuic.remote.access import Remote, init_remote
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.reading.opening import ReadableRemote, read_remote
+from ciuic.remote.replication import Replication
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.upload.replication import Replication
-from ciuic.remote.upload.uploader import Labels
+from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository
 from ciuic.repository.pack_directory import Packs
 from ciuic.types import Snapshot

@@ -34,19 +34,15 @@ from support.remote_world import (
     make_collector,
 )
 
-from ciuic.remote.format import documents
-from ciuic.remote.format.documents import StoredRound, encode_log_entry, encode_round
-from ciuic.remote.format.names import log_entry_name, round_name
-from ciuic.remote.log import writer_log
-from ciuic.remote.log.compaction import LogRotation
-from ciuic.remote.log.errors import LostCommits, NothingCommitted
-from ciuic.remote.log.log_reader import LogReader, LogSummary
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote import documents, writer_log
+from ciuic.remote.documents import StoredRound, encode_log_entry, encode_round
+from ciuic.remote.log_reader import LogReader, LogSummary, LostCommits, NothingCommitted, Rounds
+from ciuic.remote.object_names import log_entry_name, round_name
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep import collector as collector_module
 from ciuic.remote.upkeep.collector import CollectionResult, Collector
+from ciuic.remote.writer_log import LogRotation, WriterLog
 from ciuic.repository.identity import Bytes
 from ciuic.types import ChunkId
 

@@ -8,17 +8,17 @@ import xxhash
 from support import remote_recipe as recipe
 from support.readers import Reader
 
-from ciuic.remote.format import documents, names, remote_json
-from ciuic.remote.format.documents import decode_round
-from ciuic.remote.format.pack import RemotePackReader
-from ciuic.remote.sealing import key_slot, recovery_key, slot_secret
+from ciuic.remote import documents, object_names
+from ciuic.remote.documents import decode_round
+from ciuic.remote.pack import RemotePackReader
+from ciuic.remote.sealing import key_slots
 from ciuic.remote.sealing.sealer import Sealer, add_check, xxh3_check
 
 # In clear, so that what is fuzzed is the decoder and not the seal.
 _CLEAR = Sealer(recipe.REMOTE_ID, None)
 _PACK = RemotePackReader(_CLEAR, recipe.META_PACK)
-_ENTRY = names.log_entry_name(recipe.WRITER, 0)
-_ROUND = names.round_name(0)
+_ENTRY = object_names.log_entry_name(recipe.WRITER, 0)
+_ROUND = object_names.round_name(0)
 
 
 def _log_entry(data: bytes) -> object:
@@ -46,12 +46,12 @@ def _table(data: bytes) -> object:
 
 def _remote_json(data: bytes) -> object:
     """Decode remote.json with a check that fits."""
-    return remote_json.open_remote(add_check(data, xxh3_check), None)
+    return documents.open_remote(add_check(data, xxh3_check), None)
 
 
 def _slot(data: bytes) -> object:
     """Decode a key slot with a check that fits."""
-    return key_slot.decode_slot("main", add_check(data, xxh3_check))
+    return key_slots.decode_slot("main", add_check(data, xxh3_check))
 
 
 def _without_check(data: bytes) -> bytes:
@@ -61,7 +61,7 @@ def _without_check(data: bytes) -> bytes:
 def remote_readers() -> list[Reader]:
     """Return the decoders of a remote."""
     clear, sealed = recipe.objects(sealed=False), recipe.objects(sealed=True)
-    commit = clear[names.log_entry_name(recipe.WRITER, 1)]
+    commit = clear[object_names.log_entry_name(recipe.WRITER, 1)]
     pack = clear[_PACK.name]
     own = clear[f"repositories/{recipe.OLD_REPOSITORY_ID.hex()}/remote.json"]
     return [
@@ -71,13 +71,13 @@ def remote_readers() -> list[Reader]:
         Reader("round of a remote", _round, clear[_ROUND][48:]),
         Reader("pack of a remote", _PACK.check, pack),
         Reader("table of a remote's pack", _table, pack[564:-32]),
-        Reader("remote.json", _remote_json, _without_check(clear[names.REMOTE_JSON])),
+        Reader("remote.json", _remote_json, _without_check(clear[object_names.REMOTE_JSON])),
         Reader("remote.json of a repository", _remote_json, _without_check(own)),
         Reader("key slot", _slot, _without_check(sealed["keys/main"])),
-        Reader("text of a key", lambda data: slot_secret.parse_key_text(data, "a file"), recipe.KEY_FILE.hex().encode()),
+        Reader("text of a key", lambda data: key_slots.parse_key_text(data, "a file"), recipe.KEY_FILE.hex().encode()),
         Reader(
             "recovery key",
-            lambda data: recovery_key.parse_recovery_key(data.decode("utf-8", "replace")),
+            lambda data: key_slots.parse_recovery_key(data.decode("utf-8", "replace")),
             recipe.RECOVERY_TEXT.encode(),
         ),
     ]  # fmt: skip

@@ -21,22 +21,21 @@ import xxhash
 from support import golden_recipe as recipe
 
 from ciuic.config import RemoteConfig
+from ciuic.remote import documents, object_names
 from ciuic.remote.access import Remote, init_remote
-from ciuic.remote.format import documents, names, remote_json
-from ciuic.remote.format.documents import StoredRound, encode_round
-from ciuic.remote.format.names import slot_name
-from ciuic.remote.format.pack import RemotePackWriter
+from ciuic.remote.documents import StoredRound, encode_round
+from ciuic.remote.object_names import slot_name
 from ciuic.remote.objects.directory_objects import DirectoryObjects
+from ciuic.remote.pack import RemotePackWriter
 from ciuic.remote.reading.opening import read_remote
-from ciuic.remote.sealing import key_slot, slot_secret
-from ciuic.remote.sealing.key_slot import wrap_master_key
+from ciuic.remote.replication import Replication
+from ciuic.remote.sealing import key_slots
+from ciuic.remote.sealing.key_slots import show_recovery_key, wrap_master_key
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
-from ciuic.remote.sealing.recovery_key import show_recovery_key
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.upload.replication import Replication
-from ciuic.remote.upload.uploader import Labels
+from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository, Writer
 from ciuic.repository.identity import Identity
 from ciuic.repository.model import PackRecord
@@ -107,20 +106,20 @@ def chunk_id(number: int) -> ChunkId:
 
 DATA_RECORDS: Final = (record(1, 5000), record(2, 1), record(3, 777, raw=BLOCK, flags=1))
 META_RECORDS: Final = (record(4, 300, raw=900, flags=2), record(5, 200, raw=900, flags=6, base=4))
-DATA_PACK: Final = names.pack_ref("data", bytes(range(16)))
-META_PACK: Final = names.pack_ref("meta", bytes(range(16, 32)))
-MANIFEST: Final = names.manifest_name(
+DATA_PACK: Final = object_names.pack_ref("data", bytes(range(16)))
+META_PACK: Final = object_names.pack_ref("meta", bytes(range(16, 32)))
+MANIFEST: Final = object_names.manifest_name(
     job="große job", epoch=3, step=12000, host="..node-1", random="0123456789abcdef" * 2
 )
 
 
-def secrets() -> dict[str, slot_secret.SlotSecret]:
+def secrets() -> dict[str, key_slots.SlotSecret]:
     """Return the secret of each key slot."""
     return {
-        "main": slot_secret.passphrase_secret(PASSPHRASE),
-        "file": slot_secret.SlotSecret("key-file", KEY_FILE),
-        "kms": slot_secret.SlotSecret("command", COMMAND_KEY),
-        "paper": slot_secret.recovery_secret(RECOVERY_TEXT),
+        "main": key_slots.passphrase_secret(PASSPHRASE),
+        "file": key_slots.SlotSecret("key-file", KEY_FILE),
+        "kms": key_slots.SlotSecret("command", COMMAND_KEY),
+        "paper": key_slots.recovery_secret(RECOVERY_TEXT),
     }
 
 
@@ -168,7 +167,7 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
     source = fixed_random("sealed" if sealed else "clear")
     sealer = Sealer(REMOTE_ID, master, random_bytes=source)
     found = {
-        names.REMOTE_JSON: remote_json.encode_remote(
+        object_names.REMOTE_JSON: documents.encode_remote(
             remote_id=REMOTE_ID,
             master=master,
             block_size=BLOCK,
@@ -179,11 +178,11 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
     for slot, secret in secrets().items():
         if master is None:
             break
-        found[names.slot_name(slot)] = key_slot.wrap_master_key(
+        found[object_names.slot_name(slot)] = key_slots.wrap_master_key(
             master, REMOTE_ID, slot, secret, created_ns=TIME_NS, cost=COST, random_bytes=source
         )
-    found[names.pack_name(DATA_PACK)] = pack(sealer, DATA_PACK, DATA_RECORDS)
-    found[names.pack_name(META_PACK)] = pack(sealer, META_PACK, META_RECORDS)
+    found[object_names.pack_name(DATA_PACK)] = pack(sealer, DATA_PACK, DATA_RECORDS)
+    found[object_names.pack_name(META_PACK)] = pack(sealer, META_PACK, META_RECORDS)
     stored = documents.RemoteManifest(
         snapshot=SNAPSHOT_FILE,
         marks=MARKS_FILE,
@@ -198,18 +197,18 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
     found[MANIFEST] = documents.encode_manifest(sealer, MANIFEST, stored)
     digest = documents.object_digest(found[MANIFEST])
     for number, entry in enumerate(entries(digest)):
-        name = names.log_entry_name(WRITER, number)
+        name = object_names.log_entry_name(WRITER, number)
         found[name] = documents.encode_log_entry(sealer, WRITER, number, entry)
     retired = documents.LogRetired(nonce="0c" * 16, live=(), removed=())
-    found[names.log_entry_name(RETIRED_WRITER, 0)] = documents.encode_log_entry(
+    found[object_names.log_entry_name(RETIRED_WRITER, 0)] = documents.encode_log_entry(
         sealer, RETIRED_WRITER, 0, retired
     )
     condemned = StoredRound(nonce="0d" * 16, condemned=("d" + "ee" * 16,), manifests=(MANIFEST,))
     for part in ("begun", "final", "done"):
         content = StoredRound(nonce="0e" * 16) if part == "done" else condemned
-        found[names.round_name(0, part)] = encode_round(sealer, 0, part, content)
-    own = names.repository_prefix(OLD_REPOSITORY_ID.hex())
-    found[own + names.REMOTE_JSON] = remote_json.encode_repository(
+        found[object_names.round_name(0, part)] = encode_round(sealer, 0, part, content)
+    own = object_names.repository_prefix(OLD_REPOSITORY_ID.hex())
+    found[own + object_names.REMOTE_JSON] = documents.encode_repository(
         repository_id=OLD_REPOSITORY_ID,
         master=master,
         block_size=BLOCK,
@@ -218,7 +217,7 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
         random_bytes=source,
     )
     inner = Sealer(OLD_REPOSITORY_ID, master, random_bytes=source)
-    found[own + names.pack_name(DATA_PACK)] = pack(inner, DATA_PACK, DATA_RECORDS[:1])
+    found[own + object_names.pack_name(DATA_PACK)] = pack(inner, DATA_PACK, DATA_RECORDS[:1])
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     LiveManifest,
     LogCommit,
     LogRemove,
@@ -26,16 +26,14 @@ from ciuic.remote.format.documents import (
     encode_manifest,
     object_digest,
 )
-from ciuic.remote.format.names import PackRef, manifest_name, parse_log_entry, parse_pack
-from ciuic.remote.format.pack import RemotePackReader, RemotePackWriter
-from ciuic.remote.log.compaction import LogUpkeep
-from ciuic.remote.log.log_reader import LogReader, LogSummary
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog, WriterPosition
+from ciuic.remote.log_reader import LogReader, LogSummary, Rounds
+from ciuic.remote.object_names import PackRef, manifest_name, parse_log_entry, parse_pack
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
+from ciuic.remote.pack import RemotePackReader, RemotePackWriter
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collector import CollectionPolicy, Collector, Repacker
+from ciuic.remote.writer_log import LogUpkeep, WriterLog, WriterPosition
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.types import ChunkId

@@ -18,12 +18,10 @@ from typing import NamedTuple
 
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
-from ciuic.remote.format.names import manifest_name
-from ciuic.remote.log.compaction import LogRotation
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import manifest_name
 from ciuic.remote.objects.model import ObjectInfo
+from ciuic.remote.writer_log import LogRotation, WriterLog
 
 _KEPT_ENTRIES = 8192
 _PAGE = 1000

@@ -16,7 +16,7 @@ from typing import Any
 from support.remote_training import wait_until
 from support.warm_python import WarmPython
 
-from ciuic.remote.sealing.slot_secret import make_key_file
+from ciuic.remote.sealing.key_slots import make_key_file
 from ciuic.repository import Repository
 from ciuic.training.remote.uploads import is_uploading, record_of, state_dir
 

@@ -11,7 +11,7 @@ import torch
 from support.sharded_training import Managed, Sharded
 from torch.distributed import checkpoint as dcp
 
-from ciuic.remote.reading.range_prefetch import RangePrefetch
+from ciuic.remote.reading.remote_packs import RangePrefetch
 from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter, FileSystemReader, FileSystemWriter
 
 WAIT_SECONDS = 120

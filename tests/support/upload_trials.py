@@ -28,12 +28,11 @@ from support.restoring import take, write
 
 from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access import add_slot, init_remote, open_remote
-from ciuic.remote.format.documents import LogCommit, decode_log_entry
-from ciuic.remote.format.names import LOGS_PREFIX, parse_log_entry
+from ciuic.remote.documents import LogCommit, decode_log_entry
+from ciuic.remote.object_names import LOGS_PREFIX, parse_log_entry
 from ciuic.remote.objects.model import Objects
-from ciuic.remote.sealing.recovery_key import RECOVERY_KEY_BYTES, show_recovery_key
+from ciuic.remote.sealing.key_slots import RECOVERY_KEY_BYTES, recovery_secret, show_recovery_key
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import recovery_secret
 from ciuic.repository import Repository
 from ciuic.repository.repository import DEFAULT_BLOCK_SIZE
 

@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
-from ciuic.remote.format.names import new_hex_id, new_pack_ref, pack_name
+from ciuic.remote.object_names import new_hex_id, new_pack_ref, pack_name
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused, Version
 from ciuic.repository.identity import Bytes
 

@@ -38,7 +38,7 @@ _ELSEWHERE = {
         "store.sync()",
     ): "sealing, which follows, syncs the same once more",
     ("ciuic/repository/writing/chunk_store.py", "self._sync_file()"): "calls what is mutated",
-    ("ciuic/training/policy/forecast.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
+    ("ciuic/training/save_schedule.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
 }
 _FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
 _STORE = "tests/crash/test_repository_power_cut.py"
@@ -77,7 +77,7 @@ MUTATIONS = (
     Mutation("saved tracking that is used up", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
     Mutation("a restored file before its name", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,), nth=1),
     Mutation("a kept file with new attributes", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("restored directories", "ciuic/restore/directory_handles.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("restored directories", "ciuic/restore/destination_directories.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("the note of an unfinished restore", "ciuic/restore/journal.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("a copied pack", "ciuic/maintenance/copying.py", "disk.sync(write_fd)", (_COPY,)),
     Mutation("the names of copied packs", "ciuic/maintenance/copying.py", 'disk.sync_dir(f"{where}/{PACKS_DIR}")', (_COPY,)),
@@ -103,10 +103,10 @@ MUTATIONS = (
     Mutation("an object's directory", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,)),
     Mutation("an object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,), nth=1),
     Mutation("a lazily restored file", "ciuic/lazy/filling.py", "os.fsync(fd)", (_LAZY,)),
-    Mutation("the record of a lazy restore", "ciuic/lazy/layout.py", "os.fsync(fd)", (_LAZY,)),
-    Mutation("the name of that record", "ciuic/lazy/layout.py", "os.fsync(self.directory)", (_LAZY,)),
-    Mutation("names that a lazy restore moved", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,)),
-    Mutation("times of the directory", "ciuic/lazy/layout.py", "os.fsync(self.destination)", (_LAZY,), nth=1),
+    Mutation("the record of a lazy restore", "ciuic/lazy/service.py", "os.fsync(fd)", (_LAZY,)),
+    Mutation("the name of that record", "ciuic/lazy/service.py", "os.fsync(self.directory)", (_LAZY,)),
+    Mutation("names that a lazy restore moved", "ciuic/lazy/service.py", "os.fsync(self.destination)", (_LAZY,)),
+    Mutation("times of the directory", "ciuic/lazy/service.py", "os.fsync(self.destination)", (_LAZY,), nth=1),
 )  # fmt: skip
 
 

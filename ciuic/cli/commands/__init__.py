@@ -1,5 +1,4 @@
-"""Commands, one module for each; the module's name is the command's (`hold_release` has two).
+"""Commands: a module for each, or for the few that a person looks for together (`app._MODULES` says where each is).
 
-Those about trainings have a room of their own. A command parses, asks and prints; the work is the library's.
-The package may import `shared` and `doctor`.
+A command parses, asks and prints; the work is the library's. The package may import `shared`, `doctor_checks` and `inquiry`.
 """

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ciuic.cli.shared.messages import complain, styled, warn
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import complain, shown_text, styled, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, FrameGroup
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current

@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, out_json, out_prose
 from ciuic.cli.shared.session import current
@@ -30,8 +30,8 @@ def command(target: Path, verify: bool, as_json: bool) -> int:
     Only what is new is copied; snapshots that are gone are removed from the copy, last. Snapshots are taken meanwhile, and
     pruning waits. The copy is a repository: ciuic --repo DIR list.
     """
+    from ciuic.cli.commands.verify import as_document, print_damages, reporting
     from ciuic.cli.shared.progress import progress
-    from ciuic.cli.shared.verify_result import as_document, print_damages, reporting
     from ciuic.maintenance.copying import copy_repository
     from ciuic.maintenance.verify import verify_snapshots
     from ciuic.repository import Repository

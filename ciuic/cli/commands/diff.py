@@ -13,15 +13,14 @@ import click
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import json_name, shown, shown_text
+from ciuic.cli.shared.messages import json_name, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
     from ciuic.compare.diff import PathChange
-    from ciuic.training.compare.state_diff import StateDiff, TensorChange
+    from ciuic.training.state_diff import StateDiff, TensorChange
     from ciuic.types import Entry
 
 _SIGNS = {"added": "+", "removed": "-", "changed": "M", "retyped": "T"}
@@ -115,7 +114,7 @@ def _changes(
 
 def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None, *, whole: bool) -> StateDiff:
     # Imported here: the library of trainings takes longer than all of a comparison of files.
-    from ciuic.training.compare.state_diff import diff_states
+    from ciuic.training.state_diff import diff_states
 
     store = session.snapshots
     old, new = (store.resolve(text) for text in (snapshot_id, other))
@@ -125,7 +124,7 @@ def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None,
 
 def _print_tensors(diff: StateDiff, *, as_json: bool, machine_readable: bool) -> None:
     from ciuic.cli.shared.output import Column, show_table
-    from ciuic.training.compare.state_diff import HEADERS, row
+    from ciuic.training.state_diff import HEADERS, row
 
     if as_json:
         out_json(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ciuic.cli.doctor.inquiry import Finding, ok, problem, warning
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.inquiry import Finding, ok, problem, warning
+from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
 from ciuic.cli.shared.session import Session, current
@@ -22,7 +22,7 @@ from ciuic.errors import CiuicError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ciuic.cli.doctor.inquiry import Inquiry
+    from ciuic.cli.inquiry import Inquiry
     from ciuic.cli.shared.systemd import Systemd
     from ciuic.config import Config
     from ciuic.protocol.control_types import StatusDocument
@@ -62,8 +62,8 @@ def _say(finding: Finding) -> None:
 
 def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     """All findings, in the order of how much depends on them."""
-    from ciuic.cli.doctor import machine as machine
-    from ciuic.cli.doctor.inquiry import Inquiry
+    from ciuic.cli import doctor_checks as machine
+    from ciuic.cli.inquiry import Inquiry
     from ciuic.system import mountinfo
 
     inquiry = Inquiry()
@@ -116,8 +116,8 @@ def _places(
     status: StatusDocument | None,
     inquiry: Inquiry,
 ) -> Iterator[Finding]:
-    from ciuic.cli.doctor import machine as machine
-    from ciuic.cli.doctor import places as places
+    from ciuic.cli import doctor_checks as machine
+    from ciuic.cli import doctor_checks as places
 
     # A running daemon looks for such processes itself, and its alerts are findings already.
     yield from _safely(
@@ -144,7 +144,7 @@ def _places(
 
 
 def _repository(session: Session, config: Config) -> Iterable[Finding]:
-    from ciuic.cli.doctor import places as places
+    from ciuic.cli import doctor_checks as places
 
     # A repository that cannot be opened is a finding with a remedy, where _safely would only say that it was
     # not looked at.

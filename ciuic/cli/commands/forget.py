@@ -1,24 +1,24 @@
-"""``ciuic forget``: deletes snapshots by name. Their space comes back with the next prune.
+"""``ciuic forget``, ``hold`` and ``release``: delete snapshots by name, exempt them from that and from pruning, end the exemption.
 
 Guarantees: nothing is deleted before every id is resolved, no held snapshot is among them, and a person (or ``-y``) has
-said yes. Works on a full disk, and on a snapshot file that cannot be read, if its full id is given.
+said yes. The space comes back with the next prune. Works on a full disk, and on a snapshot file that cannot be read, if its
+full id is given. Each hold is durable when it is reported. With ``--remote`` snapshots of a remote are given up, of any host.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Sequence
 
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS, resolve_all
-from ciuic.cli.shared.messages import complain
-from ciuic.cli.shared.names import plural
-from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
+from ciuic.cli.shared.messages import complain, plural, shown_text
+from ciuic.cli.shared.options import ID, FrameCommand, Text, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out_json
-from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, UsageError
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
+from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.repository import promised
 from ciuic.types import SnapshotId
 
@@ -29,7 +29,9 @@ from ciuic.types import SnapshotId
 @click.option("--held", is_flag=True, help="With --remote: also snapshots that were uploaded as held.")
 @remote_options
 @json_option
-def command(ids: tuple[str, ...], yes: bool, held: bool, remote: bool, name: str, as_json: bool) -> None:
+def forget_command(
+    ids: tuple[str, ...], yes: bool, held: bool, remote: bool, name: str, as_json: bool
+) -> None:
     """Delete snapshots for good.
 
     Held snapshots must be released first, except those that are held for an ordinary user. The space comes back with `ciuic prune`, or the daemon's next one.
@@ -46,8 +48,6 @@ def command(ids: tuple[str, ...], yes: bool, held: bool, remote: bool, name: str
             hint="to do that, add --remote",
         )
     if use_remote(session, remote, name):
-        from ciuic.cli.commands.remote.give_up import forget_remote
-
         forget_remote(session, ids, yes=yes, held=held, as_json=as_json)
         return
     if held:
@@ -116,3 +116,68 @@ def _ask(
     # the space.
     if not click.confirm(f"Delete {plural(len(ids) + len(lost), 'snapshot')} for good?", err=True):
         raise CiuicError("nothing was removed")
+
+
+def forget_remote(session: Session, texts: Sequence[str], *, yes: bool, held: bool, as_json: bool) -> None:
+    """Give up the snapshots that the texts mean, in the remote that the session reads."""
+    from ciuic.remote.upkeep.collect import give_up_snapshots, resolve_snapshots
+
+    chosen = resolve_snapshots(session.remote, texts, held=held)
+    if not yes:
+        _ask_for_remote(session, chosen)
+    give_up_snapshots(session.remote, chosen, host=socket.gethostname())
+    if as_json:
+        out_json({"removed": [str(id_) for id_ in chosen]})
+    else:
+        note(f"removed {', '.join(chosen)} from the remote; `ciuic prune --remote` frees the space")
+
+
+def _ask_for_remote(session: Session, ids: Sequence[SnapshotId]) -> None:
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "forget asks before it deletes, and there is nobody to ask; nothing was removed", hint="give -y"
+        )
+    for id_ in ids:
+        try:
+            snapshot = session.remote.snapshots.load(id_)
+        except Damaged as error:
+            complain(f"  {id_}  cannot be read: {shown_text(error.message)}")
+        else:
+            complain(f"  {id_}  {times.clock(snapshot.time_ns)}  {shown_text(', '.join(snapshot.tags))}")
+    if not click.confirm(f"Delete {plural(len(ids), 'snapshot')} of the remote for good?", err=True):
+        raise CiuicError("nothing was removed")
+
+
+@click.command("hold", cls=FrameCommand)
+@click.argument("ids", metavar="ID...", nargs=-1, required=True, type=ID)
+@click.option(
+    "-m", "--message", "reason", default="", type=Text(), metavar="TEXT", help="Why: shown by list and prune."
+)
+@json_option
+def hold_command(ids: tuple[str, ...], reason: str, as_json: bool) -> None:
+    """Keep snapshots for ever, until they are released."""
+    _change_hold(ids, hold=True, reason=reason, as_json=as_json)
+
+
+@click.command("release", cls=FrameCommand)
+@click.argument("ids", metavar="ID...", nargs=-1, required=True, type=ID)
+@json_option
+def release_command(ids: tuple[str, ...], as_json: bool) -> None:
+    """Let the retention policy decide about held snapshots again."""
+    _change_hold(ids, hold=False, reason="", as_json=as_json)
+
+
+def _change_hold(texts: Sequence[str], *, hold: bool, reason: str, as_json: bool) -> None:
+    """Set or end the hold of these snapshots and report it."""
+    session = current()
+    ids = resolve_all(session, texts)
+    word = "held" if hold else "released"
+    done = []
+    with session.own_repository.writer(wait_seconds=LOCK_WAIT_SECONDS, command=f"ciuic {word}") as writer:
+        for snapshot_id in ids:
+            marked = writer.set_marks(snapshot_id, hold=hold, reason=reason if hold else None)
+            done.append({"id": str(snapshot_id), "held": marked.held, "hold_reason": marked.hold_reason})
+            # Within the loop: should a later one fail, what was done is known.
+            note(f"{snapshot_id} {word}")
+    if as_json:
+        out_json({"snapshots": done})

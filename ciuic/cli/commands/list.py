@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from ciuic.cli.shared import pairs, times
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import json_name, plural, shown_text
+from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
@@ -93,7 +92,7 @@ def label_columns(
     session: Session, infos: Sequence[SnapshotInfo]
 ) -> tuple[list[Column], dict[str, list[str]]]:
     """Return the columns of labels, and the cells of each snapshot by its id; none where no snapshot is a state's."""
-    from ciuic.cli.shared.names import shown_text
+    from ciuic.cli.shared.messages import shown_text
     from ciuic.cli.shared.output import Column
 
     if session.remote_url is None:

@@ -1,8 +1,11 @@
-"""``ciuic protect``: puts directories under protection.
+"""``ciuic protect`` and ``ciuic unprotect``: put directories under protection, and end it.
 
-Guarantees: every path is checked before anything is changed; then the repository exists, the roots are in the
+Guarantees of ``protect``: every path is checked before anything is changed; then the repository exists, the roots are in the
 configuration (durably), and a running daemon has mounted them. Run again it changes nothing. Processes and mounts that go
 round the overlay are named: they are the reason why snapshots compare the whole tree.
+
+Guarantees of ``unprotect``: files and snapshots stay as they are. Nothing is changed when one of the paths is no root; the
+configuration is written before the daemon unmounts, so that a crash in between does not mount the root again.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +21,20 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
-from ciuic.cli.shared.messages import complain, warn
-from ciuic.cli.shared.names import plural, shown, shown_text
+from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.new_repository import make_repository, refuse_absent_disk
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.overlay_fate import overlay_fate, remedy
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import NotPermitted, Unreachable, UsageError
+from ciuic.errors import CiuicError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.system import service_manager
 
 if TYPE_CHECKING:
     from ciuic.config import Config, RootConfig
     from ciuic.config.model import Driver
     from ciuic.system.bypass import Bypasser, BypassingMount
+
 
 _SHOWN_PROCESSES = 10
 
@@ -53,7 +58,7 @@ _SHOWN_PROCESSES = 10
     help="Make a repository without asking the configured remote; it shares no chunks with other hosts.",
 )
 @json_option
-def command(
+def protect_command(
     paths: tuple[bytes, ...], driver: Driver, new_repository: bool, offline: bool, as_json: bool
 ) -> None:
     """Protect directories: from now on they are in every snapshot.
@@ -81,7 +86,7 @@ def command(
     bypassing = {path: _going_round(path) for path in asked}
     added = [root.path for root in add_roots(file, new, repository_path=repository)]
     # After the file is durable: a daemon that is killed now finds the root in it when it starts again.
-    mounted = _tell_daemon(session, file, asked, driver)
+    mounted = _have_mounted(session, file, asked, driver)
     # find_spec does not import it, and with it trio. A daemon that runs says itself which driver serves.
     if not mounted and driver == "pyfuse3" and find_spec("pyfuse3") is None:
         warn(
@@ -167,7 +172,7 @@ def _other_mounts(path: Path) -> list[BypassingMount]:
     return find_bypassing_mounts(path, ignore_pids={os.getpid()})
 
 
-def _tell_daemon(session: Session, file: Path, paths: Sequence[Path], driver: Driver) -> bool:
+def _have_mounted(session: Session, file: Path, paths: Sequence[Path], driver: Driver) -> bool:
     """Tell the daemon and return True if one runs and has mounted the roots. Raises its refusal; the configuration stays changed."""
     try:
         status = session.control.status()
@@ -292,3 +297,76 @@ def _name_mounts(path: Path, mounts: Sequence[BypassingMount]) -> None:
         complain(f"    {shown_text(str(mount))}")
     if len(mounts) > _SHOWN_PROCESSES:
         complain(f"    and {len(mounts) - _SHOWN_PROCESSES} more")
+
+
+@click.command("unprotect", cls=FrameCommand)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=DIRECTORY)
+@json_option
+def unprotect_command(paths: tuple[bytes, ...], as_json: bool) -> None:
+    """Stop protecting directories.
+
+    A running daemon unmounts them, at once or when the last process that is in one has left. The files stay where they are, and so do their snapshots. What ciuic keeps
+    beside a directory (.ciuic-state) is removed then.
+    """
+    from ciuic.config import canonical_root, remove_roots, writable_file
+
+    session = current()
+    asked = list(dict.fromkeys(canonical_root(os.fsdecode(path)) for path in paths))
+    configured = [root.path for root in session.config.roots]
+    for path in asked:
+        if path not in configured:
+            known = ", ".join(map(str, configured)) or "none"
+            raise NotFound(
+                f"{shown_text(str(path))} is not a protected root", hint=f"the roots are: {shown_text(known)}"
+            )
+    # Before the daemon unmounts: one that is killed in between does not mount the root again when it starts.
+    remove_roots(writable_file(session.config_option), asked)
+    unmounted = _have_unmounted(session, asked)
+    if as_json:
+        out_json({"roots": [{"path": str(path), "removed": True} for path in asked], "daemon": unmounted})
+    else:
+        for path in asked:
+            fate = f"; {overlay_fate(str(path))}" if unmounted else ""
+            out(f"{shown_text(str(path))} is no longer protected{fate}")
+
+
+def _have_unmounted(session: Session, paths: Sequence[Path]) -> bool:
+    """Tell the daemon; return True if one runs and unmounts the roots."""
+    from ciuic.config import is_ciuic_mount
+    from ciuic.system import mountinfo
+
+    try:
+        for path in paths:
+            session.control.remove_root(str(path))
+    except Unreachable:
+        mounts = mountinfo.read()
+        left = [str(path) for path in paths if is_ciuic_mount(path, mounts)]
+        if left:
+            # An overlay worker outlives its daemon by design; only a daemon ends it in good order.
+            raise Unreachable(
+                f"taken out of the configuration, but {shown_text(', '.join(left))} "
+                f"{'is' if len(left) == 1 else 'are'} still mounted and no daemon answers that could unmount",
+                hint=remedy(left, "which lets go of it"),
+            ) from None
+        for path in paths:
+            _remove_state(session, path)
+        return False
+    return True
+
+
+def _remove_state(session: Session, path: Path) -> None:
+    """Remove the saved tracking of a root that no daemon serves; what cannot be removed stays, and harms nothing."""
+    from ciuic.protocol.state_directory import remove_state
+    from ciuic.protocol.worker_frames import worker_socket
+
+    if worker_socket(session.config.runtime_dir, str(path)).exists():
+        # A worker goes on serving files that a job has open, and needs its state for them.
+        return
+    # Suppressed: the directory is gone, or may not be read.
+    with suppress(OSError, CiuicError):
+        # By descriptor: the name may lead elsewhere a moment later.
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_state(fd)
+        finally:
+            os.close(fd)

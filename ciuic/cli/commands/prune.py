@@ -2,26 +2,30 @@
 
 Guarantees: what cannot be read is never a reason to delete (ciuic.maintenance.prune refuses); interrupted anywhere, the repository is
 whole and the next run frees the rest; it works on a full disk.
+
+With ``--remote``: frees the space of a remote that no snapshot needs. Uploaders of all hosts may run meanwhile; interrupted
+anywhere, the next run of any host goes on.
 """
 
 from __future__ import annotations
 
 import signal
+import socket
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import plural
+from ciuic.cli.shared.messages import plural, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
-from ciuic.cli.shared.output import json_option, note, out, out_json
-from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
+from ciuic.errors import Damaged
 
 if TYPE_CHECKING:
     from ciuic.maintenance.prune import PruneResult
+    from ciuic.remote.upkeep.collect import CollectedSpace
 
 
 @click.command("prune", cls=FrameCommand)
@@ -40,8 +44,6 @@ def command(dry_run: bool, spare_cold: str | None, remote: bool, name: str, as_j
     """
     session = current()
     if use_remote(session, remote, name):
-        from ciuic.cli.commands.remote.collect import prune_remote
-
         prune_remote(session, dry_run=dry_run, spare_cold=_seconds(spare_cold), as_json=as_json)
         return
     if spare_cold is not None:
@@ -168,3 +170,114 @@ def _print(report: PruneResult) -> None:
         )
     for line in report.notes:
         note(line)
+
+
+def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: bool) -> None:
+    """Collect the remote that the session reads, and print the result.
+
+    Args:
+        session: The session.
+        dry_run: Only say what would be done.
+        spare_cold: Seconds since when packs that became cold are spared.
+        as_json: Print a document.
+    """
+    from ciuic.cli.shared.progress import progress
+    from ciuic.remote.upkeep.collect import collect_remote, preview_collection
+    from ciuic.remote.upkeep.collector import DEFAULT_POLICY
+
+    # Opened here: the question for a passphrase would stand in the middle of a progress line.
+    opened = session.remote
+    policy = DEFAULT_POLICY._replace(spare_cold_ns=spare_cold * 10**9)
+    spaces: list[CollectedSpace] = []
+    refused: Damaged | None = None
+    with progress("prune") as reporter:
+        marked = 0
+
+        def between() -> None:
+            nonlocal marked
+            marked += 1
+            reporter.step("mark", marked, 0)
+
+        try:
+            if dry_run:
+                preview_collection(
+                    opened, now_ns=session.now_ns, policy=policy, between=between, collected=spaces.append
+                )
+            else:
+                collect_remote(
+                    opened,
+                    host=socket.gethostname(),
+                    policy=policy,
+                    between=between,
+                    collected=spaces.append,
+                )
+        except Damaged as error:
+            refused = error
+    if refused is not None and not spaces:
+        raise refused
+    if as_json:
+        out_json(_remote_document(opened.remote.objects.url, dry_run, spaces))
+    else:
+        _print_remote(dry_run, spaces)
+    if refused is not None:
+        # After what was done elsewhere.
+        raise refused
+
+
+def _remote_document(url: str, dry_run: bool, spaces: list[CollectedSpace]) -> dict[str, Any]:
+    return {
+        "remote": url,
+        "dry_run": dry_run,
+        "freed_bytes": sum(space.freed_bytes for space in spaces),
+        "spaces": [
+            {
+                "id": space.id,
+                "packs": list(space.packs),
+                "manifests": list(space.manifests),
+                "freed_bytes": space.freed_bytes,
+                "repacked_bytes": space.repacked_bytes,
+                "rescued": space.rescued,
+                "cold_packs": list(space.cold),
+                "unreadable_packs": list(space.unreadable),
+                "decayed_packs": list(space.decayed),
+                "checked_bytes": space.checked_bytes,
+                "unfinished_round": space.unfinished,
+            }
+            for space in spaces
+        ],
+    }
+
+
+def _print_remote(dry_run: bool, spaces: list[CollectedSpace]) -> None:
+    from ciuic.units import human_size
+
+    packs = sum(len(space.packs) for space in spaces)
+    manifests = sum(len(space.manifests) for space in spaces)
+    copied = sum(space.repacked_bytes for space in spaces)
+    gone, freed = ("would be deleted", "would be freed") if dry_run else ("deleted", "freed")
+    line = f"{plural(packs, 'pack')} and {plural(manifests, 'manifest')} {gone}"
+    line += f", {human_size(sum(space.freed_bytes for space in spaces))} {freed}"
+    if copied:
+        line += f"; {human_size(copied)} {'would be' if dry_run else 'were'} copied from mostly dead packs"
+    out_prose(line, 2)
+    if any(space.unfinished for space in spaces):
+        note("a collection is under way or was interrupted: ciuic prune --remote ends it first")
+    cold = sum(len(space.cold) for space in spaces)
+    if cold:
+        verb = "would be" if dry_run else "were"
+        note(
+            f"{cold} of these packs {verb} cold: stores charge for the rest of the class's minimum duration; "
+            "--spare-cold 180d leaves younger ones"
+        )
+    decayed = sum(len(space.decayed) for space in spaces)
+    if decayed:
+        warn(
+            f"{plural(decayed, 'pack')} cannot be read in part; other copies of what is needed stay",
+            hint="ciuic check --remote --repair --read-data",
+        )
+    unreadable = sum(len(space.unreadable) for space in spaces)
+    if unreadable:
+        warn(
+            f"{plural(unreadable, 'pack')} cannot be read, and stay{'s' if unreadable == 1 else ''}",
+            hint="ciuic check --remote says why",
+        )

@@ -1,4 +1,4 @@
-"""``ciuic show``: one snapshot's facts, or with a path the directory as it was, as in ``ls -l``.
+"""``ciuic show`` and ``ciuic cat``: one snapshot's facts, a directory in it as in ``ls -l``, or the content of a file in it.
 
 Guarantees: a file whose content may be later than the cut is marked; so is, as information, one that was open for writing.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.contents import as_recorded, children_of, roots_below
-from ciuic.cli.shared.names import json_name, plural, shown, shown_text
+from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.output import abandon_stdout, json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
+from ciuic.errors import CiuicError, UsageError
 from ciuic.repository.lookup import find
 from ciuic.types import (
     FLAG_MOUNTPOINT,
@@ -31,6 +33,7 @@ from ciuic.types import (
 
 if TYPE_CHECKING:
     from ciuic.types import RootRecord
+
 
 _TYPES = {
     stat.S_IFREG: "file",
@@ -53,7 +56,7 @@ _LABEL_WIDTH = 9
 @click.argument("snapshot_id", metavar="ID", type=ID)
 @click.argument("path", required=False, type=SNAPSHOT_PATH)
 @json_option
-def command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
+def show_command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
     """Show one snapshot; with PATH, the directory or file there as it was."""
     session = current()
     store = session.snapshots
@@ -266,3 +269,61 @@ def _owner(database: str, number: int) -> str:
 
 def _held_for(uid: int | None) -> str:
     return "" if uid is None else f" (for user {uid}; yields to min_free)"
+
+
+_PIECE_BYTES = 1 << 20
+
+
+@click.command("cat", cls=FrameCommand)
+@click.argument("snapshot_id", metavar="ID", type=ID)
+@click.argument("path", type=SNAPSHOT_PATH)
+def cat_command(snapshot_id: str, path: bytes) -> None:
+    """Print the content of a file as it was in a snapshot.
+
+    Nothing is printed to a terminal if the file is not text: redirect it.
+    """
+    from ciuic.repository.lookup import find
+    from ciuic.verdicts.sources import SnapshotFile
+
+    session = current()
+    snapshot = session.snapshots.load(session.snapshots.resolve(snapshot_id))
+    repository = session.repository_of(snapshot.id)
+    at = find(repository, snapshot, as_recorded(snapshot, path))
+    if not at.entry.is_file:
+        kind = (
+            "a directory"
+            if at.entry.is_dir
+            else "a symbolic link"
+            if at.entry.is_symlink
+            else "a special file"
+        )
+        raise UsageError(
+            f"{shown(at.path)} was {kind} in {snapshot.id}", hint=f"ciuic show {snapshot.id} {shown(at.path)}"
+        )
+    source = SnapshotFile(repository, snapshot, at, lambda time_ns: None)
+    for offset in range(0, source.size_bytes, _PIECE_BYTES):
+        data = source.read(offset, _PIECE_BYTES)
+        if not offset:
+            _refuse_binary(data)
+        if not _write(session, data):
+            return
+
+
+def _refuse_binary(data: bytes) -> None:
+    # Bytes that control a terminal could make it run or hide something.
+    if sys.stdout.isatty() and any(byte < 32 and byte not in b"\t\n\r" for byte in data[:4096]):
+        raise UsageError("the file is not text", hint="redirect it: ciuic cat ID PATH > FILE")
+
+
+def _write(session: Session, data: bytes) -> bool:
+    """Write a part of the file; return False if its reader is gone."""
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        abandon_stdout(session)
+        return False
+    except OSError as error:
+        abandon_stdout(session)
+        raise CiuicError(f"the output could not be written: {error.strerror}") from error
+    return True

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import complain, warn
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.messages import complain, plural, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.cli.shared.snapshot_options import OPTIONS
-from ciuic.cli.shared.waiting_reason import reason_of, telling_why
+from ciuic.cli.shared.snapshot_command import OPTIONS, reason_of, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial
 
 if TYPE_CHECKING:
@@ -90,7 +88,7 @@ def _is_stored(name: str, repository: str, snapshot_id: str) -> bool:
 def _tell(name: str) -> None:
     """Say why a remote may take long."""
     from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.upload.upload_status import read_status
+    from ciuic.remote.replication import read_status
 
     status = read_status(name, upload_state_dir())
     if status is None or not status.runs:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current

@@ -1,6 +1,7 @@
-"""``ciuic verify``: can these snapshots be restored exactly?
+"""``ciuic verify`` and ``ciuic check``: can snapshots be restored exactly, and does a repository or remote agree with itself?
 
-Guarantees: damage is named with path, block and every snapshot that shares it; exit 4 exactly when there is any.
+Guarantees: damage is named with path, block and every snapshot that shares it; ``verify`` exits with 4 exactly when there is
+any. ``check --repair`` mends what can be mended; content is never deleted.
 
 With ``--checksum --max-duration`` one run verifies a slice, for a timer. The next run continues where this one stopped, however it
 ended. A slice yields to processes that wait for the disk (ciuic.system.io_throttle). Exit 4 exactly when this slice found damage, so
@@ -9,25 +10,97 @@ that a timer's unit fails on the day it is found.
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.marks import resolve_all
-from ciuic.cli.shared.names import plural
+from ciuic.cli.shared.messages import json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
-from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
-from ciuic.cli.shared.session import Session, current
-from ciuic.cli.shared.verify_result import as_document, print_damages, reporting
-from ciuic.errors import Damaged
+from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose, wrapped
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
+from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.types import TAG_NOT_HELD
 from ciuic.units import human_size
 
 if TYPE_CHECKING:
-    from ciuic.maintenance.verify import Pass, VerifyResult
+    from ciuic.maintenance.check import CheckFinding, CheckReport
+    from ciuic.maintenance.verify import Damage, Pass, VerifyProgress, VerifyResult
+    from ciuic.remote.reading.versions import SoundObjects
+    from ciuic.remote.upkeep.versions import LockRenewal
+    from ciuic.repository import Repository
     from ciuic.types import SnapshotId
+
+
+@contextmanager
+def reporting() -> Iterator[Callable[[VerifyProgress], None]]:
+    """Show the progress of a verification; yields the function that it reports to."""
+    from ciuic.cli.shared.progress import progress
+
+    with progress("verify") as reporter:
+
+        def report(state: VerifyProgress) -> None:
+            reporter.update(
+                bytes_done=state.bytes_done,
+                bytes_total=state.bytes_total,
+                files_done=state.files_done,
+                path=state.path,
+            )
+
+        yield report
+
+
+def as_document(result: VerifyResult) -> dict[str, Any]:
+    """Return the document of ``verify --json`` (docs/cli.md)."""
+    return {
+        "snapshots": [str(snapshot_id) for snapshot_id in result.snapshots],
+        "checksum": result.checksum,
+        "damaged": result.damaged,
+        "files": result.files,
+        "chunks": result.chunks,
+        "bytes_read": result.bytes_read,
+        "index_missing": result.index_missing,
+        "damages": [_damage(damage) for damage in result.damages],
+    }
+
+
+def _damage(damage: Damage) -> dict[str, Any]:
+    return {
+        "kind": damage.kind,
+        "reason": damage.reason,
+        **(json_name("path", damage.path) if damage.path else {"path": None}),
+        **(json_name("root", damage.root) if damage.root else {"root": None}),
+        "block": damage.block if damage.block >= 0 else None,
+        "offset": damage.offset if damage.offset >= 0 else None,
+        "chunk": damage.chunk.hex() if damage.chunk else None,
+        "snapshots": [str(snapshot_id) for snapshot_id in damage.snapshots],
+        "file": damage.file or None,
+    }
+
+
+def print_damages(result: VerifyResult) -> None:
+    """Print a line for each damage: what it is in, where, and which snapshots share it."""
+    if result.index_missing:
+        note(
+            "the index is missing, which is no damage: the next snapshot or ciuic check --repair makes it again"
+        )
+    for damage in result.damages:
+        out("damaged ", newline=False, fg="red")
+        out(_line(damage))
+
+
+def _line(damage: Damage) -> str:
+    where = shown(damage.path) if damage.path else shown_text(damage.file) or "the repository"
+    if damage.block >= 0:
+        where += f" block {damage.block} (offset {damage.offset})"
+    line = f"{where}: {shown_text(damage.reason)}"
+    if damage.snapshots:
+        line += f"; in {', '.join(damage.snapshots)}"
+    return line
 
 
 _NAMED = 3
@@ -49,7 +122,7 @@ _NAMED = 3
 )
 @remote_options
 @json_option
-def command(
+def verify_command(
     ids: tuple[str, ...],
     everything: bool,
     checksum: bool,
@@ -92,7 +165,7 @@ def command(
         document = {**as_document(result), "sample": share, "not_held": not_held, "archived_packs": archived}
         out_json(document)
     else:
-        _print(result, everything, share)
+        _print_verified(result, everything, share)
         if archived:
             note(
                 f"{plural(len(archived), 'pack')} archived in the store: cold, not read; ciuic remote thaw ID"
@@ -181,7 +254,7 @@ def _united(results: list[VerifyResult]) -> VerifyResult:
     return first
 
 
-def _print(result: VerifyResult, everything: bool, share: float | None) -> None:
+def _print_verified(result: VerifyResult, everything: bool, share: float | None) -> None:
     print_damages(result)
     number = len(result.snapshots)
     subject = ", ".join(result.snapshots) if number and not everything else plural(number, "snapshot")
@@ -227,13 +300,13 @@ def verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool
         book.save()
     stored = repository.stored_bytes()
     if as_json:
-        out_json({**as_document(result), "scrub": _document(state, stored)})
+        out_json({**as_document(result), "scrub": _slice_document(state, stored)})
     else:
         _print_slice(result, state, stored)
     return Damaged.exit_code if result.damaged else 0
 
 
-def _document(state: Pass, stored_bytes: int) -> dict[str, Any]:
+def _slice_document(state: Pass, stored_bytes: int) -> dict[str, Any]:
     return {
         "complete": not state.began_ns,
         "bytes_done": state.bytes_read,
@@ -256,3 +329,218 @@ def _print_slice(result: VerifyResult, state: Pass, stored_bytes: int) -> None:
         "the next run goes on there",
         fg=colour,
     )
+
+
+_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
+# The longest label, `repaired`, and a blank.
+_LABEL_WIDTH = 9
+
+
+@click.command("check", cls=FrameCommand)
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Rebuild the index, heal damaged chunks, replace damaged packs; never deletes what a snapshot needs.",
+)
+@click.option("--read-data", is_flag=True, help="Read every stored byte, too.")
+@click.option(
+    "--renew-locks",
+    default="",
+    metavar="DURATION",
+    help="Of a remote in a bucket with object lock: have the store keep all that is needed for this time.",
+)
+@remote_options
+@json_option
+def check_command(
+    repair: bool, read_data: bool, renew_locks: str, remote: bool, name: str, as_json: bool
+) -> int:
+    """Check the repository's consistency: configuration, snapshot files, index, structure, packs.
+
+    Exit 4 if damage is left. Of packs, header, size and footer are looked at; what they hold is read with --read-data alone.
+    `ciuic verify --all --checksum` names the files that damage touches.
+
+    With --remote the same of a remote; --repair takes what is lost there from its other copies and from this host's repository. With
+    --behind-deletions: which objects were deleted, overwritten or forged in a bucket with versions; --repair stores the sound
+    versions again.
+    """
+    # Here and not above: maintenance takes 80 ms to import, and help and completion import this
+    # module.
+    from ciuic.cli.shared.progress import progress
+    from ciuic.maintenance.check import check
+
+    session = current()
+    if use_remote(session, remote, name):
+        if renew_locks:
+            if repair or read_data:
+                raise UsageError("--renew-locks is a run of its own: leave out --repair and --read-data")
+            return _renew(session, renew_locks, as_json)
+        if session.every_version is not None:
+            return _report(check_behind_deletions(session, repair=repair), as_json)
+        return _report(check_remotely(session, repair=repair, read_data=read_data), as_json)
+    if renew_locks or session.every_version is not None:
+        raise UsageError("--renew-locks, --behind-deletions and --stored-before go with a remote")
+    with progress("check") as reporter:
+        report = check(
+            # Another user's repository is read, for rescue, and not written to by root.
+            session.own_repository if repair else session.repository,
+            repair=repair,
+            read_data=read_data,
+            wait_seconds=LOCK_WAIT_SECONDS,
+            progress=reporter.step,
+        )
+    return _report(report, as_json)
+
+
+def _report(report: CheckReport, as_json: bool) -> int:
+    from ciuic.maintenance.check import summary
+
+    if as_json:
+        out_json(_report_document(report))
+    else:
+        for finding in report.findings:
+            _print_finding(finding)
+        out_prose(summary(report), 2)
+    # Returned and not raised: the report is out, and an error would be a second message and a second JSON
+    # document.
+    return Damaged.exit_code if report.damaged else 0
+
+
+def _renew(session: Session, duration: str, as_json: bool) -> int:
+    """Renew the locks in a bucket, and say how many there are."""
+    from ciuic.units import human_duration, parse_duration, plural
+
+    try:
+        seconds = parse_duration(duration)
+    except ValueError as error:
+        raise UsageError(f"--renew-locks: {error}") from None
+    done = renew_remote_locks(session, seconds)
+    if as_json:
+        out_json({"locked": done.locked, "seconds": seconds, "deleted_or_overwritten": done.astray})
+    else:
+        out_prose(f"{plural(done.locked, 'object')} locked for {human_duration(seconds)} from now", 0)
+    if done.astray:
+        warn(
+            f"{plural(done.astray, 'of them was', 'of them were')} deleted or overwritten since",
+            hint="ciuic check --remote --behind-deletions names them, and with --repair stores them again",
+        )
+        return Damaged.exit_code
+    return 0
+
+
+def _report_document(report: CheckReport) -> dict[str, object]:
+    return {
+        "damaged": report.damaged,
+        "data_read": report.data_read,
+        "snapshots": report.snapshots,
+        "packs": report.packs,
+        "stored_bytes": report.stored_bytes,
+        "orphaned_bytes": report.orphaned_bytes,
+        "findings": [
+            {
+                "severity": finding.severity,
+                "kind": finding.kind,
+                "message": finding.message,
+                "hint": finding.hint,
+                "snapshot": finding.snapshot or None,
+                "chunk": finding.chunk.hex() if finding.chunk else None,
+                "repaired": finding.repaired,
+            }
+            for finding in report.findings
+        ],
+    }
+
+
+def _print_finding(finding: CheckFinding) -> None:
+    word = "repaired" if finding.repaired else finding.severity
+    label = f"{word:<{_LABEL_WIDTH}}"
+    # Wrapped before the label is coloured: escape sequences take no columns.
+    lines = wrapped(f"{label}{shown_text(finding.message)}", _LABEL_WIDTH)
+    out(label, newline=False, fg="green" if finding.repaired else _COLOURS[finding.severity] or None)
+    out("\n".join(lines).removeprefix(label))
+    if finding.hint:
+        out_prose(f"{'':<{_LABEL_WIDTH}}{shown_text(finding.hint)}", _LABEL_WIDTH)
+
+
+def check_remotely(session: Session, *, repair: bool, read_data: bool) -> CheckReport:
+    """Check the remote that the session reads, and repair it on request."""
+    from ciuic.maintenance.check import CheckFinding, CheckReport
+    from ciuic.remote.reading.opening import read_remote
+    from ciuic.remote.upkeep.check import check_remote, repair_remote
+
+    try:
+        # Opened here: the question for a passphrase would stand in the middle of a progress line.
+        opened = session.remote
+    except Damaged as error:
+        # remote.json, or an older state: then it is unknown which snapshots there are, and what else is right.
+        finding = CheckFinding(
+            "error", "log", error.message, error.hint or "nothing can be repaired without it"
+        )
+        return CheckReport([finding])
+    # The report says what is left.
+    session.exit_code = 0
+    local = _local(session) if repair else None
+    with reporting() as report:
+        if not repair:
+            return check_remote(opened, read_data=read_data, progress=report)
+        return repair_remote(
+            lambda: read_remote(opened.remote),
+            local,
+            host=socket.gethostname(),
+            read_data=read_data,
+            caches=_caches(session),
+            progress=report,
+        )
+
+
+def check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
+    """Find what was deleted, overwritten or forged in a bucket with versions; put it right on request."""
+    from ciuic.cli.shared.progress import progress
+    from ciuic.cli.shared.remotes import open_named_objects
+    from ciuic.remote.upkeep.versions import check_versions
+
+    objects = _sound_objects(session)
+    assert session.remote_url is not None
+    writer = open_named_objects(session.remote_url, lambda: session.config.remotes) if repair else None
+    try:
+        with progress("check") as reporter:
+            return check_versions(objects, writer, lambda name: reporter.update(path=name.encode()))
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def renew_remote_locks(session: Session, seconds: int) -> LockRenewal:
+    """Lock everything that the remote needs for this time from now on."""
+    from ciuic.cli.shared.progress import progress
+    from ciuic.remote.upkeep.versions import renew_locks
+
+    session.behind_deletions = True
+    objects = _sound_objects(session)
+    until_ns = session.now_ns + seconds * 10**9
+    with progress("lock") as reporter:
+        return renew_locks(
+            objects, objects.versions, until_ns, lambda name: reporter.update(path=name.encode())
+        )
+
+
+def _sound_objects(session: Session) -> SoundObjects:
+    from ciuic.remote.reading.versions import SoundObjects
+
+    objects = session.remote.remote.objects
+    assert isinstance(objects, SoundObjects)
+    return objects
+
+
+def _caches(session: Session) -> list[str]:
+    """Return where uploads of this host have kept what they read of logs."""
+    from ciuic.protocol.stored_remotely import upload_state_dir
+
+    return sorted(map(str, upload_state_dir().glob("*/*/logs")))
+
+
+def _local(session: Session) -> Repository | None:
+    """Return the repository of this host; None if there is none."""
+    try:
+        return session.local.repository
+    except CiuicError:
+        return None

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ciuic.cli.shared.names import plural, shown
+from ciuic.cli.shared.messages import plural, shown
 from ciuic.errors import CiuicError
 from ciuic.repository.errors import Archived
 from ciuic.units import human_size
@@ -34,7 +34,7 @@ def refuse_archived(repository: Repository, snapshot: str, selected: Sequence[Lo
         selected: Files and directories to restore.
     """
     from ciuic.remote.reading.remote_repository import RemoteRepository
-    from ciuic.remote.upkeep.thawing import cold_needs, unreadable_now
+    from ciuic.remote.upkeep.cold_packs import cold_needs, unreadable_now
 
     if not isinstance(repository, RemoteRepository):
         return

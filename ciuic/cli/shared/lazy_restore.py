@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ciuic.cli.shared.messages import complain
-from ciuic.cli.shared.names import plural, shown, shown_text
+from ciuic.cli.shared.messages import complain, plural, shown, shown_text
 from ciuic.cli.shared.output import out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError

@@ -1,4 +1,4 @@
-"""A repository that a command makes: never below the mount point of a disk that is absent."""
+"""A repository that a command makes: never below the mount point of a disk that is absent, and with the identity of its remote."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ciuic.cli.shared.names import shown, shown_text
-from ciuic.errors import NotFound, Unreachable
+from ciuic.cli.shared.messages import shown, shown_text
+from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Unreachable
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.session import Session
-    from ciuic.config import RootConfig
+    from ciuic.config import Config, RootConfig
+    from ciuic.repository.identity import Identity
 
 
 def refuse_absent_disk(session: Session, roots: Sequence[RootConfig], path: Path) -> None:
@@ -70,11 +71,37 @@ def make_repository(session: Session, path: Path, *, offline: bool) -> bool:
         return False
     identity, block_size = None, session.config.repository.block_size_bytes
     if session.config.remotes and not offline:
-        from ciuic.cli.shared.remote_identity import identity_of_remote
-
         identity, block_size = identity_of_remote(session.config)
     path.parent.mkdir(parents=True, exist_ok=True)
     # refuse_foreign looks again after the directory is made: its owner could have exchanged it since
     # require_own.
     Repository.create(path, block_size=block_size, identity=identity, refuse_foreign=not trusted).close()
     return True
+
+
+def identity_of_remote(config: Config) -> tuple[Identity, int]:
+    """Return identity and block size of the first remote of the configuration.
+
+    Of several remotes one can share its chunks with the repository: the first.
+
+    Raises:
+        CiuicError: the remote cannot be opened; the hint says how to go on without it.
+    """
+    # The libraries of object stores, which few repositories need.
+    from ciuic.remote.access import configured_objects, configured_secrets, open_configured
+
+    remote = config.remotes[0]
+    try:
+        objects = configured_objects(remote)
+        try:
+            opened = open_configured(remote, objects, configured_secrets(remote))
+        finally:
+            objects.close()
+    except CiuicError as error:
+        without = "--offline makes a repository that shares no chunks with other hosts"
+        # The class of its exit code: its own may take other arguments.
+        raise BY_EXIT_CODE[error.exit_code](
+            f"the new repository gets its identity from the remote {remote.name}, which cannot be opened: {error.message}",
+            hint="\n".join(filter(None, (error.hint, without))),
+        ) from error
+    return opened.identity, opened.stored.block_size

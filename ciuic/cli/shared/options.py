@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from ciuic.cli.shared.names import absolute
+from ciuic.cli.shared.messages import absolute
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import URL_MARK, Session
-from ciuic.cli.shared.snapshot_options import RESERVED_TAGS
+from ciuic.cli.shared.snapshot_command import RESERVED_TAGS
 from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:

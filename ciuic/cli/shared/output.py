@@ -140,7 +140,7 @@ Row = Sequence["str | Cell"]
 
 
 def show_table(columns: Sequence[Column], rows: Sequence[Row]) -> None:
-    """Print the table. Cells are one line of printable characters (see names.py)."""
+    """Print the table. Cells are one line of printable characters (see messages.py)."""
     width = terminal_width()
     # A pipe gets aligned columns of any width, without rich: its import takes 40 ms.
     if width is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import shown_text
 
 _POLL_SECONDS: Final = 0.1
 # A worker looks twice a second whether the last process has left.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import shown_text
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import Session
 from ciuic.protocol.pairing import PAIRED

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ciuic.cli.shared.names import plural, shown
+from ciuic.cli.shared.messages import plural, shown
 from ciuic.cli.shared.session import current
 from ciuic.units import human_duration, human_size
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ciuic.remote.objects.model import Objects
     from ciuic.remote.objects.urls import StoreSettings
     from ciuic.remote.reading.opening import ReadableRemote
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
 
 # People type keys from paper.
@@ -152,6 +152,6 @@ def _settings(config: RemoteConfig) -> StoreSettings:
 
 def _asked(url: str) -> SlotSecret:
     """Ask for a passphrase, or a recovery key as it was printed."""
-    from ciuic.remote.sealing.slot_secret import typed_secret
+    from ciuic.remote.sealing.key_slots import typed_secret
 
     return typed_secret(click.prompt(f"passphrase or recovery key of {url}", hide_input=True, err=True))

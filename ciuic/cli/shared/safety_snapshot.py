@@ -14,12 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
-from ciuic.cli.shared.messages import complain, warn
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import complain, shown_text, warn
 from ciuic.cli.shared.output import detail, note
 from ciuic.cli.shared.progress import Reporter, progress
-from ciuic.cli.shared.session import Session
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session
 from ciuic.errors import CiuicError, Unreachable
 from ciuic.types import TAG_SAFETY
 

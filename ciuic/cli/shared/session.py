@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from ciuic.repository.snapshots import CommittedSnapshots
     from ciuic.types import SnapshotId
 
+
+# Long enough for a snapshot of few changes; a first capture may take hours, and Busy (75) names who has the
+# lock.
+LOCK_WAIT_SECONDS: Final = 10.0
 URL_MARK: Final = "://"
 """Mark that tells the URL of a remote from a directory."""
 
@@ -105,7 +109,7 @@ class Session:
 
     def _hint_without_file(self, hint: str) -> str:
         """The hint of a configuration that is not valid, and how snapshots are read while it is not."""
-        from ciuic.cli.shared.names import shown_text
+        from ciuic.cli.shared.messages import shown_text
         from ciuic.config.load import readable_part
         from ciuic.errors import CiuicError
 
@@ -253,7 +257,7 @@ class Session:
         # -q, and completion, whose candidates are all that may be printed.
         flaw = None if self.verbosity < 0 else foreign_flaw(self.repository_dir)
         if flaw is not None and not self.trusts_repository:
-            from ciuic.cli.shared.names import shown_text
+            from ciuic.cli.shared.messages import shown_text
 
             warn(
                 f"another user may have written what is in this repository: the {shown_text(flaw.found)}",
@@ -305,7 +309,7 @@ class Session:
     def _library_event(self, event: str, fields: Mapping[str, object]) -> None:
         """Print an event of the library to stderr for -v."""
         if self.verbosity > 0:
-            from ciuic.cli.shared.names import shown_text
+            from ciuic.cli.shared.messages import shown_text
 
             words = " ".join(f"{key}={value}" for key, value in fields.items())
             complain(shown_text(f"{event} {words}"))
@@ -325,3 +329,9 @@ def environment_path(name: str) -> Path | None:
     """The absolute path in an environment variable; unset and empty mean the same."""
     value = os.environ.get(name, "")
     return Path(os.path.abspath(value)) if value else None
+
+
+def resolve_all(session: Session, texts: Sequence[str]) -> list[SnapshotId]:
+    """Resolve texts to snapshot ids, each once, in order. NotFound or UsageError names the bad text."""
+    store = session.snapshots
+    return list(dict.fromkeys(store.resolve(text) for text in texts))

@@ -15,21 +15,25 @@ from ciuic.errors import UsageError
 from ciuic.remote import access
 from ciuic.remote.access import Remote, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.names import MANIFESTS_PREFIX
-from ciuic.remote.log.errors import naming_memory
-from ciuic.remote.log.log_reader import UPLOADING_NS, LogReader, UnloggedManifest, unlogged_manifests
+from ciuic.remote.log_reader import (
+    UPLOADING_NS,
+    LogReader,
+    UnloggedManifest,
+    naming_memory,
+    unlogged_manifests,
+)
+from ciuic.remote.object_names import MANIFESTS_PREFIX
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
 from ciuic.remote.reading.cache_directory import check_own, open_cache
-from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
+from ciuic.remote.reading.remote_packs import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots, named_entries
 from ciuic.remote.reading.retry_policy import DEFAULT_RETRY_SECONDS, RetryingObjects, RetryPolicy
 from ciuic.remote.reading.versions import open_remote_versions
-from ciuic.remote.sealing.key_slot import GoesOn
-from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.remote.sealing.key_slots import GoesOn, SlotSecret
 from ciuic.repository import log as events
 from ciuic.types import SnapshotId
 

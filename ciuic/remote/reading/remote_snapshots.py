@@ -19,16 +19,10 @@ import msgspec
 
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.remote.access import Remote
+from ciuic.remote.documents import LiveManifest, RemoteManifest, decode_manifest, object_digest, read_document
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import (
-    LiveManifest,
-    RemoteManifest,
-    decode_manifest,
-    object_digest,
-    read_document,
-)
-from ciuic.remote.format.names import ManifestName, PackRef, as_label, parse_manifest
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import ManifestName, PackRef, as_label, parse_manifest
 from ciuic.remote.objects.model import NoSuchObject
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.repository import log as events

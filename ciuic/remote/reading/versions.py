@@ -27,9 +27,18 @@ from typing import Final, NamedTuple, TypeVar
 
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.remote.access import Remote, opened_remote
+from ciuic.remote.documents import (
+    MAX_DOCUMENT_BYTES,
+    MAX_REMOTE_JSON_BYTES,
+    decode_log_entry,
+    decode_manifest,
+    decode_round,
+    is_sealed,
+    open_remote,
+    read_remote_id,
+)
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.documents import MAX_DOCUMENT_BYTES, decode_log_entry, decode_manifest, decode_round
-from ciuic.remote.format.names import (
+from ciuic.remote.object_names import (
     KEYS_PREFIX,
     LOGS_PREFIX,
     REMOTE_JSON,
@@ -41,8 +50,6 @@ from ciuic.remote.format.names import (
     parse_slot,
     slot_name,
 )
-from ciuic.remote.format.pack import RemotePackReader, TableSource
-from ciuic.remote.format.remote_json import MAX_REMOTE_JSON_BYTES, is_sealed, open_remote, read_remote_id
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     NameVersions,
@@ -57,10 +64,12 @@ from ciuic.remote.objects.model import (
     merge_ranges,
     slices_of,
 )
-from ciuic.remote.sealing.key_slot import (
+from ciuic.remote.pack import RemotePackReader, TableSource
+from ciuic.remote.sealing.key_slots import (
     MAX_PASSPHRASE_WORK_KIB,
     MAX_SLOT_BYTES,
     KeySlot,
+    SlotSecret,
     decode_slot,
     digits_of,
     own_digits,
@@ -68,7 +77,6 @@ from ciuic.remote.sealing.key_slot import (
     work_kib,
 )
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
-from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Bytes

@@ -15,18 +15,23 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, Damaged
+from ciuic.remote.documents import GivenUp, LiveManifest
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import GivenUp, LiveManifest
-from ciuic.remote.format.names import PackRef
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog, WriterState
+from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import PackRef
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry
 from ciuic.remote.remote_index import RemoteIndex, cold_packs
-from ciuic.remote.upkeep.collector import DEFAULT_POLICY, CollectionPolicy, CollectionResult, Collector
-from ciuic.remote.upkeep.marking import NeededChunks, live_chunks
+from ciuic.remote.upkeep.collector import (
+    DEFAULT_POLICY,
+    CollectionPolicy,
+    CollectionResult,
+    Collector,
+    NeededChunks,
+    live_chunks,
+)
+from ciuic.remote.writer_log import WriterLog, WriterState
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.types import SnapshotId

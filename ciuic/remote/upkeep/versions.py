@@ -17,9 +17,9 @@ from itertools import groupby, islice
 from typing import Final, NamedTuple
 
 from ciuic.maintenance.check import CheckFinding, CheckReport, Kind
+from ciuic.remote.documents import LogRetired, LogState, decode_log_entry, decode_round
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import LogRetired, LogState, decode_log_entry, decode_round
-from ciuic.remote.format.names import (
+from ciuic.remote.object_names import (
     KEYS_PREFIX,
     REMOTE_JSON,
     PackRef,
@@ -32,7 +32,7 @@ from ciuic.remote.format.names import (
 )
 from ciuic.remote.objects.model import NameVersions, Objects, ObjectVersions
 from ciuic.remote.reading.versions import SoundObjects, log_of, split_space
-from ciuic.remote.sealing.key_slot import MAX_SLOT_BYTES
+from ciuic.remote.sealing.key_slots import MAX_SLOT_BYTES
 from ciuic.units import plural
 
 

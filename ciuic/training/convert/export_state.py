@@ -42,7 +42,7 @@ from typing import Any, Final
 
 from ciuic.errors import CiuicError, NotFound, UsageError
 from ciuic.repository import Repository
-from ciuic.training.format import value_types
+from ciuic.training.format import structure
 from ciuic.training.format.reading import STATE_FILE, Facts, load, read_facts
 from ciuic.training.format.stored_files import ReadFrom, SnapshotRef, open_repository
 from ciuic.training.format.structure import KIND
@@ -65,7 +65,7 @@ def without_classes(packed: Any) -> Any:
         return packed
     found = {key: without_classes(item) for key, item in packed.items()}
     kind = found.get(KIND)
-    if kind == "value" and not value_types.is_standard(str(found["type"])):
+    if kind == "value" and not structure.is_standard(str(found["type"])):
         content = found["value"]
         # A named tuple's content is a list, and must stay hashable.
         return {KIND: "tuple", "items": content} if isinstance(content, list) else content
@@ -197,7 +197,7 @@ def _conversion(value: Any) -> Callable[[Any], Any] | None:
         return lambda one: (one.start, one.stop, one.step)
     if isinstance(value, collections.deque):
         return list
-    found = value_types.type_of(value)
+    found = structure.type_of(value)
     if found is None:
         return None
     # A named tuple's content is a list, as in `without_classes`.

@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 import torch
 
 from ciuic.errors import UsageError
-from ciuic.training.convert.exported_files import CONFIGURATION, WEIGHTS, is_configuration_name
+from ciuic.training.convert.exporting import CONFIGURATION, WEIGHTS, is_configuration_name
 from ciuic.training.convert.foreign_directory import ForeignDirectory
 from ciuic.training.format import tensors
 from ciuic.training.format.layout import read_header

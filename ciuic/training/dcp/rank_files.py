@@ -33,7 +33,7 @@ from ciuic.repository import Repository
 from ciuic.repository.locks import Claim
 from ciuic.training.arena import Arena
 from ciuic.training.dcp.metadata import ItemLocation
-from ciuic.training.device_streams import DeviceStream, device_stream_of
+from ciuic.training.device_copy import DeviceStream, device_stream_of
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.layout import (
     OWN_FILE_BYTES,
@@ -48,9 +48,9 @@ from ciuic.training.format.layout import (
 from ciuic.training.format.shards import map_leaves, piece_name, with_local
 from ciuic.training.format.structure import Leaf
 from ciuic.training.logs import log
-from ciuic.training.policy.retention_rules import Latest
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.remote.place import RemoteList, uploads_of
+from ciuic.training.rules import Latest
 from ciuic.training.writer.client import GONE, Slot, WriterClient, manifest_files
 from ciuic.training.writer.messages import (
     COMPRESSIONS,

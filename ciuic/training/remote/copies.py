@@ -113,7 +113,7 @@ class RemoteCopies:
         self, order: UploadOrder, repository_id: str, infos: Sequence[SnapshotInfo]
     ) -> RemoteProgress:
         # Only here: the module imports the store's client.
-        from ciuic.remote.upload.upload_status import read_status
+        from ciuic.remote.replication import read_status
 
         record = record_of(self._save_dir, order.name, repository_id)
         stored = frozenset() if record is None else record.stored

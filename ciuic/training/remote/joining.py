@@ -30,8 +30,8 @@ from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.prove import prove_create_only
 from ciuic.remote.objects.urls import StoreSettings
+from ciuic.remote.sealing.key_slots import SlotSecret
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import SlotSecret
 from ciuic.repository import Identity
 from ciuic.repository.repository import DEFAULT_BLOCK_SIZE
 from ciuic.training.logs import log

@@ -21,11 +21,9 @@ import msgspec
 
 from ciuic.config import Config
 from ciuic.errors import CiuicError
-from ciuic.remote.upload.process import run
-from ciuic.remote.upload.upload_status import read_status
+from ciuic.remote.replication import read_status, run
 from ciuic.repository import Repository
-from ciuic.training.remote.labels import labels_of
-from ciuic.training.remote.uploads import LOG_NAME, UploadLock, UploadOrder, record_of, state_dir
+from ciuic.training.remote.uploads import LOG_NAME, UploadLock, UploadOrder, labels_of, record_of, state_dir
 
 _POLL_SECONDS: Final = 0.5
 # Longer than the uploader waits before it tries a snapshot again that could not be read.

@@ -35,13 +35,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec.structs import asdict
 
+from ciuic.errors import CiuicError
 from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record, remotes_done
-from ciuic.repository import SnapshotInfo
+from ciuic.repository import Repository, SnapshotInfo
 from ciuic.system.child_process import environment, module_command
-from ciuic.types import SnapshotId
+from ciuic.training.format.reading import read_facts
+from ciuic.types import Snapshot, SnapshotId
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
+    from ciuic.remote.uploader import Labels
 
 
 _STATE_DIR: Final = "remotes"
@@ -323,3 +326,23 @@ class RemotePins:
         if self.off or self._free_share(self._repository) < MIN_FREE_SHARE:
             return list(drop), needed
         return [id_ for id_ in drop if id_ not in needed], set()
+
+
+def labels_of(repository: Repository, snapshot: Snapshot) -> Labels:
+    """Return name, epoch and step of a training state; no labels for a snapshot of files."""
+    from ciuic.remote.uploader import Labels
+
+    if not snapshot.is_state or not snapshot.roots:
+        return Labels()
+    job = os.fsdecode(snapshot.roots[0].path).strip("/")
+    try:
+        facts = read_facts(repository, snapshot.id)
+    # The upload itself finds out what cannot be read.
+    except (CiuicError, ValueError):
+        return Labels(job)
+    return Labels(job, _count(facts.epoch), _count(facts.step))
+
+
+def _count(value: int | None) -> int | None:
+    # Some trainings count from -1, which the name of a manifest does not have.
+    return value if value is not None and value >= 0 else None

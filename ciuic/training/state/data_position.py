@@ -24,9 +24,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ciuic.training.logs import log
-from ciuic.training.state import randomness
-from ciuic.training.state.boundaries import ReadAhead
-from ciuic.training.state.method_hooks import override
+from ciuic.training.state import stateful
+from ciuic.training.state.boundaries import ReadAhead, override
 from ciuic.training.state.stateful import load_into, state_of
 
 # Attributes of a loader that may hold random generators, and how deep they may be nested.
@@ -129,9 +128,9 @@ class Position:
         # Only the first pass of a loader with persistent workers creates them, and draws random numbers for
         # it. A resumed process does so in a later pass, which drew none in the original run.
         if passes_before and persist and getattr(loader, "_iterator", loader) is None:
-            before, own_before = randomness.state(), _states(own)
+            before, own_before = stateful.random_states(), _states(own)
             begin()
-            randomness.restore(before)
+            stateful.restore_random_states(before)
             _restore(own, own_before)
 
     @property
@@ -155,18 +154,18 @@ class Position:
             self._ask()
             self._make_workers(begin, own, passes_before=self.passes)
             self.passes += 1
-            self.batches, self._at_begin, self._own_at_begin = 0, randomness.state(), _states(own)
+            self.batches, self._at_begin, self._own_at_begin = 0, stateful.random_states(), _states(own)
             batches = begin()
         else:
             self._make_workers(begin, own, passes_before=self.passes - 1)
-            at_snapshot, own_at_snapshot = randomness.state(), _states(own)
+            at_snapshot, own_at_snapshot = stateful.random_states(), _states(own)
             # The order of a pass follows from the generators as they were at its beginning.
-            randomness.restore(resume["at_begin"])
+            stateful.restore_random_states(resume["at_begin"])
             _restore(own, resume.get("own_at_begin", {}))
             batches = begin()
             _skip(batches, resume["batches"])
             # Now to the states of the snapshot, from which the run itself went on to draw.
-            randomness.restore(at_snapshot)
+            stateful.restore_random_states(at_snapshot)
             _restore(own, own_at_snapshot)
         self._read_ahead.begun()
         number, self._broken_off, self._handled_at_begin = self.passes, False, sys.exc_info()[1]

@@ -17,7 +17,7 @@ import xxhash
 from ciuic.training.format.shards import contains_shards, is_sharded
 from ciuic.training.format.structure import pack
 from ciuic.training.format.tensors import ArrayBuffer
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
 from ciuic.training.state.stateful import state_of
 
 # Largest state of one object that is compared, for which it is sent to rank 0 at every save. A larger one is
@@ -76,7 +76,7 @@ def own_state(objects: Mapping[str, Any]) -> RankState:
             f"{_OBJECT}{name}": _small_state(name, value) for name, value in objects.items()
         }
         found = {name: state for name, state in found.items() if state is not None}
-        found[_RANDOM] = randomness.state()
+        found[_RANDOM] = stateful.random_states()
         buffers = {name: small_buffers(value) for name, value in objects.items() if _has_own_buffers(value)}
         found[_BUFFERS] = {name: own for name, own in buffers.items() if own}
         # Packed here as a check, where an error becomes a problem that is sent: a rank that fails while it

@@ -1,6 +1,6 @@
 """Retention in the writer process: remove snapshots of this trainer that no rule keeps, and free their space.
 
-Guarantees: a snapshot that any rule keeps stays (retention_rules.py). Nothing is removed unless one of the
+Guarantees: a snapshot that any rule keeps stays (rules.py). Nothing is removed unless one of the
 snapshots that stay was read back byte for byte since it was written, and every tensor of its state found, so the last good snapshot is never
 deleted, however many damaged ones follow it. A snapshot that was read back is tagged ``verified``. Snapshots
 of other roots in the repository are not touched. Every step may be interrupted at any point. The work yields
@@ -24,8 +24,8 @@ from ciuic.errors import CiuicError
 from ciuic.maintenance.sweep import HURRIED, USUAL, Thresholds
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.training.format.reading import Facts, check_resolves, read_facts
-from ciuic.training.policy.retention_rules import RetentionCandidate, kept, needs_facts
 from ciuic.training.remote.uploads import RemotePins, free_share
+from ciuic.training.rules import RetentionCandidate, kept, needs_facts
 from ciuic.training.writer.marks import DAMAGED, VERIFIED, mark_damage_of
 from ciuic.training.writer.messages import Note, RetentionRules
 from ciuic.types import SnapshotId

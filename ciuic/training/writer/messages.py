@@ -14,8 +14,8 @@ import msgspec
 
 from ciuic.protocol.watch_client import Hello
 from ciuic.training.cloud_notices import MetadataService
-from ciuic.training.policy.retention_rules import Keep
 from ciuic.training.remote.uploads import UploadOrder
+from ciuic.training.rules import Keep
 from ciuic.types import Pair
 
 # Long content goes through the arena, so that a message always fits into the buffer of the socket.

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from ciuic import errors
 from ciuic.cli.app import COMMANDS, GROUPS, cli, explain, guarded
-from ciuic.cli.shared import names, times
-from ciuic.cli.shared.names import absolute
+from ciuic.cli.shared import messages, times
+from ciuic.cli.shared.messages import absolute
 from ciuic.cli.shared.options import PrintsHelp
 from ciuic.cli.shared.session import Session
 from ciuic.system.ownership import find_flaw
@@ -39,13 +39,13 @@ def _command(name: str) -> click.Command:
 @given(st.binary(min_size=1).filter(lambda name: b"\0" not in name))
 def test_shown_name_is_one_printable_line(name: bytes) -> None:
     """A name of any bytes is printed as one line of printable characters."""
-    assert names.shown(name).isprintable()
+    assert messages.shown(name).isprintable()
 
 
 @given(st.binary(min_size=1, max_size=40).filter(lambda name: b"\0" not in name))
 def test_shown_name_pastes_back_into_bash(name: bytes) -> None:
     """A name in the $'…' form, given to bash, is the name again, byte for byte."""
-    text = names.shown(name)
+    text = messages.shown(name)
     if not text.startswith("$'") or name.startswith(b"$'"):
         return
     environment = {"LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"]}
@@ -58,7 +58,7 @@ def test_shown_name_pastes_back_into_bash(name: bytes) -> None:
 @given(st.binary(min_size=1))
 def test_json_name_keeps_every_byte(name: bytes) -> None:
     """JSON carries the exact bytes of a name: as text when it is UTF-8, in base64 otherwise."""
-    document = json.loads(json.dumps(names.json_name("path", name)))
+    document = json.loads(json.dumps(messages.json_name("path", name)))
     if "path_base64" in document:
         assert base64.b64decode(document["path_base64"]) == name
     else:

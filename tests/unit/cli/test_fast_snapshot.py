@@ -17,8 +17,7 @@ from support.fake_daemon import FakeDaemon, hang_up
 
 from ciuic import types
 from ciuic.cli.fast_snapshot import Request, find_socket, parse
-from ciuic.cli.shared.snapshot_options import RESERVED_TAGS
-from ciuic.cli.shared.waiting_reason import telling_why
+from ciuic.cli.shared.snapshot_command import RESERVED_TAGS, telling_why
 from ciuic.protocol.control_types import (
     ErrorDocument,
     Progress,

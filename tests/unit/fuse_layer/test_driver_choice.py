@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.cli.doctor.machine import driver
+from ciuic.cli.doctor_checks import driver
 from ciuic.fuse_layer import driver_choice
 from ciuic.fuse_layer.driver_choice import KernelOffer, ask_kernel, choose
 from ciuic.system import mountinfo, privileges

@@ -15,8 +15,7 @@ from support.checkpoint_files import FORMATS
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
 from ciuic.errors import NotFound
-from ciuic.history.checkpoints import last_good, step_of
-from ciuic.history.versions import timelines
+from ciuic.history import last_good, step_of, timelines
 from ciuic.repository import Repository
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))

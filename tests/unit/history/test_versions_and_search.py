@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository, Tree
 
-from ciuic.history.changes import changes_since
-from ciuic.history.search import GlobMatcher, search
-from ciuic.history.versions import Timeline, timelines, versions
+from ciuic.history import GlobMatcher, Timeline, changes_since, search, timelines, versions
 from ciuic.repository import Repository
 
 NAMES = [b"a.pt", b"b.pt", b"c.log"]

@@ -11,7 +11,7 @@ import pytest
 
 from ciuic.lazy.filling import Settler
 from ciuic.lazy.incomplete_files import PendingFiles, PendingName, PendingPiece
-from ciuic.lazy.layout import MARKER, LazyLayout, LazyPhase, LazyRecord
+from ciuic.lazy.service import MARKER, LazyLayout, LazyPhase, LazyRecord
 from ciuic.types import ChunkId
 
 CHUNK = ChunkId(bytes(range(16)))

@@ -13,7 +13,7 @@ MADE_OF_OTHERS = {
     "compressed chunk": "zstandard, called by ciuic/repository/chunk_reader.py",
     "configuration": "ciuic/config/toml_source.py, with a parser of its own",
     "flat configuration": "ciuic/config/flat.py, likewise",
-    "text of a key": "ciuic/remote/sealing/slot_secret.py, with bytes.fromhex and base64",
+    "text of a key": "ciuic/remote/sealing/key_slots.py, with bytes.fromhex and base64",
     "mounts of a process": "ciuic/system/mountinfo.py splits lines",
 }
 

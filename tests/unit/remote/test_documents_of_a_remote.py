@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import remote_recipe as recipe
 
-from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format import documents, names
-from ciuic.remote.format.documents import (
+from ciuic.remote import documents, object_names
+from ciuic.remote.documents import (
     LiveManifest,
     LogCommit,
     LogEntry,
@@ -30,6 +29,7 @@ from ciuic.remote.format.documents import (
     encode_manifest,
     encode_round,
 )
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 
 SEALER = Sealer(recipe.REMOTE_ID, MasterKey(recipe.MASTER))
@@ -39,9 +39,9 @@ WRITER = recipe.WRITER
 _ids = st.binary(min_size=16, max_size=16).map(bytes.hex)
 _digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
 _refs = st.builds(lambda kind, id_: kind + id_, st.sampled_from("dm"), _ids)
-_steps = st.none() | st.integers(0, names.MAX_STEP)
+_steps = st.none() | st.integers(0, object_names.MAX_STEP)
 _manifests = st.builds(
-    lambda job, epoch, step, host, random: names.manifest_name(
+    lambda job, epoch, step, host, random: object_names.manifest_name(
         job=job, epoch=epoch, step=step, host=host, random=random
     ),
     st.text(max_size=80),
@@ -51,7 +51,7 @@ _manifests = st.builds(
     _ids,
 )
 _snapshots = st.binary(min_size=3, max_size=16).map(lambda data: f"cs-{data.hex()}")
-_rounds = st.integers(0, names.MAX_NUMBER)
+_rounds = st.integers(0, object_names.MAX_NUMBER)
 
 
 def _tuples(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -77,13 +77,13 @@ _entries: st.SearchStrategy[LogEntry] = st.one_of(
 )
 
 
-@given(_entries, st.integers(0, names.MAX_NUMBER), st.sampled_from((SEALER, CLEAR)))
+@given(_entries, st.integers(0, object_names.MAX_NUMBER), st.sampled_from((SEALER, CLEAR)))
 def test_log_entries_are_read_as_they_were_written(entry: LogEntry, number: int, sealer: Sealer) -> None:
     """Every kind of entry comes back, at its own place in its own log alone."""
     data = encode_log_entry(sealer, WRITER, number, entry)
     assert decode_log_entry(sealer, WRITER, number, data) == entry
     for writer, other in ((WRITER, number ^ 1), (recipe.RETIRED_WRITER, number)):
-        with pytest.raises(DamagedRemote, match=names.log_entry_name(writer, other)):
+        with pytest.raises(DamagedRemote, match=object_names.log_entry_name(writer, other)):
             decode_log_entry(sealer, writer, other, data)
 
 
@@ -93,7 +93,7 @@ def test_log_entries_are_read_as_they_were_written(entry: LogEntry, number: int,
     st.sampled_from(("begun", "final", "done")),
 )
 def test_rounds_are_read_as_they_were_written(
-    content: StoredRound, number: int, part: names.RoundPart
+    content: StoredRound, number: int, part: object_names.RoundPart
 ) -> None:
     """A round's object comes back under its own name alone: its beginning is not its end."""
     data = encode_round(SEALER, number, part, content)
@@ -138,7 +138,7 @@ _COMMIT = {
 
 
 def read_entry(document: object) -> LogEntry:
-    name = names.log_entry_name(WRITER, 0)
+    name = object_names.log_entry_name(WRITER, 0)
     return decode_log_entry(CLEAR, WRITER, 0, CLEAR.seal(name, msgspec.json.encode(document)))
 
 
@@ -178,7 +178,7 @@ def test_other_documents_are_no_entries(document: object) -> None:
         read_entry(document)
 
 
-@pytest.mark.parametrize("number", [-1, names.MAX_NUMBER + 1, 1 << 70, 1.5])
+@pytest.mark.parametrize("number", [-1, object_names.MAX_NUMBER + 1, 1 << 70, 1.5])
 def test_impossible_rounds_are_refused(number: float) -> None:
     """A fence names a round that can be."""
     with pytest.raises(DamagedRemote):
@@ -220,8 +220,8 @@ def test_a_list_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_longest_documents_fit() -> None:
     """A document with as many packs and manifests as a list may have is within the limit of its size."""
-    longest = names.manifest_name(
-        job="j" * 64, epoch=names.MAX_STEP, step=names.MAX_STEP, host="h" * 64, random="00" * 16
+    longest = object_names.manifest_name(
+        job="j" * 64, epoch=object_names.MAX_STEP, step=object_names.MAX_STEP, host="h" * 64, random="00" * 16
     )
     packs = ("d" + "0e" * 16,) * documents.MAX_PACKS
     content = StoredRound(nonce="0a" * 16, condemned=packs, manifests=(longest,) * documents.MAX_MANIFESTS)

@@ -9,11 +9,17 @@ import pytest
 from support import remote_recipe as recipe
 
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.sealing import key_slot
-from ciuic.remote.sealing.key_slot import decode_slot, unlock, unwrap_master_key, wrap_master_key
+from ciuic.remote.sealing import key_slots
+from ciuic.remote.sealing.key_slots import (
+    SlotSecret,
+    decode_slot,
+    passphrase_secret,
+    unlock,
+    unwrap_master_key,
+    wrap_master_key,
+)
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.sealer import MasterKey, add_check, xxh3_check
-from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
 from ciuic.repository.errors import UnsupportedFormat
 
 MASTER = MasterKey(recipe.MASTER)
@@ -88,8 +94,8 @@ def test_a_slot_belongs_to_its_name_and_remote() -> None:
 @pytest.mark.parametrize(
     "kdf",
     [
-        {"memory_kib": key_slot.MIN_MEMORY_KIB - 1},
-        {"memory_kib": key_slot.MAX_MEMORY_KIB + 1},
+        {"memory_kib": key_slots.MIN_MEMORY_KIB - 1},
+        {"memory_kib": key_slots.MAX_MEMORY_KIB + 1},
         {"memory_kib": 1 << 40},
         {"memory_kib": 0},
         {"memory_kib": -1},
@@ -182,7 +188,7 @@ def test_the_first_slot_that_opens_is_used() -> None:
 
 def test_a_bucket_full_of_slots_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A passphrase is tried with slots that take a minute together, however many there are."""
-    cost = key_slot.DEFAULT_COST
+    cost = key_slots.DEFAULT_COST
     slot = decode_slot("main", wrapped(passphrase_secret("x"), cost=cost))
     derived = []
 
@@ -190,7 +196,7 @@ def test_a_bucket_full_of_slots_is_not_tried_for_ever(monkeypatch: pytest.Monkey
         derived.append(slot)
         raise WrongKey("no")
 
-    monkeypatch.setattr(key_slot, "unwrap_master_key", refuse)
+    monkeypatch.setattr(key_slots, "unwrap_master_key", refuse)
     with pytest.raises(WrongKey):
         unlock([slot] * 1000, recipe.REMOTE_ID, passphrase_secret("y"))
-    assert len(derived) * cost.memory_kib * cost.passes == key_slot.MAX_PASSPHRASE_WORK_KIB
+    assert len(derived) * cost.memory_kib * cost.passes == key_slots.MAX_PASSPHRASE_WORK_KIB

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.errors import UsageError
-from ciuic.remote.sealing import recovery_key
-from ciuic.remote.sealing.recovery_key import is_recovery_key, parse_recovery_key, show_recovery_key
+from ciuic.remote.sealing import key_slots
+from ciuic.remote.sealing.key_slots import is_recovery_key, parse_recovery_key, show_recovery_key
 
 _KEYS = st.binary(min_size=32, max_size=32)
 
 
 def test_the_checksum_is_that_of_the_rfc() -> None:
     """CRC-24 of the nine digits is the check value of CRC-24/OPENPGP in the catalogue of CRC algorithms."""
-    assert recovery_key._crc24(b"123456789") == 0x21CF02
+    assert key_slots._crc24(b"123456789") == 0x21CF02
 
 
 @given(_KEYS)
@@ -37,7 +37,7 @@ def test_a_wrong_character_is_found(secret: bytes, at: int, by: int) -> None:
     """One wrong character is always noticed, and the hint names its group."""
     groups = show_recovery_key(secret).split("-")[1:]
     typed = list("".join(groups))
-    alphabet = recovery_key._ALPHABET
+    alphabet = key_slots._ALPHABET
     typed[at] = alphabet[(alphabet.index(typed[at]) + by) % 32]
     with pytest.raises(UsageError) as caught:
         parse_recovery_key("".join(typed))

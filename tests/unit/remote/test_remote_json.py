@@ -8,14 +8,8 @@ import msgspec
 import pytest
 from support import remote_recipe as recipe
 
+from ciuic.remote.documents import encode_remote, encode_repository, is_sealed, open_remote, read_remote_id
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.remote_json import (
-    encode_remote,
-    encode_repository,
-    is_sealed,
-    open_remote,
-    read_remote_id,
-)
 from ciuic.remote.sealing.sealer import MasterKey, add_check, xxh3_check
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Identity

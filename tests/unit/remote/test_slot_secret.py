@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ciuic.errors import CiuicError, NotFound, NotPermitted, UsageError
-from ciuic.remote.sealing import slot_secret
+from ciuic.remote.sealing import key_slots
+from ciuic.remote.sealing.key_slots import SlotSecret, passphrase_secret, read_key_file, run_key_command
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret, read_key_file, run_key_command
 
 KEY = bytes(range(32))
 
@@ -37,9 +37,9 @@ def test_a_key_file_is_hexadecimal_or_base64(tmp_path: Path, data: bytes) -> Non
 
 def test_a_new_key_can_be_read(tmp_path: Path) -> None:
     """What is written to a new key file is read again, and is another key each time."""
-    text = slot_secret.new_key_text()
+    text = key_slots.new_key_text()
     assert read_key_file(key_file(tmp_path, text)).reveal() == bytes.fromhex(text.decode())
-    assert slot_secret.new_key_text() != text
+    assert key_slots.new_key_text() != text
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from support.checkpoint_files import plain_safetensors
 from support.cli_repository import FIRST_NS, SECOND_NS, store_file
 from support.small_repository import BLOCK
 
-from ciuic.history.checkpoints import checkpoints
-from ciuic.history.versions import timelines
+from ciuic.history import checkpoints, timelines
 from ciuic.repository import Repository
 from ciuic.repository.lookup import find
 from ciuic.types import (

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 import click
 
 from ciuic.cli.commands.remote import targets
-from ciuic.cli.commands.remote.init import (
+from ciuic.cli.commands.remote.init_join import (
     PASSPHRASE_SLOT,
     RECOVERY_SLOT,
     add_recovery_key,
     say_recovery_key,
 )
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, FrameGroup
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import current
@@ -32,7 +31,7 @@ from ciuic.units import plural
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.remote.access import Remote
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
 _KEY_FILE_SLOT = "key-file"
 _COMMAND_SLOT = "command"
@@ -149,8 +148,8 @@ def _default_slot(passphrase: bool, key_file: Path | None, key_command: bool) ->
 def _check_free(remote: Remote, name: str) -> None:
     """UsageError before a key file is made, or a passphrase asked for, for a slot that cannot be."""
     from ciuic.remote.access import KeySlots
-    from ciuic.remote.format.names import parse_slot
-    from ciuic.remote.sealing.key_slot import digits_of
+    from ciuic.remote.object_names import parse_slot
+    from ciuic.remote.sealing.key_slots import digits_of
 
     if parse_slot(f"keys/{name}") is None:
         raise UsageError(f"the name of a key slot has 1 to 32 characters of a-z, 0-9 and -, got {name!r}")
@@ -166,7 +165,7 @@ def _check_free(remote: Remote, name: str) -> None:
 
 
 def _secret(config: RemoteConfig, passphrase: bool, key_file: Path | None) -> SlotSecret:
-    from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file, run_key_command
+    from ciuic.remote.sealing.key_slots import make_key_file, read_key_file, run_key_command
 
     if passphrase:
         return targets.new_passphrase()
@@ -190,7 +189,7 @@ def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
     by its name as well.
     """
     from ciuic.remote.access import KeySlots, configured_objects, remove_slot
-    from ciuic.remote.sealing.key_slot import shown_names
+    from ciuic.remote.sealing.key_slots import shown_names
 
     config = targets.find_remote(current().config, place)
     objects = configured_objects(config)
@@ -218,7 +217,7 @@ def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
 
 
 def _ask(config: RemoteConfig, slot: str, left: list[str]) -> None:
-    from ciuic.remote.sealing.key_slot import shown_names
+    from ciuic.remote.sealing.key_slots import shown_names
 
     if not sys.stdin.isatty():
         raise UsageError("remove asks before it removes a key, and there is nobody to ask", hint="give -y")

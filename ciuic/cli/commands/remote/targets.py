@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ciuic.config import Config, RemoteConfig
     from ciuic.remote.access import Remote
     from ciuic.remote.objects.model import Objects
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
 
 def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,9 +40,8 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def place_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument REMOTE: a name of the configuration, or a URL."""
-    return click.argument("place", metavar="[REMOTE]", default="")(command)
+place_argument: Final = click.argument("place", metavar="[REMOTE]", default="")
+"""Adds the argument REMOTE: a name of the configuration, or a URL."""
 
 
 def find_remote(
@@ -133,10 +132,10 @@ def opened(config: RemoteConfig, objects: Objects) -> Remote:
 
 def typed_secret() -> SlotSecret:
     """Ask for a passphrase or recovery key. The prompt goes to stderr, and what is typed is not shown."""
-    from ciuic.remote.sealing import slot_secret
+    from ciuic.remote.sealing import key_slots
 
     text = click.prompt("Passphrase or recovery key of the remote", hide_input=True, err=True)
-    return slot_secret.typed_secret(text)
+    return key_slots.typed_secret(text)
 
 
 def new_passphrase() -> SlotSecret:
@@ -146,7 +145,7 @@ def new_passphrase() -> SlotSecret:
         UsageError: there is none in the environment, and nobody to ask.
     """
     from ciuic.remote.access import PASSPHRASE_VARIABLE
-    from ciuic.remote.sealing.slot_secret import passphrase_secret
+    from ciuic.remote.sealing.key_slots import passphrase_secret
 
     text = os.environ.get(PASSPHRASE_VARIABLE, "")
     if not text:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
-from ciuic.cli.doctor import places
+from ciuic.cli import doctor_checks
 from ciuic.config import Config
 from ciuic.repository import Repository
 from ciuic.repository.promised import (
@@ -50,7 +50,7 @@ def test_clock_that_was_ahead_once(repository: CliRepository, tmp_path: Path) ->
     with Repository.open(repository.path) as opened:
         newest, ahead = (
             finding.message
-            for finding in places.repository_state(opened, Config(), time.time_ns())
+            for finding in doctor_checks.repository_state(opened, Config(), time.time_ns())
             if "cs-" in finding.message
         )
     assert newest.startswith("cs-00000b is the newest")

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from support.cli_repository import CliRepository
 
 from ciuic.cli.app import cli
-from ciuic.cli.shared import marks
+from ciuic.cli.shared import session
 from ciuic.protocol.state_directory import open_state
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
 from ciuic.protocol.worker_frames import worker_socket
@@ -62,7 +62,7 @@ def test_one_unknown_id_changes_nothing(repository: CliRepository) -> None:
 
 def test_busy_repository_is_75(repository: CliRepository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changing commands exit with 75 and name the process that has the lock; reading works."""
-    monkeypatch.setattr(marks, "LOCK_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(session, "LOCK_WAIT_SECONDS", 0.0)
     with Repository.open(repository.path) as opened, opened.writer(command="capture"):
         result = repository.run("hold", "latest")
         assert result.exit_code == 75

@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from ciuic.cli import doctor_checks as machine
+from ciuic.cli import doctor_checks as places
 from ciuic.cli.app import cli
-from ciuic.cli.doctor import machine as machine
-from ciuic.cli.doctor import places as places
-from ciuic.cli.doctor.inquiry import Finding, Inquiry
+from ciuic.cli.inquiry import Finding, Inquiry
 from ciuic.cli.shared.systemd import Systemd
 from ciuic.config import Config, MinFree, RootConfig
 from ciuic.protocol.control_types import RepositoryStatus, StatusDocument

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.live import installed
 
-from ciuic.cli.doctor.inquiry import Finding, Inquiry, NoAnswer, in_time, ok
+from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, in_time, ok
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.kernel.negotiation import negotiate
 from ciuic.system.poll import readable

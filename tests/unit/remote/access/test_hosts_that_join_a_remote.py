@@ -14,8 +14,8 @@ from support.cli_repository import CliRepository
 from ciuic.errors import Busy, NotFound, NotPermitted, UsageError
 from ciuic.remote.access import Remote, RepositoryChoice, init_remote, join_repository
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.sealing.key_slots import make_key_file, read_key_file
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import make_key_file, read_key_file
 from ciuic.repository import Repository
 from ciuic.repository.disk import Disk
 from ciuic.repository.locks import Lock

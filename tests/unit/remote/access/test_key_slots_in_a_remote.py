@@ -11,19 +11,25 @@ from hypothesis import strategies as st
 
 from ciuic.remote.access import KeySlots, Remote, add_slot, init_remote, open_remote, remove_slot
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.names import parse_slot
+from ciuic.remote.object_names import parse_slot
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import Objects, RemoteRefused
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.wrappers import CountingObjects
-from ciuic.remote.sealing import key_slot
-from ciuic.remote.sealing.key_slot import KeySlot, own_slot, unwrap_master_key, wrap_master_key
+from ciuic.remote.sealing import key_slots
+from ciuic.remote.sealing.key_slots import (
+    KeySlot,
+    SlotSecret,
+    own_slot,
+    passphrase_secret,
+    unwrap_master_key,
+    wrap_master_key,
+)
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
 
 FLEET = 5000
-CHEAP = Argon2Cost(key_slot.MIN_MEMORY_KIB, 1, 1)
+CHEAP = Argon2Cost(key_slots.MIN_MEMORY_KIB, 1, 1)
 WORDS = passphrase_secret("correct horse")
 
 
@@ -54,7 +60,7 @@ def plant(remote: Remote, names: Iterable[str], secret: SlotSecret, cost: Argon2
     body = made[: made.index(b',"check"')] + b"}"
     for name in names:
         named = body.replace(b'"slot":"model"', b'"slot":"%s"' % name.encode())
-        remote.objects.put(f"keys/{name}", [key_slot.add_check(named, key_slot.xxh3_check)])
+        remote.objects.put(f"keys/{name}", [key_slots.add_check(named, key_slots.xxh3_check)])
 
 
 def opens(remote: Remote, secret: SlotSecret) -> bool:
@@ -72,7 +78,7 @@ def derived(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             raise WrongKey("another one")
         return unwrap_master_key(slot, remote_id, secret)
 
-    monkeypatch.setattr(key_slot, "unwrap_master_key", noted)
+    monkeypatch.setattr(key_slots, "unwrap_master_key", noted)
     return names
 
 
@@ -120,7 +126,7 @@ def test_planted_slots_lock_no_passphrase_out(remote: Remote, slot: str, derived
     """A passphrase opens the slot with the usual name, or that was there before 5,000 planted ones, with one derivation."""
     data = wrap_master_key(MasterKey(remote.master.reveal()), id_of(remote), slot, WORDS, created_ns=2)  # type: ignore[union-attr]
     assert remote.objects.create(f"keys/{slot}", data)
-    plant(remote, (f"planted-{number}" for number in range(FLEET)), WORDS, key_slot.DEFAULT_COST)
+    plant(remote, (f"planted-{number}" for number in range(FLEET)), WORDS, key_slots.DEFAULT_COST)
     assert opens(remote, WORDS)
     assert derived == [slot]
 
@@ -129,13 +135,13 @@ def test_a_passphrase_is_bounded_by_cost_and_goes_on_when_told(
     remote: Remote, derived: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind 5,000 planted slots that came before it a slot is reached by going on, or by its name; else the refusal says so."""
-    plant(remote, (f"planted-{number}" for number in range(FLEET)), WORDS, key_slot.DEFAULT_COST)
+    plant(remote, (f"planted-{number}" for number in range(FLEET)), WORDS, key_slots.DEFAULT_COST)
     add_slot(remote, "words", WORDS)
     with pytest.raises(WrongKey, match="there are more") as caught:
         open_remote(remote.objects, [WORDS])
     assert "CIUIC_REMOTE_SLOT" in caught.value.hint
-    work = key_slot.DEFAULT_COST.memory_kib * key_slot.DEFAULT_COST.passes
-    assert len(derived) == key_slot.MAX_PASSPHRASE_WORK_KIB // work
+    work = key_slots.DEFAULT_COST.memory_kib * key_slots.DEFAULT_COST.passes
+    assert len(derived) == key_slots.MAX_PASSPHRASE_WORK_KIB // work
     asked: list[int] = []
 
     def goes_on(tried: int) -> bool:
@@ -164,7 +170,7 @@ def test_every_host_has_a_slot(host: str, secret: bytes) -> None:
     name = own_slot(bytes(16), SlotSecret("key-file", secret), host)
     assert name.startswith("host-")
     assert parse_slot(f"keys/{name}") == name
-    assert key_slot.digits_of(name) == key_slot.own_digits(bytes(16), SlotSecret("key-file", secret))
+    assert key_slots.digits_of(name) == key_slots.own_digits(bytes(16), SlotSecret("key-file", secret))
     assert name != own_slot(bytes(16), SlotSecret("command", secret), host)
 
 
@@ -181,7 +187,7 @@ def test_a_name_with_digits_is_for_its_key_alone(remote: Remote) -> None:
 BAD = {
     "aa-garbage": os.urandom(300),
     "aa-page": b"<!DOCTYPE html><html><body>Sign in to the network</body></html>",
-    "aa-large": bytes(key_slot.MAX_SLOT_BYTES + 1),
+    "aa-large": bytes(key_slots.MAX_SLOT_BYTES + 1),
     "aa-empty": b"",
     "Not_A.Slot": b"anything",
     "deeper/slot": b"anything",
@@ -211,7 +217,7 @@ def put_bad(remote: Remote) -> Remote:
     for name, data in BAD.items():
         remote.objects.put(f"keys/{name}", [data])
     later = b'{"version":2,"slot":"aa-later"}'
-    remote.objects.put("keys/aa-later", [key_slot.add_check(later, key_slot.xxh3_check)])
+    remote.objects.put("keys/aa-later", [key_slots.add_check(later, key_slots.xxh3_check)])
     return remote._replace(objects=RefusingObjects(remote.objects, "keys/aa-refused"))  # type: ignore[arg-type]
 
 

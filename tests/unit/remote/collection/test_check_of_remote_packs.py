@@ -7,7 +7,7 @@ import random
 import pytest
 from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
-from ciuic.remote.format.names import PackRef, pack_name
+from ciuic.remote.object_names import PackRef, pack_name
 from ciuic.remote.upkeep.check import check_packs, listed_packs
 
 SEALER = sealer(Ids("check"))

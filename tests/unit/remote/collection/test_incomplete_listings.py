@@ -18,10 +18,15 @@ from support.remote_world import (
     make_collector,
 )
 
-from ciuic.remote.format.names import parse_log_entry, parse_pack
-from ciuic.remote.log.errors import IncompleteListing, LostCommits, NothingCommitted, RolledBack
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.log_reader import (
+    IncompleteListing,
+    LogReader,
+    LostCommits,
+    NothingCommitted,
+    RolledBack,
+    Rounds,
+)
+from ciuic.remote.object_names import parse_log_entry, parse_pack
 from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collector import Collector

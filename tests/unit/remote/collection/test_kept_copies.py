@@ -17,8 +17,8 @@ from support.remote_world import (
 )
 
 from ciuic.errors import Damaged
-from ciuic.remote.format.names import PackRef, pack_name, parse_pack
-from ciuic.remote.format.pack import HEADER_BYTES, RemotePackReader
+from ciuic.remote.object_names import PackRef, pack_name, parse_pack
+from ciuic.remote.pack import HEADER_BYTES, RemotePackReader
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult
 

@@ -22,13 +22,13 @@ from support.remote_world import (
 )
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.remote.format.documents import LogRetired, LogState, decode_manifest, read_entry
-from ciuic.remote.format.names import PackRef, pack_name, parse_log_entry, parse_pack, round_name
-from ciuic.remote.log.compaction import LogUpkeep
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.documents import LogRetired, LogState, decode_manifest, read_entry
+from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import PackRef, pack_name, parse_log_entry, parse_pack, round_name
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult
+from ciuic.remote.writer_log import LogUpkeep
 
 
 class World:

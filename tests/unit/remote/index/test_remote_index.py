@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
-from ciuic.remote.format.documents import StoredRound, create_round
-from ciuic.remote.format.names import PackRef, pack_name
-from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.documents import StoredRound, create_round
+from ciuic.remote.log_reader import Rounds
+from ciuic.remote.object_names import PackRef, pack_name
 from ciuic.remote.remote_index import RemoteIndex, RemotePack
 from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.types import ChunkId

@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
+from ciuic.remote.documents import LogCommit, LogEntry, LogFence, LogHello, LogRemove, create_entry
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import LogCommit, LogEntry, LogFence, LogHello, LogRemove, create_entry
-from ciuic.remote.format.names import log_entry_name, manifest_name
-from ciuic.remote.log.compaction import sum_up_log
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import log_entry_name, manifest_name
+from ciuic.remote.writer_log import WriterLog, sum_up_log
 from ciuic.repository.errors import UnsupportedFormat
 
 IDS = Ids("damaged")

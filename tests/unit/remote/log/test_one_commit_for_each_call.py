@@ -9,7 +9,7 @@ import pytest
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 
 from ciuic.errors import UsageError
-from ciuic.remote.format.documents import (
+from ciuic.remote.documents import (
     LogCommit,
     LogEntry,
     LogFence,
@@ -21,11 +21,10 @@ from ciuic.remote.format.documents import (
     create_round,
     read_entry,
 )
-from ciuic.remote.format.names import log_entry_name, manifest_name
-from ciuic.remote.log.errors import RolledBack
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog, WriterPosition, WriterState
+from ciuic.remote.log_reader import RolledBack, Rounds
+from ciuic.remote.object_names import log_entry_name, manifest_name
 from ciuic.remote.objects.model import RemoteUnreachable
+from ciuic.remote.writer_log import WriterLog, WriterPosition, WriterState
 
 IDS = Ids("test")
 SEALER = sealer(IDS)

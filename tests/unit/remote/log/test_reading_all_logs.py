@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from support.remote_world import REPOSITORY, Bucket, Ids, sealer
 
-from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format import documents
-from ciuic.remote.format.documents import (
+from ciuic.remote import documents
+from ciuic.remote.documents import (
     LiveManifest,
     LogCommit,
     LogEntry,
@@ -19,9 +18,9 @@ from ciuic.remote.format.documents import (
     LogState,
     create_entry,
 )
-from ciuic.remote.format.names import log_entry_name, manifest_name
-from ciuic.remote.log.errors import RolledBack
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.log_reader import LogReader, RolledBack
+from ciuic.remote.object_names import log_entry_name, manifest_name
 
 IDS = Ids("reader")
 SEALER = sealer(IDS)

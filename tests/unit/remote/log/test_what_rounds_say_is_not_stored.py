@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from support.remote_world import Bucket, Ids, sealer
 
+from ciuic.remote.documents import StoredRound, create_round
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.format.documents import StoredRound, create_round
-from ciuic.remote.format.names import RoundPart, round_name
-from ciuic.remote.log.errors import RolledBack
-from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.log_reader import RolledBack, Rounds
+from ciuic.remote.object_names import RoundPart, round_name
 
 IDS = Ids("rounds")
 SEALER = sealer(IDS)

@@ -20,7 +20,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.objects import obstore_objects
 from ciuic.remote.objects.model import NonsenseReply, NotAListing
 from ciuic.remote.reading.opening import read_remote
-from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.remote.sealing.key_slots import SlotSecret
 
 SECRET = SlotSecret("key-file", bytes(range(32)))
 # Not well-formed, as most pages.

@@ -16,10 +16,10 @@ from support.restoring import write
 from ciuic.errors import Damaged
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
-from ciuic.remote.format.names import PACKS_PREFIX, new_pack_ref, pack_name, parse_pack
-from ciuic.remote.format.pack import RemotePackReader, RemotePackWriter
-from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log_reader import RolledBack
+from ciuic.remote.object_names import PACKS_PREFIX, new_pack_ref, pack_name, parse_pack
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.pack import RemotePackReader, RemotePackWriter
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedSnapshot
 from ciuic.restore import execute, plan_restore

@@ -15,17 +15,14 @@ from support.restoring import write
 from ciuic.errors import Damaged
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
-from ciuic.remote.format.documents import LogRemove
-from ciuic.remote.format.names import PACKS_PREFIX, new_hex_id
-from ciuic.remote.log.compaction import append_to_log
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.documents import LogRemove
+from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import PACKS_PREFIX, new_hex_id
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult, Collector
-from ciuic.remote.upkeep.marking import live_chunks
+from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult, Collector, live_chunks
+from ciuic.remote.writer_log import WriterLog, append_to_log
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
 from ciuic.remote.access import Remote
-from ciuic.remote.format.names import PACKS_PREFIX, PackRef, pack_name, parse_pack
+from ciuic.remote.object_names import PACKS_PREFIX, PackRef, pack_name, parse_pack
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
-from ciuic.remote.reading.remote_lookup import TableOrder
+from ciuic.remote.reading.remote_repository import TableOrder
 from ciuic.remote.remote_index import list_packs
 from ciuic.repository.errors import MissingChunk
 from ciuic.types import ChunkId

@@ -10,7 +10,7 @@ import pytest
 
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, RemoteUnreachable
-from ciuic.remote.reading.range_prefetch import WINDOW_BYTES, RangePrefetch
+from ciuic.remote.reading.remote_packs import WINDOW_BYTES, RangePrefetch
 from ciuic.repository.identity import Bytes
 
 SIZE = 8 << 20

@@ -15,17 +15,15 @@ from support.remote_host import BLOCK, reading
 from support.restoring import write
 
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.format.names import pack_name
-from ciuic.remote.log.compaction import LogUpkeep
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog, WriterState
+from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import pack_name
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.storage_classes import ListedClass
 from ciuic.remote.remote_index import cold_packs
+from ciuic.remote.upkeep.cold_packs import apply_rules
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.upkeep.tier_moves import apply_rules
+from ciuic.remote.writer_log import LogUpkeep, WriterLog, WriterState
 
 COLLECT_AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
 

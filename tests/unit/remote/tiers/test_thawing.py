@@ -13,14 +13,13 @@ from support.archiving_objects import ArchivingClasses, ArchivingStore, World, m
 from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, reading
 
-from ciuic.remote.format.names import PackRef, pack_name, parse_pack, table_name
-from ciuic.remote.format.pack import RemotePackReader
+from ciuic.remote.object_names import PackRef, pack_name, parse_pack, table_name
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.storage_classes import THAW_SPEEDS, ThawSpeed
+from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.remote_index import cold_packs
-from ciuic.remote.upkeep.collector import Repacker
-from ciuic.remote.upkeep.thawing import (
+from ciuic.remote.upkeep.cold_packs import (
     ColdPack,
     ThawJob,
     ThawJobs,
@@ -31,6 +30,7 @@ from ciuic.remote.upkeep.thawing import (
     unreadable_now,
     wait_until_ready,
 )
+from ciuic.remote.upkeep.collector import Repacker
 from ciuic.repository import Walker
 from ciuic.repository.lookup import find
 from ciuic.types import SnapshotId

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.config import TierRule
-from ciuic.remote.format.names import PackRef, new_pack_ref
+from ciuic.remote.object_names import PackRef, new_pack_ref
 from ciuic.remote.objects.storage_classes import CLASSES, find_class
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.tier_moves import AgedSnapshot, cold_targets, colder, old_snapshots
+from ciuic.remote.upkeep.cold_packs import AgedSnapshot, cold_targets, colder, old_snapshots
 from ciuic.repository.model import PackRecord
 from ciuic.types import ChunkId
 

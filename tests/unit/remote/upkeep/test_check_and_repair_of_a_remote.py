@@ -16,10 +16,8 @@ from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import add_slot
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.opening import read_remote
-from ciuic.remote.sealing.recovery_key import show_recovery_key
-from ciuic.remote.sealing.slot_secret import recovery_secret
-from ciuic.remote.upkeep.check import check_remote
-from ciuic.remote.upkeep.repair import repair_remote
+from ciuic.remote.sealing.key_slots import recovery_secret, show_recovery_key
+from ciuic.remote.upkeep.check import check_remote, repair_remote
 from ciuic.repository import Repository
 
 

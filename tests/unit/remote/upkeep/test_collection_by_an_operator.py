@@ -16,11 +16,9 @@ from ciuic.errors import CiuicError, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access import Remote
-from ciuic.remote.format.documents import LogEntry, LogRemove, read_entry
-from ciuic.remote.format.names import parse_log_entry
-from ciuic.remote.log.compaction import LogUpkeep
-from ciuic.remote.log.errors import LostCommits
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.documents import LogEntry, LogRemove, read_entry
+from ciuic.remote.log_reader import LogReader, LostCommits
+from ciuic.remote.object_names import parse_log_entry
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.wrappers import CountingObjects
 from ciuic.remote.upkeep.collect import (
@@ -31,6 +29,7 @@ from ciuic.remote.upkeep.collect import (
     resolve_snapshots,
 )
 from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.writer_log import LogUpkeep
 
 AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
 

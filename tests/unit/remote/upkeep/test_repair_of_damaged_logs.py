@@ -16,21 +16,18 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.check import CheckReport
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import add_slot, open_remote
-from ciuic.remote.format.documents import LogCommit, LogState, decode_log_entry
-from ciuic.remote.format.names import parse_log_entry
-from ciuic.remote.log.compaction import append_to_log
-from ciuic.remote.log.errors import LostCommits
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.documents import LogCommit, LogState, decode_log_entry
+from ciuic.remote.log_reader import LogReader, LostCommits
+from ciuic.remote.object_names import parse_log_entry
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading import opening
 from ciuic.remote.reading.opening import read_remote
-from ciuic.remote.sealing.recovery_key import show_recovery_key
-from ciuic.remote.sealing.slot_secret import recovery_secret
-from ciuic.remote.upkeep import log_repair
-from ciuic.remote.upkeep.check import check_remote
+from ciuic.remote.sealing.key_slots import recovery_secret, show_recovery_key
+from ciuic.remote.upkeep import check
+from ciuic.remote.upkeep.check import check_remote, repair_remote
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.upkeep.repair import repair_remote
+from ciuic.remote.writer_log import append_to_log
 from ciuic.repository import Repository
 from ciuic.repository.errors import UnsupportedFormat
 
@@ -155,7 +152,7 @@ def test_a_deleted_log_is_damage_and_no_verdict(
     if way == "gone":
         delete_log(world, world.alpha)
     else:
-        for module in (log_repair, opening):
+        for module in (check, opening):
             monkeypatch.setattr(module, "UPLOADING_NS", -(1 << 60))
         commits = world.commits(world.alpha)
         world.remote.objects.delete(commits[-1:])

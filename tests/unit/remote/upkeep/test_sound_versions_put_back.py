@@ -18,7 +18,7 @@ from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import add_slot, open_remote, remove_slot
 from ciuic.remote.objects.model import NoSuchObject, RemoteUnreachable
 from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
-from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.remote.sealing.key_slots import SlotSecret
 from ciuic.remote.upkeep.check import check_remote
 from ciuic.remote.upkeep.collect import give_up_snapshots, open_collector
 from ciuic.remote.upkeep.collector import CollectionPolicy

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.remote.upload.outbox import FIRST_PACK_BYTES, LARGEST_PACK_BYTES, PackSize
+from ciuic.remote.uploader import FIRST_PACK_BYTES, LARGEST_PACK_BYTES, PackSize
 
 
 @given(seconds=st.lists(st.floats(0.001, 60), max_size=200))

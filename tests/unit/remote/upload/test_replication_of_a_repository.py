@@ -13,17 +13,16 @@ from support.stored import Tree, store
 
 from ciuic.config import RemoteConfig
 from ciuic.remote.access import Remote, init_remote, open_remote
-from ciuic.remote.format.documents import decode_manifest, object_digest
-from ciuic.remote.format.names import PACKS_PREFIX, parse_pack
-from ciuic.remote.format.pack import RemotePackReader
-from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.documents import decode_manifest, object_digest
+from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import PACKS_PREFIX, parse_pack
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteUnreachable
 from ciuic.remote.objects.wrappers import CountingObjects
+from ciuic.remote.pack import RemotePackReader
+from ciuic.remote.replication import Replication
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.upload.outbox import Stopped
-from ciuic.remote.upload.replication import Replication
-from ciuic.remote.upload.uploader import Labels
+from ciuic.remote.uploader import Labels, Stopped
 from ciuic.repository import Repository, Walker
 from ciuic.repository.block_maps import BlockMaps
 from ciuic.repository.chunk_reader import unpack
@@ -252,7 +251,7 @@ def test_lost_requests_and_replies_lose_nothing(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every fifth request or reply lost, each snapshot is committed exactly once and whole."""
-    monkeypatch.setattr("ciuic.remote.upload.outbox._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("ciuic.remote.uploader._FIRST_PAUSE_SECONDS", 0.001)
     rng = random.Random(4)
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)
@@ -282,7 +281,7 @@ def test_a_missing_bucket_is_not_a_removed_snapshot(
     seconds: str, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket that is missing for some seconds of an upload is waited for; one that stays missing ends it by its name."""
-    monkeypatch.setattr("ciuic.remote.upload.outbox._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("ciuic.remote.uploader._FIRST_PAUSE_SECONDS", 0.001)
     objects = WithoutBucket(bucket)
     remote = new_remote(objects)
     host = Host(tmp_path / "h", remote)
@@ -322,8 +321,8 @@ def test_an_interrupted_upload_goes_on_at_the_next_object(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after every second pack, an upload still stores each chunk once."""
-    monkeypatch.setattr("ciuic.remote.upload.outbox.FIRST_PACK_BYTES", 8 * BLOCK)
-    monkeypatch.setattr("ciuic.remote.upload.outbox.LARGEST_PACK_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.uploader.FIRST_PACK_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.uploader.LARGEST_PACK_BYTES", 8 * BLOCK)
     rng = random.Random(5)
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)
@@ -348,7 +347,7 @@ def test_an_interrupted_upload_goes_on_at_the_next_object(
 
 def test_a_remote_that_is_older_than_it_was_is_refused(tmp_path: Path, bucket: str) -> None:
     """Who puts back an earlier state of the bucket does not get new snapshots built on it."""
-    from ciuic.remote.log.errors import RolledBack
+    from ciuic.remote.log_reader import RolledBack
 
     rng = random.Random(6)
     objects = MemoryObjects(bucket)
@@ -421,7 +420,7 @@ def test_the_remote_opens_with_its_key_alone(tmp_path: Path, bucket: str) -> Non
     """A machine that never saw the host opens the remote by a slot's secret and names chunks alike."""
     from ciuic.remote.access import add_slot
     from ciuic.remote.errors import WrongKey
-    from ciuic.remote.sealing.slot_secret import SlotSecret
+    from ciuic.remote.sealing.key_slots import SlotSecret
 
     remote = new_remote(MemoryObjects(bucket))
     secret, other = SlotSecret("key-file", bytes(32)), SlotSecret("key-file", bytes(31) + b"\1")

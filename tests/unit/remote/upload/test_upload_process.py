@@ -16,8 +16,7 @@ from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access import init_remote
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.upload.process import run
-from ciuic.remote.upload.upload_status import read_status
+from ciuic.remote.replication import read_status, run
 from ciuic.repository import Repository
 
 _SECONDS = 60

@@ -7,12 +7,10 @@ from pathlib import Path
 from support.remote_world import REPOSITORY, Bucket, Ids, MemoryState, sealer
 from support.remote_years import live_for_years
 
-from ciuic.remote.format.documents import GivenUp
-from ciuic.remote.format.names import manifest_name, parse_log_entry
-from ciuic.remote.log.compaction import LogRotation
-from ciuic.remote.log.log_reader import LogReader
-from ciuic.remote.log.rounds import Rounds
-from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.documents import GivenUp
+from ciuic.remote.log_reader import LogReader, Rounds
+from ciuic.remote.object_names import manifest_name, parse_log_entry
+from ciuic.remote.writer_log import LogRotation, WriterLog
 
 
 def test_a_log_without_collections_is_read_in_few_requests(tmp_path: Path) -> None:

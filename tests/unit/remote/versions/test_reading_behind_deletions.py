@@ -15,14 +15,13 @@ from support.versioned_objects import MemoryVersions, VersionedObjects, attack
 
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.remote.access import add_slot, remove_slot
+from ciuic.remote.documents import LogHello, LogRemove, encode_log_entry
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.format.documents import LogHello, LogRemove, encode_log_entry
-from ciuic.remote.format.names import log_entry_name, new_hex_id
+from ciuic.remote.object_names import log_entry_name, new_hex_id
 from ciuic.remote.objects.model import MAX_KEPT_VERSIONS, group_versions
 from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
-from ciuic.remote.sealing.key_slot import MAX_PASSPHRASE_WORK_KIB
+from ciuic.remote.sealing.key_slots import MAX_PASSPHRASE_WORK_KIB, SlotSecret, passphrase_secret
 from ciuic.remote.sealing.sealer import Sealer, add_check, xxh3_check
-from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
 from ciuic.restore import execute, plan_restore
 
 SECRET = SlotSecret("key-file", bytes(range(32)))

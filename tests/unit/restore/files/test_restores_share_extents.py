@@ -16,7 +16,7 @@ from support.trees import assert_same, manifest
 
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, Result, content, execute, plan_restore
-from ciuic.restore.extent_sharing import Sharing
+from ciuic.restore.content import Sharing
 from ciuic.types import Snapshot
 
 # The file system is on a loop device.

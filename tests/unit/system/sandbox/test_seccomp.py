@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.ci import needs
 
-from ciuic.cli.doctor import machine as doctor_machine
+from ciuic.cli import doctor_checks as doctor_machine
 from ciuic.system.seccomp import LAST_NUMBER, NUMBERS, Condition, Profile, Unavailable, assemble, install
 from ciuic.system.syscall_profiles import CAPTURE, RECEIVER, UPKEEP, WORKER
 

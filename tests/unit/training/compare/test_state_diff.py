@@ -18,11 +18,10 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.bulk_reader import IntoMemory
 from ciuic.repository.chunk_reader import ChunkReader
-from ciuic.training import StateDiff
-from ciuic.training.compare import number_kinds
-from ciuic.training.compare.state_diff import diff_states
+from ciuic.training import StateDiff, change_figures
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE
 from ciuic.training.format.stored_files import SnapshotRef
+from ciuic.training.state_diff import diff_states
 from ciuic.types import ChunkId, SnapshotId
 
 LARGE = 20 * BLOCK
@@ -277,7 +276,7 @@ def test_without_numpy_the_error_names_it(states: SavedStates, monkeypatch: pyte
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
     with pytest.raises(CiuicError, match="only with NumPy, which is not installed"):
         _diff(states, *ids)
-    assert number_kinds.numpy is not None
+    assert change_figures.numpy is not None
 
 
 def _documents(**state: Any) -> dict[bytes, Any]:

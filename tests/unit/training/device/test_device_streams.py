@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from ciuic.training import device_streams
+from ciuic.training import device_copy
 from ciuic.training.arena import Arena
-from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap
-from ciuic.training.device_streams import TorchDeviceStream, device_stream_of
+from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap, TorchDeviceStream, device_stream_of
 from ciuic.training.format.tensors import ArrayBuffer, describe
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -90,9 +89,9 @@ def test_all_kinds_come_over(
 ) -> None:
     """Tensors are equal after a copy into page-locked memory, through small buffers, and without either."""
     if bounce_bytes:
-        monkeypatch.setattr(device_streams, "_BOUNCE_BYTES", bounce_bytes)
+        monkeypatch.setattr(device_copy, "_BOUNCE_BYTES", bounce_bytes)
         lane._bounce._buffers = [torch.empty(bounce_bytes, dtype=torch.uint8) for _ in "ab"]
-    monkeypatch.setattr("ciuic.training.device_streams._AT_ONCE_BYTES", 100)
+    monkeypatch.setattr("ciuic.training.device_copy._AT_ONCE_BYTES", 100)
     arena = Arena(1 << 20)
     arena.pinned = pinned
     request.addfinalizer(arena.close)
@@ -180,8 +179,8 @@ def test_an_arena_is_page_locked_once_and_let_go(code: int, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     arena, device = Arena(3 << 20), torch.device("cuda:1")
-    assert [device_streams.pinned_by(arena, device) for _ in "ab"] == [code == 0] * 2
+    assert [device_copy.pinned_by(arena, device) for _ in "ab"] == [code == 0] * 2
     assert list(runtime.locked.values()) == ([arena.size_bytes] if code == 0 else [])
     arena.close()
     assert runtime.locked == {}
-    assert not device_streams.pinned_by(arena, device)
+    assert not device_copy.pinned_by(arena, device)

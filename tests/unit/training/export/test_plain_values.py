@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered 
 
 from ciuic.training.convert.export_state import as_plain, without_classes  # noqa: E402
 from ciuic.training.format import structure  # noqa: E402
-from ciuic.training.format.value_types import register_type  # noqa: E402
+from ciuic.training.format.structure import register_type  # noqa: E402
 
 
 @register_type

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ciuic.training.free_resources import memory_left
-from ciuic.training.policy.forecast import forecast, measure
+from ciuic.training.save_schedule import forecast, measure
 
 GIB = 1 << 30
 

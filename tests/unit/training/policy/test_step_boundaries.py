@@ -7,8 +7,7 @@ import pickle  # noqa: TID251  a training may pickle what it watches
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ciuic.training.state.boundaries import Boundaries, Passes
-from ciuic.training.state.method_hooks import tell_after
+from ciuic.training.state.boundaries import Boundaries, Passes, tell_after
 
 
 class Optimizer:

@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.training.policy.save_rules import (
-    AfterIf,
-    Automatic,
-    Interval,
-    Moment,
-    OnImprovement,
-    Rule,
-    SaveRules,
-    Steps,
-)
-from ciuic.training.policy.save_schedule import SaveCosts
+from ciuic.training.rules import AfterIf, Automatic, Interval, Moment, OnImprovement, Rule, SaveRules, Steps
+from ciuic.training.save_schedule import SaveCosts
 
 
 def moment_at(steps: int = 0, seconds: float = 0.0, cost: float | None = None, write: float = 0.0) -> Moment:

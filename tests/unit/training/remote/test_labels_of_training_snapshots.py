@@ -9,10 +9,10 @@ import pytest
 from support.cli_repository import CliRepository
 
 from ciuic import SnapshotManager
-from ciuic.remote.format.names import manifest_name
-from ciuic.remote.upload.uploader import Labels
+from ciuic.remote.object_names import manifest_name
+from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository
-from ciuic.training.remote.labels import labels_of
+from ciuic.training.remote.uploads import labels_of
 from ciuic.types import SnapshotId
 
 

@@ -13,8 +13,8 @@ from ciuic.remote.access import add_slot, init_remote
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.sealing.key_slots import typed_secret
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.sealing.slot_secret import typed_secret
 from ciuic.training.remote import joining
 from ciuic.training.remote.remote_options import remotes_from
 

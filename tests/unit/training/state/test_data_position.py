@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.training.format.structure import pack, unpack
-from ciuic.training.state import randomness
+from ciuic.training.state import stateful
 from ciuic.training.state.data_position import Position
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
@@ -99,7 +99,9 @@ class Run:
 
     def _boundary(self) -> None:
         if len(self.taken) == self._save_at:
-            self.saved = _round_trip({"position": self.position.state_dict(), "random": randomness.state()})
+            self.saved = _round_trip(
+                {"position": self.position.state_dict(), "random": stateful.random_states()}
+            )
 
 
 def _round_trip(value: Any) -> Any:
@@ -120,7 +122,7 @@ def test_a_resumed_run_continues_after_the_last_saved_batch(
     run.go(save_at + 8, save_at)
     again = Run(kind, leave_after)
     again.position.load_state_dict(run.saved["position"])
-    randomness.restore(run.saved["random"])
+    stateful.restore_random_states(run.saved["random"])
     again.go(8)
     assert again.taken == run.taken[save_at:]
 
@@ -148,7 +150,7 @@ def _with_workers() -> None:
         run.go(save_at + 3, save_at)
         again = Run("workers", leave_after)
         again.position.load_state_dict(run.saved["position"])
-        randomness.restore(run.saved["random"])
+        stateful.restore_random_states(run.saved["random"])
         again.go(3)
         assert again.taken == run.taken[save_at:], (save_at, leave_after, again.taken, run.taken)
 

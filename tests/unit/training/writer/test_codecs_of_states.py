@@ -15,7 +15,7 @@ from ciuic.repository import Repository, Walker
 from ciuic.repository import pack_format as pf
 from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH
 from ciuic.training.free_resources import CpuIdle
-from ciuic.training.policy.retention_rules import EverySteps, Keep, Latest
+from ciuic.training.rules import EverySteps, Keep, Latest
 from ciuic.training.writer import codecs
 from ciuic.training.writer.codecs import CodecChooser
 from ciuic.training.writer.committing import LastCommit, commit

@@ -12,7 +12,7 @@ from support.raw_states import STATE_BLOCK, Saves, content_of, drifting
 from ciuic.repository import Repository
 from ciuic.repository.compression import Codec, Coded
 from ciuic.repository.writing import pack_maintenance
-from ciuic.training.writer.reverse_deltas import MAX_WAITING_WHEN_BUSY, OVERDUE, Clock, CodingTurns, Trainer
+from ciuic.training.writer.codecs import MAX_WAITING_WHEN_BUSY, OVERDUE, Clock, CodingTurns, Trainer
 from ciuic.types import SnapshotId
 
 PROCESSORS = 2

@@ -24,7 +24,7 @@ from ciuic.retention import RetentionPolicy
 from ciuic.training import EverySeconds, EverySteps, Latest
 from ciuic.training.format.reading import read_facts
 from ciuic.training.format.stored_files import SnapshotRef
-from ciuic.training.policy.save_rules import Moment, Rule
+from ciuic.training.rules import Moment, Rule
 from ciuic.training.writer.housekeeping import FULL_READ_EVERY, WriterHousekeeping, read_back, split_by_rules
 from ciuic.training.writer.marks import DAMAGED, VERIFIED
 from ciuic.training.writer.messages import Note, RetentionRules

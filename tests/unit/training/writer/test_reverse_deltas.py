@@ -15,8 +15,8 @@ from ciuic.repository import Repository
 from ciuic.repository import pack_format as pf
 from ciuic.repository.compression import Codec, Coded, Pace
 from ciuic.repository.writing import pack_maintenance
-from ciuic.training.policy.retention_rules import EverySteps, Latest
-from ciuic.training.writer.reverse_deltas import SEAL_FROM_BYTES
+from ciuic.training.rules import EverySteps, Latest
+from ciuic.training.writer.codecs import SEAL_FROM_BYTES
 from ciuic.types import SnapshotId
 
 _BLOCK = STATE_BLOCK

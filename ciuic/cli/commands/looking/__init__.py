@@ -1,1 +1,0 @@
-"""Commands that look at what snapshots have: a path over time, names, changes, checkpoints."""

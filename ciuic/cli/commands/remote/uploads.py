@@ -1,0 +1,436 @@
+"""``ciuic remote upload`` and ``ciuic remote status``: the process that sends snapshots, and how far the remotes are behind.
+
+Guarantees: without ``--contact`` nothing is asked of a remote, so the answer of ``status`` comes at once also while the network is
+gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli.commands.remote import targets
+from ciuic.cli.shared import times
+from ciuic.cli.shared.messages import plural, shown_text, warn
+from ciuic.cli.shared.options import ID, FrameCommand
+from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import CiuicError, ConfigError, NotFound, Partial
+from ciuic.units import human_duration, human_size
+
+if TYPE_CHECKING:
+    from ciuic.config import Config, RemoteConfig
+    from ciuic.config.model import RemotePrice
+    from ciuic.protocol.stored_remotely import RemoteLag
+    from ciuic.remote.access import Remote
+    from ciuic.remote.replication import UploadStatus
+    from ciuic.remote.uploader import Labels
+    from ciuic.repository import Repository
+    from ciuic.types import Snapshot
+
+
+_LABEL_WIDTH = 11
+_PUTS = ("put", "create", "list")
+_GETS = ("get", "head")
+_PRICE_UNIT = 1000
+_GB = 10**9
+
+
+@click.command("status", cls=FrameCommand)
+@targets.place_argument
+@click.option(
+    "--contact", is_flag=True, help="Ask the remote as well what it holds; lists its packs and logs."
+)
+@json_option
+def status(place: str, contact: bool, as_json: bool) -> None:
+    """Show the remotes: how far they are behind, what they wait for, what was sent.
+
+    Without --contact this is what this host knows, also while no network is there.
+    """
+    session = current()
+    chosen = [targets.find_remote(session.config, place)] if place else list(session.config.remotes)
+    if not chosen:
+        # The same words and exit code as for a name.
+        targets.find_remote(session.config, place)
+    documents, failures = [], []
+    for config in chosen:
+        document = _facts(session, config)
+        if contact:
+            try:
+                document["contact"] = _contact(config)
+            except CiuicError as error:
+                document["contact"] = {"error": error.message, "hint": error.hint}
+                failures.append(error)
+        documents.append(document)
+    if as_json:
+        out_json({"remotes": documents})
+    else:
+        for index, document in enumerate(documents):
+            if index:
+                out()
+            _print(document)
+    if failures:
+        raise failures[0]
+
+
+def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
+    from ciuic.protocol.stored_remotely import upload_state_dir
+    from ciuic.remote.replication import read_status
+
+    upload = read_status(config.name, upload_state_dir())
+    lag, problem = _lag(session, config)
+    return {
+        "remote": config.name,
+        "url": config.url,
+        "id": upload.remote_id or None if upload else None,
+        "encrypted": config.encryption,
+        "behind": None if lag is None else _behind(lag),
+        "problem": problem or (lag.flaw if lag else ""),
+        "upload": None if upload is None else _upload(upload, config.price),
+    }
+
+
+def _lag(session: Session, config: RemoteConfig) -> tuple[RemoteLag | None, str]:
+    from ciuic.protocol.stored_remotely import remote_lag
+
+    try:
+        repository = session.repository
+        infos = repository.snapshots.list()
+    except NotFound:
+        return None, "there is no repository yet"
+    except CiuicError as error:
+        return None, error.message
+    return remote_lag(config.name, repository.id, infos, now_ns=session.now_ns), ""
+
+
+def _behind(lag: RemoteLag) -> dict[str, Any]:
+    return {
+        "snapshots": lag.snapshots,
+        "size_bytes": lag.size_bytes,
+        "seconds": lag.seconds,
+        "stored": lag.stored,
+        "newest": lag.newest or None,
+        "newest_time": times.rfc3339(lag.newest_ns) if lag.newest_ns else None,
+    }
+
+
+def _upload(upload: UploadStatus, price: RemotePrice) -> dict[str, Any]:
+    return {
+        "running": upload.runs,
+        "pid": upload.pid,
+        "time": times.rfc3339(upload.time_ns),
+        "waits_for": upload.waits_for,
+        "bytes_per_second": upload.bytes_per_second,
+        "last_snapshot": upload.last_snapshot or None,
+        "last_seconds": upload.last_seconds,
+        "requests": upload.requests,
+        "sent_bytes": upload.sent_bytes,
+        "received_bytes": upload.received_bytes,
+        "price": _price(upload.requests, price),
+    }
+
+
+def _price(requests: dict[str, int], price: RemotePrice) -> float | None:
+    """Return what the requests cost; None if no price is configured."""
+    if price.put_per_1000 is None and price.get_per_1000 is None:
+        return None
+    puts = sum(requests.get(kind, 0) for kind in _PUTS) * (price.put_per_1000 or 0.0)
+    gets = sum(requests.get(kind, 0) for kind in _GETS) * (price.get_per_1000 or 0.0)
+    return (puts + gets) / _PRICE_UNIT
+
+
+def _contact(config: RemoteConfig) -> dict[str, Any]:
+    from ciuic.remote.access import configured_objects, key_slots, repository_spaces
+    from ciuic.remote.objects.wrappers import CountingObjects
+
+    objects = CountingObjects(configured_objects(config))
+    try:
+        began = time.monotonic()
+        remote = targets.opened(config, objects)
+        seconds = time.monotonic() - began
+        slots = [one.slot for one in key_slots(objects)]
+        spaces = [_space(one) for one in (remote, *repository_spaces(remote))]
+    finally:
+        objects.close()
+    stored = sum(one["size_bytes"] for one in spaces)
+    month = config.price.gb_month
+    return {
+        "id": remote.id,
+        "encrypted": remote.stored.sealed,
+        "block_size_bytes": remote.stored.block_size,
+        "created": times.rfc3339(remote.stored.created_ns),
+        "open_seconds": seconds,
+        "slots": slots,
+        "spaces": spaces,
+        "size_bytes": stored,
+        "price_month": None if month is None else stored / _GB * month,
+    }
+
+
+def _space(remote: Remote) -> dict[str, Any]:
+    """Return what is in the space of the hosts that share chunks, or of one repository."""
+    from ciuic.remote.log_reader import LogReader
+    from ciuic.remote.object_names import PACKS_PREFIX, parse_manifest
+
+    sizes = [info.size_bytes for info in remote.objects.list(PACKS_PREFIX)]
+    reader = LogReader(remote.objects, remote.sealer, skip_damaged=True)
+    reader.refresh()
+    for damaged in reader.damaged.values():
+        warn(damaged.error.message, hint="ciuic check --remote --repair")
+    names = [parsed for name in reader.live() if (parsed := parse_manifest(name))]
+    return {
+        "id": remote.id,
+        "snapshots": len(names),
+        "hosts": sorted({name.host for name in names}),
+        "packs": len(sizes),
+        "size_bytes": sum(sizes),
+    }
+
+
+def _say(text: str, **style: Any) -> None:
+    out_prose(text, _LABEL_WIDTH, **style)
+
+
+def _print(document: dict[str, Any]) -> None:
+    clear = "" if document["encrypted"] else ", in clear"
+    identity = f", id {document['id']}" if document["id"] else ""
+    _say(f"remote     {document['remote']}: {document['url']}{identity}{clear}")
+    behind, upload = document["behind"], document["upload"]
+    if behind is not None:
+        _print_behind(behind)
+    if document["problem"]:
+        _say(f"problem    {shown_text(document['problem'])}", fg="yellow")
+    if upload is None:
+        _say(
+            "upload     no process has uploaded yet; ciuic remote upload, or ciuic service install",
+            fg="yellow",
+        )
+    else:
+        _print_upload(upload)
+    if "contact" in document:
+        _print_contact(document["contact"])
+
+
+def _print_behind(behind: dict[str, Any]) -> None:
+    if behind["newest"]:
+        _say(
+            f"stored     {plural(behind['stored'], 'snapshot')}, the newest {behind['newest']} "
+            f"at {times.clock_of(behind['newest_time'])}"
+        )
+    else:
+        _say("stored     no snapshot", fg="yellow")
+    if not behind["snapshots"]:
+        _say("behind     by nothing")
+        return
+    text = (
+        f"behind     by {plural(behind['snapshots'], 'snapshot')}, about {human_size(behind['size_bytes'])}"
+    )
+    if behind["seconds"]:
+        text += f"; work that only this host has: {human_duration(behind['seconds'])}"
+    _say(text)
+
+
+def _print_upload(upload: dict[str, Any]) -> None:
+    if not upload["running"]:
+        _say(f"upload     not running since {times.clock_of(upload['time'])} or later", fg="yellow")
+    elif upload["waits_for"]:
+        _say(
+            f"upload     running, pid {upload['pid']}; waits: {shown_text(upload['waits_for'])}", fg="yellow"
+        )
+    else:
+        _say(f"upload     running, pid {upload['pid']}, {human_size(upload['bytes_per_second'])}/s")
+    if upload["last_snapshot"]:
+        _say(
+            f"           last {shown_text(upload['last_snapshot'])}, within {human_duration(upload['last_seconds'])}"
+        )
+    requests = ", ".join(f"{count} {shown_text(kind)}" for kind, count in upload["requests"].items())
+    if requests:
+        price = "" if upload["price"] is None else f"; price of the requests: {upload['price']:.6g}"
+        _say(
+            f"requests   {requests}; {human_size(upload['sent_bytes'])} sent, "
+            f"{human_size(upload['received_bytes'])} received{price}"
+        )
+
+
+def _print_contact(contact: dict[str, Any]) -> None:
+    if "error" in contact:
+        _say(f"contact    {shown_text(contact['error'])}", fg="red")
+        return
+    month = "" if contact["price_month"] is None else f"; price of a month: {contact['price_month']:.6g}"
+    _say(
+        f"contact    opened in {contact['open_seconds']:.2g} s, id {contact['id']}, "
+        f"made {times.clock_of(contact['created'])}; keys: {', '.join(contact['slots']) or 'none'}"
+    )
+    _say(f"           {human_size(contact['size_bytes'])} stored{month}")
+    for space in contact["spaces"]:
+        if space["snapshots"] or space["packs"]:
+            whose = "shared" if space["id"] == contact["id"] else f"repository {space['id']}"
+            hosts = ", ".join(space["hosts"])
+            _say(
+                f"           {whose}: {plural(space['snapshots'], 'snapshot')} of {hosts or 'no host'}, "
+                f"{human_size(space['size_bytes'])} in {plural(space['packs'], 'pack')}"
+            )
+
+
+# Time after which the configuration is read again for a place of the repository.
+_AGAIN_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
+
+
+@click.command("upload", cls=FrameCommand)
+@click.option("--once", is_flag=True, help="End when the remotes have everything.")
+@click.option(
+    "--again",
+    multiple=True,
+    metavar="ID",
+    type=ID,
+    help="Also this snapshot, which `ciuic forget --remote` gave up; may be repeated.",
+)
+def upload(once: bool, again: tuple[str, ...]) -> None:
+    """Send snapshots to the configured remotes, in the foreground, until SIGTERM.
+
+    It needs to read the repository, and nothing of the daemon. Exit code 3 means that no remote is configured. A repository
+    that does not exist yet is waited for.
+    """
+    from ciuic.remote.replication import run
+
+    session = current()
+    config = session.config
+    if not config.remotes:
+        raise NotFound("no remote is configured", hint="ciuic remote init URL makes one")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    place = session.repository_dir if once else _repository_dir(session, stop)
+    if place is None:
+        return
+    try:
+        wanted = _ids(session, again)
+        if not once:
+            run(config, place, labels=_labels_of, again=wanted, stop=stop)
+            return
+        with _shown(session, config):
+            run(config, place, labels=_labels_of, once=True, again=wanted, stop=stop)
+        if not stop.is_set():
+            _require_all(session, config)
+            _say_sent(config)
+    except NotFound as error:
+        # Exit code 3 has one meaning for those who start this process.
+        raise CiuicError(error.message, hint=error.hint) from error
+
+
+def _ids(session: Session, texts: tuple[str, ...]) -> list[str]:
+    return [str(session.repository.snapshots.resolve(text)) for text in texts]
+
+
+def _repository_dir(session: Session, stop: threading.Event) -> Path | None:
+    """Return where the repository is or will be; wait while no directory is protected. None after SIGTERM."""
+    told = False
+    while not stop.is_set():
+        try:
+            return session.repository_dir
+        except ConfigError as error:
+            # With roots the configuration says something that cannot be.
+            if session.config.roots:
+                raise
+            if not told:
+                note(f"{error.message}; waiting until a directory is protected")
+                told = True
+        stop.wait(_AGAIN_SECONDS)
+        session = Session(
+            config_option=session.config_option,
+            repo_option=session.repo_option,
+            trust_option=session.trust_option,
+        )
+    return None
+
+
+@contextmanager
+def _shown(session: Session, config: Config) -> Iterator[None]:
+    """Show how much was sent of what the remotes lacked at the beginning, from the notes of the upload."""
+    from ciuic.cli.shared.progress import progress
+
+    with progress("upload") as reporter:
+        if not reporter.shows:
+            yield
+            return
+        total_bytes = sum(lag.size_bytes for lag in _lags(session, config).values())
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_LOOK_SECONDS):
+                sent_bytes = sum(status.sent_bytes for status in _own_statuses(config))
+                # What is sent is not known before: less where the remote has it, more for tables and seals.
+                reporter.update(bytes_done=sent_bytes, bytes_total=max(total_bytes, sent_bytes))
+
+        thread = threading.Thread(target=watch, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _own_statuses(config: Config) -> list[UploadStatus]:
+    """Return what this process has noted of its uploads."""
+    from ciuic.protocol.stored_remotely import upload_state_dir
+    from ciuic.remote.replication import read_status
+
+    found = [read_status(remote.name, upload_state_dir()) for remote in config.remotes]
+    return [status for status in found if status is not None and status.pid == os.getpid()]
+
+
+def _say_sent(config: Config) -> None:
+    """Say that nothing is missing, and what was sent."""
+    from ciuic.units import human_size
+
+    statuses = _own_statuses(config)
+    requests = sum(sum(status.requests.values()) for status in statuses)
+    sent = human_size(sum(status.sent_bytes for status in statuses))
+    names = ", ".join(remote.name for remote in config.remotes)
+    note(f"{names}: everything is stored; {sent} sent, {plural(requests, 'request')}")
+
+
+def _lags(session: Session, config: Config) -> dict[str, RemoteLag]:
+    """Return how far each remote is behind, by its name."""
+    from ciuic.protocol.stored_remotely import remote_lag
+
+    repository = session.repository
+    infos = repository.snapshots.list()
+    return {
+        remote.name: remote_lag(remote.name, repository.id, infos, now_ns=time.time_ns())
+        for remote in config.remotes
+    }
+
+
+def _require_all(session: Session, config: Config) -> None:
+    """Raise Partial if a remote still lacks snapshots that it wants, such as ones that cannot be read."""
+    lags = _lags(session, config)
+    lacking = [
+        f"{name} lacks {plural(lag.snapshots, 'snapshot')}" for name, lag in lags.items() if lag.snapshots
+    ]
+    if lacking:
+        raise Partial(
+            f"not everything was uploaded: {', '.join(lacking)}",
+            hint="ciuic verify says which snapshots cannot be read; those taken meanwhile go with the next run",
+        )
+
+
+def _labels_of(repository: Repository, snapshot: Snapshot) -> Labels:
+    from ciuic.remote.uploader import Labels
+
+    if not snapshot.is_state:
+        return Labels()
+    # Half a second and 20 MiB, which most hosts never need: their snapshots are of files.
+    from ciuic.training.remote.uploads import labels_of
+
+    return labels_of(repository, snapshot)

@@ -1,4 +1,0 @@
-"""The checks of `ciuic doctor`.
-
-The package may import `shared`.
-"""

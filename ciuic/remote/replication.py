@@ -1,0 +1,821 @@
+"""Process that uploads: keeps each configured remote in step with a repository, in a thread of its own, until SIGTERM.
+
+Guarantees: a snapshot is begun as soon as its file is there, the newest first. Whatever fails is tried again: a store that is
+away for days, credentials that expired, a snapshot that cannot be read. The record for those that prune
+(`ciuic.protocol.stored_remotely`) names a snapshot as stored only after its commit.
+
+The process needs to read the repository and to write its state directory, and no other privilege. It runs at idle I/O priority
+and pauses while other processes wait for the disk. Nothing waits for it but a caller that asked for its snapshot to be on a
+remote.
+
+What retention needs to know of the snapshots on the remote is kept in a local file (`FactsOfRemote`). It is a cache: what it
+lacks is read from the manifests. The status for people, which `ciuic remote status` reads, is a record of
+`ciuic.repository.notes` at ``<state directory>/<name of the remote>/status``. It may be old, and the process that wrote it
+dead; nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from ciuic.config import Config, RemoteConfig
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.protocol.stored_remotely import StoredRecord, upload_state_dir, write_record
+from ciuic.remote.access import (
+    Remote,
+    configured_objects,
+    configured_secrets,
+    open_configured,
+    repository_space,
+)
+from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
+from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
+from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
+from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.uploader import Labels, Stopped, UncommittedPacks, UploadedSnapshot, Uploader, persist
+from ciuic.remote.writer_log import LogRotation, WriterLog, WriterState
+from ciuic.repository import Repository, SnapshotInfo
+from ciuic.repository import log as events
+from ciuic.repository.config import read_file
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.notes import read_note, write_note
+from ciuic.repository.pack_directory import Packs
+from ciuic.repository.repository import PACKS_DIR
+from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
+from ciuic.repository.snapshots import SNAPSHOTS_DIR
+from ciuic.retention import plan_retention, snapshots_having
+from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
+from ciuic.system.urgency import REQUESTED_MIN_SHARE
+from ciuic.types import Snapshot, SnapshotId
+
+_FACTS_NAME: Final = "facts"
+
+
+def content_digest(data: bytes) -> str:
+    """Return what tells the snapshot file of one host from that of another with the same id."""
+    return blake3(data).hexdigest()
+
+
+class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot on the remote, as far as retention asks (`ciuic.retention.SnapshotFacts`)."""
+
+    snapshot: str
+    manifest: str
+    time_ns: int
+    tags: tuple[str, ...] = ()
+    message: str = ""
+    held: bool = False
+    roots: tuple[bytes, ...] = ()
+    """Paths of the roots in the snapshot."""
+    content: str = ""
+    """`content_digest` of the snapshot file; empty if it was not noted."""
+    placed_ns: int = 0
+    """Place in the order of commits where it is not `time_ns`; 0: it is, or it was not noted."""
+
+    @property
+    def id(self) -> SnapshotId:
+        """Id of the snapshot."""
+        return SnapshotId.parse(self.snapshot)
+
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of commits."""
+        return max(self.placed_ns, self.time_ns)
+
+
+class _Note(msgspec.Struct, frozen=True, kw_only=True):
+    facts: tuple[StoredFacts, ...]
+
+
+class FactsOfRemote:
+    """Facts about the snapshots of one repository on a remote. For one thread."""
+
+    def __init__(self, directory: str, remote: Remote) -> None:
+        """Read the file in this directory of the uploader's own."""
+        self._directory = directory
+        self._remote = remote
+        note = read_note(directory, _FACTS_NAME, _Note)
+        self._facts: dict[str, StoredFacts] = (
+            {} if note is None else {one.snapshot: one for one in note.facts}
+        )
+
+    @property
+    def by_id(self) -> Mapping[str, StoredFacts]:
+        """Facts by the id of the snapshot."""
+        return self._facts
+
+    def learn(
+        self,
+        live: Mapping[str, LiveManifest],
+        repository_id: str,
+        content_of: Callable[[str], str] = lambda id_: "",
+    ) -> set[str]:
+        """Make the facts those of the snapshots of this repository that the logs commit; return their ids.
+
+        Two hosts of one cloned disk have one repository id, and may give one id to different snapshots. One whose
+        content is not that of the snapshot here is left out: it is another host's.
+
+        Args:
+            live: Snapshots that exist.
+            repository_id: Id of the repository.
+            content_of: Returns the `content_digest` of a snapshot here by its id; empty for one that is not here.
+
+        Raises:
+            RemoteUnreachable: a manifest could not be read now.
+        """
+        names: dict[str, list[str]] = {}
+        for name, one in live.items():
+            if one.repository == repository_id:
+                names.setdefault(one.snapshot, []).append(name)
+        known: dict[str, StoredFacts] = {}
+        stored: set[str] = set()
+        for id_, manifests in names.items():
+            content = content_of(id_)
+            before = self._facts.get(id_)
+            if before is not None and before.manifest in manifests and content in ("", before.content):
+                found: list[StoredFacts | None] = [before]
+            else:
+                found = [self._read(id_, name, repository_id) for name in sorted(manifests)]
+            fitting = [one for one in found if one is None or content in ("", one.content)]
+            if fitting:
+                # Also one whose manifest cannot be read: a log commits it.
+                stored.add(id_)
+            for facts in fitting:
+                if facts is not None:
+                    known[id_] = facts
+        self._facts = known
+        self._write()
+        return stored
+
+    def add(self, info: SnapshotInfo, manifest: str, content: str) -> None:
+        """Add a snapshot that was committed."""
+        self._facts[info.id] = StoredFacts(
+            snapshot=str(info.id),
+            manifest=manifest,
+            time_ns=info.time_ns,
+            tags=info.tags,
+            message=info.message,
+            held=info.held,
+            roots=info.roots,
+            content=content,
+            placed_ns=info.placed_ns,
+        )
+        self._write()
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Remove snapshots that were given up."""
+        for id_ in ids:
+            self._facts.pop(id_, None)
+        self._write()
+
+    def _read(self, id_: str, name: str, repository_id: str) -> StoredFacts | None:
+        """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read."""
+        try:
+            manifest = read_document(
+                self._remote.objects, name, lambda data: decode_manifest(self._remote.sealer, name, data)
+            )
+            stored = decode_snapshot(id_, manifest.snapshot, repository_id)
+            marks = decode_marks(id_, manifest.marks) if manifest.marks else StoredMarks(id=id_)
+            snapshot: Snapshot = apply_marks(stored, marks)
+        except (NoSuchObject, Damaged, UnsupportedFormat) as error:
+            events.warning("remote_manifest_unreadable", manifest=name, error=error.message)
+            return None
+        return StoredFacts(
+            snapshot=id_,
+            manifest=name,
+            time_ns=snapshot.time_ns,
+            tags=snapshot.tags,
+            message=snapshot.message,
+            held=snapshot.held,
+            roots=tuple(root.path for root in snapshot.roots),
+            content=content_digest(manifest.snapshot),
+            placed_ns=snapshot.placed_ns,
+        )
+
+    def _write(self) -> None:
+        write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
+
+
+# How often the directory of snapshots is looked at: one stat(2).
+_POLL_SECONDS: Final = 0.5
+# Time after which a snapshot that could not be read is tried again.
+_AGAIN_SECONDS: Final = 600.0
+
+
+class Waiting(NamedTuple):
+    """Snapshots of a repository that a remote lacks."""
+
+    snapshots: int
+    size_bytes: int
+    """Bytes by which these snapshots let the packs grow."""
+    oldest_ns: int
+    """Cut of the oldest of them; 0 for none."""
+
+
+class Replication:
+    """Replication of one repository to one remote. For one thread; `stop` may be set by any."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        packs: Packs,
+        config: RemoteConfig,
+        state_dir: Path,
+        *,
+        host: str,
+        stop: threading.Event,
+        labels: Callable[[Repository, Snapshot], Labels],
+        step: Callable[[], None] = lambda: None,
+        problem: Callable[[str], None] = lambda text: None,
+        uploaded: Callable[[UploadedSnapshot], None] = lambda snapshot: None,
+        waiting: Callable[[Waiting], None] = lambda waiting: None,
+        again: Collection[str] = (),
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Take the parts; `run` contacts the remote.
+
+        Args:
+            repository: Open repository; only read.
+            packs: Packs of it.
+            config: The remote's part of the configuration.
+            state_dir: State directory of the process, in which the remote has a directory of its name.
+            host: Name for people.
+            stop: Set when the process has to end.
+            labels: Names a snapshot for people.
+            step: Called between pieces of work.
+            problem: Told in words what is waited for; with an empty text when it is over.
+            uploaded: Called after each commit.
+            waiting: Told what the remote lacks, whenever that changes.
+            again: Snapshots to upload although an operator gave them up.
+            now_ns: The clock, UTC.
+        """
+        self._repository = repository
+        self._packs = packs
+        self._config = config
+        self._state_dir = state_dir
+        self._host = host
+        self._stop = stop
+        self._labels = labels
+        self._step = step
+        self._problem = problem
+        self._uploaded = uploaded
+        self._waiting = waiting
+        self._again = frozenset(again)
+        self._now_ns = now_ns
+        self._stored: set[str] = set()
+        self._passed_over: set[str] = set()
+        # Snapshots that an operator gave up on the remote, and that are still here.
+        self._given_up: set[str] = set()
+        # Snapshots that the rules of the remote would not keep.
+        self._unwanted: set[str] = set()
+        self._facts: FactsOfRemote
+        self._logs: LogReader
+        self._own_log: LogRotation
+        self._tail_ns = 0
+        # Snapshots that could not be uploaded, and when they are tried again.
+        self._failed: dict[str, float] = {}
+
+    def run(self, remote: Remote) -> None:
+        """Upload until told to stop.
+
+        Raises:
+            DamagedRemote: the remote is not what this host knows it to be.
+        """
+        try:
+            with self._open(remote) as uploader:
+                while not self._stop.is_set():
+                    seen = self._changes()
+                    self._apply_retention(uploader)
+                    for info in self._due() if self._window_is_open() else ():
+                        self._upload(uploader, info)
+                        if self._changes() != seen:
+                            # A newer one goes first.
+                            break
+                    else:
+                        self._wait(seen)
+        except Stopped:
+            return
+
+    def catch_up(self, remote: Remote) -> list[UploadedSnapshot]:
+        """Upload everything that the remote lacks now, and return.
+
+        Raises:
+            Stopped: ``stop`` was set before everything was stored.
+            DamagedRemote: the remote is not what this host knows it to be.
+        """
+        with self._open(remote) as uploader:
+            self._apply_retention(uploader)
+            found = [self._upload(uploader, info) for info in self._due()]
+            self._apply_retention(uploader)
+        return [one for one in found if one is not None]
+
+    def _open(self, remote: Remote) -> _Opened:
+        space = persist(lambda: repository_space(remote, self._repository), self._stop, self._problem)
+        directory = self._state_dir / self._config.name / space.id
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with naming_memory(str(directory)):
+            return self._begin(space, directory)
+
+    def _begin(self, space: Remote, directory: Path) -> _Opened:
+        index = RemoteIndex.open(f"{directory}/index.sqlite")
+        try:
+            rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
+            log = WriterLog(
+                space.objects,
+                space.sealer,
+                WriterState(f"{directory}/writer"),
+                rounds,
+                host=self._host,
+                repository=self._repository.id,
+            )
+            uploader = Uploader(
+                self._repository,
+                self._packs,
+                space,
+                log,
+                index,
+                UncommittedPacks(str(directory)),
+                host=self._host,
+                stop=self._stop,
+                bytes_per_second=self._config.bandwidth_bytes,
+                labels=self._labels,
+                step=self._step,
+                problem=self._problem,
+            )
+            uploader.begin()
+            reader = LogReader(
+                space.objects,
+                space.sealer,
+                cache_path=f"{directory}/logs",
+                skip_damaged=True,
+                passes_cuts=True,
+            )
+            persist(reader.refresh, self._stop, self._problem)
+        except BaseException:
+            index.close()
+            raise
+        facts = FactsOfRemote(str(directory), space)
+        self._stored = persist(
+            lambda: facts.learn(reader.live(), self._repository.id, self._content),
+            self._stop,
+            self._problem,
+        )
+        self._facts = facts
+        self._logs = reader
+        self._own_log = LogRotation(space.objects, space.sealer, log, reader)
+        self._given_up = reader.given_up(self._repository.id) - self._again
+        for damaged in reader.damaged.values():
+            # Snapshots whose commits are lost are uploaded again: their packs are there.
+            events.warning("remote_log_damaged", remote=self._config.name, error=damaged.error.message)
+        return _Opened(uploader, index)
+
+    def _due(self) -> Iterator[SnapshotInfo]:
+        """Yield the snapshots that the remote lacks, newest first, and tell how many there are."""
+        infos = self._repository.snapshots.list()
+        unwanted = self._unwanted | (self._given_up - self._stored)
+        self._passed_over = unwanted | _passed_over(
+            infos, self._stored, self._config.schedule.interval_seconds
+        )
+        lacking = [info for info in infos if info.id not in self._stored | self._passed_over]
+        self._tell(infos, lacking)
+        now = time.monotonic()
+        for info in lacking:
+            if self._failed.get(info.id, 0) <= now:
+                yield info
+
+    def _apply_retention(self, uploader: Uploader) -> None:
+        """Give up what no rule of the remote keeps, and pass over what none would keep."""
+        here = {str(info.id): info for info in self._repository.snapshots.list()}
+        # Marks may have changed since the upload: a snapshot that is held here now is kept there.
+        everything: dict[str, StoredFacts | SnapshotInfo] = {**self._facts.by_id, **here}
+        roots = {one.id: one.roots for one in everything.values()}
+        plan = plan_retention(
+            everything.values(),
+            self._config.keep,
+            now_ns=self._now_ns(),
+            # For each root alone: a training that saves often takes no other root's place.
+            having=snapshots_having(roots, {root for paths in roots.values() for root in paths}),
+        )
+        removed = {str(id_) for id_ in plan.removed}
+        given_up = [one for id_, one in self._facts.by_id.items() if id_ in removed]
+        # What a damaged log commits may be what the rules would keep in place of these.
+        if given_up and not self._logs.damaged:
+            uploader.give_up([one.manifest for one in given_up])
+            self._stored.difference_update(one.snapshot for one in given_up)
+            self._facts.remove([one.snapshot for one in given_up])
+        self._unwanted = removed - self._stored
+
+    def _upload(self, uploader: Uploader, info: SnapshotInfo) -> UploadedSnapshot | None:
+        id_ = info.id
+        try:
+            done = uploader.upload(id_)
+        except (NotFound, Damaged) as error:
+            if not os.path.exists(self._repository.snapshots.path(id_)):
+                # Removed meanwhile.
+                return None
+            events.warning("snapshot_not_uploaded", snapshot=id_, error=error.message)
+            self._failed[id_] = time.monotonic() + _AGAIN_SECONDS
+            return None
+        finally:
+            # The space of a pack that prune deletes is free only when no process has it open.
+            self._packs.close()
+            self._repository.close()
+        self._stored.add(id_)
+        self._facts.add(info, done.manifest, self._content(id_))
+        self._failed.pop(id_, None)
+        infos = self._repository.snapshots.list()
+        self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
+        self._uploaded(done)
+        persist(self._own_log.tidy, self._stop, self._problem)
+        return done
+
+    def _content(self, id_: str) -> str:
+        """Return the digest of a snapshot file here; empty if it is not here."""
+        try:
+            return content_digest(read_file(self._repository.snapshots.path(SnapshotId(id_))))
+        except OSError:
+            return ""
+
+    def _tell(self, infos: list[SnapshotInfo], lacking: list[SnapshotInfo]) -> None:
+        here = {info.id for info in infos}
+        times = [info.time_ns for info in infos if info.id in self._stored]
+        self._tail_ns = max([self._tail_ns, *times])
+        record = StoredRecord(
+            repository=self._repository.id,
+            stored=frozenset(map(str, self._stored & here)),
+            passed_over=frozenset(map(str, self._passed_over & here)),
+            tail_ns=self._tail_ns,
+        )
+        write_record(self._config.name, record, self._state_dir)
+        oldest = min((info.time_ns for info in lacking), default=0)
+        self._waiting(Waiting(len(lacking), sum(info.new_bytes for info in lacking), oldest))
+
+    def _window_is_open(self) -> bool:
+        window = self._config.schedule.window
+        if window is None:
+            return True
+        now = datetime.fromtimestamp(self._now_ns() / 1e9).astimezone()
+        return window.is_open(60 * now.hour + now.minute)
+
+    def _changes(self) -> int:
+        try:
+            return os.stat(f"{self._repository.path}/{SNAPSHOTS_DIR}").st_mtime_ns
+        except OSError as error:
+            raise CiuicError(
+                f"the repository {self._repository.path} cannot be read: {error.strerror}"
+            ) from error
+
+    def _wait(self, seen: int) -> None:
+        """Return when snapshots came or went, the window opened, or a failed one is due again."""
+        began, was_open = time.monotonic(), self._window_is_open()
+        while not self._stop.wait(_POLL_SECONDS):
+            if self._changes() != seen or self._window_is_open() != was_open:
+                return
+            if time.monotonic() - began > _AGAIN_SECONDS:
+                return
+
+
+class _Opened:
+    """An uploader, and the index that it has open."""
+
+    def __init__(self, uploader: Uploader, index: RemoteIndex) -> None:
+        self._uploader = uploader
+        self._index = index
+
+    def __enter__(self) -> Uploader:
+        return self._uploader
+
+    def __exit__(self, *error: object) -> None:
+        self._index.close()
+
+
+def _passed_over(infos: Iterable[SnapshotInfo], stored: set[str], interval_seconds: int) -> set[str]:
+    """Return the snapshots that lie less than the interval after one that goes to the remote."""
+    passed: set[str] = set()
+    last_ns: int | None = None
+    # From the oldest on, so that what goes to the remote does not depend on when it was looked at.
+    for info in sorted(infos, key=lambda info: (info.time_ns, info.id)):
+        if info.id in stored or last_ns is None or info.time_ns - last_ns >= interval_seconds * 10**9:
+            last_ns = info.time_ns
+        else:
+            passed.add(info.id)
+    return passed
+
+
+_STATUS_NAME: Final = "status"
+# A person looks once a second at most.
+_INTERVAL_SECONDS: Final = 1.0
+# Time over which the rate is measured.
+_RATE_SECONDS: Final = 10.0
+
+
+class UploadStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """State of an upload at ``time_ns``."""
+
+    time_ns: int
+    pid: int
+    snapshots: int = 0
+    """Snapshots that the remote lacks."""
+    size_bytes: int = 0
+    """Bytes by which these let the packs of the repository grow: about what is to be sent."""
+    oldest_ns: int = 0
+    """Cut of the oldest of them; 0: the remote lacks none."""
+    waits_for: str = ""
+    """Why nothing is sent, in words; empty while all is well."""
+    bytes_per_second: float = 0.0
+    """Rate over the last ten seconds."""
+    last_snapshot: str = ""
+    """Snapshot that was committed last by this process."""
+    last_seconds: float = 0.0
+    """Time that its upload took."""
+    requests: dict[str, int] = {}
+    """Requests of this process by kind."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    remote_id: str = ""
+    """Id of the remote, once it was opened."""
+
+    @property
+    def runs(self) -> bool:
+        """True if there is a process of this number: the one that wrote, unless it ended and another has its number."""
+        try:
+            os.kill(self.pid, 0)
+        except PermissionError:
+            return True
+        except (ProcessLookupError, OverflowError):
+            return False
+        return self.pid > 0
+
+
+def read_status(name: str, state_dir: Path) -> UploadStatus | None:
+    """Return the status of the remote ``name``; None if there is none."""
+    return read_note(str(state_dir / name), _STATUS_NAME, UploadStatus)
+
+
+class StatusWriter:
+    """Keeps the status of one remote; may be told from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        state_dir: Path,
+        pid: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = str(state_dir / name)
+        self._objects: CountingObjects | None = None
+        self._pid = pid
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._written = -_INTERVAL_SECONDS
+        # Until the remote was opened, what the process before knew of it.
+        before = read_status(name, state_dir)
+        self._waiting = (
+            Waiting(0, 0, 0)
+            if before is None
+            else Waiting(before.snapshots, before.size_bytes, before.oldest_ns)
+        )
+        self._remote_id = "" if before is None else before.remote_id
+        self._waits_for = ""
+        self._last: UploadedSnapshot | None = None
+        self._marks = [(clock(), 0)]
+
+    def counts(self, objects: CountingObjects) -> None:
+        """Take the requests of this process from its store, which may have been away when it began."""
+        self._objects = objects
+
+    def opened(self, remote_id: str) -> None:
+        """Note that the remote was opened."""
+        self._remote_id = remote_id
+
+    def waiting(self, waiting: Waiting) -> None:
+        """Note what the remote lacks."""
+        self._waiting = waiting
+        self.write()
+
+    def problem(self, text: str) -> None:
+        """Note what is waited for; an empty text: nothing."""
+        self._waits_for = text
+        self.write()
+
+    def uploaded(self, snapshot: UploadedSnapshot) -> None:
+        """Note a commit."""
+        self._last = snapshot
+        self.write()
+
+    def step(self) -> None:
+        """Write the status if the last one is a second old."""
+        if self._clock() - self._written >= _INTERVAL_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the status now. What cannot be written is left out: the upload goes on."""
+        with self._lock:
+            self._written = self._clock()
+            counts = {} if self._objects is None else self._objects.counts()
+            sent = sum(count.sent_bytes for count in counts.values())
+            self._marks = [mark for mark in self._marks if self._written - mark[0] <= _RATE_SECONDS] or [
+                self._marks[-1]
+            ]
+            self._marks.append((self._written, sent))
+            began, before = self._marks[0]
+            status = UploadStatus(
+                time_ns=time.time_ns(),
+                pid=self._pid,
+                snapshots=self._waiting.snapshots,
+                size_bytes=self._waiting.size_bytes,
+                oldest_ns=self._waiting.oldest_ns,
+                waits_for=self._waits_for,
+                bytes_per_second=(sent - before) / max(self._written - began, 0.001),
+                last_snapshot=str(self._last.id) if self._last else "",
+                last_seconds=self._last.seconds if self._last else 0.0,
+                requests={kind: count.requests for kind, count in counts.items() if count.requests},
+                sent_bytes=sent,
+                received_bytes=sum(count.received_bytes for count in counts.values()),
+                remote_id=self._remote_id,
+            )
+            try:
+                write_note(self._directory, _STATUS_NAME, status, durable=False)
+            except OSError:
+                return
+
+
+# An upload is never urgent, and still must end on a busy machine.
+_MIN_SHARE: Final = 0.05
+# Time after which a remote that was refused, or a repository that is not there yet, is tried again.
+_REOPEN_SECONDS: Final = 30.0
+
+LabelsOf = Callable[[Repository, Snapshot], Labels]
+
+
+def run(
+    config: Config,
+    repository_dir: Path,
+    *,
+    labels: LabelsOf = lambda repository, snapshot: Labels(),
+    once: bool = False,
+    again: Collection[str] = (),
+    stop: threading.Event | None = None,
+    state_dir: Path | None = None,
+) -> None:
+    """Upload to all configured remotes until SIGTERM or SIGINT; with ``once`` until each has everything.
+
+    Args:
+        config: Configuration.
+        repository_dir: Repository, which is only read; may be made later.
+        labels: Names a snapshot for people.
+        once: Return when nothing is missing.
+        again: Snapshots to upload although an operator gave them up.
+        stop: Ends the process when it is set; None: signals alone.
+        state_dir: State directory; None: `upload_state_dir`.
+
+    Each remote is on its own: one that is away, or refuses, keeps none of the others waiting.
+
+    Raises:
+        NotFound: no remote is configured.
+        CiuicError: with ``once``, when all have ended: what stopped the upload to the first that failed.
+    """
+    if not config.remotes:
+        raise NotFound("no remote is configured", hint="ciuic remote init URL makes one")
+    event = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: event.set())
+    if not once:
+        with suppress(OSError):
+            yield_to_others("idle", _MIN_SHARE)
+    place = state_dir or upload_state_dir()
+    os.makedirs(place, mode=0o755, exist_ok=True)
+    failures: list[BaseException] = []
+
+    def upload(remote: RemoteConfig) -> None:
+        try:
+            _RemoteUpload(config, remote, repository_dir, place, event, labels, again).run(once=once)
+        except Stopped:
+            return
+        except (CiuicError, OSError) as error:
+            # With ``once``: the others go on to their end.
+            failures.append(error)
+        except BaseException as error:
+            # A defect: nothing is known of the state of this process, and its service manager starts it again.
+            failures.insert(0, error)
+            event.set()
+
+    threads = [threading.Thread(target=upload, args=(remote,), name=remote.name) for remote in config.remotes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        # In slices, so that signals are handled meanwhile.
+        while thread.is_alive():
+            thread.join(0.5)
+    if failures:
+        raise failures[0]
+
+
+class _RemoteUpload:
+    """Upload to one remote."""
+
+    def __init__(
+        self,
+        config: Config,
+        remote: RemoteConfig,
+        repository_dir: Path,
+        state_dir: Path,
+        stop: threading.Event,
+        labels: LabelsOf,
+        again: Collection[str],
+    ) -> None:
+        self._config = config
+        self._remote = remote
+        self._repository_dir = repository_dir
+        self._state_dir = state_dir
+        self._stop = stop
+        self._labels = labels
+        self._again = again
+        self._objects: Objects | None = None
+        self._status = StatusWriter(remote.name, state_dir, os.getpid())
+
+    def run(self, *, once: bool) -> None:
+        """Upload; without ``once`` also what fails is tried again."""
+        try:
+            while not self._stop.is_set():
+                try:
+                    return self._upload(once=once)
+                except (CiuicError, OSError) as error:
+                    if once:
+                        raise
+                    text = error.message if isinstance(error, CiuicError) else str(error)
+                    events.warning("upload_failed", remote=self._remote.name, error=text)
+                    self._status.problem(text)
+                    self._stop.wait(_REOPEN_SECONDS)
+        finally:
+            if self._objects is not None:
+                self._objects.close()
+
+    def _store(self) -> Objects:
+        """Return the store. RemoteUnreachable while the directory of a ``file`` URL is not there."""
+        if self._objects is None:
+            counted = CountingObjects(configured_objects(self._remote))
+            self._status.counts(counted)
+            limit = RateLimit(self._remote.bandwidth_bytes)
+            self._objects = LimitedObjects(counted, limit, RateLimit(None))
+        return self._objects
+
+    def _upload(self, *, once: bool) -> None:
+        with ExitStack() as closing:
+            repository = closing.enter_context(Repository.open(self._repository_dir))
+            packs = Packs(
+                f"{self._repository_dir}/{PACKS_DIR}", bytes.fromhex(repository.id), repository.config.hash
+            )
+            closing.callback(packs.close)
+            objects = self._store() if once else persist(self._store, self._stop, self._status.problem)
+            secrets = configured_secrets(self._remote)
+            remote = persist(
+                lambda: open_configured(self._remote, objects, secrets),
+                self._stop,
+                self._status.problem,
+            )
+            self._status.opened(remote.id)
+            pace = Pace(
+                gauges(waits_files(str(self._config.runtime_dir))),
+                # Somebody waits for the end of a single run.
+                min_share=REQUESTED_MIN_SHARE if once else _MIN_SHARE,
+                processor_waits=processor_waits(),
+            )
+
+            def step() -> None:
+                pace.step()
+                self._status.step()
+
+            replication = Replication(
+                repository,
+                packs,
+                self._remote,
+                self._state_dir,
+                host=socket.gethostname(),
+                stop=self._stop,
+                labels=self._labels,
+                step=step,
+                problem=self._status.problem,
+                uploaded=self._status.uploaded,
+                waiting=self._status.waiting,
+                again=self._again,
+            )
+            if once:
+                replication.catch_up(remote)
+            else:
+                replication.run(remote)
