@@ -159,6 +159,13 @@ def warm_torch() -> Iterator[WarmPython]:
         yield python
 
 
+@pytest.fixture(scope="session")
+def plain_torch() -> Iterator[WarmPython]:
+    """Provide programs that find torch imported, and nothing of ciuic."""
+    with WarmPython("torch", "torch._dynamo", "torch.distributed.checkpoint") as python:
+        yield python
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(
     request: pytest.FixtureRequest, run_dir: Path, tmp_path_factory: pytest.TempPathFactory
