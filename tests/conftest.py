@@ -23,6 +23,7 @@ from support.ci import IN_CI, needs
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs
 from support.small_disks import sharing_disk as sharing_disk
+from support.ssh_server import ssh_server as ssh_server
 from support.warm_python import WarmPython
 
 from ciuic.system import mountinfo

@@ -18,6 +18,7 @@ _CALL: Final = re.compile(
 
 READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/protocol/pairing.py": ("question of a trainer", "answer to a trainer"),
+    "ciuic/remote/objects/pipe_protocol.py": ("frame of a pipe", "request over a pipe", "reply over a pipe"),
     "ciuic/repository/config.py": ("config", "config with a key"),
     "ciuic/repository/index_database.py": ("index",),
     "ciuic/repository/locks.py": ("owner of a lock",),
