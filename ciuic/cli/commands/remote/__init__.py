@@ -9,6 +9,7 @@ from __future__ import annotations
 import click
 
 from ciuic.cli.commands.remote.cold_data import thaw, tier
+from ciuic.cli.commands.remote.drill import drill
 from ciuic.cli.commands.remote.init_join import init, join, measure
 from ciuic.cli.commands.remote.keys import keys
 from ciuic.cli.commands.remote.serve import serve
@@ -21,5 +22,5 @@ def command() -> None:
     """Copies of the snapshots on an object store or another machine's disk (docs/remote.md)."""
 
 
-for _part in (init, join, status, measure, keys, upload, tier, thaw, serve):
+for _part in (init, join, status, drill, measure, keys, upload, tier, thaw, serve):
     command.add_command(_part)

@@ -29,6 +29,7 @@ from ciuic.units import human_duration, human_size
 if TYPE_CHECKING:
     from ciuic.config import Config, RemoteConfig
     from ciuic.config.model import RemotePrice
+    from ciuic.protocol.last_drill import LastDrill
     from ciuic.protocol.stored_remotely import RemoteLag
     from ciuic.remote.access import Remote
     from ciuic.remote.replication import UploadStatus
@@ -82,10 +83,12 @@ def status(place: str, contact: bool, as_json: bool) -> None:
 
 
 def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
+    from ciuic.protocol.last_drill import read_last_drill
     from ciuic.protocol.stored_remotely import upload_state_dir
     from ciuic.remote.replication import read_status
 
     upload = read_status(config.name, upload_state_dir())
+    drill = read_last_drill(config.name)
     lag, problem = _lag(session, config)
     return {
         "remote": config.name,
@@ -95,6 +98,20 @@ def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
         "behind": None if lag is None else _behind(lag),
         "problem": problem or (lag.flaw if lag else ""),
         "upload": None if upload is None else _upload(upload, config.price),
+        "last_drill": None if drill is None else _drill(drill),
+    }
+
+
+def _drill(drill: LastDrill) -> dict[str, Any]:
+    return {
+        "time": times.rfc3339(drill.time_ns),
+        "verdict": drill.verdict,
+        "seconds": drill.seconds,
+        "reason": drill.reason,
+        "snapshot": drill.snapshot or None,
+        "files": drill.files,
+        "bytes_read": drill.bytes_read,
+        "estimated_seconds": drill.estimated_seconds,
     }
 
 
@@ -215,6 +232,7 @@ def _print(document: dict[str, Any]) -> None:
         )
     else:
         _print_upload(upload)
+    _print_drill(document["last_drill"])
     if "contact" in document:
         _print_contact(document["contact"])
 
@@ -258,6 +276,20 @@ def _print_upload(upload: dict[str, Any]) -> None:
             f"requests   {requests}; {human_size(upload['sent_bytes'])} sent, "
             f"{human_size(upload['received_bytes'])} received{price}"
         )
+
+
+def _print_drill(drill: dict[str, Any] | None) -> None:
+    if drill is None:
+        _say("last drill never: ciuic remote drill proves that a rescue works")
+        return
+    when = f"last drill {times.clock_of(drill['time'])}"
+    if drill["verdict"] != "good":
+        _say(f"{when}: {drill['verdict'].upper()}: {shown_text(drill['reason'])}", fg="red")
+        return
+    _say(
+        f"{when}: good, {plural(drill['files'], 'file')}, {human_size(drill['bytes_read'])} "
+        f"within {human_duration(drill['seconds'])}; all of it would take about {human_duration(drill['estimated_seconds'])}"
+    )
 
 
 def _print_contact(contact: dict[str, Any]) -> None:
