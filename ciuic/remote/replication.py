@@ -42,6 +42,7 @@ from ciuic.remote.access import (
 )
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
+from ciuic.remote.object_names import parse_manifest
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.remote_index import RemoteIndex
@@ -59,7 +60,7 @@ from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.urgency import REQUESTED_MIN_SHARE
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import STATE_TAGS, Snapshot, SnapshotId
 
 _FACTS_NAME: Final = "facts"
 
@@ -98,6 +99,44 @@ class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True):
     facts: tuple[StoredFacts, ...]
+
+
+class StoredState(NamedTuple):
+    """Newest state of a training that the remote has committed, and so has wholly."""
+
+    snapshot: str
+    time_ns: int
+    epoch: int
+    """0 where the training counts none, as in the names of manifests."""
+    step: int
+
+
+def newest_stored_states(state_dir: Path, name: str, space_ids: Iterable[str]) -> dict[bytes, StoredState]:
+    """Return the newest state of each training on a remote, by the path of its root; the store is not asked.
+
+    What another process uploads from now on, or gives up, shows when it has noted it.
+
+    Args:
+        state_dir: State directory of the process that uploads.
+        name: Name of the remote.
+        space_ids: Ids of the spaces that the repository may be stored in.
+    """
+    newest: dict[bytes, StoredFacts] = {}
+    for space_id in space_ids:
+        note = read_note(str(state_dir / name / space_id), _FACTS_NAME, _Note)
+        for one in () if note is None else note.facts:
+            # An operator may have tagged a snapshot of files so: that one has no labels.
+            if STATE_TAGS.isdisjoint(one.tags) or len(one.roots) != 1:
+                continue
+            before = newest.get(one.roots[0])
+            if before is None or one.order_ns > before.order_ns:
+                newest[one.roots[0]] = one
+    found = {}
+    for root, one in newest.items():
+        manifest = parse_manifest(one.manifest)
+        if manifest is not None:
+            found[root] = StoredState(one.snapshot, one.time_ns, manifest.epoch, manifest.step)
+    return found
 
 
 class FactsOfRemote:
