@@ -1,5 +1,5 @@
 # make rescue   the whole story on directories of its own: protect, train, kill, corrupt, restore, resume, compare
-# make rescue-remote   the same with a machine that is lost: another one goes on, from an object store
+# make rescue-remote   the same with a machine that is lost: another one goes on, from an object store (ARGS=ssh: over ssh)
 # make test     everything that CI runs
 #
 # All do their own set-up (see .ci/setup) and need root and /dev/fuse.

@@ -27,10 +27,14 @@ SHORT = {
 """A short training; those with SnapshotManager are resumed elsewhere in test_training_remote.py."""
 
 
-def _start(place: Path, story: Path = STORY, **variables: str) -> subprocess.Popen[str]:
+def _start(place: Path, story: Path = STORY, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     env = {**os.environ, "CIUIC_RESCUE_DIR": str(place), **variables}
     return subprocess.Popen(
-        [sys.executable, str(story)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, str(story), *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -65,9 +69,10 @@ def remote_place(short_tmp: Path) -> Path:
     return short_tmp
 
 
-def test_a_run_outlives_its_machine(remote_place: Path) -> None:
-    """A host is lost whole while it saves; another one with the bucket and the recovery key ends the run bit for bit."""
-    story = _start(remote_place, REMOTE_STORY, **SHORT)
+@pytest.mark.parametrize("kind", ["s3", "ssh"])
+def test_a_run_outlives_its_machine(remote_place: Path, kind: str) -> None:
+    """A host is lost whole while it saves; another one with the URL and the recovery key ends the run bit for bit."""
+    story = _start(remote_place, REMOTE_STORY, kind, **SHORT)
     output, _ = story.communicate(timeout=240)
     assert story.returncode == 0, output
     assert "node-a is gone in the middle of saving step" in output

@@ -232,7 +232,7 @@ def test_the_process_reaches_another_machine_by_ssh(host: ServiceHost, ssh_serve
     manual = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
     (command,) = re.findall(r'^ssh_command = "(ssh [^"]*)"$', manual, re.MULTILINE)
     directory = ssh_server.place / "confined"
-    reach = f"{command} -o BatchMode=yes -p {ssh_server.port} -l {getpass.getuser()} 127.0.0.1"
+    reach = f"{command} -o HostKeyAlias=ciuic-test -o BatchMode=yes -p {ssh_server.port} -l {getpass.getuser()} 127.0.0.1"
     serve = f"{ssh_server.program} remote serve --stdio {directory} < /dev/null"
     host.write("/srv/reach", f"#!/bin/sh\n{reach} '{serve}' > $STATE_DIRECTORY/hello\n")
     _run(host, "/bin/sh", "/srv/reach")

@@ -22,6 +22,7 @@ from ciuic.remote.objects.ssh_objects import SshObjects
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 _START_TIMEOUT_SECONDS = 30
+_ALIAS = "ciuic-test"
 _CHECKOUT = Path(__file__).parents[2]
 
 
@@ -50,7 +51,8 @@ class SshServer:
         (self.port,) = free_ports(1)
         self.admit()
         host_key = (self.place / "host_key.pub").read_text()
-        (self.place / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {host_key}")
+        # By an alias: the server may be reached through another port as well.
+        (self.place / "known_hosts").write_text(f"{_ALIAS} {host_key}")
         # Where sshd parts from its privileges; Debian makes it when its own service starts.
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         (self.place / "sshd_config").write_text(
@@ -113,6 +115,7 @@ class SshServer:
         """Command line of ssh that reaches this server and no file of the user's."""
         options = (
             "IdentitiesOnly=yes",
+            f"HostKeyAlias={_ALIAS}",
             f"UserKnownHostsFile={self.place}/known_hosts",
             "StrictHostKeyChecking=yes",
         )

