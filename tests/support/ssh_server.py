@@ -37,6 +37,7 @@ class SshServer:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.port = 0
+        self.endpoint = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -128,8 +129,8 @@ class SshServer:
         """``ciuic`` as the shell of the server takes it."""
         return f"{shlex.quote(sys.executable)} -m ciuic"
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment in which ciuic reaches this server."""
+    def environment(self, endpoint: str = "") -> dict[str, str]:
+        """Return the environment in which ciuic reaches this server; there is no proxy."""
         return {"CIUIC_SSH_COMMAND": self.command, "CIUIC_SSH_PROGRAM": self.program}
 
     def url_of(self, directory: Path) -> str:
@@ -140,7 +141,7 @@ class SshServer:
         """Return the URL of a new directory, which is not there yet."""
         return self.url_of(self.place / uuid.uuid4().hex)
 
-    def connect(self, url: str, *, make: bool = True) -> SshObjects:
+    def connect(self, url: str, endpoint: str = "", *, make: bool = True) -> SshObjects:
         """Return a client of this server."""
         settings = StoreSettings(ssh_command=self.command, ssh_program=self.program)
         return SshObjects(parse_url(url), settings, make=make, environment=dict(os.environ))

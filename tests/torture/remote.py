@@ -1,8 +1,8 @@
-"""Object stores under the protocol of remotes: SeaweedFS, and azurite and Ceph where they are installed.
+"""Stores under the protocol of remotes: SeaweedFS, a directory, sshd, and azurite and Ceph where they are installed.
 
 On each: 50 racers for one name, again and again, of whom one may win; then writers behind a proxy that loses
 replies and requests and answers 503 at random, who create the same names: whoever is told that it won has its
-content there, and no other writer is told so. Then hosts whose uploader is killed at random moments and which are
+content there, and no other writer is told so (not on a directory and over ssh, where no proxy fits between). Then hosts whose uploader is killed at random moments and which are
 lost: every snapshot comes back on another machine, bit for bit, with encryption and without. On Ceph the proof
 of create-only must refuse a versioned bucket, which overwrites. A server that is not installed has the figure 0.
 
@@ -54,11 +54,13 @@ from support.object_servers import (
     free_ports,
     weed_program,
 )
+from support.ssh_server import SshServer, sshd_program
 from support.upload_trials import Server
 from torture.figure import Figure
 
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
 from ciuic.remote.objects.obstore_objects import Clients, ObstoreObjects
+from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.prove import CreateOnlyNotKept, prove_create_only
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
@@ -268,11 +270,40 @@ class StoppableServer(Server, Protocol):
         """Kill it."""
 
 
+class Directory:
+    """Directory as a store, such as a mounted file server."""
+
+    endpoint = ""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def environment(self, endpoint: str = "") -> dict[str, str]:
+        """Return no variables."""
+        return {}
+
+    def new_url(self) -> str:
+        """Return the URL of a new directory."""
+        return f"file://{self._place}/{uuid.uuid4().hex}"
+
+    def connect(self, url: str, endpoint: str = "") -> Objects:
+        """Return the objects."""
+        return open_objects(url, make=True)
+
+
 def run(seconds: float, seed: int) -> list[Figure]:
     """Torture one server after the other."""
     chance = random.Random(seed)
     kinds: list[tuple[str, bool, Callable[[Path], StoppableServer]]] = [
         ("SeaweedFS", weed_program() is not None, SeaweedFS),
+        ("a directory", True, Directory),
+        ("sshd", bool(sshd_program()), SshServer),
         ("azurite", bool(azurite_program()), Azurite),
         ("Ceph", ceph_is_installed(), Ceph),
     ]
@@ -300,10 +331,11 @@ def _torture(
     prove_create_only(lambda: server.connect(url))
     rounds, broken = _races([server.connect(url) for _ in range(RACERS)], deadline)
     figures = [Figure(f"races of {RACERS} on {name}", rounds, broken)]
-    with FaultProxy(server.endpoint) as proxy:
-        proxy.fault = _random_faults(chance)
-        created, broken = _contests(server, proxy, time.monotonic() + seconds / 4)
-        figures.append(Figure(f"creates behind faults on {name}", created, broken))
+    if server.endpoint:
+        with FaultProxy(server.endpoint) as proxy:
+            proxy.fault = _random_faults(chance)
+            created, broken = _contests(server, proxy, time.monotonic() + seconds / 4)
+            figures.append(Figure(f"creates behind faults on {name}", created, broken))
     figures += _lost_hosts(name, server, place, time.monotonic() + seconds / 2, chance)
     if isinstance(server, Ceph):
         figures.append(_versioned(server))
