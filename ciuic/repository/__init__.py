@@ -1,6 +1,6 @@
 """The repository: chunks in packs, trees and block maps made of chunks, snapshots on top.
 
-Docs/format.md has the bytes. Guarantees: what a committed snapshot refers to is durable, and every read is
+`docs/format.md` has the bytes. Guarantees: what a committed snapshot refers to is durable, and every read is
 checked against its hash. Capture decides what to store, restore what to read back, retention and prune what
 to keep. The package may import ciuic.system and the modules at the top of ciuic.
 

@@ -3,7 +3,7 @@
 `CiuicStorageWriter` and `CiuicStorageReader` name snapshots of one repository; `FileSystemWriter` and
 `FileSystemReader` take the arguments of torch's classes, for programs in which a checkpoint is a directory.
 
-The package may import saving and the floors below, and torch.
+The package may import what lies below `ciuic.training.save_pipeline`, and torch.
 """
 
 from __future__ import annotations
