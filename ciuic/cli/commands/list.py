@@ -19,7 +19,7 @@ import click
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import UsageError
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
@@ -92,9 +92,6 @@ def label_columns(
     session: Session, infos: Sequence[SnapshotInfo]
 ) -> tuple[list[Column], dict[str, list[str]]]:
     """Return the columns of labels, and the cells of each snapshot by its id; none where no snapshot is a state's."""
-    from ciuic.cli.shared.messages import shown_text
-    from ciuic.cli.shared.output import Column
-
     if session.remote_url is None:
         return [], {}
     labels = {info.id: session.remote.snapshots.label(info.id) for info in infos}
@@ -310,7 +307,6 @@ def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
 
 
 def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> None:
-    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_duration, human_size
 
     columns = [
@@ -370,10 +366,8 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
         )
 
 
-def state_cell(info: SnapshotInfo) -> Any:
+def state_cell(info: SnapshotInfo) -> Cell:
     """``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
-    from ciuic.cli.shared.output import Cell
-
     if is_safety(info.tags, info.message):
         return Cell("safety, held" if info.held else "safety", "cyan")
     lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE) if tag in info.tags]

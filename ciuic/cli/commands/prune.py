@@ -19,7 +19,7 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import plural, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
-from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
 from ciuic.errors import Damaged
 
@@ -139,7 +139,6 @@ def _document(report: PruneResult) -> dict[str, Any]:
 
 
 def _print(report: PruneResult) -> None:
-    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_size
 
     gone = "would go" if report.dry_run else "removed"

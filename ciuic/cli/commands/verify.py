@@ -25,7 +25,7 @@ from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose,
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.types import TAG_NOT_HELD
-from ciuic.units import human_size
+from ciuic.units import human_duration, human_size, parse_duration, parse_share
 
 if TYPE_CHECKING:
     from ciuic.maintenance.check import CheckFinding, CheckReport
@@ -195,8 +195,6 @@ def _not_held(session: Session, result: VerifyResult) -> list[str]:
 
 
 def _seconds(duration: str) -> int:
-    from ciuic.units import parse_duration
-
     try:
         return parse_duration(duration)
     except ValueError as error:
@@ -204,8 +202,6 @@ def _seconds(duration: str) -> int:
 
 
 def _share(text: str) -> float:
-    from ciuic.units import parse_share
-
     try:
         share = parse_share(text)
     except ValueError as error:
@@ -407,8 +403,6 @@ def _report(report: CheckReport, as_json: bool) -> int:
 
 def _renew(session: Session, duration: str, as_json: bool) -> int:
     """Renew the locks in a bucket, and say how many there are."""
-    from ciuic.units import human_duration, parse_duration, plural
-
     try:
         seconds = parse_duration(duration)
     except ValueError as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import click
 
-from ciuic.cli.shared.messages import complain, warn
+from ciuic.cli.shared.messages import complain, shown_text, warn
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.remotes import EveryVersion
@@ -109,7 +109,6 @@ class Session:
 
     def _hint_without_file(self, hint: str) -> str:
         """The hint of a configuration that is not valid, and how snapshots are read while it is not."""
-        from ciuic.cli.shared.messages import shown_text
         from ciuic.config.load import readable_part
         from ciuic.errors import CiuicError
 
@@ -182,8 +181,6 @@ class Session:
         self._remote = choose(self.remote)
 
     def _say_if_damaged(self, opened: ReadableRemote) -> None:
-        from ciuic.cli.shared.messages import warn
-
         for damage in opened.log_damage:
             warn(
                 f"{damage.message}; the snapshot of a lost commit is not shown",
@@ -257,8 +254,6 @@ class Session:
         # -q, and completion, whose candidates are all that may be printed.
         flaw = None if self.verbosity < 0 else foreign_flaw(self.repository_dir)
         if flaw is not None and not self.trusts_repository:
-            from ciuic.cli.shared.messages import shown_text
-
             warn(
                 f"another user may have written what is in this repository: the {shown_text(flaw.found)}",
                 hint="it is read, and not written to",
@@ -309,8 +304,6 @@ class Session:
     def _library_event(self, event: str, fields: Mapping[str, object]) -> None:
         """Print an event of the library to stderr for -v."""
         if self.verbosity > 0:
-            from ciuic.cli.shared.messages import shown_text
-
             words = " ".join(f"{key}={value}" for key, value in fields.items())
             complain(shown_text(f"{event} {words}"))
 

@@ -225,8 +225,6 @@ def write_npz(path: Path, found: Mapping[str, Any], *, overwrite: bool) -> int:
     Raises:
         DestinationExists: There is a file at ``path`` that may not be replaced.
     """
-    import zipfile
-
     import numpy
 
     with new_file(path, overwrite=overwrite) as file:

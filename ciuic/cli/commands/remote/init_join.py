@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import current
 from ciuic.errors import CiuicError, ConfigError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.units import human_size, plural
@@ -624,8 +624,6 @@ def _key(config: RemoteConfig) -> str:
 
 
 def _print(found: Measurement, key: str) -> None:
-    from ciuic.cli.shared.output import Column, show_table
-
     proof = found.proof
     rows = [
         ("create-only", f"{proof.races} races of {proof.racers} writers, one winner each"),
