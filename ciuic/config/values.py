@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from ciuic.config.model import DailyWindow, IoPrioritySetting
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
-from ciuic.units import format_size, parse_duration, parse_share, parse_size
+from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
 
 # Limits of the format (docs/format.md, section 3).
 MIN_BLOCK_SIZE_BYTES = 4096
@@ -281,6 +281,11 @@ def show_list(values: Sequence[str]) -> str:
 def show_optional(value: object) -> str:
     """Return a value as text; empty for None."""
     return "" if value is None else str(value)
+
+
+def show_interval(seconds: int) -> str:
+    """Return an interval as text; empty for 0, which stands for none."""
+    return format_duration(seconds) if seconds else ""
 
 
 BUCKET_SCHEMES = ("s3", "gs", "az", "oss")
