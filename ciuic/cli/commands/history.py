@@ -135,7 +135,7 @@ def _show_deleted(places: Places, limit: int | None, as_json: bool, passed_over:
     found.sort(key=lambda one: (-one.snapshot.order_ns, one.path))
     if not found and not as_json:
         note(f"nothing below {shown(places.path)} is gone")
-    show_found(found[:limit], as_json=as_json)
+    _show_found(found[:limit], as_json=as_json)
 
 
 @click.command("find", cls=FrameCommand)
@@ -173,7 +173,7 @@ def find_command(
             if (one.is_deleted or not deleted) and (since_ns is None or one.snapshot.time_ns >= since_ns)
         ]
     found.sort(key=lambda one: (-one.snapshot.order_ns, one.path, one.host))
-    show_found(found[:limit], as_json=as_json)
+    _show_found(found[:limit], as_json=as_json)
     if not found:
         note("nothing found")
     elif limit is not None and len(found) > limit:
@@ -181,7 +181,7 @@ def find_command(
     return passed_over.tell()
 
 
-def show_found(found: list[FoundPath], *, as_json: bool) -> None:
+def _show_found(found: list[FoundPath], *, as_json: bool) -> None:
     """Print paths that were found in snapshots."""
     from ciuic.units import human_size
 

@@ -44,7 +44,7 @@ def command(dry_run: bool, spare_cold: str | None, remote: bool, name: str, as_j
     """
     session = current()
     if use_remote(session, remote, name):
-        prune_remote(session, dry_run=dry_run, spare_cold=_seconds(spare_cold), as_json=as_json)
+        _prune_remote(session, dry_run=dry_run, spare_cold=_seconds(spare_cold), as_json=as_json)
         return
     if spare_cold is not None:
         raise click.UsageError("--spare-cold goes with --remote")
@@ -171,7 +171,7 @@ def _print(report: PruneResult) -> None:
         note(line)
 
 
-def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: bool) -> None:
+def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: bool) -> None:
     """Collect the remote that the session reads, and print the result.
 
     Args:

@@ -246,7 +246,7 @@ class Session:
         return self.config.trusts_repository
 
     def _named_by_environment(self) -> Path | None:
-        return None if self.ignores_environment else environment_path("CIUIC_REPO")
+        return None if self.ignores_environment else _environment_path("CIUIC_REPO")
 
     def _say_if_foreign(self) -> None:
         from ciuic.repository.trust import foreign_flaw
@@ -318,7 +318,7 @@ def current() -> Session:
     return cast("Session", click.get_current_context().find_object(Session))
 
 
-def environment_path(name: str) -> Path | None:
+def _environment_path(name: str) -> Path | None:
     """The absolute path in an environment variable; unset and empty mean the same."""
     value = os.environ.get(name, "")
     return Path(os.path.abspath(value)) if value else None
