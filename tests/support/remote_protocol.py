@@ -40,8 +40,8 @@ from ciuic.remote.log_reader import LogReader, LogSummary, LostCommits, NothingC
 from ciuic.remote.object_names import log_entry_name, round_name
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep import collector as collector_module
-from ciuic.remote.upkeep.collector import CollectionResult, Collector
+from ciuic.remote.upkeep import collection_round
+from ciuic.remote.upkeep.collection_round import CollectionResult, Collector
 from ciuic.remote.writer_log import LogRotation, WriterLog
 from ciuic.repository.identity import Bytes
 from ciuic.types import ChunkId
@@ -389,7 +389,7 @@ def every_final_counts(patch: pytest.MonkeyPatch) -> None:
         objects.create(round_name(round_, part), encode_round(sealer, round_, part, content))
         return content
 
-    patch.setattr(collector_module, "create_round", create_round)
+    patch.setattr(collection_round, "create_round", create_round)
 
 
 def entry_before_not_read(patch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def bases_not_followed(patch: pytest.MonkeyPatch) -> None:
 
 def bases_not_marked(patch: pytest.MonkeyPatch) -> None:
     """A collector does not mark the bases of live chunks."""
-    patch.setattr(collector_module, "add_bases", lambda index, live: None)
+    patch.setattr(collection_round, "add_bases", lambda index, live: None)
 
 
 def manifest_name_reused(patch: pytest.MonkeyPatch) -> None:

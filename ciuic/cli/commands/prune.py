@@ -182,7 +182,7 @@ def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: 
     """
     from ciuic.cli.shared.progress import progress
     from ciuic.remote.upkeep.collect import collect_remote, preview_collection
-    from ciuic.remote.upkeep.collector import DEFAULT_POLICY
+    from ciuic.remote.upkeep.collection_round import DEFAULT_POLICY
 
     # Opened here: the question for a passphrase would stand in the middle of a progress line.
     opened = session.remote

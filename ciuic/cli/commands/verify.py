@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ciuic.maintenance.check import CheckFinding, CheckReport
     from ciuic.maintenance.verify import Damage, Pass, VerifyProgress, VerifyResult
     from ciuic.remote.reading.versions import SoundObjects
-    from ciuic.remote.upkeep.versions import LockRenewal
+    from ciuic.remote.upkeep.version_repair import LockRenewal
     from ciuic.repository import Repository
     from ciuic.types import SnapshotId
 
@@ -490,7 +490,7 @@ def _check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
     """Find what was deleted, overwritten or forged in a bucket with versions; put it right on request."""
     from ciuic.cli.shared.progress import progress
     from ciuic.cli.shared.remotes import open_named_objects
-    from ciuic.remote.upkeep.versions import check_versions
+    from ciuic.remote.upkeep.version_repair import check_versions
 
     objects = _sound_objects(session)
     assert session.remote_url is not None
@@ -506,7 +506,7 @@ def _check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
 def _renew_remote_locks(session: Session, seconds: int) -> LockRenewal:
     """Lock everything that the remote needs for this time from now on."""
     from ciuic.cli.shared.progress import progress
-    from ciuic.remote.upkeep.versions import renew_locks
+    from ciuic.remote.upkeep.version_repair import renew_locks
 
     session.behind_deletions = True
     objects = _sound_objects(session)

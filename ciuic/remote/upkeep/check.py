@@ -94,7 +94,7 @@ from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, Rem
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
 from ciuic.remote.writer_log import WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
