@@ -678,7 +678,8 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     """Return the newest snapshot whose newest checkpoint at or below a path is GOOD.
 
     Where the newest one of every snapshot is torn, as of a program that was killed at each save, the choice is the snapshot with
-    the newest GOOD one. The newest checkpoint is the one with the latest change of a file. A snapshot of which something there cannot be read is
+    the newest GOOD one. The newest checkpoint is the one with the latest change of a file, of several
+    at one time the last by name. A snapshot of which something there cannot be read is
     passed over, and so are safety snapshots, silently.
 
     Args:
@@ -701,7 +702,8 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
         except Damaged as error:
             passed_over.append(PassedOver(snapshot, one_line(error.message), None))
             continue
-        newest = max(found, key=lambda one: (one.mtime_ns, one.checkpoint.path), default=None)
+        found.sort(key=lambda one: (one.mtime_ns, one.checkpoint.path), reverse=True)
+        newest = found[0] if found else None
         if newest is None:
             passed_over.append(PassedOver(snapshot, "it has no checkpoint of a known format there", None))
         elif newest.checkpoint.verdict.is_good:
@@ -709,15 +711,10 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
         else:
             verdict = newest.checkpoint.verdict
             reason = f"{one_line(newest.checkpoint.path)} is {verdict.state}: {one_line(verdict.reason)}"
-            good = max(
-                (one for one in found if one.checkpoint.verdict.is_good),
-                key=lambda one: one.mtime_ns,
-                default=None,
-            )
+            good = next((one for one in found if one.checkpoint.verdict.is_good), None)
             if good is not None and (second is None or good.mtime_ns > second.checkpoint.mtime_ns):
-                newer = [one for one in found if one.mtime_ns > good.mtime_ns]
-                newer.sort(key=lambda one: -one.mtime_ns)
-                second = LastGood(repository, snapshot, good, tuple(passed_over), tuple(newer))
+                newer = tuple(found[: found.index(good)])
+                second = LastGood(repository, snapshot, good, tuple(passed_over), newer)
             passed_over.append(PassedOver(snapshot, reason, newest, good))
     if second is not None:
         return second

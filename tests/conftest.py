@@ -23,6 +23,7 @@ from support.ci import IN_CI, needs
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs
 from support.small_disks import sharing_disk as sharing_disk
+from support.ssh_server import ssh_server as ssh_server
 from support.warm_python import WarmPython
 
 from ciuic.system import mountinfo
@@ -156,6 +157,13 @@ def short_tmp(run_dir: Path) -> Iterator[Path]:
 def warm_torch() -> Iterator[WarmPython]:
     """Provide programs that find torch imported, with what its first optimizer imports."""
     with WarmPython("torch", "torch._dynamo", "ciuic.training.manager") as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def plain_torch() -> Iterator[WarmPython]:
+    """Provide programs that find torch imported, and nothing of ciuic."""
+    with WarmPython("torch", "torch._dynamo", "torch.distributed.checkpoint") as python:
         yield python
 
 

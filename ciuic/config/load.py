@@ -114,6 +114,8 @@ class ReadRemote(NamedTuple):
             url=self.values["url"],
             endpoint=get("endpoint"),
             region=get("region"),
+            ssh_command=get("ssh_command"),
+            ssh_program=get("ssh_program"),
             bandwidth_bytes=get("bandwidth"),
             max_lag_seconds=get("max_lag"),
             encryption=get("encryption", True),
@@ -268,9 +270,12 @@ def _flaws(
             yield f"{TABLE}.{key} has no use without encryption", key
     scheme = values.get("url", "").partition(":")[0]
     for key in ("endpoint", "region", "storage_class"):
-        if scheme == "file" and values.get(key):
+        if scheme in ("file", "ssh") and values.get(key):
             yield f"{TABLE}.{key} has no use for a directory ({values['url']})", key
-    if scheme in ("file", "gs", "oss") and table.get(TIER):
+    for key in ("ssh_command", "ssh_program"):
+        if scheme != "ssh" and values.get(key):
+            yield f"{TABLE}.{key} has no use for {scheme}://", key
+    if scheme in ("file", "ssh", "gs", "oss") and table.get(TIER):
         yield (
             f"{TABLE}.{TIER} has no use for {scheme}://, whose storage classes are not changed from here",
             "url",

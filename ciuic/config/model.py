@@ -235,9 +235,13 @@ class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     name: str
     url: str
-    """``s3://``, ``gs://``, ``az://``, ``oss://`` or ``file://``; checked as text, without a slash at its end."""
+    """``s3://``, ``gs://``, ``az://``, ``oss://``, ``ssh://`` or ``file://``; checked as text, without a slash at its end."""
     endpoint: str | None = None
     region: str | None = None
+    ssh_command: str | None = None
+    """Program and options that reach the host of an ``ssh://`` URL; None: ``ssh``."""
+    ssh_program: str | None = None
+    """``ciuic`` on that host, as its shell takes it; None: found on its PATH."""
     bandwidth_bytes: int | None = None
     """Limit of what is sent in a second; None: no limit."""
     max_lag_seconds: int | None = None

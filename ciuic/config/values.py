@@ -295,6 +295,9 @@ MIN_BANDWIDTH_BYTES = 64 << 10
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 # Names of buckets differ between stores: S3 takes 3 to 63 characters, Google up to 222 and underscores.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
+_SSH_PLACE = re.compile(
+    r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}@)?(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?\Z"
+)
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 _WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)\s*-\s*(?:([01]\d|2[0-3]):([0-5]\d)|24:00)\Z", re.ASCII)
 _MINUTES_PER_DAY = 24 * 60
@@ -321,12 +324,14 @@ def remote_url_value(value: object) -> str:
     if not text.isprintable() or re.search(r"\s", text):
         raise ValueError(f"must be a URL without blanks, got {_short(text)}")
     scheme, separator, rest = text.partition("://")
+    if scheme == "ssh":
+        return _ssh_url_value(rest)
     # Not printed below: what stands before the @ may be a secret.
     if "@" in (rest.partition("/")[0] if separator else text):
         raise ValueError(_NO_CREDENTIALS)
     if not separator or scheme not in (*BUCKET_SCHEMES, "file"):
         raise ValueError(
-            f"must be s3://, gs://, az:// or oss:// and a bucket, or file:/// and a directory, got {_short(text)}"
+            f"must be s3://, gs://, az:// or oss:// and a bucket, ssh:// and a host, or file:/// and a directory, got {_short(text)}"
         )
     place, _, path = rest.partition("/")
     if re.search(r"[?#]", rest):
@@ -343,6 +348,29 @@ def remote_url_value(value: object) -> str:
         kind = "container" if scheme == "az" else "bucket"
         raise ValueError(f"must have a {kind} after {scheme}://, got {_short(text)}")
     return "/".join((f"{scheme}://{place}", *parts))
+
+
+def _ssh_url_value(rest: str) -> str:
+    """Return an ``ssh://`` URL from what stands behind the slashes."""
+    place, _, path = rest.partition("/")
+    match = _SSH_PLACE.match(place)
+    if match is None:
+        # Not printed: what stands before the @ may be a password.
+        raise ValueError(
+            "must be ssh://USER@HOST:PORT/DIRECTORY; user and port may be left out, and there is no password"
+        )
+    parts = path.rstrip("/").split("/") if path.strip("/") else []
+    if any(part in ("", ".", "..") for part in parts) or re.search(r"[?#%]", path) or parts in ([], ["~"]):
+        raise ValueError(f"must have a directory without ?, #, %, . and .., got {_short(path)}")
+    return "/".join((f"ssh://{place}", *parts))
+
+
+def line_value(value: object) -> str | None:
+    """Return a text of one printable line, or None for an empty one."""
+    text = _text_value(value).strip()
+    if not text.isprintable():
+        raise ValueError(f"must be one line of printable text, got {_short(text)}")
+    return text or None
 
 
 def endpoint_value(value: object) -> str | None:

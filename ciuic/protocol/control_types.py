@@ -197,6 +197,10 @@ class RemoteStatus(_Document):
     """Newest of these; empty for none."""
     problem: str = ""
     """Why nothing is known of the remote; empty if all is well."""
+    last_drill: str = ""
+    """End of the last drill of a rescue; empty if there was none."""
+    drill_ok: bool = False
+    """Whether that drill proved that a rescue works."""
 
 
 class RepositoryStatus(_Document):

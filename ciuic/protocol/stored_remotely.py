@@ -32,7 +32,6 @@ STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
 DEFAULT_STATE_DIR: Final = Path("/var/lib/ciuic-upload")
 """State directory of ciuic-upload.service."""
 _NAME: Final = "stored"
-_TEMPORARY: Final = "stored.tmp"
 # An id has 9 to 35 characters: room for 100,000 snapshots at least, and little memory.
 MAX_RECORD_BYTES: Final = 4 << 20
 
@@ -97,7 +96,7 @@ def read_record(name: str, state_dir: Path | None = None) -> StoredRecord | None
     """
     place = upload_state_dir() if state_dir is None else state_dir
     try:
-        return decode_record(_read(place, name))
+        return decode_record(read_state_file(place, name, _NAME, MAX_RECORD_BYTES + 1))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -142,31 +141,66 @@ def write_record(name: str, record: StoredRecord, state_dir: Path | None = None)
     Raises:
         OSError: the record cannot be written.
     """
-    place = (upload_state_dir() if state_dir is None else state_dir) / name
+    # An older record would be safe where it has fewer snapshots, and not where the remote has lost some since.
+    write_state_file(
+        upload_state_dir() if state_dir is None else state_dir, name, _NAME, encode_record(record)
+    )
+
+
+def write_state_file(place: Path, name: str, file_name: str, data: bytes) -> None:
+    """Replace a file in the directory of the remote ``name``, which is made if need be; durable on return.
+
+    Args:
+        place: State directory, which must exist.
+        name: Name of the remote.
+        file_name: Name of the file, which one process writes at a time.
+        data: Its content, which all users may read who can enter the directory.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    owner = os.stat(place)
+    made = False
     with suppress(FileExistsError):
-        place.mkdir(0o755)
-    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        (place / name).mkdir(0o755)
+        made = True
+    temporary = f"{file_name}.tmp"
+    directory = os.open(place / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if made and os.geteuid() == 0:
+            # The process that uploads, which is not root as a service, writes here as well.
+            os.fchown(directory, owner.st_uid, owner.st_gid)
         with suppress(FileNotFoundError):
             # Left by a process that was killed between here and the rename.
-            os.unlink(_TEMPORARY, dir_fd=directory)
+            os.unlink(temporary, dir_fd=directory)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(_TEMPORARY, flags, 0o644, dir_fd=directory), "wb") as file:
+        with open(os.open(temporary, flags, 0o644, dir_fd=directory), "wb") as file:
             # The umask of the service would take the permission of all others away.
             os.fchmod(file.fileno(), 0o644)
-            file.write(encode_record(record))
-            # Content before the name: an empty record after a power cut would let nothing go.
+            file.write(data)
+            # Content before the name: an empty file after a power cut would say nothing.
             file.flush()
             os.fsync(file.fileno())
-        os.rename(_TEMPORARY, _NAME, src_dir_fd=directory, dst_dir_fd=directory)
-        # The rename is durable only with its directory (fsync(2)). An older record would be safe where it has
-        # fewer snapshots, and not where the remote has lost some since.
+        os.rename(temporary, file_name, src_dir_fd=directory, dst_dir_fd=directory)
+        # The rename is durable only with its directory (fsync(2)).
         os.fsync(directory)
     finally:
         os.close(directory)
 
 
-def _read(place: Path, name: str) -> bytes:
+def read_state_file(place: Path, name: str, file_name: str, limit_bytes: int) -> bytes:
+    """Return the first bytes of a file in the directory of a remote, which may be hostile: no link below ``place`` is followed.
+
+    Args:
+        place: State directory.
+        name: Name of the remote.
+        file_name: Name of the file.
+        limit_bytes: Number of bytes to read.
+
+    Raises:
+        StoredRecordDamaged: it is not a regular file.
+        OSError: it cannot be read.
+    """
     # The state directory may be reached through a link of root's: /var/lib/ciuic-upload is one under
     # DynamicUser=. What lies in it belongs to the process that uploads, which could plant any.
     state = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -178,10 +212,10 @@ def _read(place: Path, name: str) -> bytes:
     try:
         # O_NONBLOCK: the open of a pipe without a writer would wait for one (fifo(7)).
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        with open(os.open(_NAME, flags, dir_fd=directory), "rb") as file:
+        with open(os.open(file_name, flags, dir_fd=directory), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise StoredRecordDamaged("it is not a regular file")
-            return file.read(MAX_RECORD_BYTES + 1)
+            return file.read(limit_bytes)
     finally:
         os.close(directory)
 

@@ -543,12 +543,18 @@ def configured_objects(config: RemoteConfig, *, make: bool = False) -> Objects:
         NoCredentials: the shared files name credentials that cannot be used.
         RemoteUnreachable: a directory is not there.
     """
-    settings = StoreSettings(
+    return open_objects(config.url, configured_settings(config), make=make)
+
+
+def configured_settings(config: RemoteConfig) -> StoreSettings:
+    """Return what the store must be told beside the URL."""
+    return StoreSettings(
         endpoint=config.endpoint or "",
         region=config.region or "",
         storage_class=config.storage_class or "",
+        ssh_command=config.ssh_command or "",
+        ssh_program=config.ssh_program or "",
     )
-    return open_objects(config.url, settings, make=make)
 
 
 def open_configured(

@@ -1,6 +1,7 @@
 """Process that uploads: keeps each configured remote in step with a repository, in a thread of its own, until SIGTERM.
 
-Guarantees: a snapshot is begun as soon as its file is there, the newest first. Whatever fails is tried again: a store that is
+Guarantees: a snapshot is begun as soon as its file is there. First goes what a resume of a lost host needs: the newest state of
+each training, then the newest snapshot of each root, then all others, each the newest first (`in_order_of_need`). Whatever fails is tried again: a store that is
 away for days, credentials that expired, a snapshot that cannot be read. The record for those that prune
 (`ciuic.protocol.stored_remotely`) names a snapshot as stored only after its commit.
 
@@ -42,6 +43,7 @@ from ciuic.remote.access import (
 )
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
+from ciuic.remote.object_names import parse_manifest
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.remote_index import RemoteIndex
@@ -59,7 +61,7 @@ from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.urgency import REQUESTED_MIN_SHARE
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
 
 _FACTS_NAME: Final = "facts"
 
@@ -98,6 +100,44 @@ class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True):
     facts: tuple[StoredFacts, ...]
+
+
+class StoredState(NamedTuple):
+    """Newest state of a training that the remote has committed, and so has wholly."""
+
+    snapshot: str
+    time_ns: int
+    epoch: int
+    """0 where the training counts none, as in the names of manifests."""
+    step: int
+
+
+def newest_stored_states(state_dir: Path, name: str, space_ids: Iterable[str]) -> dict[bytes, StoredState]:
+    """Return the newest state of each training on a remote, by the path of its root; the store is not asked.
+
+    What another process uploads from now on, or gives up, shows when it has noted it.
+
+    Args:
+        state_dir: State directory of the process that uploads.
+        name: Name of the remote.
+        space_ids: Ids of the spaces that the repository may be stored in.
+    """
+    newest: dict[bytes, StoredFacts] = {}
+    for space_id in space_ids:
+        note = read_note(str(state_dir / name / space_id), _FACTS_NAME, _Note)
+        for one in () if note is None else note.facts:
+            # An operator may have tagged a snapshot of files so: that one has no labels.
+            if STATE_TAGS.isdisjoint(one.tags) or len(one.roots) != 1:
+                continue
+            before = newest.get(one.roots[0])
+            if before is None or one.order_ns > before.order_ns:
+                newest[one.roots[0]] = one
+    found = {}
+    for root, one in newest.items():
+        manifest = parse_manifest(one.manifest)
+        if manifest is not None:
+            found[root] = StoredState(one.snapshot, one.time_ns, manifest.epoch, manifest.step)
+    return found
 
 
 class FactsOfRemote:
@@ -302,7 +342,7 @@ class Replication:
                     for info in self._due() if self._window_is_open() else ():
                         self._upload(uploader, info)
                         if self._changes() != seen:
-                            # A newer one goes first.
+                            # A newer one may go first.
                             break
                     else:
                         self._wait(seen)
@@ -383,7 +423,7 @@ class Replication:
         return _Opened(uploader, index)
 
     def _due(self) -> Iterator[SnapshotInfo]:
-        """Yield the snapshots that the remote lacks, newest first, and tell how many there are."""
+        """Yield the snapshots that the remote lacks, in the order of need, and tell how many there are."""
         infos = self._repository.snapshots.list()
         unwanted = self._unwanted | (self._given_up - self._stored)
         self._passed_over = unwanted | _passed_over(
@@ -392,7 +432,8 @@ class Replication:
         lacking = [info for info in infos if info.id not in self._stored | self._passed_over]
         self._tell(infos, lacking)
         now = time.monotonic()
-        for info in lacking:
+        wanted = [info for info in infos if info.id not in self._passed_over]
+        for info in in_order_of_need(self._repository, wanted, self._stored):
             if self._failed.get(info.id, 0) <= now:
                 yield info
 
@@ -500,6 +541,47 @@ class _Opened:
 
     def __exit__(self, *error: object) -> None:
         self._index.close()
+
+
+def in_order_of_need(
+    repository: Repository, infos: Iterable[SnapshotInfo], stored: Collection[str]
+) -> list[SnapshotInfo]:
+    """Return the snapshots that a remote lacks in the order in which a resume from there needs them.
+
+    A state is small beside the files of a root, and a training resumes from nothing else: it does not wait for them.
+
+    Args:
+        repository: The repository.
+        infos: Its snapshots, newest first, without those that the remote does not want.
+        stored: Ids of those that the remote has.
+    """
+    states: list[SnapshotInfo] = []
+    files: list[SnapshotInfo] = []
+    others: list[SnapshotInfo] = []
+    seen: set[bytes] = set()
+    for info in infos:
+        is_newest = not seen.issuperset(info.roots) and not is_safety(info.tags, info.message)
+        if is_newest:
+            seen.update(info.roots)
+        if info.id in stored:
+            continue
+        if not is_newest:
+            others.append(info)
+        elif _is_state(repository, info):
+            states.append(info)
+        else:
+            files.append(info)
+    return states + files + others
+
+
+def _is_state(repository: Repository, info: SnapshotInfo) -> bool:
+    if STATE_TAGS.isdisjoint(info.tags):
+        return False
+    try:
+        return repository.snapshots.load(info.id).is_state
+    except CiuicError:
+        # Removed meanwhile, or damaged: the upload says so.
+        return False
 
 
 def _passed_over(infos: Iterable[SnapshotInfo], stored: set[str], interval_seconds: int) -> set[str]:

@@ -6,7 +6,9 @@ does not know yet has a fence in it before the commit (docs/remote-format.md, se
 next process goes on at the next object: packs that were stored and not committed are asked for, not sent
 again. The repository is only read.
 
-The newest snapshot goes first: it is what a lost host is resumed from.
+Within a snapshot of files the content of checkpoints goes first, the newest at the front, before directories, logs and other files. No part
+of a snapshot can be read before its commit; but what was sent when the process or the network ends counts for the next snapshot, which
+most likely has the same checkpoints, and other logs.
 
 A chunk counts as stored only where its own pack and those of all its bases do: a base may lie in a pack that a
 collection has condemned, while the chunk does not. Subtrees of snapshots that the remote has whole are skipped
@@ -34,12 +36,13 @@ depends on it.
 
 from __future__ import annotations
 
+import heapq
 import mmap
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -64,7 +67,8 @@ from ciuic.repository.notes import read_note, write_note
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
 from ciuic.repository.snapshot_walk import Reached
-from ciuic.types import ChunkId, Snapshot, SnapshotId
+from ciuic.types import ChunkId, Entry, Snapshot, SnapshotId
+from ciuic.verdicts.verdict import may_hold_checkpoints
 
 FIRST_PACK_BYTES: Final = 512 << 10
 """Size of the first pack of a process."""
@@ -336,6 +340,11 @@ _MAX_RECORDS: Final = (1 << 20) // ROW_BYTES
 # A pack ends with the chunk that reaches its size; that chunk and the table have room behind it.
 _CAPACITY_BYTES: Final = LARGEST_PACK_BYTES + MAX_CHUNK_BYTES + (2 << 20)
 
+# Files of a snapshot that go first; more would take too much memory.
+_MAX_CHECKPOINT_FILES: Final = 10_000
+# Size of a file beside a checkpoint that may describe it, such as a configuration or the state of the trainer.
+_DESCRIPTION_BYTES: Final = 64 << 10
+
 
 class _MissingHere(NamedTuple):
     """Chunk that the remote lacks, with its place in the local repository."""
@@ -370,7 +379,7 @@ class _WholeSnapshots:
         # Data is looked up wherever it occurs: a set of all its ids would take 2 GB for 5 TB, and one of fingerprints may
         # leave a chunk out.
         walker = Walker(repository, seen=nodes, seen_data=_Nothing())
-        reached = walker.walk(snapshot)
+        reached = chain(_of_checkpoints(repository, walker, self._whole, snapshot), walker.walk(snapshot))
         while batch := list(islice(reached, _BATCH)):
             yield from _lacking(repository, packing, batch)
         self._walked = nodes.walked
@@ -408,6 +417,44 @@ class _Nothing:
 
     def add(self, chunk: ChunkId) -> None:
         """Do not add the chunk."""
+
+
+def _of_checkpoints(
+    repository: Repository, walker: Walker, whole: Collection[ChunkId], snapshot: Snapshot
+) -> Iterator[Reached]:
+    """Yield the chunks of files that belong to checkpoints by their names, the last changed first, without those in whole trees."""
+    if snapshot.is_state:
+        # All of it is one.
+        return
+    files = heapq.nlargest(
+        _MAX_CHECKPOINT_FILES,
+        _checkpoint_files(repository, whole, snapshot),
+        key=lambda entry: (entry.mtime_ns, entry.name),
+    )
+    for entry in files:
+        yield from walker.walk_content(entry)
+
+
+def _checkpoint_files(
+    repository: Repository, whole: Collection[ChunkId], snapshot: Snapshot
+) -> Iterator[Entry]:
+    """Yield the files of checkpoints, and small ones beside them, which describe them."""
+    stack = [ChunkId(root.entry.content) for root in snapshot.roots if root.entry.content]
+    seen: set[ChunkId] = set()
+    while stack:
+        tree = stack.pop()
+        if tree in whole or tree in seen:
+            continue
+        seen.add(tree)
+        node = repository.trees.node(tree)
+        stack.extend(ref.id for ref in node.refs)
+        stack.extend(ChunkId(entry.content) for entry in node.entries if entry.is_dir and entry.content)
+        named = {entry.name for entry in node.entries if may_hold_checkpoints([entry.name])}
+        for entry in node.entries if named else ():
+            is_wanted = entry.name in named or entry.size_bytes <= _DESCRIPTION_BYTES
+            # Files with several names are in the link table, and follow in the walk.
+            if is_wanted and entry.is_file and entry.content and not entry.link:
+                yield entry
 
 
 def _lacking(repository: Repository, packing: _Packing, batch: list[Reached]) -> Iterator[_MissingHere]:

@@ -93,6 +93,16 @@ class Walker:
             if root.entry.content:
                 yield from walk.tree(ChunkId(root.entry.content), root.path, root.entry, links=False)
 
+    def walk_content(self, file: Entry) -> Iterator[Reached]:
+        """Yield each chunk of a regular file that was not yet seen, without paths; it is passed over by `walk` then.
+
+        Raises:
+            MissingChunk, DamagedChunk, DamagedTree: a node of its block map cannot be read.
+        """
+        content = ChunkId(file.content)
+        if content and content not in (self.seen if file.map_height else self.seen_data):
+            yield from _Walk(self, False, None).content(file, b"")
+
 
 class _Walk:
     """Walk of one root.
@@ -138,14 +148,15 @@ class _Walk:
                     if content not in self._seen:
                         stack.append((content, self._place(path, entry, links), entry))
                 elif entry.is_file and content not in (self._seen if entry.map_height else self._seen_data):
-                    yield from self._content(entry, self._place(path, entry, links))
+                    yield from self.content(entry, self._place(path, entry, links))
 
     def attributes(self, entry: Entry, path: bytes) -> Iterator[Reached]:
         """Yield the chunk of the entry's extended attributes, if it has one."""
         if entry.flags & FLAG_XATTRS_CHUNK and entry.xattrs:
             yield from self._once(Reached(ChunkId(entry.xattrs[0][1]), "xattrs", path, entry))
 
-    def _content(self, entry: Entry, path: bytes) -> Iterator[Reached]:
+    def content(self, entry: Entry, path: bytes) -> Iterator[Reached]:
+        """Yield the chunks of a regular file with content."""
         height = entry.map_height
         if height == 0:
             yield from self._once(Reached(ChunkId(entry.content), "data", path, entry, 0))

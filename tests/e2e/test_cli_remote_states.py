@@ -15,6 +15,7 @@ import click
 import numpy as np
 import pytest
 from click.shell_completion import CompletionItem
+from support.cli_repository import Host
 from support.remote_training import WAIT_SECONDS, wait_until
 
 from ciuic import SnapshotManager
@@ -201,3 +202,44 @@ def test_a_typed_key_is_asked_for_again(
         said = capsys.readouterr().err
         assert "CIUIC_REMOTE_RECOVERY_KEY" in said
         assert "look at group 14" in said
+
+
+def test_status_says_where_a_resume_would_start(tmp_path: Path) -> None:
+    """For each training the newest step that is wholly on the remote, beside the newest here; the store is not asked."""
+    host = Host(tmp_path / "host")
+    host.run("remote", "init", f"file://{tmp_path}/nas")
+
+    def save(job: str, step: int) -> str:
+        with SnapshotManager(host.repository, name=job) as manager:
+            saved = manager.save_snapshot(model={"w": np.full(2000, float(step))}, step=step, wait=True)
+            assert saved is not None
+            return str(saved.id)
+
+    def trainings() -> dict[str, tuple[int | None, int | None]]:
+        (document,) = host.json("remote", "status")["remotes"]
+        return {
+            one["training"]: tuple(one[side] and one[side]["step"] for side in ("stored", "local"))
+            for one in document["trainings"]
+        }
+
+    assert trainings() == {}
+    first = save("first", 10)
+    assert trainings() == {"first": (None, 10)}
+    assert (
+        "first: nothing to resume from here (local: step 10)" in host.run("remote", "status").stdout.decode()
+    )
+    host.run("remote", "upload", "--once")
+    save("second", 7)
+    assert trainings() == {"first": (10, 10), "second": (None, 7)}
+    host.run("remote", "upload", "--once")
+    save("first", 20)
+    (tmp_path / "nas").rename(tmp_path / "away")
+    assert trainings() == {"first": (10, 20), "second": (7, 7)}
+    said = host.run("remote", "status").stdout.decode()
+    assert "first: a resume from here would start at step 10 (local: step 20)" in said
+    assert "second: a resume from here would start at step 7 (local: step 7)" in said
+    # Pruned here: the remote has it still.
+    (tmp_path / "away").rename(tmp_path / "nas")
+    host.run("remote", "upload", "--once")
+    host.run("forget", "-y", first)
+    assert trainings() == {"first": (20, 20), "second": (7, 7)}

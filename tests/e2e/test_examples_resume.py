@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import EXAMPLES, assert_goes_on
+from support.warm_python import WarmPython
 
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
@@ -13,9 +14,9 @@ ELSEWHERE = {"hf_trainer.py", "keras_fit.py", "lightning_fit.py"}
 """Examples run by tests/e2e/test_integration_*.py."""
 
 
-def test_plain_pytorch(tmp_path: Path) -> None:
+def test_plain_pytorch(warm_torch: WarmPython, tmp_path: Path) -> None:
     """The plain PyTorch example, killed twice, ends with an undisturbed run's bits and nothing left to do."""
-    assert_goes_on("torch", {EXAMPLES / "plain_pytorch.py": (9, 7)}, tmp_path)
+    assert_goes_on("torch", {EXAMPLES / "plain_pytorch.py": (9, 7)}, tmp_path, python=warm_torch)
 
 
 TWO_RANKS = """
@@ -31,11 +32,13 @@ os.waitpid(other, 0)
 """
 
 
-def test_ddp(tmp_path: Path) -> None:
+def test_ddp(warm_torch: WarmPython, tmp_path: Path) -> None:
     """The DDP example of two ranks over gloo, both killed in the third epoch, continues with that epoch."""
     script = tmp_path / "two_ranks.py"
     script.write_text(TWO_RANKS.replace("EXAMPLE", repr(str(EXAMPLES / "ddp.py"))))
-    found = assert_goes_on("torch torch.distributed torch.nn.parallel", {script: (25,)}, tmp_path)
+    found = assert_goes_on(
+        "torch torch.distributed torch.nn.parallel", {script: (25,)}, tmp_path, python=warm_torch
+    )
     # A snapshot that came while two were being written is left out.
     assert found[script][2]["steps"] <= 20
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import assert_goes_on, on_two_ranks
+from support.warm_python import WarmPython
 
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
@@ -52,7 +53,7 @@ FACTS = [manager.step, seen.total, scheduler.get_last_lr(), accelerator.step]
 """
 
 
-def test_prepared_objects_resume_to_the_same_bits(tmp_path: Path) -> None:
+def test_prepared_objects_resume_to_the_same_bits(warm_torch: WarmPython, tmp_path: Path) -> None:
     """Accumulated gradients, schedule, custom object and shuffled loaders resume to the same bits.
 
     On one process and on two.
@@ -65,14 +66,20 @@ def test_prepared_objects_resume_to_the_same_bits(tmp_path: Path) -> None:
     two = on_two_ranks(script, tmp_path)
     scripts[two] = (4,)
     found = assert_goes_on(
-        "torch accelerate ciuic.integrations.accelerate", scripts, tmp_path, elsewhere=(script, 7)
+        "torch accelerate ciuic.integrations.accelerate",
+        scripts,
+        tmp_path,
+        elsewhere=(script, 7),
+        python=warm_torch,
     )
     for uninterrupted, *_, last, again in found.values():
         assert uninterrupted["facts"] == last["facts"] == again["facts"]
     assert [uninterrupted["steps"] for uninterrupted, *_ in found.values()] == [20, 20, 12]
 
 
-def test_loaders_with_a_state_of_their_own_continue_at_their_position(tmp_path: Path) -> None:
+def test_loaders_with_a_state_of_their_own_continue_at_their_position(
+    warm_torch: WarmPython, tmp_path: Path
+) -> None:
     """The position is the loader's own with use_stateful_dataloader, and the pass that seeds its sampler."""
     pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     scripts = {}
@@ -84,6 +91,8 @@ def test_loaders_with_a_state_of_their_own_continue_at_their_position(tmp_path: 
             text.replace("range(resumed.epoch if resumed else 0, 4)", "range(loader.iteration, 4)")
         )
         scripts[script] = (7, 5)
-    found = assert_goes_on("torch accelerate torchdata ciuic.integrations.accelerate", scripts, tmp_path)
+    found = assert_goes_on(
+        "torch accelerate torchdata ciuic.integrations.accelerate", scripts, tmp_path, python=warm_torch
+    )
     for uninterrupted, *_, last, again in found.values():
         assert uninterrupted["facts"] == last["facts"] == again["facts"]

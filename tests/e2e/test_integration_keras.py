@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.runs import EXAMPLES, lose_last, remote_for, run, with_url
+from support.warm_python import WarmPython
 
 missing = find_spec("keras") is None or find_spec("tensorflow") is None
 # In CI .ci/setup has installed it.
@@ -77,8 +79,15 @@ model = types.SimpleNamespace(get_weights=lambda: [])
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of all runs by test name; one process imports TensorFlow once for all."""
+def python() -> Iterator[WarmPython]:
+    """Provide programs that find TensorFlow imported: Keras batches arrays by it, whatever the backend."""
+    with WarmPython("tensorflow") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def found(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of all runs by test name; one process imports Keras once for all."""
     where = tmp_path_factory.mktemp("keras")
     source = EXAMPLE.read_text()
     for old, new in BY_EPOCHS.items():
@@ -97,7 +106,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         "elsewhere": (f"i:9@{with_url(EXAMPLE, where)}", f"j@{where / 'keras_fit_elsewhere.py'}"),
         "lines": ("e@all_epochs.py", "f@two_epochs.py", "f@two_epochs.py"),
     }
-    results = iter(run(MODULES, *(name for names in runs.values() for name in names), where=where))
+    results = iter(
+        run(MODULES, *(name for names in runs.values() for name in names), where=where, python=python)
+    )
     lose_last(str(remote_for(EXAMPLE, where)))
     return {test: [next(results) for _ in names] for test, names in runs.items()}
 
@@ -155,7 +166,7 @@ def test_the_lines_that_users_write_run_as_they_stand(found: dict[str, list[dict
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_other_backends_go_on_to_the_same_bits(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python: WarmPython, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The example resumes in the middle of an epoch with torch and JAX, and the documented lines run."""
     if find_spec(backend) is None:
@@ -177,10 +188,10 @@ def test_other_backends_go_on_to_the_same_bits(
         "f@two_epochs.py",
     )
     called, _, last_called, uninterrupted, _, last, lines, _, last_lines = run(
-        # By these Keras batches arrays, whatever the backend.
         f"{backend} tensorflow keras ciuic.integrations.keras",
         *names,
         where=tmp_path,
+        python=python,
     )
     assert (uninterrupted["steps"], last["steps"]) == (30, 30 - 12)
     assert last["digest"] == uninterrupted["digest"]

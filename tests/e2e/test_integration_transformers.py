@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import EXAMPLES, assert_goes_on, on_two_ranks
+from support.warm_python import WarmPython
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
@@ -38,7 +39,7 @@ FACTS += [one.evaluations for one in trainer.callback_handler.callbacks if isins
 """
 
 
-def test_a_trainer_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_goes_on_to_the_same_bits(warm_torch: WarmPython, tmp_path: Path) -> None:
     """The example resumes to the same bits, with each line of the log once.
 
     Also with gradients of several batches a step, evaluations between steps and a callback that counts, and
@@ -52,7 +53,11 @@ def test_a_trainer_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> No
     richer.write_text(source + FACTS)
     two_ranks = on_two_ranks(EXAMPLE, tmp_path)
     found = assert_goes_on(
-        MODULES, {EXAMPLE: (10, 13), richer: (6,), two_ranks: (6,)}, tmp_path, elsewhere=(EXAMPLE, 10)
+        MODULES,
+        {EXAMPLE: (10, 13), richer: (6,), two_ranks: (6,)},
+        tmp_path,
+        elsewhere=(EXAMPLE, 10),
+        python=warm_torch,
     )
     assert found[two_ranks][0]["steps"] == 15, "half as many as one process takes"
     uninterrupted, *_, last, _ = found[richer]

@@ -7,14 +7,13 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from support.ci import IN_CI
+from support.warm_python import WarmPython
 
 CHECKOUT = Path(__file__).parents[2]
 PAGE = CHECKOUT / "docs/moving.md"
@@ -104,28 +103,25 @@ def blocks(section: str) -> list[str]:
     return re.findall(r"^```\n(.*?)^```", found[1], re.DOTALL | re.MULTILINE)
 
 
-def run(modules: Iterable[str], runs: Sequence[tuple[Path, str]]) -> list[int]:
+def run(python: WarmPython, modules: Iterable[str], runs: Sequence[tuple[Path, str]]) -> list[int]:
     """Run programs one after the other; return the number of steps that each counted."""
     jobs = {"modules": list(modules), "runs": [(os.fspath(place), code) for place, code in runs]}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.run_blocks"],
-        input=json.dumps(jobs),
+    done = python.run(
+        ["-W", "ignore", "-m", "support.run_blocks"],
+        stdin=json.dumps(jobs).encode(),
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "tests"))),
             "HF_HUB_OFFLINE": "1",
         },
-        capture_output=True,
-        text=True,
         timeout=280,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [int(count) for count in re.findall(r"^counted (\d+)$", done.stdout, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_blocks_run_and_continue(section: str, tmp_path: Path) -> None:
+def test_blocks_run_and_continue(section: str, warm_torch: WarmPython, tmp_path: Path) -> None:
     """Each block, run twice on one directory, takes in the second run only the steps that the first did not take."""
     wanted = SECTIONS[section]
     runs: list[tuple[Path, str]] = []
@@ -144,7 +140,7 @@ def test_blocks_run_and_continue(section: str, tmp_path: Path) -> None:
             loaded = "\nassert state['step'] == 2, state" + RESULT
             runs.append((place, "before = 1\n" + wanted.prelude + code + loaded))
             expected.append(4)
-    assert run(wanted.modules, runs) == expected
+    assert run(warm_torch, wanted.modules, runs) == expected
 
 
 def _missing(modules: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 np = pytest.importorskip("numpy", reason="NumPy is not installed")
 
+from support.warm_python import WarmPython  # noqa: E402
 from support.without_ciuic import run_without_ciuic  # noqa: E402
 
 from ciuic import SnapshotManager  # noqa: E402
@@ -105,7 +106,9 @@ def trained(tmp_path: Path) -> Any:
         yield Trained(manager, model, optimizer)
 
 
-def test_torch_load_opens_an_export_with_weights_only(trained: Trained, tmp_path: Path) -> None:
+def test_torch_load_opens_an_export_with_weights_only(
+    trained: Trained, plain_torch: WarmPython, tmp_path: Path
+) -> None:
     """A .pt has all tensors to the bit, ties, and values as plain ones, for `torch.load(weights_only=True)`."""
     done = trained.manager.export(tmp_path / "state.pt", to="torch")
     assert done.left_out == ()
@@ -123,7 +126,7 @@ print(json.dumps({
     "array": note["array"].tolist(), "generator": digest(note["generator"]["state"]),
     "sparse": note["sparse"].to_dense().tolist(), "complex": str(note["complex"].item()), "nan": str(note["nan"]),
 }))"""
-    found = run_without_ciuic(DIGESTS + opened, tmp_path / "state.pt")
+    found = run_without_ciuic(DIGESTS + opened, tmp_path / "state.pt", python=plain_torch)
     moments = {str(key): one["exp_avg"] for key, one in trained.optimizer.state_dict()["state"].items()}
     assert found == {
         "keys": [
@@ -156,24 +159,22 @@ print(json.dumps({
     }
 
 
-def test_an_export_of_a_program_without_its_classes_is_the_same(trained: Trained, tmp_path: Path) -> None:
+def test_an_export_of_a_program_without_its_classes_is_the_same(
+    trained: Trained, warm_torch: WarmPython, tmp_path: Path
+) -> None:
     """The command, which knows no class of the program, writes the plain values that the program writes."""
-    import subprocess
-    import sys
-
     trained.manager.export(tmp_path / "own.pt", to="torch")
     source = "import sys; from ciuic.training.snapshots import TrainingSnapshots; TrainingSnapshots(sys.argv[1]).export(sys.argv[2], to='torch')"
-    subprocess.run(
-        [sys.executable, "-c", source, str(tmp_path / "snapshots"), str(tmp_path / "other.pt")],
-        check=True,
-        timeout=120,
-    )
+    done = warm_torch.run(["-c", source, tmp_path / "snapshots", tmp_path / "other.pt"], timeout=120)
+    assert done.returncode == 0, done.stderr
     own, other = (torch.load(tmp_path / name, weights_only=True)["note"] for name in ("own.pt", "other.pt"))
     assert own["colors"] == other["colors"] == {"RED": (1, 2)}
     assert own["path"] == other["path"] == "/data/run"
 
 
-def test_safetensors_and_numpy_open_an_export(trained: Trained, tmp_path: Path) -> None:
+def test_safetensors_and_numpy_open_an_export(
+    trained: Trained, plain_torch: WarmPython, tmp_path: Path
+) -> None:
     """safetensors and npz have the tensors of one object under its own names, of several with theirs before."""
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     done = trained.manager.export(tmp_path / "model.safetensors", to="safetensors", only=["model"])
@@ -185,7 +186,7 @@ with numpy.load(sys.argv[2]) as arrays:
     numbers = {name: [str(arrays[name].dtype), float(arrays[name].astype("f8").sum())] for name in arrays.files}
 print(json.dumps([digests(safetensors.torch.load_file(sys.argv[1])), numbers]))"""
     weights, numbers = run_without_ciuic(
-        DIGESTS + opened, tmp_path / "model.safetensors", tmp_path / "model.npz"
+        DIGESTS + opened, tmp_path / "model.safetensors", tmp_path / "model.npz", python=plain_torch
     )
     state = trained.model.state_dict()
     assert weights == _digests(state)
@@ -199,7 +200,7 @@ print(json.dumps([digests(safetensors.torch.load_file(sys.argv[1])), numbers]))"
 
 @pytest.mark.parametrize("ranks", [1, 3, 310])
 def test_dcp_load_opens_an_export_for_any_number_of_ranks(
-    trained: Trained, tmp_path: Path, ranks: int
+    trained: Trained, plain_torch: WarmPython, tmp_path: Path, ranks: int
 ) -> None:
     """`dcp.load` reads a DCP export, whose tensors lie in as many files as ranks were asked for."""
     if not torch.distributed.is_available():
@@ -212,7 +213,7 @@ state = {"model": {"first.weight": torch.zeros(300, 300, dtype=torch.bfloat16), 
          "optimizer": {"state": {0: {"exp_avg": torch.zeros(300, 300, dtype=torch.bfloat16), "step": torch.tensor(0.)}}}}
 checkpoint.load(state, checkpoint_id=sys.argv[1])
 print(json.dumps([digests(state["model"]), digest(state["optimizer"]["state"][0]["exp_avg"]), state["epoch"]]))"""
-    weights, moment, epoch = run_without_ciuic(DIGESTS + opened, tmp_path / "dcp")
+    weights, moment, epoch = run_without_ciuic(DIGESTS + opened, tmp_path / "dcp", python=plain_torch)
     state = trained.model.state_dict()
     assert weights == {
         name: one for name, one in _digests(state).items() if name in ("first.weight", "count")
@@ -221,7 +222,7 @@ print(json.dumps([digests(state["model"]), digest(state["optimizer"]["state"][0]
     assert epoch == 2
 
 
-def test_sharded_states_are_exported_whole(tmp_path: Path) -> None:
+def test_sharded_states_are_exported_whole(plain_torch: WarmPython, tmp_path: Path) -> None:
     """States that two ranks saved, by the manager and by dcp.save, are exported as whole tensors."""
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
@@ -247,7 +248,7 @@ loaded = {"model": {name: torch.zeros_like(value) for name, value in model.items
 checkpoint.load(loaded, checkpoint_id=sys.argv[2])
 print(json.dumps([digests(model), digests(loaded["model"]), [list(one.shape) for one in model.values()]]))"""
         whole, loaded, shapes = run_without_ciuic(
-            DIGESTS + opened, tmp_path / f"{name}.pt", tmp_path / f"{name}-of-3"
+            DIGESTS + opened, tmp_path / f"{name}.pt", tmp_path / f"{name}-of-3", python=plain_torch
         )
         assert whole == loaded
         rows, columns = (1026, 16) if name == "training" else (1024, 128)
@@ -313,7 +314,7 @@ model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(json.dumps([type(model).__name__, digests(model.state_dict()), model.config.n_embd, model.generation_config.eos_token_id]))"""
 
 
-def test_from_pretrained_opens_an_export(tmp_path: Path) -> None:
+def test_from_pretrained_opens_an_export(plain_torch: WarmPython, tmp_path: Path) -> None:
     """A snapshot of the Trainer is exported as a folder with which from_pretrained makes the same model."""
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
@@ -341,7 +342,9 @@ def test_from_pretrained_opens_an_export(tmp_path: Path) -> None:
     callback.manager.close()
     done = callback.manager.export(tmp_path / "folder", to="hf")
     assert "optimizer" in done.left_out
-    kind, weights, width, end = run_without_ciuic(DIGESTS + HUGGING_FACE, tmp_path / "folder")
+    kind, weights, width, end = run_without_ciuic(
+        DIGESTS + HUGGING_FACE, tmp_path / "folder", python=plain_torch
+    )
     assert (kind, width, end) == ("GPT2LMHeadModel", 32, 3)
     assert weights == _digests(model.state_dict())
     assert json.loads((tmp_path / "folder/config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]

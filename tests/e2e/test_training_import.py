@@ -8,6 +8,7 @@ import pickletools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,26 @@ import pytest
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 pytest.importorskip("numpy", reason="NumPy is not installed")
 
+from support.warm_python import WarmPython  # noqa: E402
 from support.without_ciuic import run_without_ciuic  # noqa: E402
 
 from ciuic import SnapshotManager  # noqa: E402
 from ciuic.errors import NotFound, UsageError  # noqa: E402
-from ciuic.training import import_state  # noqa: E402
+from ciuic.training import import_state, state_import  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def warm_import(warm_torch: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the process of each `import_state` find torch imported; the commands' test has it start as users have it."""
+
+    def run(command: list[str], *, input: bytes, env: dict[str, str], cwd: str, **_: object) -> object:
+        module = command[command.index("-m") + 1 :]
+        return warm_torch.run(["-m", *module], env=env, cwd=cwd, stdin=input, timeout=120)
+
+    monkeypatch.setattr(state_import, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
+
 
 TRAINING = """
 import os, random, torch
@@ -65,9 +79,10 @@ class Resumed:
         return float(self.optimizer.state[self.model[0].weight]["exp_avg"].double().sum())
 
 
-def test_a_run_of_another_program_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("warm_import")
+def test_a_run_of_another_program_is_resumed(plain_torch: WarmPython, tmp_path: Path) -> None:
     """Model, optimizer, scheduler, step and epoch of .pt files and of a DCP directory are restored by resume."""
-    moment = run_without_ciuic(TRAINING + SAVING, tmp_path)
+    moment = run_without_ciuic(TRAINING + SAVING, tmp_path, python=plain_torch)
     weight = (tmp_path / "weight").read_bytes()
     every = ("model", "optimizer", "scheduler")
     expected = {
@@ -94,6 +109,7 @@ def test_a_run_of_another_program_is_resumed(tmp_path: Path) -> None:
     assert state["note"] == {"a": 1}
 
 
+@pytest.mark.usefixtures("warm_import")
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_an_export_comes_back_with_its_generators(tmp_path: Path, to: str) -> None:
     """A snapshot that was exported and imported resumes with the same state and draws the same numbers."""
@@ -125,6 +141,7 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
+@pytest.mark.usefixtures("warm_import")
 def test_nothing_that_is_imported_is_executed(tmp_path: Path) -> None:
     """Pickles that would run something are refused, in a .pt, in an object and in the metadata of a checkpoint."""
     marker = tmp_path / "executed"
@@ -148,6 +165,7 @@ def test_nothing_that_is_imported_is_executed(tmp_path: Path) -> None:
         import_state(tmp_path / "nothing", tmp_path / "snapshots")
 
 
+@pytest.mark.usefixtures("warm_import")
 def test_a_forged_checkpoint_is_refused(tmp_path: Path) -> None:
     """Metadata that names other files, or claims tensors larger than the files, is refused before it is used."""
     from torch.distributed import checkpoint
@@ -187,7 +205,8 @@ Trainer(model, arguments, train_dataset=tokens).train()
 print(json.dumps(0))"""
 
 
-def test_a_checkpoint_of_the_trainer_is_continued(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("warm_import")
+def test_a_checkpoint_of_the_trainer_is_continued(plain_torch: WarmPython, tmp_path: Path) -> None:
     """A folder of Hugging Face's Trainer becomes a snapshot from which the callback resumes the Trainer."""
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
@@ -195,7 +214,7 @@ def test_a_checkpoint_of_the_trainer_is_continued(tmp_path: Path) -> None:
 
     from ciuic.integrations.transformers import SnapshotCallback
 
-    run_without_ciuic(HUGGING_FACE, tmp_path / "logs")
+    run_without_ciuic(HUGGING_FACE, tmp_path / "logs", python=plain_torch)
     folder = tmp_path / "logs/checkpoint-4"
     done = import_state(folder, tmp_path / "snapshots")
     assert done.objects == ("model", "optimizer", "scheduler", "progress", "unlogged")
@@ -222,7 +241,7 @@ def test_a_checkpoint_of_the_trainer_is_continued(tmp_path: Path) -> None:
 import safetensors.torch
 one, other = (safetensors.torch.load_file(path) for path in sys.argv[1:])
 print(json.dumps(all(one[name].equal(other[name]) for name in one)))"""
-    assert run_without_ciuic(opened, *same)
+    assert run_without_ciuic(opened, *same, python=plain_torch)
     assert json.loads((tmp_path / "out/config.json").read_text())["n_embd"] == 32
 
 

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.warm_python import WarmPython
 
 from ciuic import SnapshotManager
 
@@ -17,16 +18,10 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def _run(
-    where: Path, tell: str, *, grace_seconds: float = 60, then: str = "as before"
+    python: WarmPython, where: Path, tell: str, *, grace_seconds: float = 60, then: str = "as before"
 ) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, str(SUPPORT / "preempted_training.py")]
-    return subprocess.run(
-        [*program, str(where), str(where) + ".result", tell, str(grace_seconds), then],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    program = SUPPORT / "preempted_training.py"
+    return python.run([program, where, f"{where}.result", tell, grace_seconds, then], timeout=120)
 
 
 def _steps(where: Path) -> list[tuple[int | None, str]]:
@@ -35,11 +30,11 @@ def _steps(where: Path) -> list[tuple[int | None, str]]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+def uninterrupted(warm_torch: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the result of a run that is not interrupted."""
     pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
     where = tmp_path_factory.mktemp("whole") / "snapshots"
-    done = _run(where, "never")
+    done = _run(warm_torch, where, "never")
     assert done.returncode == 0, done.stderr
     return Path(f"{where}.result").read_text()
 
@@ -54,24 +49,26 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_a_preempted_run_ends_with_the_bits_of_an_uninterrupted_one(
-    uninterrupted: str, tmp_path: Path, tell: str, then: str, code: int, step: int
+    warm_torch: WarmPython, uninterrupted: str, tmp_path: Path, tell: str, then: str, code: int, step: int
 ) -> None:
     """The open step is finished before the last snapshot; an interrupted evaluation is repeated."""
     where = tmp_path / "snapshots"
-    result = _run(where, tell, then=then)
+    result = _run(warm_torch, where, tell, then=then)
     assert result.returncode == code, result.stderr
     if then == "call":
         assert result.stdout == "called SIGTERM True\n"
     assert _steps(where) == [(step, "SIGTERM")]
-    again = _run(where, "never")
+    again = _run(warm_torch, where, "never")
     assert again.returncode == 0, again.stderr
     assert Path(f"{where}.result").read_text() == uninterrupted
 
 
-def test_the_program_goes_on_if_it_wants_to(uninterrupted: str, tmp_path: Path) -> None:
+def test_the_program_goes_on_if_it_wants_to(
+    warm_torch: WarmPython, uninterrupted: str, tmp_path: Path
+) -> None:
     """The program goes on with then="continue" and computes the same."""
     where = tmp_path / "snapshots"
-    result = _run(where, "evaluation:0", then="continue")
+    result = _run(warm_torch, where, "evaluation:0", then="continue")
     assert result.returncode == 0, result.stderr
     assert _steps(where) == [(6, "SIGTERM")]
     assert Path(f"{where}.result").read_text() == uninterrupted

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.warm_python import WarmPython
 
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
-def test_a_killed_training_ends_with_the_state_and_the_log_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_killed_training_ends_with_the_state_and_the_log_of_an_undisturbed_one(
+    warm_torch: WarmPython, tmp_path: Path
+) -> None:
     """A training that is killed three times at random resumes to the same bits and values."""
     tests = Path(__file__).parents[1]
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "support.resumes.trial", "cnn", str(tmp_path), "5", "3", str(result)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(tests), "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
+    done = warm_torch.run(
+        ["-m", "support.resumes.trial", "cnn", tmp_path, 5, 3, result],
+        env={**os.environ, "PYTHONPATH": str(tests)},
         timeout=250,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from support.ci import needs
 from support.live import wait_for
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
+from support.ssh_server import SshServer
 
 from ciuic.system.privileges import Capability
 
@@ -220,3 +223,21 @@ def test_status_and_uninstall_know_the_unit(host: ServiceHost) -> None:
     assert "ciuic-upload" not in host(
         "ls", "/etc/systemd/system", "/etc/systemd/system/multi-user.target.wants", expect=None
     )
+
+
+def test_the_process_reaches_another_machine_by_ssh(host: ServiceHost, ssh_server: SshServer) -> None:
+    """With key and host key as credentials, and the command of the manual, the confined process speaks to ciuic elsewhere."""
+    host.write("/etc/credstore/ciuic.ssh-key", (ssh_server.place / "user_key").read_text())
+    host.write("/etc/credstore/ciuic.ssh-known-hosts", (ssh_server.place / "known_hosts").read_text())
+    manual = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
+    (command,) = re.findall(r'^ssh_command = "(ssh [^"]*)"$', manual, re.MULTILINE)
+    directory = ssh_server.place / "confined"
+    reach = f"{command} -o BatchMode=yes -p {ssh_server.port} -l {getpass.getuser()} 127.0.0.1"
+    serve = f"{ssh_server.program} remote serve --stdio {directory} < /dev/null"
+    host.write("/srv/reach", f"#!/bin/sh\n{reach} '{serve}' > $STATE_DIRECTORY/hello\n")
+    _run(host, "/bin/sh", "/srv/reach")
+    facts = _ended(host)
+    assert (facts["Result"], facts["ExecMainStatus"]) == ("success", "0"), host(
+        "journalctl", "-u", _UNIT, expect=None
+    )
+    assert "ciuic-objects" in host("cat", "/var/lib/private/ciuic-upload/hello")

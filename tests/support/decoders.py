@@ -18,6 +18,7 @@ _CALL: Final = re.compile(
 
 READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/protocol/pairing.py": ("question of a trainer", "answer to a trainer"),
+    "ciuic/remote/objects/pipe_protocol.py": ("frame of a pipe", "request over a pipe", "reply over a pipe"),
     "ciuic/repository/config.py": ("config", "config with a key"),
     "ciuic/repository/index_database.py": ("index",),
     "ciuic/repository/locks.py": ("owner of a lock",),
@@ -74,6 +75,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "ciuic/training/writer_process.py": ("manifest of a save",),
     "ciuic/protocol/heartbeat_page.py": ("heartbeat page",),
+    "ciuic/protocol/last_drill.py": ("record of a drill",),
     "ciuic/protocol/stored_remotely.py": ("record of a remote",),
     "ciuic/daemon/control_api.py": ("request for a snapshot",),
     "ciuic/daemon/capture/job.py": ("capture job", "capture message"),

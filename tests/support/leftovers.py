@@ -91,9 +91,10 @@ class Stock(NamedTuple):
 
 def _unescape(field: str) -> str:
     """Decode blanks, tabs, newlines and backslashes, which mountinfo writes in octal."""
-    return (
-        field.encode("latin-1").decode("unicode_escape").encode("latin-1").decode("utf-8", "surrogateescape")
-    )
+    data = field.encode("latin-1")
+    if "\\" in field:
+        data = data.decode("unicode_escape").encode("latin-1")
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _lies_below(path: str, below: Iterable[Path]) -> bool:
@@ -114,12 +115,14 @@ def mounts_below(below: Iterable[Path]) -> dict[int, str]:
 
 def _loops_below(below: Iterable[Path]) -> dict[str, str]:
     found = {}
-    for state in Path("/sys/block").glob("loop*/loop/backing_file"):
-        # Released during the listing.
-        with contextlib.suppress(OSError):
-            file = state.read_text().strip().removesuffix(" (deleted)")
-            if _lies_below(file, below):
-                found[state.parts[3]] = file
+    # Not by pathlib's glob, which takes more than twice as long: this runs three times for every test.
+    for name in os.listdir("/sys/block"):
+        if name.startswith("loop"):
+            # Not in use, or released during the listing.
+            with contextlib.suppress(OSError), open(f"/sys/block/{name}/loop/backing_file") as state:
+                file = state.read().strip().removesuffix(" (deleted)")
+                if _lies_below(file, below):
+                    found[name] = file
     return found
 
 

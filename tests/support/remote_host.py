@@ -75,6 +75,7 @@ class RemoteHost:
         self,
         labels: Callable[[Repository, Snapshot], Labels] = lambda repository, snapshot: Labels(),
         again: Collection[str] = (),
+        stop: threading.Event | None = None,
     ) -> None:
         """Upload what the remote lacks, and ``again`` although it was given up; ``labels`` is called when the chunks are stored, before the manifest."""
         packs = Packs(
@@ -86,7 +87,7 @@ class RemoteHost:
             RemoteConfig(name="remote", url="memory://unused"),
             self._place / "state",
             host=self.name,
-            stop=threading.Event(),
+            stop=stop or threading.Event(),
             labels=labels,
             again=again,
         ).catch_up(self.remote)

@@ -48,20 +48,16 @@ from ciuic.types import ChunkId
 
 Request = tuple[str, tuple[Any, ...]]
 Contents = frozenset[tuple[str, bytes]]
-Replies = tuple[tuple[Any, ...], ...]
 
 
 class State(NamedTuple):
-    """Bucket, the replies of each party, and how many listings may yet lack something."""
+    """Bucket, where each party is, and how many listings may yet lack something."""
 
-    contents: Contents
-    replies: Replies
+    contents: int
+    """Number of the bucket's contents in the search."""
+    parties: tuple[int, ...]
+    """Number of each party's position: what it does next depends on the replies that it has had, in their order."""
     lacks: int
-
-    def answered(self, at: int, contents: Contents, reply: Any, lacks: int) -> State:
-        """Return the state after one party had a reply."""
-        replies = (*self.replies[:at], (*self.replies[at], reply), *self.replies[at + 1 :])
-        return State(contents, replies, lacks)
 
 
 class Stop(BaseException):
@@ -71,9 +67,11 @@ class Stop(BaseException):
         self.request = request
 
 
-class Outcome(NamedTuple):
-    """Next step of a party: a request, or its end, with what it reported on the way."""
+class Position(NamedTuple):
+    """How far a party is: its replies, and its next request, or its end, with what it reported on the way."""
 
+    at: int
+    replies: tuple[Any, ...]
     request: Request | None
     said: tuple[Any, ...]
 
@@ -181,75 +179,99 @@ class Search:
         self._stolen = stolen
         self._lacks_in = lacks_in
         self._problem = problem
-        self._next: dict[tuple[int, tuple[Any, ...]], Outcome] = {}
-        self._judged: dict[tuple[Contents, frozenset[Any]], str] = {}
+        # Contents and positions are numbered: they are large, and each is in thousands of states.
+        self._contents: dict[Contents, int] = {}
+        self._by_number: list[Contents] = []
+        self._positions: list[Position] = []
+        self._after: dict[tuple[int, Any], int] = {}
+        self._performed: dict[tuple[int, Request], tuple[int, Any]] = {}
+        self._judged: dict[tuple[int, frozenset[Any]], str] = {}
         self.states = 0
 
     def run(self, contents: Contents, max_states: int) -> str:
         """Return the first problem that is found, or an empty text. Stops after ``max_states`` states."""
-        first = State(contents, tuple(() for _ in self._parties), int(bool(self._lacks_in)))
+        parties = tuple(self._position(at, ()) for at in range(len(self._parties)))
+        first = State(self._number(contents), parties, int(bool(self._lacks_in)))
         seen = {first}
         todo = [first]
         while todo and len(seen) <= max_states:
             state = todo.pop()
-            outcomes = [self._outcome(at, replies) for at, replies in enumerate(state.replies)]
+            positions = [self._positions[number] for number in state.parties]
             if problem := self._judge(
-                state.contents, frozenset(said for some in outcomes for said in some.said)
+                state.contents, frozenset(said for some in positions for said in some.said)
             ):
                 self.states = len(seen)
                 return problem
-            for following in self._following(state, outcomes):
+            for following in self._following(state, positions):
                 if following not in seen:
                     seen.add(following)
                     todo.append(following)
         self.states = len(seen)
         return ""
 
-    def _following(self, state: State, outcomes: list[Outcome]) -> Iterator[State]:
+    def _following(self, state: State, positions: list[Position]) -> Iterator[State]:
         contents = state.contents
         # What is read and never changes can be read at once: its order against other requests makes no difference.
-        for at, outcome in enumerate(outcomes):
-            if outcome.request and self._is_fixed(contents, outcome.request):
-                _, reply = perform(contents, outcome.request)
-                yield state.answered(at, contents, reply, state.lacks)
+        for at, position in enumerate(positions):
+            if position.request and self._is_fixed(contents, position.request):
+                _, reply = self._perform(contents, position.request)
+                yield self._answered(state, at, contents, reply, state.lacks)
                 return
-        for at, outcome in enumerate(outcomes):
-            if outcome.request:
-                after, reply = perform(contents, outcome.request)
-                yield state.answered(at, after, reply, state.lacks)
-                method, arguments = outcome.request
+        for at, position in enumerate(positions):
+            if position.request:
+                after, reply = self._perform(contents, position.request)
+                yield self._answered(state, at, after, reply, state.lacks)
+                method, arguments = position.request
                 if state.lacks and method == "list" and arguments[0].startswith(self._lacks_in):
                     for lack in lacking(reply):
-                        yield state.answered(at, after, lack, state.lacks - 1)
+                        yield self._answered(state, at, after, lack, state.lacks - 1)
 
-    def _is_fixed(self, contents: Contents, request: Request) -> bool:
+    def _is_fixed(self, contents: int, request: Request) -> bool:
         method, arguments = request
         if method not in ("get_ranges", "info") or not arguments[0].startswith(("w/", "gc/")):
             return False
         if arguments[0] in self._stolen:
             return False
-        return any(name == arguments[0] for name, _ in contents)
+        return any(name == arguments[0] for name, _ in self._by_number[contents])
 
-    def _outcome(self, at: int, replies: tuple[Any, ...]) -> Outcome:
-        key = (at, replies)
-        if key not in self._next:
-            said: list[Any] = []
-            given = [
-                NoSuchObject(reply[1]) if isinstance(reply, tuple) and reply[:1] == ("missing",) else reply
-                for reply in replies
-            ]
-            request: Request | None = None
-            try:
-                self._parties[at](ReplayedObjects(given), said.append)
-            except Stop as stop:
-                request = stop.request
-            self._next[key] = Outcome(request, tuple(said))
-        return self._next[key]
+    def _number(self, contents: Contents) -> int:
+        number = self._contents.setdefault(contents, len(self._by_number))
+        if number == len(self._by_number):
+            self._by_number.append(contents)
+        return number
 
-    def _judge(self, contents: Contents, said: frozenset[Any]) -> str:
+    def _perform(self, contents: int, request: Request) -> tuple[int, Any]:
+        key = (contents, request)
+        if key not in self._performed:
+            after, reply = perform(self._by_number[contents], request)
+            self._performed[key] = (self._number(after), reply)
+        return self._performed[key]
+
+    def _answered(self, state: State, at: int, contents: int, reply: Any, lacks: int) -> State:
+        """Return the state after one party had a reply."""
+        key = (state.parties[at], reply)
+        if key not in self._after:
+            self._after[key] = self._position(at, (*self._positions[state.parties[at]].replies, reply))
+        return State(contents, (*state.parties[:at], self._after[key], *state.parties[at + 1 :]), lacks)
+
+    def _position(self, at: int, replies: tuple[Any, ...]) -> int:
+        said: list[Any] = []
+        given = [
+            NoSuchObject(reply[1]) if isinstance(reply, tuple) and reply[:1] == ("missing",) else reply
+            for reply in replies
+        ]
+        request: Request | None = None
+        try:
+            self._parties[at](ReplayedObjects(given), said.append)
+        except Stop as stop:
+            request = stop.request
+        self._positions.append(Position(at, replies, request, tuple(said)))
+        return len(self._positions) - 1
+
+    def _judge(self, contents: int, said: frozenset[Any]) -> str:
         key = (contents, said)
         if key not in self._judged:
-            self._judged[key] = self._problem(contents, said)
+            self._judged[key] = self._problem(self._by_number[contents], said)
         return self._judged[key]
 
 

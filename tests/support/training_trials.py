@@ -13,6 +13,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from support.remote_training import wait_until
+
 from ciuic.repository import Repository, Walker
 from ciuic.types import ChunkId
 
@@ -41,16 +43,29 @@ def finish(process: subprocess.Popen[bytes], result: Path) -> dict[str, Any]:
     return dict(json.loads(result.read_text()))
 
 
-def kill_one(save_dir: Path, result: Path, choose: random.Random) -> None:
-    """Kill a run somewhere between its first instant and its last; return when its writer has ended too."""
+def kill_one(save_dir: Path, result: Path, choose: random.Random, snapshots: int = 0) -> None:
+    """Kill a run somewhere between its first instant and its last; return when its writer has ended too.
+
+    ``snapshots``: it is killed after so many are stored; 0: at a random instant.
+    """
     process = begin(save_dir, result, 0.01)
-    time.sleep(choose.uniform(0.1, 1.5))
+    if snapshots:
+        wait_until(lambda: _stored(save_dir) >= snapshots or process.poll() is not None)
+    else:
+        time.sleep(choose.uniform(0.1, 1.5))
     os.killpg(process.pid, signal.SIGKILL)
     # The writer holds the other end of standard error, so this waits for its end.
     process.communicate()
     if Repository.exists(save_dir):
         with Repository.open(save_dir) as repository:
             repository.writer(wait_seconds=60).close()
+
+
+def _stored(save_dir: Path) -> int:
+    if not Repository.exists(save_dir):
+        return 0
+    with Repository.open(save_dir) as repository:
+        return len(repository.snapshots.names())
 
 
 def flip(save_dir: Path, choose: random.Random) -> bool:

@@ -95,7 +95,12 @@ class WarmPython:
         self._server.wait(60)
 
     def start(
-        self, command: Sequence[object], *, env: Mapping[str, str] | None = None, cwd: object = None
+        self,
+        command: Sequence[object],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: object = None,
+        stdin: bytes = b"",
     ) -> Program:
         """Start a program.
 
@@ -103,16 +108,20 @@ class WarmPython:
             command: arguments of the interpreter: a script, or -c or -m with what follows, after any -W.
             env: environment; None for this process's.
             cwd: directory; None for this process's.
+            stdin: what is read from standard input.
         """
+        in_of_program = os.memfd_create("stdin")
+        os.pwrite(in_of_program, stdin, 0)
         (out, out_of_program), (err, err_of_program) = os.pipe(), os.pipe()
         wanted = {
             "command": [os.fspath(one) if isinstance(one, os.PathLike) else str(one) for one in command],
             "env": dict(os.environ if env is None else env),
             "cwd": str(os.getcwd() if cwd is None else cwd),
         }
-        socket.send_fds(self._socket, [json.dumps(wanted).encode()], [out_of_program, err_of_program])
-        os.close(out_of_program)
-        os.close(err_of_program)
+        fds_of_program = (in_of_program, out_of_program, err_of_program)
+        socket.send_fds(self._socket, [json.dumps(wanted).encode()], fds_of_program)
+        for fd in fds_of_program:
+            os.close(fd)
         answer = self._socket.recv(100)
         assert answer, f"the imports failed with status {self._server.wait(60)}"
         return Program(int(answer), out, err)
@@ -124,9 +133,10 @@ class WarmPython:
         timeout: float,
         env: Mapping[str, str] | None = None,
         cwd: object = None,
+        stdin: bytes = b"",
     ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end; the arguments are those of `start`."""
-        program = self.start(command, env=env, cwd=cwd)
+        program = self.start(command, env=env, cwd=cwd, stdin=stdin)
         out, err = program.communicate(timeout)
         assert program.returncode is not None
         return subprocess.CompletedProcess([str(one) for one in command], program.returncode, out, err)
@@ -140,7 +150,7 @@ def _serve(fd: int, modules: Sequence[str]) -> Sequence[str]:
     gc.freeze()
     requests = socket.socket(fileno=fd)
     while True:
-        data, fds, _, _ = socket.recv_fds(requests, _MAX_BYTES, 2)
+        data, fds, _, _ = socket.recv_fds(requests, _MAX_BYTES, 3)
         if not data:
             _end(0)
         reading, writing = os.pipe()
@@ -166,7 +176,7 @@ def _end(status: int) -> NoReturn:
 
 
 def _become(wanted: Mapping[str, Any], fds: Sequence[int]) -> Sequence[str]:
-    for target, fd in enumerate(fds, 1):
+    for target, fd in enumerate(fds):
         os.dup2(fd, target)
         os.close(fd)
     os.chdir(wanted["cwd"])

@@ -57,14 +57,11 @@ def open_session_classes(session: Session, url: str) -> ObjectClasses:
     Raises:
         UsageError: the store has none that can be changed from here, or its library is not installed.
     """
+    from ciuic.remote.access import configured_settings
     from ciuic.remote.objects.opening import open_classes
-    from ciuic.remote.objects.urls import StoreSettings
 
     config = _configured_remote(session, url)
-    settings = None
-    if config is not None:
-        settings = StoreSettings(endpoint=config.endpoint or "", region=config.region or "")
-    return open_classes(url, settings)
+    return open_classes(url, configured_settings(config) if config is not None else None)
 
 
 def _configured_remote(session: Session, url: str) -> RemoteConfig | None:

@@ -18,7 +18,6 @@ from ciuic.errors import CiuicError, NotFound, UsageError
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.remote.objects.model import Objects
-    from ciuic.remote.objects.urls import StoreSettings
     from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.remote.sealing.key_slots import SlotSecret
 
@@ -60,7 +59,7 @@ def open_named_remote(
     """
     try:
         # Only here: the other commands do without these packages.
-        from ciuic.remote.access import configured_secrets
+        from ciuic.remote.access import configured_secrets, configured_settings
         from ciuic.remote.errors import WrongKey
         from ciuic.remote.objects.model import NoSuchBucket, RemoteRefused, RemoteUnreachable
         from ciuic.remote.reading.opening import open_behind_deletions, open_remote_repository
@@ -69,7 +68,7 @@ def open_named_remote(
             f"remotes need a package that is not installed: {error}", hint=_INSTALL_HINT
         ) from None
     config = _configured(url, remotes)
-    settings = None if config is None else _settings(config)
+    settings = None if config is None else configured_settings(config)
     secrets = configured_secrets(config)
     # An attacker who can write to the bucket could otherwise have a host without a key read forged snapshots.
     sealed = config is not None and config.encryption
@@ -125,10 +124,11 @@ def open_named_objects(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) 
         url: Place of the remote.
         remotes: Returns what the configuration says of remotes; may raise CiuicError.
     """
+    from ciuic.remote.access import configured_settings
     from ciuic.remote.objects.opening import open_objects
 
     config = _configured(url, remotes)
-    return open_objects(url, None if config is None else _settings(config))
+    return open_objects(url, None if config is None else configured_settings(config))
 
 
 def _configured(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -> RemoteConfig | None:
@@ -142,12 +142,6 @@ def _configured(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -> Remo
         # A rescue must work where it is missing or broken.
         return None
     return next((remote for remote in known if parse_url(remote.url) == place), None)
-
-
-def _settings(config: RemoteConfig) -> StoreSettings:
-    from ciuic.remote.objects.urls import StoreSettings
-
-    return StoreSettings(endpoint=config.endpoint or "", region=config.region or "")
 
 
 def _asked(url: str) -> SlotSecret:

@@ -43,16 +43,25 @@ UNITS: Final = (
     "ciuic-scrub.service",
     "ciuic-scrub.timer",
     "ciuic-upload.service",
+    "ciuic-drill.service",
+    "ciuic-drill.timer",
     "ciuic-exporter.service",
 )
-# These start the others: ciuic.service requires the socket, which starts the workers, and the timer the
-# scrub. The upload ends by itself where no remote is configured, and the exporter where no address is.
-_ENABLED: Final = ("ciuic.service", "ciuic-scrub.timer", "ciuic-upload.service", "ciuic-exporter.service")
+# These start the others: ciuic.service requires the socket, which starts the workers, and the timers
+# scrub and drill. Upload and drill end by themselves where no remote is configured, and the exporter where no address is.
+_ENABLED: Final = (
+    "ciuic.service",
+    "ciuic-scrub.timer",
+    "ciuic-upload.service",
+    "ciuic-drill.timer",
+    "ciuic-exporter.service",
+)
 # Drop-ins, because the units themselves are replaced by each installation. All services read the same file.
 _DROP_INS: Final = (
     "ciuic.service.d/config.conf",
     "ciuic-scrub.service.d/config.conf",
     "ciuic-upload.service.d/config.conf",
+    "ciuic-drill.service.d/config.conf",
     "ciuic-exporter.service.d/config.conf",
 )
 

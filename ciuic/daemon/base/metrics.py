@@ -104,6 +104,14 @@ class Metrics:
         self._reserve = self._gauge("ciuic_store_reserve_bytes", "What captures leave of that to others")
         self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")
         self._remotes = {field: self._gauge(name, text, ["remote"]) for field, name, text in _REMOTE_GAUGES}
+        self._drill = self._gauge(
+            "ciuic_remote_last_drill_timestamp_seconds",
+            "End of the last drill of a rescue from the remote; absent where there was none",
+            ["remote"],
+        )
+        self._drill_ok = self._gauge(
+            "ciuic_remote_last_drill_ok", "1 if that drill proved that a rescue works", ["remote"]
+        )
         self.incidents = Counter(
             "ciuic_trainer_incidents", "What happened to trainers", ["kind"], registry=self._registry
         )
@@ -141,6 +149,7 @@ class Metrics:
             gauge.clear()
             for remote in status.remotes:
                 gauge.labels(remote.name).set(getattr(remote, field))
+        self._set_drills(status)
         self._pending.set(sum(state.state in ("pending", "capturing") for state in status.captures))
         # Captures run one at a time, so at most one has progress.
         running = [state.progress for state in status.captures if state.progress is not None]
@@ -162,6 +171,15 @@ class Metrics:
             self._alert.labels(alert.key, alert.severity, alert.root).set(1)
         self._set_trainers(status)
         return generate_latest(self._registry)
+
+    def _set_drills(self, status: StatusDocument) -> None:
+        for gauge in (self._drill, self._drill_ok):
+            gauge.clear()
+        for remote in status.remotes:
+            if remote.last_drill:
+                ended = datetime.fromisoformat(remote.last_drill).timestamp()
+                self._drill.labels(remote.name).set(ended)
+                self._drill_ok.labels(remote.name).set(remote.drill_ok)
 
     def _set_trainers(self, status: StatusDocument) -> None:
         for gauge in (self._steps, self._beats):

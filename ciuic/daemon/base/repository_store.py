@@ -23,6 +23,7 @@ from ciuic.compare.restore_records import undoes_newest_change
 from ciuic.config.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import RemoteStatus, RepositoryStatus, SnapshotSummary, rfc3339
+from ciuic.protocol.last_drill import read_last_drill
 from ciuic.protocol.stored_remotely import remote_lag, remotes_done
 from ciuic.repository import Repository, promised
 from ciuic.repository.promised import Promise
@@ -396,6 +397,7 @@ class Store:
                 lags = {name: remote_lag(name, repository.id, infos, now_ns=now_ns) for name in names}
         except NotFound:
             return []
+        drills = {name: read_last_drill(name) for name in names}
         return [
             RemoteStatus(
                 name=name,
@@ -405,6 +407,8 @@ class Store:
                 stored=lag.stored,
                 newest=lag.newest,
                 problem=lag.flaw,
+                last_drill="" if (drill := drills[name]) is None else rfc3339(drill.time_ns),
+                drill_ok=drill is not None and drill.is_good,
             )
             for name, lag in lags.items()
         ]

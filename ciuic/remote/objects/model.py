@@ -93,6 +93,7 @@ class TooLargeObject(Damaged):
         super().__init__(
             f"the remote's object {name} has {size_bytes} bytes, at most {MAX_OBJECT_BYTES} are expected"
         )
+        self.size_bytes = size_bytes
 
 
 def is_name(name: str) -> bool:

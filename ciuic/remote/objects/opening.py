@@ -12,6 +12,7 @@ from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import Objects, ObjectVersions
 from ciuic.remote.objects.obstore_objects import ObstoreObjects
 from ciuic.remote.objects.s3_botocore import S3Classes, S3Client, S3Versions
+from ciuic.remote.objects.ssh_objects import SshObjects
 from ciuic.remote.objects.storage_classes import ObjectClasses
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings, parse_url
 
@@ -24,7 +25,7 @@ def open_objects(
     Args:
         url: place of the remote.
         settings: what the URL does not say.
-        make: make the directory of a ``file`` URL where it is missing; a bucket is never made.
+        make: make the directory of a ``file`` or ``ssh`` URL where it is missing; a bucket is never made.
 
     Raises:
         UsageError: the URL or a setting is wrong, or obstore is not installed.
@@ -36,6 +37,8 @@ def open_objects(
         return DirectoryObjects(where.prefix, make=make)
     if where.scheme == "memory":
         return MemoryObjects(where.bucket, where.prefix)
+    if where.scheme == "ssh":
+        return SshObjects(where, settings or StoreSettings(), make=make)
     return ObstoreObjects(where, settings or StoreSettings())
 
 

@@ -263,13 +263,14 @@ class RemoteTraining:
     def _repositories(self, name: str) -> list[Repository]:
         if name not in self._opened:
             # Only here: a training that has its snapshots needs no client of a store.
-            from ciuic.remote.access import configured_secrets
+            from ciuic.remote.access import configured_secrets, configured_settings
             from ciuic.remote.reading.opening import open_remote_repository
-            from ciuic.training.remote.joining import settings_of
 
             remote = self._remotes[name]
             try:
-                opened = open_remote_repository(remote.url, settings_of(remote), configured_secrets(remote))
+                opened = open_remote_repository(
+                    remote.url, configured_settings(remote), configured_secrets(remote)
+                )
             except CiuicError as error:
                 error.message = (
                     f"cannot tell whether there is something to resume at {remote.url}: {error.message}"

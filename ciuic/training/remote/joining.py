@@ -21,15 +21,14 @@ from ciuic.remote.access import (
     Remote,
     RemoteExists,
     add_slot,
+    configured_objects,
     configured_secrets,
     init_remote,
     open_remote,
 )
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
-from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.prove import prove_create_only
-from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.sealing.key_slots import SlotSecret
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.repository import Identity
@@ -60,7 +59,7 @@ def naming_of(remote: RemoteConfig) -> Naming:
     try:
         # The directory of a file URL is never made: where its file system is not mounted, a new remote would
         # hide the one to resume from.
-        with closing(open_objects(remote.url, settings_of(remote))) as objects:
+        with closing(configured_objects(remote)) as objects:
             opened = _opened(remote, objects)
     except (RemoteUnreachable, RemoteRefused) as error:
         raise type(error)(
@@ -69,15 +68,6 @@ def naming_of(remote: RemoteConfig) -> Naming:
             "to resume; an existing directory begins without a connection",
         ) from error
     return Naming(opened.identity, opened.stored.block_size)
-
-
-def settings_of(remote: RemoteConfig) -> StoreSettings:
-    """Return what the store must be told beside the URL."""
-    return StoreSettings(
-        endpoint=remote.endpoint or "",
-        region=remote.region or "",
-        storage_class=remote.storage_class or "",
-    )
 
 
 def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
@@ -120,7 +110,7 @@ def _made(remote: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret])
             f"remote {remote.url} has encryption = false, but a key was given",
             hint="leave out one of them: with the key the new remote would be sealed",
         )
-    prove_create_only(lambda: open_objects(remote.url, settings_of(remote)))
+    prove_create_only(lambda: configured_objects(remote))
     if not remote.encryption:
         made = init_remote(objects, master=None, block_size=DEFAULT_BLOCK_SIZE)
     else:

@@ -21,13 +21,16 @@ from ciuic.config.keys import REMOTE_KEYS
 from ciuic.config.load import ReadRemote
 from ciuic.config.model import DEFAULT
 from ciuic.errors import CiuicError, UsageError
-from ciuic.remote.objects.urls import StoreSettings, parse_url
+from ciuic.remote.access import configured_settings
+from ciuic.remote.objects.urls import parse_url
 from ciuic.retention import RetentionPolicy
 
 _KEYS: Final = (
     "url",
     "endpoint",
     "region",
+    "ssh_command",
+    "ssh_program",
     "bandwidth",
     "encryption",
     "key_file",
@@ -108,9 +111,7 @@ def _remote_of(value: Any) -> RemoteConfig:
         raise TypeError(f"a remote must be a URL or a mapping with a URL, got {value!r}")
     url = str(parse_url(found.url))
     # Checks what it is given, without contacting anything.
-    StoreSettings(
-        endpoint=found.endpoint or "", region=found.region or "", storage_class=found.storage_class or ""
-    )
+    configured_settings(found)
     return replace(found, url=url, name=_name_of(url, found.endpoint or ""))
 
 

@@ -72,7 +72,7 @@ def remote_of(text: str) -> RemoteConfig:
 
 
 def test_every_key_of_a_remote_is_read_and_knows_its_line() -> None:
-    """Each key of REMOTE_KEYS but one of the two of the key itself is read, with the line on which it stands."""
+    """Each key of REMOTE_KEYS is read, but one of the two of the key itself and those of ssh, with the line on which it stands."""
     remote = remote_of(EVERY_KEY)
     assert remote == RemoteConfig(
         name="cold-1",
@@ -100,9 +100,21 @@ def test_every_key_of_a_remote_is_read_and_knows_its_line() -> None:
     )
     lines = EVERY_KEY.splitlines()
     assert remote.origin.line == 1
-    assert remote.origins.keys() == REMOTE_KEYS.keys() - {"key_command"}
+    assert remote.origins.keys() == REMOTE_KEYS.keys() - {"key_command", "ssh_command", "ssh_program"}
     for name, origin in remote.origins.items():
         assert lines[origin.line - 1].startswith(name.rpartition(".")[2] + " ="), name
+
+
+def test_the_keys_of_ssh() -> None:
+    """A remote over ssh has its program and options, and ciuic on the other side; its URL keeps user, port and case."""
+    remote = remote_of(
+        '[remote]\nurl = "ssh://me@Nas:2222/~/ciuic/"\nssh_command = "ssh -i /k"\nssh_program = "/opt/ciuic/bin/ciuic"\n'
+    )
+    assert (remote.url, remote.ssh_command, remote.ssh_program) == (
+        "ssh://me@Nas:2222/~/ciuic",
+        "ssh -i /k",
+        "/opt/ciuic/bin/ciuic",
+    )
 
 
 def test_a_remote_of_its_url_alone_has_the_defaults() -> None:
@@ -186,6 +198,14 @@ S3 = 'url = "s3://bucket"\n'
         (f'[remote]\n{S3}key_file = "/k"\nkey_command = ["/bin/pass"]', 4, "together"),
         (f'[remote]\n{S3}encryption = false\nkey_file = "/k"', 4, "without encryption"),
         ('[remote]\nurl = "file:///nas"\nregion = "x"', 3, "for a directory"),
+        ('[remote]\nurl = "ssh://nas/d"\nregion = "x"', 3, "for a directory"),
+        ('[remote]\nurl = "ssh://me:secret@nas/d"', 2, "no password"),
+        ('[remote]\nurl = "ssh://-oX@nas/d"', 2, "no password"),
+        ('[remote]\nurl = "ssh://nas"', 2, "must have a directory"),
+        ('[remote]\nurl = "ssh://nas/~"', 2, "must have a directory"),
+        ('[remote]\nurl = "file:///nas"\nssh_command = "ssh"', 3, "no use for file://"),
+        (f'[remote]\n{S3}ssh_program = "ciuic"', 3, "no use for s3://"),
+        ('[remote]\nurl = "ssh://nas/d"\nssh_command = "ssh\\n-v"', 3, "one line"),
         ('[remote]\nurl = "oss://bucket"', 2, "remote.region must be set"),
         (f'[remote]\n{S3}name = "A"', 3, "a-z"),
         (f'[remote]\n{S3}name = "-x"', 3, "not begin with -"),

@@ -73,6 +73,7 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
         ("ciuic-workers.service", 40),
         ("ciuic-scrub.service", 20),
         ("ciuic-upload.service", 20),
+        ("ciuic-drill.service", 20),
         ("ciuic-exporter.service", 14),
     ],
 )
@@ -184,6 +185,37 @@ def test_scrub_runs_in_slices_at_idle_priority() -> None:
     )
     assert set(scrub["SuccessExitStatus"].split()) == {"3", "75"}
     assert timer["Persistent"] == "true"
+
+
+def test_the_drill_is_the_uploads_own_user_and_restores_into_its_cache() -> None:
+    """The drill has the user, keys and confinement of the upload, runs monthly, and restores nowhere but into its cache directory."""
+    upload, drill, timer = (
+        settings(f"ciuic-{name}") for name in ("upload.service", "drill.service", "drill.timer")
+    )
+    values = dict(drill)
+    assert values["ExecStart"].endswith("/ciuic remote drill")
+    assert values["SuccessExitStatus"] == "3"
+    assert ("Environment", f"TMPDIR=/var/cache/{values['CacheDirectory']}") in drill
+    # ExecStart, Restart and what else belongs to a process that stays are the upload's alone.
+    own = {
+        "Description",
+        "ExecStart",
+        "Type",
+        "SuccessExitStatus",
+        "Environment",
+        "MemoryMax",
+        "CacheDirectory",
+        "CacheDirectoryMode",
+    }
+    assert set(drill) - set(upload) == {
+        (key, value) for key, value in drill if key in own and (key, value) not in upload
+    }
+    assert {
+        pair
+        for pair in set(upload) - set(drill)
+        if pair[0].startswith(("Restrict", "Protect", "System", "Inaccess"))
+    } == set()
+    assert dict(timer)["Persistent"] == "true"
 
 
 def test_the_upload_has_a_network_and_hardly_anything_else() -> None:

@@ -159,6 +159,6 @@ def proof_sleep(config: RemoteConfig) -> Callable[[float], None]:
     """Return the pause between the steps of a proof: short for a directory, which has no replicas that lag behind."""
     import time
 
-    if config.url.startswith("file:"):
+    if config.url.startswith(("file:", "ssh:")):
         return lambda seconds: time.sleep(seconds / 20)
     return time.sleep

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import click
 
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import plural, shown_text, warn
+from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
@@ -29,11 +29,12 @@ from ciuic.units import human_duration, human_size
 if TYPE_CHECKING:
     from ciuic.config import Config, RemoteConfig
     from ciuic.config.model import RemotePrice
+    from ciuic.protocol.last_drill import LastDrill
     from ciuic.protocol.stored_remotely import RemoteLag
     from ciuic.remote.access import Remote
-    from ciuic.remote.replication import UploadStatus
+    from ciuic.remote.replication import StoredState, UploadStatus
     from ciuic.remote.uploader import Labels
-    from ciuic.repository import Repository
+    from ciuic.repository import Repository, SnapshotInfo
     from ciuic.types import Snapshot
 
 
@@ -82,10 +83,12 @@ def status(place: str, contact: bool, as_json: bool) -> None:
 
 
 def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
+    from ciuic.protocol.last_drill import read_last_drill
     from ciuic.protocol.stored_remotely import upload_state_dir
     from ciuic.remote.replication import read_status
 
     upload = read_status(config.name, upload_state_dir())
+    drill = read_last_drill(config.name)
     lag, problem = _lag(session, config)
     return {
         "remote": config.name,
@@ -95,6 +98,72 @@ def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
         "behind": None if lag is None else _behind(lag),
         "problem": problem or (lag.flaw if lag else ""),
         "upload": None if upload is None else _upload(upload, config.price),
+        "last_drill": None if drill is None else _drill(drill),
+        "trainings": [] if lag is None else _trainings(session, config, upload),
+    }
+
+
+def _trainings(session: Session, config: RemoteConfig, upload: UploadStatus | None) -> list[dict[str, Any]]:
+    """Return for each training its newest state on the remote, and the newest here."""
+    from ciuic.protocol.stored_remotely import upload_state_dir
+    from ciuic.remote.replication import newest_stored_states
+    from ciuic.types import STATE_TAGS
+
+    repository = session.repository
+    newest: dict[bytes, SnapshotInfo] = {}
+    for info in repository.snapshots.list():
+        # Newest first. A snapshot of files may have the tag as well, from an operator.
+        if len(info.roots) == 1 and info.roots[0] not in newest and not STATE_TAGS.isdisjoint(info.tags):
+            with suppress(CiuicError):
+                if repository.snapshots.load(info.id).is_state:
+                    newest[info.roots[0]] = info
+    spaces = [repository.id, *([upload.remote_id] if upload and upload.remote_id else [])]
+    stored = newest_stored_states(upload_state_dir(), config.name, spaces)
+    found = []
+    for root in sorted(newest.keys() | stored.keys()):
+        here, there = newest.get(root), stored.get(root)
+        found.append(
+            {
+                **json_name("training", root.strip(b"/")),
+                "stored": None
+                if there is None
+                else {
+                    "snapshot": there.snapshot,
+                    "time": times.rfc3339(there.time_ns),
+                    "epoch": there.epoch,
+                    "step": there.step,
+                },
+                "local": None if here is None else _local_state(repository, here, there),
+            }
+        )
+    return found
+
+
+def _local_state(repository: Repository, info: SnapshotInfo, stored: StoredState | None) -> dict[str, Any]:
+    epoch, step = None, None
+    if stored is not None and stored.snapshot == info.id:
+        # Nothing has to be read, and half a second of imports is saved.
+        epoch, step = stored.epoch, stored.step
+    else:
+        from ciuic.training.format.reading import read_facts
+
+        # What cannot be read here says nothing of the remote.
+        with suppress(CiuicError, ValueError):
+            facts = read_facts(repository, info.id)
+            epoch, step = facts.epoch, facts.step
+    return {"snapshot": str(info.id), "time": times.rfc3339(info.time_ns), "epoch": epoch, "step": step}
+
+
+def _drill(drill: LastDrill) -> dict[str, Any]:
+    return {
+        "time": times.rfc3339(drill.time_ns),
+        "verdict": drill.verdict,
+        "seconds": drill.seconds,
+        "reason": drill.reason,
+        "snapshot": drill.snapshot or None,
+        "files": drill.files,
+        "bytes_read": drill.bytes_read,
+        "estimated_seconds": drill.estimated_seconds,
     }
 
 
@@ -215,6 +284,9 @@ def _print(document: dict[str, Any]) -> None:
         )
     else:
         _print_upload(upload)
+    for training in document["trainings"]:
+        _print_training(training)
+    _print_drill(document["last_drill"])
     if "contact" in document:
         _print_contact(document["contact"])
 
@@ -258,6 +330,34 @@ def _print_upload(upload: dict[str, Any]) -> None:
             f"requests   {requests}; {human_size(upload['sent_bytes'])} sent, "
             f"{human_size(upload['received_bytes'])} received{price}"
         )
+
+
+def _print_training(training: dict[str, Any]) -> None:
+    stored, local = training["stored"], training["local"]
+    name = shown_text(training["training"])
+    here = "none" if local is None else "step unknown" if local["step"] is None else f"step {local['step']}"
+    if stored is None:
+        _say(f"resume     {name}: nothing to resume from here (local: {here})", fg="yellow")
+        return
+    is_behind = local is not None and local["snapshot"] != stored["snapshot"]
+    _say(
+        f"resume     {name}: a resume from here would start at step {stored['step']} (local: {here})",
+        **({"fg": "yellow"} if is_behind else {}),
+    )
+
+
+def _print_drill(drill: dict[str, Any] | None) -> None:
+    if drill is None:
+        _say("last drill never: ciuic remote drill proves that a rescue works")
+        return
+    when = f"last drill {times.clock_of(drill['time'])}"
+    if drill["verdict"] != "good":
+        _say(f"{when}: {drill['verdict'].upper()}: {shown_text(drill['reason'])}", fg="red")
+        return
+    _say(
+        f"{when}: good, {plural(drill['files'], 'file')}, {human_size(drill['bytes_read'])} "
+        f"within {human_duration(drill['seconds'])}; all of it would take about {human_duration(drill['estimated_seconds'])}"
+    )
 
 
 def _print_contact(contact: dict[str, Any]) -> None:

@@ -152,6 +152,11 @@ def test_metrics_are_those_of_the_status() -> None:
         "ciuic_remote_behind_seconds": 60,
         "ciuic_remote_stored_snapshots": 8,
     }
+    status.remotes = [RemoteStatus(name="nas", last_drill=rfc3339(7 * 10**9), drill_ok=True)]
+    assert samples(status)["ciuic_remote_last_drill_timestamp_seconds", "nas"] == 7
+    assert samples(status)["ciuic_remote_last_drill_ok", "nas"] == 1
+    status.remotes = [RemoteStatus(name="nas", last_drill=rfc3339(8 * 10**9))]
+    assert samples(status)["ciuic_remote_last_drill_ok", "nas"] == 0
     status.remotes = []
     assert not any(name.startswith("ciuic_remote_") for name, _ in samples(status))
     status.captures = []

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.object_servers import SeaweedFS
+from support.ssh_server import SshServer
 
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
@@ -83,15 +84,15 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ciuic.remote.reading.retry_policy._FIRST_PAUSE_SECONDS", 0.0)
 
 
-@pytest.fixture(scope="module", params=["memory", "file", "seaweedfs", "wrapped", "retried"])
-def kind(request: pytest.FixtureRequest) -> tuple[str, SeaweedFS | None]:
+@pytest.fixture(scope="module", params=["memory", "file", "ssh", "seaweedfs", "wrapped", "retried"])
+def kind(request: pytest.FixtureRequest) -> tuple[str, SeaweedFS | SshServer | None]:
     # Not a function's fixture: the server would be taken for a process that the first test left behind.
-    server = request.getfixturevalue("seaweedfs") if request.param == "seaweedfs" else None
-    return request.param, server
+    fixture = {"seaweedfs": "seaweedfs", "ssh": "ssh_server"}.get(request.param)
+    return request.param, request.getfixturevalue(fixture) if fixture else None
 
 
 @pytest.fixture
-def connect(kind: tuple[str, SeaweedFS | None], tmp_path: Path) -> Iterator[Connect]:
+def connect(kind: tuple[str, SeaweedFS | SshServer | None], tmp_path: Path) -> Iterator[Connect]:
     name, server = kind
     if name == "file":
         yield lambda: open_objects(f"file://{tmp_path}/remote", make=True)
@@ -294,12 +295,10 @@ def test_a_reader_sees_whole_objects_alone(connect: Connect) -> None:
     st.integers(0, 4000),
 )
 def test_ranges_are_those_of_the_content(
-    connect: Connect, data: bytes, ranges: list[tuple[int, int]], last: int
+    objects: Objects, data: bytes, ranges: list[tuple[int, int]], last: int
 ) -> None:
     """Ranges and tails are the slices of the content, for any content and any ranges."""
-    objects = connect()
     objects.put("name", [data])
     read = [bytes(part) for part in objects.get_ranges("name", ranges)]
     assert read == [data[offset : offset + length] for offset, length in ranges]
     assert objects.tail("name", last) == (len(data), data[max(0, len(data) - last) :])
-    objects.close()

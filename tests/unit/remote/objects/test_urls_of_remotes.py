@@ -22,6 +22,9 @@ from ciuic.remote.objects.urls import RemoteUrl, StoreSettings, parse_url
         ("file:///mnt/nas//ciuic/", RemoteUrl("file", "", "/mnt/nas/ciuic")),
         ("file:///mnt/a b/ü", RemoteUrl("file", "", "/mnt/a b/ü")),
         ("memory://name", RemoteUrl("memory", "name", "")),
+        ("ssh://nas/srv//ciuic/", RemoteUrl("ssh", "nas", "/srv/ciuic")),
+        ("ssh://me@Nas.example:2222/~/ciuic", RemoteUrl("ssh", "me@Nas.example:2222", "/~/ciuic")),
+        ("ssh://[2001:db8::1]:22/a b", RemoteUrl("ssh", "[2001:db8::1]:22", "/a b")),
     ],
 )
 def test_a_url_names_a_place(text: str, expected: RemoteUrl) -> None:
@@ -50,7 +53,17 @@ def test_a_url_names_a_place(text: str, expected: RemoteUrl) -> None:
         ("s3://bucket/a b", "the prefix of a remote has parts"),
         ("s3://bucket/" + "a" * 256, "at most 255"),
         ("file://host/x", "three slashes"),
-        ("file:///", "root directory"),
+        ("file:///", "directory of its own"),
+        ("ssh://host", "directory of its own"),
+        ("ssh://host/~", "directory of its own"),
+        ("ssh:///srv", "not the name of a host"),
+        ("ssh://-oProxyCommand=x/srv", "not the name of a host"),
+        ("ssh://-lx@host/srv", "not the name of a user"),
+        ("ssh://@host/srv", "not the name of a user"),
+        ("ssh://host:0/srv", "port"),
+        ("ssh://host:ssh/srv", "port"),
+        ("ssh://host/srv?x=y", "alone"),
+        ("ssh://host/a/../b", "absolute path without"),
         ("file:///a/../b", "absolute path without"),
         ("file:///a%20b", "absolute path without"),
         ("s3://[::1/x", "cannot be read"),
@@ -63,7 +76,8 @@ def test_what_is_wrong_with_a_url_is_said(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["s3://key:secret@bucket/x", "https://key:secret@host", "s3://bucket@secret/x"]
+    "text",
+    ["s3://key:secret@bucket/x", "https://key:secret@host", "s3://bucket@secret/x", "ssh://me:secret@host/x"],
 )
 def test_a_password_is_not_repeated(text: str) -> None:
     """A URL with a password is refused with a message that does not show it."""
@@ -72,7 +86,7 @@ def test_a_password_is_not_repeated(text: str) -> None:
     assert "secret" not in f"{error.value} {error.value.hint}"
 
 
-@given(st.sampled_from(["s3", "gs", "az", "oss", "file", "memory", "x"]), st.text(max_size=30))
+@given(st.sampled_from(["s3", "gs", "az", "oss", "ssh", "file", "memory", "x"]), st.text(max_size=30))
 def test_any_text_is_a_place_or_refused(scheme: str, rest: str) -> None:
     """Whatever stands behind a scheme is refused, or has one normal form that is safe to put before names."""
     try:
@@ -82,6 +96,13 @@ def test_any_text_is_a_place_or_refused(scheme: str, rest: str) -> None:
     assert parse_url(str(url)) == url
     assert not url.prefix.endswith("/")
     assert ".." not in url.prefix.split("/")
+    # No part of it becomes an option of ssh.
+    if scheme == "ssh":
+        *options, end, host = url.ssh_options
+        assert end == "--"
+        assert set(options[::2]) <= {"-l", "-p"}
+        assert host
+        assert not any(value.startswith("-") for value in (host, *options[1::2]))
 
 
 @pytest.mark.parametrize(

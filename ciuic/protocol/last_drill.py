@@ -1,0 +1,82 @@
+"""Record of the last drill of a remote: written by `ciuic remote drill`, read by the status and the metrics.
+
+The record is ``<state directory>/<name of the remote>/drill``, JSON. The writer replaces it atomically and durably. The reader
+takes it for hostile, as `ciuic.protocol.stored_remotely` does; a record that cannot be read is none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from ciuic.protocol.stored_remotely import (
+    StoredRecordDamaged,
+    read_state_file,
+    upload_state_dir,
+    write_state_file,
+)
+from ciuic.types import MAX_TIME_NS
+
+_NAME: Final = "drill"
+_MAX_BYTES: Final = 1 << 16
+_MAX_TEXT: Final = 1000
+
+DrillVerdict = Literal["good", "damaged", "failed"]
+"""good: the sample came back as it was. damaged: something did not. failed: the drill did not get that far."""
+
+
+class LastDrill(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a drill that ended at ``time_ns``."""
+
+    time_ns: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
+    verdict: DrillVerdict
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    """Time from the first request to the verdict."""
+    reason: str = ""
+    """What is damaged or failed, in words; empty for good."""
+    snapshot: str = ""
+    """Snapshot that was restored from; empty if none was found."""
+    files: int = 0
+    bytes_read: int = 0
+    estimated_seconds: float = 0.0
+    """Time that a restore of the whole snapshot would take; 0 if it is not known."""
+
+    @property
+    def is_good(self) -> bool:
+        """True if a rescue would have worked."""
+        return self.verdict == "good"
+
+
+def read_last_drill(name: str, state_dir: Path | None = None) -> LastDrill | None:
+    """Return the last drill of the remote ``name``; None if there was none, or its record cannot be read."""
+    place = upload_state_dir() if state_dir is None else state_dir
+    try:
+        return decode_drill(read_state_file(place, name, _NAME, _MAX_BYTES))
+    except (OSError, StoredRecordDamaged):
+        return None
+
+
+def decode_drill(data: bytes) -> LastDrill:
+    """Return the record in ``data``. StoredRecordDamaged for anything else."""
+    try:
+        return msgspec.json.decode(data, type=LastDrill)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoredRecordDamaged(f"it is no record of a drill: {error}") from error
+
+
+def encode_drill(drill: LastDrill) -> bytes:
+    """Return the bytes that `decode_drill` reads as ``drill``."""
+    return msgspec.json.encode(drill)
+
+
+def write_last_drill(name: str, drill: LastDrill, state_dir: Path | None = None) -> None:
+    """Replace the record of the remote ``name``, durably on return; the state directory must exist.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    place = upload_state_dir() if state_dir is None else state_dir
+    short = msgspec.structs.replace(drill, reason=drill.reason[:_MAX_TEXT])
+    write_state_file(place, name, _NAME, encode_drill(short))
