@@ -61,7 +61,7 @@ from ciuic.config.model import (
     TrainerConfig,
     WatchConfig,
 )
-from ciuic.lazy_names import lazy_attributes
+from ciuic.deferred_imports import lazy_attributes
 from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
