@@ -43,7 +43,7 @@ OnDamage = Callable[[Snapshot, bytes, Damaged], None]
 """Receives a path that cannot be read in a snapshot, and why. It is passed over if this returns."""
 
 
-def raise_damage(snapshot: Snapshot, path: bytes, error: Damaged) -> NoReturn:
+def _raise_damage(snapshot: Snapshot, path: bytes, error: Damaged) -> NoReturn:
     """Raise the error: nothing is passed over."""
     raise error
 
@@ -115,7 +115,7 @@ class PathVersion(NamedTuple):
 
 
 def versions(
-    repository: Repository, timeline: Timeline, path: bytes, *, on_damage: OnDamage = raise_damage
+    repository: Repository, timeline: Timeline, path: bytes, *, on_damage: OnDamage = _raise_damage
 ) -> Iterator[PathVersion]:
     """Yield the versions of an absolute, normalised path below the root of a timeline, newest first.
 
@@ -311,7 +311,7 @@ def search(
     matcher: GlobMatcher,
     below: bytes = b"",
     *,
-    on_damage: OnDamage = raise_damage,
+    on_damage: OnDamage = _raise_damage,
 ) -> Iterator[FoundPath]:
     """Yield every path that matches, newest snapshot first and by name within a directory.
 
@@ -550,7 +550,7 @@ def checkpoints(
     snapshot: Snapshot | None = None,
     *,
     path: bytes | None = None,
-    on_damage: OnDamage = raise_damage,
+    on_damage: OnDamage = _raise_damage,
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 

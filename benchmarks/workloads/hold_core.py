@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.state.node_table import Node
 
 _PIECE_BYTES = 4096

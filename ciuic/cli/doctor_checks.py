@@ -53,7 +53,7 @@ HONOURS_IDLE: Final = frozenset({"bfq", "cfq", "mq-deadline"})
 
 def kernel(release: str) -> Iterator[Finding]:
     """The kernel's version against what the overlay needs."""
-    version = kernel_version(release)
+    version = _kernel_version(release)
     if version < _OLDEST_KERNEL:
         needed = ".".join(map(str, _OLDEST_KERNEL))
         yield warning(
@@ -63,7 +63,7 @@ def kernel(release: str) -> Iterator[Finding]:
         yield ok("kernel", f"Linux {release}")
 
 
-def kernel_version(release: str) -> tuple[int, int]:
+def _kernel_version(release: str) -> tuple[int, int]:
     """(major, minor) of a release such as ``6.8.0-45-generic``; (0, 0) if it has no such form."""
     match = re.match(r"(\d+)\.(\d+)", release)
     return (int(match[1]), int(match[2])) if match else (0, 0)
@@ -199,7 +199,7 @@ def _driver_of(subject: str, wanted: str, offer: KernelOffer, release: str) -> F
         return warning("driver", message, driver_choice.INSTALL_PYFUSE3)
     # From this version on something of the machine prevents it, such as a stacked file system; before it,
     # nothing can be done.
-    if wanted == "auto" and not offer.passthrough and kernel_version(release) >= _PASSTHROUGH_KERNEL:
+    if wanted == "auto" and not offer.passthrough and _kernel_version(release) >= _PASSTHROUGH_KERNEL:
         return warning("driver", message, "lift what is in the way, or live with about half the throughput")
     return ok("driver", message)
 
@@ -210,7 +210,7 @@ def schedulers(
     """Check whether the block devices below these directories heed the idle I/O class."""
     seen: set[str] = set()
     for place in places:
-        for device in block_devices(place, mounts, sys):
+        for device in _block_devices(place, mounts, sys):
             # Roots and repository may share a disk, and mapped devices the disks below them.
             if device.name in seen:
                 continue
@@ -236,7 +236,7 @@ def _scheduler_finding(device: Path, io_priority: str) -> Finding:
     )
 
 
-def block_devices(place: Path, mounts: Sequence[Mount], sys: Path = Path("/sys")) -> list[Path]:
+def _block_devices(place: Path, mounts: Sequence[Mount], sys: Path = Path("/sys")) -> list[Path]:
     """The directories in /sys of the disks below ``place``: partitions and mapped devices are followed down."""
     from ciuic.config.places import mount_holding
 

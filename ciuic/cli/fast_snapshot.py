@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TextIO, cast
 
 import tomli
 
-from ciuic.cli.shared.snapshot_command import BY_NAME, RESERVED_TAGS
+from ciuic.cli.shared.snapshot_command import BY_NAME, RESERVED_TAGS, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
 from ciuic.protocol.socket_http import Answer, Connection
 from ciuic.system.ownership import find_flaw
@@ -72,7 +72,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int | None:
             signal.signal(number, signal.default_int_handler)
     if not request.wait:
         return _ask(connection, request, body)
-    from ciuic.cli.shared.snapshot_command import telling_why
 
     with telling_why(socket_path):
         return _ask(connection, request, body)

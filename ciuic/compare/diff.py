@@ -109,7 +109,7 @@ class LiveNode:
             if st is None:
                 return None
             target = os.readlink(name, dir_fd=self._fd) if stat.S_ISLNK(st.st_mode) else b""
-        return live_entry(name, st, target)
+        return _live_entry(name, st, target)
 
     def leads_away(self, name: bytes) -> bool:
         """Return whether another file system is mounted at a name."""
@@ -154,7 +154,7 @@ class LiveNode:
             os.close(fd)
 
 
-def live_entry(name: bytes, st: os.stat_result, target: bytes = b"") -> Entry:
+def _live_entry(name: bytes, st: os.stat_result, target: bytes = b"") -> Entry:
     """Return a live file's attributes as an entry."""
     is_device = stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode)
     return Entry(

@@ -8,7 +8,7 @@
 
 The keys are the table ``KEYS`` (``ROOT_KEYS`` of one ``[[root]]``, ``REMOTE_KEYS`` of one ``[remote]``, ``TIER_KEYS`` of one ``[[remote.tier]]``); docs/configuration.md explains them.
 Nothing here mounts, captures or opens a repository. The package may import ciuic.system, ciuic.protocol and
-the modules at the top of ciuic. edit, edit_remotes, places and show are imported on first use: most commands read the
+the modules at the top of ciuic. `edit`, `owners` and `places` are imported on first use: most commands read the
 configuration and need nothing else of it.
 """
 
@@ -61,7 +61,7 @@ from ciuic.config.model import (
     TrainerConfig,
     WatchConfig,
 )
-from ciuic.lazy_names import lazy_attributes
+from ciuic.deferred_imports import lazy_attributes
 from ciuic.retention import MinFree
 
 if TYPE_CHECKING:

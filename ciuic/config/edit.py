@@ -54,7 +54,7 @@ def add_roots(
     def change(text: str, config: Config) -> tuple[str, Config]:
         """Return the new text and the configuration that it must mean."""
         present = {root.path for root in config.roots}
-        # Assigned within, because `edit_file` calls this under the lock, with the text as it is then.
+        # Assigned within, because `_edit_file` calls this under the lock, with the text as it is then.
         added[:] = [root for root in roots if root.path not in present]
         repository = config.repository
         if repository_path is not None and repository.path is None:
@@ -66,7 +66,7 @@ def add_roots(
             text = _add_toml_roots(text, added)
         return text, replace(config, roots=(*config.roots, *added), repository=repository)
 
-    edit_file(file, change, create=not is_flat(file))
+    _edit_file(file, change, create=not is_flat(file))
     return added
 
 
@@ -85,7 +85,7 @@ def remove_roots(file: Path, paths: Sequence[Path]) -> list[Path]:
             text = _remove_toml_roots(text, config, gone)
         return text, replace(config, roots=kept)
 
-    edit_file(file, change, create=False)
+    _edit_file(file, change, create=False)
     return removed
 
 
@@ -116,15 +116,15 @@ def _add_toml_roots(text: str, added: Sequence[RootConfig]) -> str:
             lines.append(f"driver = {quote(root.driver)}")
         if root.exclude:
             lines.append(f"exclude = [{', '.join(map(quote, root.exclude))}]")
-    return with_line_end(text) + "\n".join(lines) + "\n"
+    return _with_line_end(text) + "\n".join(lines) + "\n"
 
 
 def _set_toml_repository(text: str, path: Path) -> str:
     line = f"path = {quote(str(path))}\n"
     header = next((s for s in statements(text) if s.kind == "table" and s.path == ("repository",)), None)
     if header is None:
-        return with_line_end(text) + "\n[repository]\n" + line
-    lines = with_line_end(text).splitlines(keepends=True)
+        return _with_line_end(text) + "\n[repository]\n" + line
+    lines = _with_line_end(text).splitlines(keepends=True)
     lines.insert(header.last_line, line)
     return "".join(lines)
 
@@ -161,7 +161,7 @@ def _root_spans(found: Sequence[Statement]) -> list[tuple[int, int]]:
     return spans
 
 
-def with_line_end(text: str) -> str:
+def _with_line_end(text: str) -> str:
     """Return the text with a line end behind its last line."""
     return text if not text or text.endswith("\n") else text + "\n"
 
@@ -169,7 +169,7 @@ def with_line_end(text: str) -> str:
 # --- the file
 
 
-def edit_file(
+def _edit_file(
     file: Path, change: Callable[[str, Config], tuple[str, Config]], *, create: bool, dry_run: bool = False
 ) -> None:
     """Change a configuration file; durable on return.
@@ -312,7 +312,7 @@ def write_remote(file: Path, remote: RemoteConfig, *, dry_run: bool = False) -> 
         changed = new_text != text
         return new_text, meant
 
-    edit_file(file, change, create=True, dry_run=dry_run)
+    _edit_file(file, change, create=True, dry_run=dry_run)
     return changed
 
 
@@ -343,7 +343,7 @@ def _with_table(text: str, config: Config, remote: RemoteConfig) -> tuple[str, C
     ]
     # As the reader makes it: its retention follows the local one.
     read = ReadRemote({**values, "key_file": remote.key_file}, {}, DEFAULT).config(config.retention)
-    return with_line_end(text) + "\n".join(lines) + "\n", replace(config, remotes=(*config.remotes, read))
+    return _with_line_end(text) + "\n".join(lines) + "\n", replace(config, remotes=(*config.remotes, read))
 
 
 def _with_key_file(
@@ -359,7 +359,7 @@ def _with_key_file(
             f"the remote {present.name} is not written as a table [{TABLE}]",
             hint=f"add the key by hand: key_file = {quote(str(key_file))}",
         )
-    lines = with_line_end(text).splitlines(keepends=True)
+    lines = _with_line_end(text).splitlines(keepends=True)
     lines.insert(header.last_line, f"key_file = {quote(str(key_file))}\n")
     remotes = list(config.remotes)
     remotes[index] = replace(present, key_file=key_file)

@@ -147,7 +147,7 @@ class ReadRemote(NamedTuple):
         )
 
 
-def read_remotes(value: object, lines: Mapping[TomlPath, int], complaints: Complaints) -> list[ReadRemote]:
+def _read_remotes(value: object, lines: Mapping[TomlPath, int], complaints: Complaints) -> list[ReadRemote]:
     """Return the remotes of a document without an error; each error goes to ``complaints``."""
     if isinstance(value, dict):
         tables: list[tuple[dict[str, object], TomlPath]] = [(value, (TABLE,))]
@@ -363,7 +363,7 @@ class Draft:
             elif name in _TABLES:
                 self.read_table(name, value, lines)
             elif name == TABLE:
-                self.remotes = read_remotes(value, lines, self)
+                self.remotes = _read_remotes(value, lines, self)
             elif name in KEYS:
                 self.put(KEYS[name], value, self.at(line))
             else:
@@ -474,7 +474,7 @@ class Draft:
 
     def unknown(self, name: str, known: Iterable[str], line: int, *, shown: str = "") -> None:
         """Record an unknown key, with the key that was probably meant."""
-        hint = suggestion(name, known) or "`ciuic config example` prints every key"
+        hint = _suggestion(name, known) or "`ciuic config example` prints every key"
         self.complain(f"unknown key {shown or name}", line, hint)
 
     def build(self) -> Config:
@@ -553,7 +553,7 @@ def _default(key: Key) -> object:
     return int(key.default) if key.default.isdigit() else key.default
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     """Return ``did you mean …?`` for the nearest of ``known``; an empty text when none is near."""
     by_text = {text.casefold(): text for text in known}
     for text in list(by_text.values()):

@@ -25,7 +25,7 @@ from ciuic.system import mountinfo
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE, Mount
 
 
-def incomplete_root(root: RootConfig, path: bytes, mounts: Sequence[Mount]) -> Problem | None:
+def _incomplete_root(root: RootConfig, path: bytes, mounts: Sequence[Mount]) -> Problem | None:
     """Return the problem of a root that is, contains or lies in a directory which is being restored lazily."""
     for mount in mounts:
         if mount.fs_type == LAZY_FS_TYPE and _meet(path, mount.mount_point):
@@ -52,7 +52,7 @@ def _meet(one: bytes, other: bytes) -> bool:
 _OTHERS = 0o077
 
 
-def check_remotes(config: Config) -> list[Problem]:
+def _check_remotes(config: Config) -> list[Problem]:
     """Return why snapshots would not be sent to a remote unattended, or its key be known to others."""
     return [problem for remote in config.remotes for problem in _check_one(remote)]
 
@@ -118,16 +118,16 @@ def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[
     mounts = mountinfo.read() if mounts is None else mounts
     problems = check_roots(config.roots, mounts)
     for root in config.roots:
-        problems += check_excludes(config, root)
+        problems += _check_excludes(config, root)
     # A wrong root makes the default place of the repository wrong as well: one message is enough.
     if not any(problem.severity == "error" for problem in problems):
         problems += check_repository(config, mounts)
     return [
         *problems,
-        *check_group(config),
+        *_check_group(config),
         *check_alert(config),
         *check_owners(config),
-        *check_remotes(config),
+        *_check_remotes(config),
     ]
 
 
@@ -282,7 +282,7 @@ def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     if not stat.S_ISDIR(status.st_mode):
         hint = "name the directory that holds it"
         return [Problem("error", f"the root {path} is not a directory", hint, root.origin, UsageError)]
-    incomplete = incomplete_root(root, os.fsencode(path), mounts)
+    incomplete = _incomplete_root(root, os.fsencode(path), mounts)
     return [incomplete] if incomplete is not None else _check_file_system(root, mounts)
 
 
@@ -329,7 +329,7 @@ def _check_file_system(root: RootConfig, mounts: Sequence[Mount]) -> list[Proble
     return []
 
 
-def check_excludes(config: Config, root: RootConfig) -> list[Problem]:
+def _check_excludes(config: Config, root: RootConfig) -> list[Problem]:
     """Warn of a pattern that would exclude the whole of ``root``; what it matches below is still excluded."""
     pattern = config.exclude_matcher(root).covering_pattern()
     if pattern is None:
@@ -481,7 +481,7 @@ def check_alert(config: Config) -> list[Problem]:
     return problems
 
 
-def check_group(config: Config) -> list[Problem]:
+def _check_group(config: Config) -> list[Problem]:
     """Return an error if the group of the control socket does not exist."""
     group = config.control.group
     if group is None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from ciuic.config.model import DailyWindow, IoPrioritySetting
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
-from ciuic.units import format_size, parse_duration, parse_share, parse_size
+from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
 
 # Limits of the format (docs/format.md, section 3).
 MIN_BLOCK_SIZE_BYTES = 4096
@@ -35,7 +35,7 @@ MAX_PORT = 65535
 _MAX_SOCKET_PATH_BYTES = 107
 
 
-def text_value(value: object) -> str:
+def _text_value(value: object) -> str:
     """Return a text without surrounding blanks."""
     if not isinstance(value, str):
         raise ValueError(f"must be a text in quotes, got {value!r}")
@@ -47,7 +47,7 @@ def duration_value(value: object) -> int:
     # bool is a subclass of int in Python.
     if isinstance(value, int) and not isinstance(value, bool) and value != 0:
         raise ValueError(f'a duration needs a unit: "{value}s" for seconds, or m, h, d, w')
-    return parse_duration("0" if value == 0 and not isinstance(value, bool) else text_value(value))
+    return parse_duration("0" if value == 0 and not isinstance(value, bool) else _text_value(value))
 
 
 def interval_value(value: object) -> int:
@@ -58,18 +58,18 @@ def interval_value(value: object) -> int:
     return seconds
 
 
-def size_value(value: object) -> int:
+def _size_value(value: object) -> int:
     """Return a size in bytes."""
     return (
         value
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        else parse_size(text_value(value))
+        else parse_size(_text_value(value))
     )
 
 
 def undo_limit_value(value: object) -> int:
     """Return the limit of an undo log, at least 1 MiB."""
-    size_bytes = size_value(value)
+    size_bytes = _size_value(value)
     if size_bytes < 1 << 20:
         raise ValueError("must be at least 1MiB, or no snapshot could be finished while the job writes")
     return size_bytes
@@ -77,7 +77,7 @@ def undo_limit_value(value: object) -> int:
 
 def min_share_value(value: object) -> float:
     """Return a share of time, at least 0.01 %."""
-    share = parse_share(text_value(value))
+    share = parse_share(_text_value(value))
     if share < _MIN_SHARE:
         raise ValueError("must be at least 0.01%, or a snapshot would never end")
     return share
@@ -90,7 +90,7 @@ def show_share(value: float) -> str:
 
 def block_size_value(value: object) -> int:
     """Return a block size: a power of two from 4 KiB to 8 MiB."""
-    size_bytes = size_value(value)
+    size_bytes = _size_value(value)
     # A power of two has a single bit set.
     if not MIN_BLOCK_SIZE_BYTES <= size_bytes <= MAX_BLOCK_SIZE_BYTES or size_bytes & (size_bytes - 1):
         raise ValueError(f"must be a power of two from 4KiB to 8MiB, got {format_size(size_bytes)}")
@@ -110,7 +110,7 @@ def size_or_share_value(value: object) -> MinFree:
     """Return free space as a size or a share."""
     if isinstance(value, str) and value.strip().endswith("%"):
         return MinFree(share=parse_share(value))
-    return MinFree(size_bytes=size_value(value))
+    return MinFree(size_bytes=_size_value(value))
 
 
 def show_size_or_share(value: MinFree) -> str:
@@ -121,7 +121,7 @@ def show_size_or_share(value: MinFree) -> str:
 def path_value(value: object) -> Path:
     """Return an absolute path, ``.`` and ``..`` removed by text."""
     # Not stripped: the name of a directory may end in a blank.
-    text = value if isinstance(value, str) else text_value(value)
+    text = value if isinstance(value, str) else _text_value(value)
     if not text.startswith("/"):
         raise ValueError(f"must be an absolute path, got {text!r}")
     if "\0" in text:
@@ -132,7 +132,7 @@ def path_value(value: object) -> Path:
 
 def listen_value(value: object) -> str | None:
     """Return an address to listen at, ``HOST:PORT`` with a numeric address, or None for an empty text."""
-    text = text_value(value)
+    text = _text_value(value)
     if not text:
         return None
     # Imported here: it takes milliseconds, and few configurations have an address.
@@ -161,7 +161,7 @@ def socket_value(value: object) -> Path:
     return path
 
 
-def texts_value(value: object) -> tuple[str, ...]:
+def _texts_value(value: object) -> tuple[str, ...]:
     """Return a list of texts."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f'must be a list of texts, such as ["a", "b"], got {value!r}')
@@ -170,7 +170,7 @@ def texts_value(value: object) -> tuple[str, ...]:
 
 def patterns_value(value: object) -> tuple[str, ...]:
     """Return a list of valid exclude patterns."""
-    patterns = texts_value(value)
+    patterns = _texts_value(value)
     for pattern in patterns:
         check_pattern(pattern)
     return patterns
@@ -178,7 +178,7 @@ def patterns_value(value: object) -> tuple[str, ...]:
 
 def names_value(value: object) -> tuple[str, ...]:
     """Return a list of patterns of names without a slash."""
-    names = texts_value(value)
+    names = _texts_value(value)
     for name in names:
         if not name or "/" in name or "\0" in name:
             raise ValueError(f'must be patterns of names without a slash, such as ["*.log"], got {name!r}')
@@ -187,7 +187,7 @@ def names_value(value: object) -> tuple[str, ...]:
 
 def tags_value(value: object) -> tuple[str, ...]:
     """Return a list of tags."""
-    tags = texts_value(value)
+    tags = _texts_value(value)
     for tag in tags:
         if not _TAG.match(tag):
             raise ValueError(f"a tag must have no blanks, commas or |, got {tag!r}")
@@ -198,7 +198,7 @@ def account_value(kind: str) -> Callable[[object], str | None]:
     """Return a parser for the name of a user or group."""
 
     def parse(value: object) -> str | None:
-        text = text_value(value)
+        text = _text_value(value)
         if text and not _ACCOUNT.match(text):
             raise ValueError(f"must be the name of a {kind}, got {text!r}")
         return text or None
@@ -208,12 +208,12 @@ def account_value(kind: str) -> Callable[[object], str | None]:
 
 def users_value(value: object) -> tuple[str, ...]:
     """Return a list of user names or ``*``."""
-    return tuple(user if user == "*" else account_value("user")(user) or "" for user in texts_value(value))
+    return tuple(user if user == "*" else account_value("user")(user) or "" for user in _texts_value(value))
 
 
 def program_value(value: object) -> tuple[str, ...]:
     """Return a program with an absolute path, and its arguments."""
-    words = texts_value(value)
+    words = _texts_value(value)
     # Absolute: no search in a PATH that a user may have set decides what root runs.
     if words and not words[0].startswith("/"):
         raise ValueError(f"must begin with the absolute path of a program, got {words[0]!r}")
@@ -224,7 +224,7 @@ def program_value(value: object) -> tuple[str, ...]:
 
 def trainer_name_value(value: object) -> str:
     """Return the name of a trainer."""
-    text = text_value(value)
+    text = _text_value(value)
     if not text or not text.isprintable():
         raise ValueError(f"must be a printable name, got {text!r}")
     return text
@@ -232,7 +232,7 @@ def trainer_name_value(value: object) -> str:
 
 def io_priority_value(value: object) -> IoPrioritySetting:
     """Return an I/O class and level."""
-    text = text_value(value)
+    text = _text_value(value)
     io_class, colon, level = text.partition(":")
     if io_class == "idle" and not colon:
         return IoPrioritySetting("idle")
@@ -250,7 +250,7 @@ def one_of_value(choices: Sequence[str]) -> Callable[[object], str]:
     """Return a parser for one of ``choices``."""
 
     def parse(value: object) -> str:
-        text = text_value(value)
+        text = _text_value(value)
         if text not in choices:
             raise ValueError(f"must be one of {', '.join(choices)}, got {text!r}")
         return text
@@ -283,6 +283,11 @@ def show_optional(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def show_interval(seconds: int) -> str:
+    """Return an interval as text; empty for 0, which stands for none."""
+    return format_duration(seconds) if seconds else ""
+
+
 BUCKET_SCHEMES = ("s3", "gs", "az", "oss")
 """Schemes of object stores, whose URLs begin with a bucket (Azure: a container)."""
 MIN_BANDWIDTH_BYTES = 64 << 10
@@ -304,7 +309,7 @@ _NO_CREDENTIALS = (
 
 def remote_name_value(value: object) -> str:
     """Return the name of a remote, which is a directory's and an argument's as well."""
-    text = text_value(value)
+    text = _text_value(value)
     # No hyphen at its beginning: a command would take the name for an option.
     if not _NAME.match(text):
         raise ValueError(
@@ -315,7 +320,7 @@ def remote_name_value(value: object) -> str:
 
 def remote_url_value(value: object) -> str:
     """Return the URL of a remote, without a slash at its end."""
-    text = text_value(value)
+    text = _text_value(value)
     if not text.isprintable() or re.search(r"\s", text):
         raise ValueError(f"must be a URL without blanks, got {_short(text)}")
     scheme, separator, rest = text.partition("://")
@@ -362,7 +367,7 @@ def _ssh_url_value(rest: str) -> str:
 
 def line_value(value: object) -> str | None:
     """Return a text of one printable line, or None for an empty one."""
-    text = text_value(value).strip()
+    text = _text_value(value).strip()
     if not text.isprintable():
         raise ValueError(f"must be one line of printable text, got {_short(text)}")
     return text or None
@@ -370,7 +375,7 @@ def line_value(value: object) -> str | None:
 
 def endpoint_value(value: object) -> str | None:
     """Return the address of an object store's service, or None for an empty text."""
-    text = text_value(value)
+    text = _text_value(value)
     if not text:
         return None
     if "@" in text:
@@ -390,7 +395,7 @@ def endpoint_value(value: object) -> str | None:
 
 def word_value(value: object) -> str | None:
     """Return the name of a region or storage class, or None for an empty text."""
-    text = text_value(value)
+    text = _text_value(value)
     if text and not _WORD.match(text):
         raise ValueError(f"must be a name of letters, digits, - and _, got {_short(text)}")
     return text or None
@@ -398,7 +403,7 @@ def word_value(value: object) -> str | None:
 
 def bandwidth_value(value: object) -> int:
     """Return a limit in bytes a second."""
-    size_bytes = size_value(value)
+    size_bytes = _size_value(value)
     if size_bytes < MIN_BANDWIDTH_BYTES:
         raise ValueError(
             f"must be at least {format_size(MIN_BANDWIDTH_BYTES)} a second; leave it out for no limit"
@@ -416,7 +421,7 @@ def price_value(value: object) -> float:
 
 def window_value(value: object) -> DailyWindow:
     """Return a part of the day, such as ``22:00-06:00``."""
-    text = text_value(value)
+    text = _text_value(value)
     match = _WINDOW.match(text)
     if match is None:
         raise ValueError(f'must be two times of day, such as "22:00-06:00", got {_short(text)}')

@@ -5,11 +5,8 @@ unknown fields in it are refused; every CiuicError becomes its document and a fi
 nothing else leaks but "internal error" (the log has the rest). Leaves the work to ``Operations`` (service.py).
 
 The mode and group of the socket admit root and the members of `control.group`, who are administrators
-(runtime.py). Guarantees: an error in one connection ends that connection and nothing else, whatever its
-caller does; no more than `MAX_CONNECTIONS` are served at once, some of them reserved for root, and a caller
-beyond that gets an error; at the end requests in flight get a few seconds, then their connections close, also
-those whose callers do not read. A GET ends when its caller hangs up; what changes something is carried out to
-its end. Removing the socket file is left to the daemon that created it.
+(runtime.py). At the end requests in flight get a few seconds, then their connections close, also those whose
+callers do not read. Removing the socket file is left to the daemon that created it.
 
 References:
     RFC 9112 (HTTP/1.1)
@@ -309,7 +306,12 @@ async def serve_api(
 
 
 class _Connections:
-    """All connections of the socket."""
+    """All connections of the socket.
+
+    Guarantees: an error in one connection ends that connection and nothing else, whatever its caller does; no more
+    than `MAX_CONNECTIONS` are served at once, some of them reserved for root, and a caller beyond that gets an
+    error. A GET ends when its caller hangs up; what changes something is carried out to its end.
+    """
 
     def __init__(self, api: Api, revocations: Callable[[], int], max_connections: int) -> None:
         self._api = api

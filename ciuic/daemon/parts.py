@@ -26,8 +26,8 @@ from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
 from ciuic.daemon.snapshots.requests import Snapshots
+from ciuic.daemon.snapshots.reserve import SpaceWatch
 from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots
-from ciuic.daemon.snapshots.space import SpaceWatch
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep

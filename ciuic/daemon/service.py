@@ -42,8 +42,8 @@ from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import end_orphaned_captures
 from ciuic.daemon.snapshots.requests import find_state
+from ciuic.daemon.snapshots.reserve import SpaceWatch
 from ciuic.daemon.snapshots.schedule import last_cut_ns
-from ciuic.daemon.snapshots.space import SpaceWatch
 from ciuic.errors import CiuicError, NotFound, NotPermitted
 from ciuic.protocol.control_types import (
     BesideStatus,

@@ -59,7 +59,7 @@ class CutLike(Protocol):
 
 
 class Controllable(Protocol):
-    """The control half of the overlay core (core/core.py)."""
+    """The control half of the overlay core (core/overlay_core.py)."""
 
     @property
     def undo_fd(self) -> int:

@@ -73,14 +73,14 @@ def choose(wanted: str, offer: KernelOffer, lacking: Callable[[], str] | None = 
     Args:
         wanted: the setting: auto, kernel or pyfuse3.
         offer: features of the kernel (`ask_kernel`).
-        lacking: returns why pyfuse3 cannot be used, empty where it can (`pyfuse3_lacking`). Called only where
+        lacking: returns why pyfuse3 cannot be used, empty where it can (`_pyfuse3_lacking`). Called only where
             it would be chosen.
     """
     # Our own session pays where the kernel has passthrough or keeps requests for a successor (both Linux
     # 6.9).
     if wanted == "kernel" or (wanted == "auto" and (offer.passthrough or offer.resends)):
         return DriverChoice("kernel", offer, _why_kernel(offer))
-    missing = (lacking or pyfuse3_lacking)()
+    missing = (lacking or _pyfuse3_lacking)()
     if wanted == "pyfuse3":
         if missing:
             return DriverChoice(
@@ -101,7 +101,7 @@ def _why_kernel(offer: KernelOffer) -> str:
     return f"no passthrough: {offer.reason}"
 
 
-def pyfuse3_lacking() -> str:
+def _pyfuse3_lacking() -> str:
     """Return why pyfuse3 cannot be used, in words; empty where it can.
 
     Imports it, so that a missing libfuse is found as well.

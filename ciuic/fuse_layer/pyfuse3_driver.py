@@ -44,7 +44,7 @@ import structlog
 import trio
 from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, XAttrNameT
 
-from ciuic.fuse_layer.core.core import Attr, OverlayCore, SetAttr
+from ciuic.fuse_layer.core.overlay_core import Attr, OverlayCore, SetAttr
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks
 from ciuic.fuse_layer.system.caller import Credentials, shown_attributes
 from ciuic.fuse_layer.system.latency_gauge import WAITING_SECONDS, LatencyGauge

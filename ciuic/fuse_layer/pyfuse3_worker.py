@@ -33,7 +33,7 @@ import trio
 
 import ciuic
 from ciuic.fuse_layer.control_server import ControlServer
-from ciuic.fuse_layer.core.core import OverlayCore
+from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Driver
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.worker_lifecycle import (

@@ -27,7 +27,7 @@ from typing import TextIO, cast
 
 import structlog
 
-from ciuic.fuse_layer.core.core import OverlayCore, UntrackedCore
+from ciuic.fuse_layer.core.overlay_core import OverlayCore, UntrackedCore
 from ciuic.fuse_layer.driver_choice import DriverChoice, ask_kernel, choose
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from ciuic.fuse_layer.core.core import OverlayCore
+from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.system import mounts

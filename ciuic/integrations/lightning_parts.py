@@ -334,7 +334,7 @@ def calling_strategy() -> Any:
     return _calling("checkpoint_io", "is_global_zero")
 
 
-def calling_trainer() -> Any:
+def _calling_trainer() -> Any:
     """Return the Trainer; None if there is none."""
     return _calling("fit_loop", "strategy")
 
@@ -629,7 +629,7 @@ class SnapshotIOBase:
         self._files.wrote(path)
         if replaced is not None and self._is_own(replaced):
             self._removed.add(replaced.tag)
-        if _is_outside_run(trainer := calling_trainer()):
+        if _is_outside_run(trainer := _calling_trainer()):
             # No teardown follows that would write the file.
             self._finish(trainer)
 

@@ -219,7 +219,7 @@ class LazyLayout:
         if record is None or record.phase is LazyPhase.SKELETON:
             return True
         # Not synced yet when the machine stopped: any of its names may be missing.
-        return bool(record.boot) and record.boot != boot_id()
+        return bool(record.boot) and record.boot != _boot_id()
 
     def mark(self) -> None:
         """Put the file into the destination that says in words what it is."""
@@ -291,9 +291,9 @@ class LazyLayout:
         self._opened = []
 
 
-def boot_id() -> str:
+def _boot_id() -> str:
     """Return the id of this start of the machine."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
+    with open("/proc/sys/kernel/random/_boot_id") as file:
         return file.read().strip()
 
 
@@ -754,7 +754,7 @@ class LazyRestore:
         self._note_failures(record, result, tree)
         record.phase = LazyPhase.FILLING
         # Placeholders and their hidden links become durable behind the mount (`MountedRestore`).
-        record.boot = boot_id()
+        record.boot = _boot_id()
         layout.write(record, durable=False)
 
     def _note_failures(self, record: LazyRecord, result: Result, tree: bytes) -> None:

@@ -212,7 +212,7 @@ def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
     sock.settimeout(timeout_seconds)
 
 
-def root_key(root: str | bytes) -> str:
+def _root_key(root: str | bytes) -> str:
     """Return 16 hexadecimal digits that name a root in file names. Not secret; collisions are refused when roots are added."""
     # A hash, because the path of a root may be longer than a socket's name can be (108 bytes, unix(7)).
     return xxhash.xxh3_64_hexdigest(os.fsencode(root))
@@ -220,4 +220,4 @@ def root_key(root: str | bytes) -> str:
 
 def worker_socket(runtime_dir: Path, root: str | bytes) -> Path:
     """Return the path of the control socket of the root's worker (docs/architecture.md, section 3)."""
-    return runtime_dir / f"worker-{root_key(root)}.sock"
+    return runtime_dir / f"worker-{_root_key(root)}.sock"

@@ -66,7 +66,7 @@ from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
 _FACTS_NAME: Final = "facts"
 
 
-def content_digest(data: bytes) -> str:
+def _content_digest(data: bytes) -> str:
     """Return what tells the snapshot file of one host from that of another with the same id."""
     return blake3(data).hexdigest()
 
@@ -83,7 +83,7 @@ class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
     roots: tuple[bytes, ...] = ()
     """Paths of the roots in the snapshot."""
     content: str = ""
-    """`content_digest` of the snapshot file; empty if it was not noted."""
+    """`_content_digest` of the snapshot file; empty if it was not noted."""
     placed_ns: int = 0
     """Place in the order of commits where it is not `time_ns`; 0: it is, or it was not noted."""
 
@@ -171,7 +171,7 @@ class FactsOfRemote:
         Args:
             live: Snapshots that exist.
             repository_id: Id of the repository.
-            content_of: Returns the `content_digest` of a snapshot here by its id; empty for one that is not here.
+            content_of: Returns the `_content_digest` of a snapshot here by its id; empty for one that is not here.
 
         Raises:
             RemoteUnreachable: a manifest could not be read now.
@@ -241,7 +241,7 @@ class FactsOfRemote:
             message=snapshot.message,
             held=snapshot.held,
             roots=tuple(root.path for root in snapshot.roots),
-            content=content_digest(manifest.snapshot),
+            content=_content_digest(manifest.snapshot),
             placed_ns=snapshot.placed_ns,
         )
 
@@ -486,7 +486,7 @@ class Replication:
     def _content(self, id_: str) -> str:
         """Return the digest of a snapshot file here; empty if it is not here."""
         try:
-            return content_digest(read_file(self._repository.snapshots.path(SnapshotId(id_))))
+            return _content_digest(read_file(self._repository.snapshots.path(SnapshotId(id_))))
         except OSError:
             return ""
 

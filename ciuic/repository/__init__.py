@@ -1,6 +1,6 @@
 """The repository: chunks in packs, trees and block maps made of chunks, snapshots on top.
 
-Docs/format.md has the bytes. Guarantees: what a committed snapshot refers to is durable, and every read is
+`docs/format.md` has the bytes. Guarantees: what a committed snapshot refers to is durable, and every read is
 checked against its hash. Capture decides what to store, restore what to read back, retention and prune what
 to keep. The package may import ciuic.system and the modules at the top of ciuic.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ciuic.lazy_names import lazy_attributes
+from ciuic.deferred_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from ciuic.repository.block_maps import BlockMaps, blocks_of

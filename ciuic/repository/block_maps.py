@@ -30,7 +30,7 @@ def blocks_of(size_bytes: int, block_size: int) -> int:
     return -(-size_bytes // block_size)
 
 
-def height_for(n_blocks: int) -> int:
+def _height_for(n_blocks: int) -> int:
     """Return the height of the map of a file with this many blocks."""
     height, capacity = 0, 1
     while capacity < n_blocks:
@@ -156,7 +156,7 @@ def update_block_map(
     for key in keys:
         if len(changes[key]) != CHUNK_ID_BYTES:
             raise ValueError(f"the id of block {key} must have 16 bytes, got {len(changes[key])}")
-    height = height_for(n_blocks)
+    height = _height_for(n_blocks)
     node, own = _root_id(base.content, base.map_height), base.map_height
     # The file is shorter now: the blocks that stay are below the first child.
     while own > height and node != HOLE:

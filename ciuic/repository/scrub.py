@@ -203,7 +203,7 @@ class _Segments:
                 data = memoryview(read)[run.start - segment.offset : run.end - segment.offset]
                 yield from self._run(number, run, data, whole=True, padded=padded)
         if padded:
-            yield from check_padding(self._packs, number, segment.end, min(pf.align(segment.end), footer))
+            yield from _check_padding(self._packs, number, segment.end, min(pf.align(segment.end), footer))
 
     def _read(self, number: int, run: _Run) -> tuple[memoryview, bool]:
         """Return (buffer with what could be read of the run, whether that is all)."""
@@ -228,11 +228,11 @@ class _Segments:
                 if not is_zero(data[at - run.start : record.offset - run.start]):
                     yield PackDamage(number, at, None, _PADDING)
             elif padded:
-                yield from check_padding(self._packs, number, at, record.offset)
+                yield from _check_padding(self._packs, number, at, record.offset)
             start = record.offset - run.start
             # Read once more, alone: that says whether the disk, the checksum or the content is wrong.
             if not whole or not self._is_good(record, data[start : start + record.stored_bytes]):
-                yield from check_record(self._packs, number, self._identity, record, self._bases)
+                yield from _check_record(self._packs, number, self._identity, record, self._bases)
             at = record.offset + record.stored_bytes
 
     def _is_good(self, record: PackRecord, stored: memoryview) -> bool:
@@ -265,13 +265,13 @@ def _runs(at: int, records: list[PackRecord]) -> Iterator[_Run]:
 _PADDING = "padding is not zero"
 
 
-def check_padding(packs: Packs, number: int, start: int, end: int) -> Iterator[PackDamage]:
+def _check_padding(packs: Packs, number: int, start: int, end: int) -> Iterator[PackDamage]:
     """Yield the damage if the range is not zero."""
     if end > start and any(packs.read(number, start, end - start)):
         yield PackDamage(number, start, None, _PADDING)
 
 
-def check_record(
+def _check_record(
     packs: Packs, number: int, identity: Identity, record: PackRecord, bases: ChunkReader
 ) -> Iterator[PackDamage]:
     """Check one payload alone, and say in words what is wrong."""
@@ -382,7 +382,7 @@ def _scrub_pack(
         # Records in a segment whose table is damaged are still found through the footer.
         for record in listed:
             if record not in found:
-                yield from check_record(packs, number, identity, record, checker.bases)
+                yield from _check_record(packs, number, identity, record, checker.bases)
 
 
 def _segments(packs: Packs, number: int, covered: tuple[int, bool] | None) -> Iterator[Segment]:

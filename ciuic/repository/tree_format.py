@@ -75,7 +75,7 @@ def name_level(name: bytes, seed: int) -> int:
     return level
 
 
-def name_problem(name: bytes, links: bool) -> str:
+def _name_problem(name: bytes, links: bool) -> str:
     """Return why this cannot be a key of such a tree; empty when it can."""
     if links:
         return "" if len(name) == LINK_KEY_BYTES else "a link table key must be 8 bytes"
@@ -85,7 +85,7 @@ def name_problem(name: bytes, links: bool) -> str:
     return "" if len(name) <= 4096 else "a name is too long"
 
 
-def totals_of(entry: Entry) -> tuple[int, int]:
+def _totals_of(entry: Entry) -> tuple[int, int]:
     """Return (files, bytes) that this entry adds to its directory (see `Entry.total_files`)."""
     if entry.is_dir:
         return entry.total_files, entry.total_bytes
@@ -107,7 +107,7 @@ def encode_inner(level: int, refs: Sequence[NodeRef], links: bool) -> bytes:
 
 def entry_problem(entry: Entry, links: bool) -> str:
     """Return why this entry cannot stand in a tree; empty when it can."""
-    problem = name_problem(entry.name, links)
+    problem = _name_problem(entry.name, links)
     if problem:
         return problem
     return attributes_problem(entry)
@@ -166,10 +166,10 @@ def _attributes_problem(entry: Entry) -> str:
         if len(entry.xattrs) != 1 or len(entry.xattrs[0][1]) != CHUNK_ID_BYTES:
             return f"{entry.name!r} has no id of its extended attributes"
         return ""
-    return xattrs_problem(entry.xattrs)
+    return _xattrs_problem(entry.xattrs)
 
 
-def xattrs_problem(pairs: Sequence[tuple[bytes, bytes]]) -> str:
+def _xattrs_problem(pairs: Sequence[tuple[bytes, bytes]]) -> str:
     """Return why these cannot be extended attributes; empty when they can."""
     return next(
         (f"{key!r} cannot be an extended attribute" for key, _ in pairs if not key or b"\0" in key), ""
@@ -240,7 +240,7 @@ def _ref_ok(ref: NodeRef, links: bool) -> bool:
         len(ref.id) == CHUNK_ID_BYTES
         and 0 <= ref.total_files < 1 << 63
         and 0 <= ref.total_bytes < 1 << 63
-        and not name_problem(ref.name, links)
+        and not _name_problem(ref.name, links)
     )
 
 
@@ -249,7 +249,7 @@ def node_totals(node: TreeNode) -> tuple[int, int]:
     pairs = (
         [(r.total_files, r.total_bytes) for r in node.refs]
         if node.level
-        else [totals_of(entry) for entry in node.entries]
+        else [_totals_of(entry) for entry in node.entries]
     )
     return sum(files for files, _ in pairs), sum(size for _, size in pairs)
 
@@ -271,6 +271,6 @@ def decode_xattrs(chunk: ChunkId, data: bytes) -> tuple[tuple[bytes, bytes], ...
         pairs = _pairs_decoder.decode(memoryview(data)[4:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedTree(chunk, str(error)) from None
-    if problem := xattrs_problem(pairs):
+    if problem := _xattrs_problem(pairs):
         raise DamagedTree(chunk, problem)
     return pairs

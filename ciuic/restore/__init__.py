@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ciuic.lazy_names import lazy_attributes
+from ciuic.deferred_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from ciuic.restore.model import (

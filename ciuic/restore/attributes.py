@@ -258,7 +258,7 @@ def kind_of(entry: Entry) -> str:
     return f"{device} {os.major(entry.rdev)}:{os.minor(entry.rdev)}" if device else ""
 
 
-def without_special(entry: Entry, xattrs: Xattrs) -> tuple[Entry, Xattrs, str]:
+def _without_special(entry: Entry, xattrs: Xattrs) -> tuple[Entry, Xattrs, str]:
     """Return the entry and its attributes without what is special, and a description of that ("setuid bit, …"; or empty)."""
     found = []
     if entry.is_file and entry.mode & (stat.S_ISUID | stat.S_ISGID):
@@ -293,7 +293,7 @@ class SpecialFilter:
         """Return the entry and its attributes as they are to be restored."""
         if self._special:
             return entry, xattrs
-        entry, xattrs, what = without_special(entry, xattrs)
+        entry, xattrs, what = _without_special(entry, xattrs)
         if what:
             self._on_left_out(path, what)
         return entry, xattrs

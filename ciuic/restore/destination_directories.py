@@ -77,7 +77,7 @@ def is_shared(folder: int) -> bool:
     return st.st_uid not in (0, os.geteuid()) or bool(st.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
-def make_private_dir(shared: int, run: str) -> PrivateDir:
+def _make_private_dir(shared: int, run: str) -> PrivateDir:
     """Create a private directory in a shared one. OSError, also when its name was replaced meanwhile."""
     name = new_temporary_name(run)
     os.mkdir(name, 0o700, dir_fd=shared)
@@ -239,7 +239,7 @@ class Folder:
             if self._private is None:
                 if not is_shared(self.fd):
                     return self.fd
-                self._private = make_private_dir(self.fd, run)
+                self._private = _make_private_dir(self.fd, run)
                 self._with_private.add(self)
             return self._private.fd
 

@@ -182,7 +182,7 @@ def find_bypassing(
         only_pids: examine these processes alone.
         proc: mount point of proc.
     """
-    path = real_path(root)
+    path = _real_path(root)
     try:
         location = locate(path, mountinfo.read(proc / "self"))
     except ValueError:
@@ -204,7 +204,7 @@ def find_bypassing(
     return found
 
 
-def real_path(root: Path | str | bytes) -> bytes:
+def _real_path(root: Path | str | bytes) -> bytes:
     """Return an absolute path with symbolic links resolved, except in its last component.
 
     An overlay over that may hang, and lstat(2) would wait for it.
@@ -215,11 +215,11 @@ def real_path(root: Path | str | bytes) -> bytes:
 
 def locate(path: bytes, mounts: list[Mount]) -> Location:
     """Return the location of ``path`` beneath any overlay of ciuic mounted on it. ValueError without a mount that contains it."""
-    best = mount_beneath(path, mounts)
+    best = _mount_beneath(path, mounts)
     return Location(best.device, joined(best.root, path[len(best.mount_point.rstrip(b"/")) :]))
 
 
-def mount_beneath(path: bytes, mounts: list[Mount]) -> Mount:
+def _mount_beneath(path: bytes, mounts: list[Mount]) -> Mount:
     """Return the mount that holds ``path`` beneath any overlay of ciuic mounted on it. ValueError without one."""
     best: Mount | None = None
     for mount in mounts:
@@ -483,7 +483,7 @@ def find_bypassing_mounts(
         ignore_pids: processes that stand for no mount namespace.
         proc: mount point of proc.
     """
-    path = real_path(root)
+    path = _real_path(root)
     own = mountinfo.read(proc / "self")
     try:
         location = locate(path, own)
@@ -533,7 +533,7 @@ def _receivers(path: bytes, location: Location, own: list[Mount], tables: Iterab
     """Return the mounts on which an overlay will appear when it is mounted over ``path``; none where it is mounted."""
     if any(mount.fs_type == OVERLAY_FS_TYPE for mount in mountinfo.mounts_at(path, own)):
         return set()
-    target = mount_beneath(path, own)
+    target = _mount_beneath(path, own)
     candidates = [
         mount
         for table in tables

@@ -52,7 +52,7 @@ class Mount(NamedTuple):
     """Group from which this mount receives what is mounted there ("slave"); 0 for none."""
 
 
-def unescape(text: bytes) -> bytes:
+def _unescape(text: bytes) -> bytes:
     r"""Decode ``\040`` and other octal escapes (space, tab, newline, backslash, hash)."""
     return _ESCAPE.sub(lambda match: bytes([int(match[1], 8)]), text)
 
@@ -83,11 +83,11 @@ def _mount_of(fields: list[bytes]) -> Mount:
         mount_id=int(fields[0]),
         parent_id=int(fields[1]),
         device=(int(major), int(minor)),
-        root=unescape(fields[3]),
-        mount_point=unescape(fields[4]),
+        root=_unescape(fields[3]),
+        mount_point=_unescape(fields[4]),
         options=fields[5],
-        fs_type=unescape(fields[dash + 1]),
-        source=unescape(fields[dash + 2]) if len(fields) > dash + 2 else b"",
+        fs_type=_unescape(fields[dash + 1]),
+        source=_unescape(fields[dash + 2]) if len(fields) > dash + 2 else b"",
         super_options=fields[dash + 3] if len(fields) > dash + 3 else b"",
         peers=_group(fields[6:dash], b"shared:"),
         master=_group(fields[6:dash], b"master:"),

@@ -21,28 +21,28 @@ UNIT_DIRS: Final = (
 )
 
 
-def systemd_runs() -> bool:
+def _systemd_runs() -> bool:
     """Return whether systemd is the init of this machine or container."""
     return os.path.isdir(BOOTED)
 
 
-def unit_installed() -> bool:
+def _unit_installed() -> bool:
     """Return whether systemd runs and has the unit of the daemon."""
-    return systemd_runs() and any(os.path.exists(f"{directory}/{UNIT}") for directory in UNIT_DIRS)
+    return _systemd_runs() and any(os.path.exists(f"{directory}/{UNIT}") for directory in UNIT_DIRS)
 
 
 def start_hint() -> str:
     """Return a hint on how to start the daemon."""
-    if unit_installed():
+    if _unit_installed():
         return "start it: systemctl start ciuic, or run: ciuic daemon"
-    if systemd_runs():
+    if _systemd_runs():
         return "start it: ciuic service install, or run: ciuic daemon (it stays in the foreground)"
     return "start it: ciuic daemon (it stays in the foreground; systemd does not run here)"
 
 
 def restart_hint(pid: int | str = "self") -> str:
     """Return a hint on how to restart the daemon with this pid."""
-    unit = unit_of_process(pid) if systemd_runs() else ""
+    unit = unit_of_process(pid) if _systemd_runs() else ""
     # Without the check: the unit of a daemon that was started by hand within another service, such as cron.
     if "ciuic" in unit:
         return f"restart the daemon: systemctl restart {unit.removesuffix('.service')}"
@@ -51,7 +51,7 @@ def restart_hint(pid: int | str = "self") -> str:
 
 def log_hint() -> str:
     """Return a hint on where the daemon's log is."""
-    if unit_installed():
+    if _unit_installed():
         return "its log: journalctl -u ciuic"
     return "its log is what ciuic daemon writes to stderr"
 

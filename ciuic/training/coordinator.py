@@ -132,7 +132,7 @@ class SaveCoordinator:
                 taker=self.taker,
                 heartbeat=self.heartbeat,
             )
-            # Only now: a handler that ran before `last_save` is set would find nobody to act on the signal.
+            # Only now: a handler that ran before `_last_save` is set would find nobody to act on the signal.
             self._last_save.watch.install()
 
     @property

@@ -83,7 +83,7 @@ class Interval(Rule):
 
     def __post_init__(self) -> None:
         # The dataclass is frozen; this replaces text such as "1h" by its seconds.
-        object.__setattr__(self, "seconds", seconds_of(self.seconds, "interval"))
+        object.__setattr__(self, "seconds", _seconds_of(self.seconds, "interval"))
 
     def due(self, moment: Moment) -> bool:
         """Return whether the time has passed."""
@@ -120,7 +120,7 @@ class AfterIf(Rule):
     changes: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", seconds_of(self.seconds, "interval"))
+        object.__setattr__(self, "seconds", _seconds_of(self.seconds, "interval"))
         object.__setattr__(self, "changes", count(self.changes, "the number of changes"))
 
     def due(self, moment: Moment) -> bool:
@@ -146,7 +146,7 @@ class OnImprovement(Rule):
     _due: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
+        _check_mode(self.mode)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Remember the metric if it is the best so far; NaN never is."""
@@ -154,7 +154,7 @@ class OnImprovement(Rule):
         value = metrics.get(self.metric)
         if value is None or math.isnan(value):
             return
-        if self.best is None or is_better(value, self.best, self.mode, self.least):
+        if self.best is None or _is_better(value, self.best, self.mode, self.least):
             self.best, self._due = value, True
 
     def due(self, moment: Moment) -> bool:
@@ -189,7 +189,7 @@ class Automatic(Rule):
     first_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mtbf", seconds_of(self.mtbf, "the time between failures"))
+        object.__setattr__(self, "mtbf", _seconds_of(self.mtbf, "the time between failures"))
         if not 0 < self.max_overhead < 1:
             raise ValueError(f"max_overhead must be a share between 0 and 1, got {self.max_overhead!r}")
 
@@ -266,20 +266,20 @@ def rules_of(interval: float | str | None, every_steps: int | None, further: Ite
     return [*short, *further]
 
 
-def is_better(value: float, than: float, mode: Mode, least: float = 0.0) -> bool:
+def _is_better(value: float, than: float, mode: Mode, least: float = 0.0) -> bool:
     """Return whether a metric is better than another by more than ``least``; NaN never is."""
     if math.isnan(value):
         return False
     return value < than - least if mode == "min" else value > than + least
 
 
-def check_mode(mode: str) -> None:
+def _check_mode(mode: str) -> None:
     """Raise ValueError unless the mode is ``min`` or ``max``."""
     if mode not in ("min", "max"):
         raise ValueError(f'mode must be "min" or "max", got {mode!r}')
 
 
-def seconds_of(value: float | str, what: str) -> float:
+def _seconds_of(value: float | str, what: str) -> float:
     """Return a duration in seconds.
 
     Args:
@@ -353,7 +353,7 @@ class Best(msgspec.Struct, tag=True, frozen=True):
 
     def __post_init__(self) -> None:
         _check(self.number, "the number of snapshots")
-        check_mode(self.mode)
+        _check_mode(self.mode)
 
 
 class Held(msgspec.Struct, tag=True, frozen=True):

@@ -138,7 +138,7 @@ def gather(
         objects: states by name.
         plain: values that come back under their own names.
         values: values of the manager itself.
-        with_shards: True if other ranks store their parts of sharded tensors (`rank_pieces`).
+        with_shards: True if other ranks store their parts of sharded tensors (`_rank_pieces`).
 
     Raises:
         Unsaveable: a value cannot be stored.
@@ -158,7 +158,7 @@ def gather(
     return GatheredState(leaves, encode_json(document))
 
 
-def rank_pieces(objects: Mapping[str, Any], rank: int) -> GatheredState:
+def _rank_pieces(objects: Mapping[str, Any], rank: int) -> GatheredState:
     """Gather only the pieces of sharded tensors, for a rank whose other state is stored by rank 0.
 
     Raises:
@@ -229,7 +229,7 @@ class _Readiness(NamedTuple):
         return made
 
 
-def gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: int) -> GatheredState:
+def _gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: int) -> GatheredState:
     """Gather what this rank stores, without the documents of the snapshot.
 
     Raises:
@@ -237,7 +237,7 @@ def gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: int
     """
     for name, value in objects.items():
         shards.check_optimizer(value, name)
-    return rank_pieces(states, rank) if rank else gather(states, {}, {}, with_shards=True)
+    return _rank_pieces(states, rank) if rank else gather(states, {}, {}, with_shards=True)
 
 
 def agree(
@@ -283,7 +283,7 @@ def _agree(
     """Exchange the ranks' messages and compare them."""
     mine, size_bytes = rank_state.own_state(objects), 0
     try:
-        size_bytes = gather_part(objects, states, ranks.rank).size_bytes
+        size_bytes = _gather_part(objects, states, ranks.rank).size_bytes
     except (TypeError, ValueError) as error:
         # Sent to the other ranks instead of raised here: all must leave the exchange together, and raise
         # alike.
@@ -327,7 +327,7 @@ def _outline(states: Mapping[str, Any]) -> str:
     return whole.hexdigest()
 
 
-def decode_states(messages: list[Any] | None) -> list[RankState] | None:
+def _decode_states(messages: list[Any] | None) -> list[RankState] | None:
     """Decode the states that the other ranks sent.
 
     Raises:
@@ -461,7 +461,7 @@ class SnapshotTaker:
         # Not earlier than the first step, in which optimizers create their state.
         states = self._registered.states()
         if self._ranks is not None and is_sharded:
-            self._pipeline.prepare(gather_part(self._registered.objects, states, self._ranks.rank))
+            self._pipeline.prepare(_gather_part(self._registered.objects, states, self._ranks.rank))
         else:
             self._pipeline.prepare(gather(states, {}, {}))
         self._pipeline.process_messages()
@@ -483,7 +483,7 @@ class SnapshotTaker:
         ranks.begin_asked(self._run.step, place)
         try:
             if not self._is_sharded:
-                return decode_states(ranks.hand_in(rank_state.own_state(self._registered.objects).message()))
+                return _decode_states(ranks.hand_in(rank_state.own_state(self._registered.objects).message()))
             if not ranks.all_asked():
                 raise RankMismatch(
                     "save_snapshot must be called on every rank, because each has a part of the state"
@@ -516,7 +516,7 @@ class SnapshotTaker:
             return self._agree(self._ranks, may_wait=may_wait)
         try:
             own = rank_state.own_state(self._registered.objects)
-            return decode_states(self._ranks.gather(own.message())) or []
+            return _decode_states(self._ranks.gather(own.message())) or []
         except RankMismatch as error:
             return RanksGone(f"the other ranks are gone: {error}")
 
@@ -591,7 +591,7 @@ class SnapshotTaker:
         joint_save, self._prepared = agreed.joint_save, True
         states = self._registered.states()
         manifest = Manifest(time_ns=time.time_ns(), message="", tags=(), files=[], joint_save=joint_save)
-        state = gather_part(self._registered.objects, states, joint_save.rank)
+        state = _gather_part(self._registered.objects, states, joint_save.rank)
         # Not beside the next step: rank 0's writer waits for this part, so it is handed over before the step.
         save = self._pipeline.stage(state, Facts(), manifest, may_wait=False, beside=False)
         if isinstance(save, NotStaged):

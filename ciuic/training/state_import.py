@@ -264,10 +264,10 @@ def _read(path: Path, size_bytes: int) -> ForeignState:
 
             found = read_dcp(directory)
     foreign_files.check_extent(found, size_bytes)
-    return sort_state(found)
+    return _sort_state(found)
 
 
-def sort_state(found: Any) -> ForeignState:
+def _sort_state(found: Any) -> ForeignState:
     """Sort what a program has saved into objects, values and facts.
 
     =====================================  =================================================================

@@ -111,7 +111,7 @@ class SnapshotFile(FileSource):
     def __init__(self, repository: Repository, snapshot: Snapshot, at: Located, earlier: Earlier) -> None:
         self.name = at.path.rpartition(b"/")[2]
         self.size_bytes = at.entry.size_bytes
-        self.identity = content_identity(at.entry)
+        self.identity = _content_identity(at.entry)
         self.is_committed = snapshot.is_state
         self._repository = repository
         self._snapshot = snapshot
@@ -170,7 +170,7 @@ class SnapshotFile(FileSource):
             at = None if snapshot is None else located(self._repository, snapshot, self._at.path)
             if snapshot is None or at is None or at.entry.ino != entry.ino or not at.entry.is_file:
                 return ""
-            if content_identity(at.entry) != self.identity:
+            if _content_identity(at.entry) != self.identity:
                 return _OVERWRITTEN if at.entry.size_bytes == entry.size_bytes else ""
             entry, before_ns = at.entry, snapshot.time_ns
         return _OVERWRITTEN
@@ -241,6 +241,6 @@ def located(repository: Repository, snapshot: Snapshot, path: bytes) -> Located 
         return None
 
 
-def content_identity(entry: Entry) -> bytes:
+def _content_identity(entry: Entry) -> bytes:
     """Return the id of a regular file's content within its repository."""
     return b"%d %d %s" % (entry.size_bytes, entry.map_height, entry.content)

@@ -55,7 +55,7 @@ def judge_file(source: FileSource) -> Verdict:
     """Return the verdict on a file, without its directory. Reads a few kilobytes of most files."""
     reader = BoundedReader(source.read, source.size_bytes, source.name)
     try:
-        return judge_structure(source, read_structure(reader))
+        return judge_structure(source, _read_structure(reader))
     except OtherFormat:
         return Verdict("UNKNOWN", "its format is not known here")
     except TornContent as error:
@@ -69,7 +69,7 @@ def judge_file(source: FileSource) -> Verdict:
         return Verdict("UNKNOWN", f"{DEFECT} ({type(error).__name__})")
 
 
-def read_structure(reader: BoundedReader) -> Structure:
+def _read_structure(reader: BoundedReader) -> Structure:
     """Return the structure of a file; raise TornContent, OtherFormat or NotJudged."""
     if not reader.size_bytes:
         raise TornContent("it is empty")

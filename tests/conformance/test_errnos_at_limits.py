@@ -139,7 +139,7 @@ def test_a_read_only_file_system(disk: Disk, sides: tuple[Path, Overlay]) -> Non
     assert tree(os.fspath(overlay.root)) == tree(os.fspath(plain))
 
 
-def test_a_full_disk(disk: Disk, sides: tuple[Path, Overlay]) -> None:
+def test_changes_on_a_full_disk_answer_as_on_plain_files(disk: Disk, sides: tuple[Path, Overlay]) -> None:
     """Every change on a full disk answers as on plain files, and with space again everything works."""
     plain, overlay = sides
     for top in (plain, overlay.root):
@@ -157,7 +157,7 @@ def test_a_full_disk(disk: Disk, sides: tuple[Path, Overlay]) -> None:
     assert tree(os.fspath(overlay.root)) == tree(os.fspath(plain))
 
 
-def test_no_inodes(disk: Disk, sides: tuple[Path, Overlay]) -> None:
+def test_calls_that_need_an_inode_answer_enospc(disk: Disk, sides: tuple[Path, Overlay]) -> None:
     """Calls that need an inode on a disk without any answer ENOSPC; others work, as on plain files."""
     plain, overlay = sides
     for top in (plain, overlay.root):
@@ -281,7 +281,7 @@ def test_as_many_links_as_the_file_system_allows(sides: tuple[Path, Overlay]) ->
     assert seen[1] == seen[0]
 
 
-def test_a_quota(run_dir: Path) -> None:
+def test_writes_beyond_a_quota_answer_edquot(run_dir: Path) -> None:
     """Writes beyond the quota of a btrfs qgroup answer EDQUOT on both sides, and below it all works."""
     needs("" if shutil.which("mkfs.btrfs") else "mkfs.btrfs is not installed")
     place = run_dir / "quota"

@@ -240,7 +240,7 @@ os.rmdir("d" * 255)
     assert os.listdir(place) == []
 
 
-def test_sparse_files(place: Path, overlay: Overlay) -> None:
+def test_holes_take_no_blocks(place: Path, overlay: Overlay) -> None:
     """A byte a terabyte away takes one block, the hole reads as zeros, and truncation works both ways."""
     path = place / "sparse"
     with open(path, "w+b", buffering=0) as file:
@@ -301,7 +301,7 @@ def test_a_file_that_is_open_is_replaced(place: Path) -> None:
         assert (place / "one").read_text() == "new"
 
 
-def test_access_times(place: Path, tmp_path: Path) -> None:
+def test_access_times_behave_as_on_a_plain_directory(place: Path, tmp_path: Path) -> None:
     """Access and modification times behave as on a plain directory.
 
     Times that are set, omitted or set to now; a first uncached read (relatime); O_NOATIME leaves the access
@@ -348,7 +348,7 @@ def test_special_files_work(place: Path) -> None:
         os.close(fd)
 
 
-def test_direct_io(place: Path) -> None:
+def test_direct_io_agrees_with_cached_io(place: Path) -> None:
     """O_DIRECT writes and reads of whole pages agree with cached ones."""
     path = place / "direct"
     buffer = mmap.mmap(-1, 8192)

@@ -88,7 +88,7 @@ def report_little_space(monkeypatch: pytest.MonkeyPatch) -> None:
     "failure", [Killed(), OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "I/O")]
 )
 @pytest.mark.parametrize("room", ["ample", "cramped"])
-def test_at_every_operation(
+def test_prune_torn_at_any_operation_damages_no_snapshot(
     tmp_path: Path,
     original: tuple[Path, list[SnapshotId]],
     single_pack: tuple[Path, list[SnapshotId]],

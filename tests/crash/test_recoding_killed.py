@@ -68,7 +68,7 @@ def assert_healthy(path: Path, ids: list[SnapshotId], *, when: str, torn: bool =
 @pytest.mark.parametrize(
     "failure", [Killed(), OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "I/O")]
 )
-def test_at_every_operation(
+def test_recoding_torn_at_any_operation_damages_no_snapshot(
     tmp_path: Path, original: tuple[Path, list[SnapshotId]], failure: BaseException
 ) -> None:
     """Recoding with the nth operation torn and all later ones failing, for every n, damages no snapshot."""

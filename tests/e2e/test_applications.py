@@ -76,7 +76,7 @@ def test_sqlite_in_wal_mode(protected: Live, root: Path, short_tmp: Path) -> Non
             assert count == (0 if last is None else last + 1)
 
 
-def test_git(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_a_git_repository_works_in_a_root(protected: Live, root: Path, short_tmp: Path) -> None:
     """A git repository in the root can be committed to, repacked and cloned; its copy passes fsck."""
     work = root / "work"
     work.mkdir()
@@ -134,7 +134,7 @@ def test_tar_with_everything(protected: Live, root: Path, short_tmp: Path) -> No
     assert_same(manifest(source), manifest(short_tmp / "out"))
 
 
-def test_safetensors(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_safetensors_are_read_back_mapped(protected: Live, root: Path, short_tmp: Path) -> None:
     """Tensors saved with safetensors are read back, mapped, from the root and from a restored copy."""
     numpy = pytest.importorskip("numpy")
     safetensors = pytest.importorskip("safetensors.numpy")
@@ -150,7 +150,9 @@ def test_safetensors(protected: Live, root: Path, short_tmp: Path) -> None:
         assert all(numpy.array_equal(loaded[name], tensor + offset) for name, tensor in tensors.items())
 
 
-def test_hdf5(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_an_hdf5_file_that_grows_in_place_is_right_in_each_snapshot(
+    protected: Live, root: Path, short_tmp: Path
+) -> None:
     """An HDF5 file that grows in place across snapshots (chunked, resized, flushed) is right in each."""
     numpy = pytest.importorskip("numpy")
     h5py = pytest.importorskip("h5py")
@@ -171,7 +173,7 @@ def test_hdf5(protected: Live, root: Path, short_tmp: Path) -> None:
             assert numpy.array_equal(file["loss"], expected)
 
 
-def test_torch(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_an_overwritten_torch_save_comes_back(protected: Live, root: Path, short_tmp: Path) -> None:
     """A torch.save overwritten by the next one comes back from its snapshot, and loads with mmap."""
     pytest.importorskip("torch")
     program = """if True:

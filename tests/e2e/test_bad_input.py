@@ -208,7 +208,7 @@ def test_a_full_store_never_reaches_the_job(short_tmp: Path) -> None:
         live.stop()
 
 
-def test_two_daemons(protected: Live, root: Path) -> None:
+def test_a_second_daemon_refuses_to_start(protected: Live, root: Path) -> None:
     """A second daemon refuses to start and says why; the first continues."""
     _refused(protected, {FAILED, BUSY}, "daemon", says="daemon")
     (root / "file").write_text("still served")
@@ -233,7 +233,7 @@ def test_commands_without_a_daemon_name_its_socket(live: Live) -> None:
         _refused(live, 5, command, says="control.sock")
 
 
-def test_wrong_usage(live: Live) -> None:
+def test_wrong_usage_exits_with_2(live: Live) -> None:
     """Unknown commands, unknown options and missing arguments exit with 2."""
     for arguments in (("no-such-command",), ("list", "--no-such-option"), ("restore",), ("verify",)):
         _refused(live, USAGE, *arguments)
@@ -263,7 +263,7 @@ def test_an_ordinary_user_is_refused_not_confused(protected: Live, root: Path) -
         assert "Traceback" not in done.stderr
 
 
-def test_a_busy_repository(protected: Live, root: Path) -> None:
+def test_a_busy_repository_exits_with_75_and_names_the_writer(protected: Live, root: Path) -> None:
     """A writing command ends with 75 and names the process that holds the repository's write lock."""
     (root / "file").write_text("x")
     snapshot = protected.snapshot()

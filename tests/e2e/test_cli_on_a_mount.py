@@ -199,7 +199,7 @@ def test_without_the_daemon_reading_goes_on(host: Host) -> None:
     host.run("snapshot", code=5)
 
 
-def test_reload_and_stop(host: Host) -> None:
+def test_reload_returns_with_roots_mounted_and_stop_with_plain_files(host: Host) -> None:
     """A reload mounts the file's roots before it returns; a stop leaves plain files and working open ones."""
     host.run("protect", str(host.root))
     host.start()

@@ -413,7 +413,7 @@ def test_upload_once_names_what_cannot_be_read(host: Host, made: dict[str, Any])
     assert "lacks 1 snapshot" in host.fails("remote", "upload", "--once", code=8)
 
 
-def test_test_measures(host: Host, made: dict[str, Any], url: str) -> None:
+def test_remote_test_proves_measures_and_leaves_nothing(host: Host, made: dict[str, Any], url: str) -> None:
     """`remote test` proves, measures, opens the remote, and leaves nothing behind."""
     before = sorted(Path(url.removeprefix("file://")).rglob("*"))
     document = host.json("remote", "test", "--size", "4")

@@ -83,7 +83,7 @@ def test_verify_names_damage_of_the_remote(host: Host, nas: Path, how: tuple[str
     assert {damage["kind"] for damage in document["damages"]} == {"data"}
 
 
-def test_which_remote(host: Host, nas: Path) -> None:
+def test_unclear_choices_of_a_remote_are_refused(host: Host, nas: Path) -> None:
     """An unknown name, a name without --remote, and a sample beside a checksum are refused."""
     host.fails("prune", "--remote", "--name", "other", code=3)
     host.fails("prune", "--name", "remote", code=2)

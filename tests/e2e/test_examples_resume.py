@@ -14,7 +14,7 @@ ELSEWHERE = {"hf_trainer.py", "keras_fit.py", "lightning_fit.py"}
 """Examples run by tests/e2e/test_integration_*.py."""
 
 
-def test_plain_pytorch(warm_torch: WarmPython, tmp_path: Path) -> None:
+def test_plain_pytorch_killed_twice_ends_with_the_same_bits(warm_torch: WarmPython, tmp_path: Path) -> None:
     """The plain PyTorch example, killed twice, ends with an undisturbed run's bits and nothing left to do."""
     assert_goes_on("torch", {EXAMPLES / "plain_pytorch.py": (9, 7)}, tmp_path, python=warm_torch)
 
@@ -32,7 +32,7 @@ os.waitpid(other, 0)
 """
 
 
-def test_ddp(warm_torch: WarmPython, tmp_path: Path) -> None:
+def test_ddp_killed_in_an_epoch_continues_with_it(warm_torch: WarmPython, tmp_path: Path) -> None:
     """The DDP example of two ranks over gloo, both killed in the third epoch, continues with that epoch."""
     script = tmp_path / "two_ranks.py"
     script.write_text(TWO_RANKS.replace("EXAMPLE", repr(str(EXAMPLES / "ddp.py"))))

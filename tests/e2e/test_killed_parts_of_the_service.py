@@ -100,7 +100,9 @@ def test_the_daemon_killed_and_started_again(protected: Live, root: Path, short_
     _works_again(protected, root, short_tmp / "out")
 
 
-def test_the_worker_killed(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_a_root_is_mounted_again_when_its_worker_is_killed(
+    protected: Live, root: Path, short_tmp: Path
+) -> None:
     """The daemon mounts a root again after a kill of its worker; no data is lost.
 
     The next snapshot compares and does not rely on tracking.

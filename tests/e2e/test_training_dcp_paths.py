@@ -184,7 +184,7 @@ def test_one_repository_for_many_checkpoints(tmp_path: Path) -> None:
         FileSystemReader(tmp_path / "step-0").read_metadata()
 
 
-def test_extensions(tmp_path: Path) -> None:
+def test_extensions_that_rewrite_content_are_refused(tmp_path: Path) -> None:
     """ZStandard compresses; an extension that would rewrite what is stored is refused and never left out."""
     save(tmp_path / "plain", 1)
     save(tmp_path / "small", 1, _extensions=[ZStandard()])

@@ -43,7 +43,7 @@ def wait_for_new_mount(site: Site, root: Path, before: int) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("-l",)], ids=["umount", "umount -l"])
-def test_without_open_files(site: Site, options: tuple[str, ...]) -> None:
+def test_an_unmounted_root_without_open_files_is_mounted_again(site: Site, options: tuple[str, ...]) -> None:
     """A root without open files is mounted again at once, with no attempt to continue the ended session."""
     root = site.root("a")
     site.start()
@@ -61,7 +61,7 @@ def test_without_open_files(site: Site, options: tuple[str, ...]) -> None:
     assert alert_of(site, root) == ""
 
 
-def test_with_open_files(site: Site) -> None:
+def test_a_job_with_open_files_goes_on_after_an_unmount(site: Site) -> None:
     """A job with open files goes on, and the next snapshot has the writes of the old and the new mount."""
     root = site.root("a")
     site.start()
@@ -87,7 +87,7 @@ def test_with_open_files(site: Site) -> None:
     assert (root / "log").read_bytes() == b"one two "
 
 
-def test_again_and_again(site: Site) -> None:
+def test_repeated_unmounts_do_not_end_protection(site: Site) -> None:
     """A script that unmounts the root repeatedly does not end its protection."""
     root = site.root("a")
     site.start()

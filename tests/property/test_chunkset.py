@@ -14,7 +14,7 @@ from ciuic.types import ChunkId
 @given(
     st.lists(st.binary(min_size=16, max_size=16), max_size=200), st.lists(st.binary(min_size=16, max_size=16))
 )
-def test_like_a_set(added: list[bytes], lookups: list[bytes]) -> None:
+def test_a_chunkset_holds_exactly_what_was_added(added: list[bytes], lookups: list[bytes]) -> None:
     """The set holds exactly what was added, up to ids that share their first eight bytes."""
     chunks = ChunkSet()
     for chunk in added:
@@ -41,7 +41,7 @@ def test_growth_keeps_everything() -> None:
     assert len(chunks._slots) * 8 <= len(ids) * 16
 
 
-def test_runs_of_neighbours() -> None:
+def test_ids_at_the_end_of_the_table_wrap_round() -> None:
     """Ids that hash to the end of the table wrap round and are still found."""
     chunks = ChunkSet()
     ids = [ChunkId(((1 << 64) - 1 - n).to_bytes(8, "little") + bytes(8)) for n in range(300)]

@@ -79,7 +79,9 @@ def toml_files(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), made=toml_files())
-def test_add_and_remove(tmp_path: Path, data: st.DataObject, made: tuple[str, list[str], list[str]]) -> None:
+def test_additions_and_removals_leave_other_settings_alone(
+    tmp_path: Path, data: st.DataObject, made: tuple[str, list[str], list[str]]
+) -> None:
     """The roots after any additions and removals are those asked for; other settings and comments stay."""
     text, roots, comments = made
     file = tmp_path / "ciuic.toml"
@@ -134,7 +136,7 @@ def test_each_key_of_a_remote_knows_its_line(made: tuple[str, list[str], list[st
             assert lines[origin.line - 1].startswith(name.rpartition(".")[2])
 
 
-def test_crlf_line_ends() -> None:
+def test_positions_are_right_with_crlf_line_ends() -> None:
     """Statement positions are right in files with CRLF line ends."""
     text = '[schedule]\r\ninterval = "1h"\r\n\r\n[[root]]\r\npath = "/a"\r\n'
     assert line_numbers(statements(text))[("root", 0, "path")] == 5

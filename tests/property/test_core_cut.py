@@ -23,7 +23,7 @@ from support.overlay import state_of
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.core import overlay_hooks
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore, SetAttr
 from ciuic.fuse_layer.system import syscalls
 from ciuic.system.spill import Spill
 

@@ -26,7 +26,7 @@ from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core import directories, files, names, overlay_hooks
-from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter

@@ -13,7 +13,9 @@ from support.long_life import live
 _DAYS = 14
 
 
-def test_two_weeks(record_testsuite_property: Callable[[str, object], None]) -> None:
+def test_two_weeks_keep_size_descriptors_and_content(
+    record_testsuite_property: Callable[[str, object], None],
+) -> None:
     """Two weeks of tracked captures and prunes keep size, descriptors and content as they should be.
 
     Every hour is captured from tracking alone, retention keeps what it should, the store stays about as large

@@ -271,7 +271,7 @@ def test_check_recommends_no_prune_that_would_refuse(repository: Repository) -> 
     assert "snapshots/" in hint
 
 
-def test_an_empty_repository(repository: Repository) -> None:
+def test_prune_of_an_empty_repository_does_nothing(repository: Repository) -> None:
     """Prune before the first snapshot does nothing and reports nothing."""
     report = prune(repository, LAST)
     assert (report.removed, report.freed_bytes, report.notes) == ([], 0, [])
@@ -336,7 +336,7 @@ def test_stopped_at_any_time(repository: Repository, asked_before: int) -> None:
     assert read_back(repository, ids[4]) == last
 
 
-def test_busy(repository: Repository) -> None:
+def test_prune_names_the_writer_that_holds_the_repository(repository: Repository) -> None:
     """Prune names the writer that holds the repository, and a dry run works all the same."""
     commit(repository, {b"a": noise(1, 10 * BLOCK)})
     with Repository.open(repository.path) as other, other.writer():

@@ -17,7 +17,7 @@ from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository
 from ciuic.types import Snapshot

@@ -41,7 +41,7 @@ from ciuic.remote.log_reader import LostCommits, NothingCommitted
 from ciuic.remote.object_names import PackRef
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.collector import CollectionPolicy, Collector
+from ciuic.remote.upkeep.collection_round import CollectionPolicy, Collector
 
 WANTED = chunk(1)
 OLD_PACK = PackRef("d" + "11" * 16)

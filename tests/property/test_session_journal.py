@@ -15,7 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.journal import journal_writer, records
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession, JournalArchive
 from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter

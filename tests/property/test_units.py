@@ -88,13 +88,13 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_shares() -> None:
+def test_percentages_become_fractions() -> None:
     """Percentages become fractions, and more than the whole is refused."""
     assert parse_share("5%") == 0.05
     with pytest.raises(ValueError, match="whole"):
         parse_share("101%")
 
 
-def test_human_durations() -> None:
+def test_human_durations_have_two_units_at_most() -> None:
     """A human-readable duration has two units at most."""
     assert [human_duration(s) for s in (5, 2220, 7500, 273600)] == ["5s", "37m", "2h05m", "3d04h"]

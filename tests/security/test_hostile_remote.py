@@ -28,7 +28,7 @@ from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing.key_slots import passphrase_secret, recovery_secret, show_recovery_key
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.repository import Repository
 from ciuic.restore import execute, plan_restore
 from ciuic.restore.journal import JOURNAL_NAME

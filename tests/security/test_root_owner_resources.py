@@ -24,7 +24,7 @@ from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, 
 from ciuic.daemon.capture.process import run_job
 from ciuic.daemon.capture.roots import Report
 from ciuic.daemon.capture.walk import MAX_DEPTH
-from ciuic.fuse_layer.core.core import ROOT_ID
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository

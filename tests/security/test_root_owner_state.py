@@ -35,7 +35,7 @@ from ciuic import STATE_DIR_NAME
 from ciuic.config.repository_mark import mark_of, read_mark, write_mark
 from ciuic.daemon.capture.roots import _find_undo
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import NotTheRoot
 from ciuic.protocol import state_directory

@@ -26,7 +26,7 @@ from support.trees import Facts, Manifest, assert_same, manifest
 from ciuic.daemon.capture import roots
 from ciuic.daemon.capture.job import RootJob
 from ciuic.daemon.capture.roots import Report
-from ciuic.fuse_layer.core.core import OverlayCore, SealedEpoch
+from ciuic.fuse_layer.core.overlay_core import OverlayCore, SealedEpoch
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.undo_format import LogReader
 from ciuic.repository.compression import Content

@@ -11,7 +11,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 
-from ciuic.fuse_layer.core.core import ROOT_ID, Attr, Credentials, OverlayCore, SetAttr
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Attr, Credentials, OverlayCore, SetAttr
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.syscalls import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 

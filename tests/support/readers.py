@@ -40,8 +40,8 @@ from ciuic.errors import CiuicError
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer import sealed_format
 from ciuic.fuse_layer import undo_format as undo
-from ciuic.fuse_layer.core.core import Attr, OverlayCore
 from ciuic.fuse_layer.core.epochs import Epochs
+from ciuic.fuse_layer.core.overlay_core import Attr, OverlayCore
 from ciuic.fuse_layer.journal import inherited_session, records
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated

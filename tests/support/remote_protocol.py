@@ -35,13 +35,13 @@ from support.remote_world import (
 )
 
 from ciuic.remote import documents, writer_log
-from ciuic.remote.documents import StoredRound, encode_log_entry, encode_round
+from ciuic.remote.documents import LogCommit, StoredRound, encode_log_entry, encode_round
 from ciuic.remote.log_reader import LogReader, LogSummary, LostCommits, NothingCommitted, Rounds
 from ciuic.remote.object_names import log_entry_name, round_name
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep import collector as collector_module
-from ciuic.remote.upkeep.collector import CollectionResult, Collector
+from ciuic.remote.upkeep import collection_round
+from ciuic.remote.upkeep.collection_round import CollectionResult, Collector
 from ciuic.remote.writer_log import LogRotation, WriterLog
 from ciuic.repository.identity import Bytes
 from ciuic.types import ChunkId
@@ -329,9 +329,12 @@ def stale_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def unconditional_commit(patch: pytest.MonkeyPatch) -> None:
-    """An entry is put in place of whatever stands there."""
+    """A commit is put in place of whatever stands there."""
 
     def create_entry(objects: Any, sealer: Any, writer: str, number: int, entry: Any) -> bool:
+        # Fences and sums are created by the same function of the same module.
+        if not isinstance(entry, LogCommit):
+            return documents.create_entry(objects, sealer, writer, number, entry)
         objects.put(log_entry_name(writer, number), [encode_log_entry(sealer, writer, number, entry)])
         return True
 
@@ -411,7 +414,7 @@ def every_final_counts(patch: pytest.MonkeyPatch) -> None:
         objects.create(round_name(round_, part), encode_round(sealer, round_, part, content))
         return content
 
-    patch.setattr(collector_module, "create_round", create_round)
+    patch.setattr(collection_round, "create_round", create_round)
 
 
 def entry_before_not_read(patch: pytest.MonkeyPatch) -> None:
@@ -431,7 +434,7 @@ def bases_not_followed(patch: pytest.MonkeyPatch) -> None:
 
 def bases_not_marked(patch: pytest.MonkeyPatch) -> None:
     """A collector does not mark the bases of live chunks."""
-    patch.setattr(collector_module, "add_bases", lambda index, live: None)
+    patch.setattr(collection_round, "add_bases", lambda index, live: None)
 
 
 def manifest_name_reused(patch: pytest.MonkeyPatch) -> None:

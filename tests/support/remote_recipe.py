@@ -34,7 +34,7 @@ from ciuic.remote.sealing.key_slots import show_recovery_key, wrap_master_key
 from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository, Writer
 from ciuic.repository.identity import Identity

@@ -32,7 +32,7 @@ from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, Remote
 from ciuic.remote.pack import RemotePackReader, RemotePackWriter
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
-from ciuic.remote.upkeep.collector import CollectionPolicy, Collector, Repacker
+from ciuic.remote.upkeep.collection_round import CollectionPolicy, Collector, Repacker
 from ciuic.remote.writer_log import LogUpkeep, WriterLog, WriterPosition
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind, PackRecord

@@ -10,7 +10,7 @@ import click
 
 from ciuic.cli.shared.messages import complain, shown_text, styled, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, FrameGroup
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import current
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def show(as_json: bool) -> None:
         ]
         out_json({"config": None if file is None else str(file), "values": values})
         return
-    from ciuic.cli.shared.output import Column, show_table
 
     note(f"configuration file: {file if file is not None else 'none'}")
     show_table(

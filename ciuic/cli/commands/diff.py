@@ -15,7 +15,7 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
 from ciuic.cli.shared.messages import json_name, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.output import Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
@@ -123,7 +123,6 @@ def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None,
 
 
 def _print_tensors(diff: StateDiff, *, as_json: bool, machine_readable: bool) -> None:
-    from ciuic.cli.shared.output import Column, show_table
     from ciuic.training.state_diff import HEADERS, row
 
     if as_json:

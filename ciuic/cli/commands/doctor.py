@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ciuic.cli.inquiry import Finding, ok, problem, warning
+from ciuic.cli.inquiry import Finding, Inquiry, ok, problem, warning
 from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
@@ -63,7 +63,6 @@ def _say(finding: Finding) -> None:
 def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     """All findings, in the order of how much depends on them."""
     from ciuic.cli import doctor_checks as machine
-    from ciuic.cli.inquiry import Inquiry
     from ciuic.system import mountinfo
 
     inquiry = Inquiry()

@@ -48,7 +48,7 @@ def forget_command(
             hint="to do that, add --remote",
         )
     if use_remote(session, remote, name):
-        forget_remote(session, ids, yes=yes, held=held, as_json=as_json)
+        _forget_remote(session, ids, yes=yes, held=held, as_json=as_json)
         return
     if held:
         raise click.UsageError("--held goes with --remote; here: ciuic release ID")
@@ -118,7 +118,7 @@ def _ask(
         raise CiuicError("nothing was removed")
 
 
-def forget_remote(session: Session, texts: Sequence[str], *, yes: bool, held: bool, as_json: bool) -> None:
+def _forget_remote(session: Session, texts: Sequence[str], *, yes: bool, held: bool, as_json: bool) -> None:
     """Give up the snapshots that the texts mean, in the remote that the session reads."""
     from ciuic.remote.upkeep.collect import give_up_snapshots, resolve_snapshots
 

@@ -17,7 +17,7 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import Cell, Column, Row, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import current
 from ciuic.cli.shared.timelines import PassedOver, Places, all_timelines, timelines_with
 from ciuic.errors import Damaged, NotFound, UsageError
@@ -71,7 +71,6 @@ def history_command(path: bytes, limit: int | None, deleted: bool, as_json: bool
 
 
 def _show_versions(found: list[PathVersion]) -> None:
-    from ciuic.cli.shared.output import Cell, Column, Row, show_table
     from ciuic.units import human_size
 
     several = len({version.host for version in found}) > 1
@@ -136,7 +135,7 @@ def _show_deleted(places: Places, limit: int | None, as_json: bool, passed_over:
     found.sort(key=lambda one: (-one.snapshot.order_ns, one.path))
     if not found and not as_json:
         note(f"nothing below {shown(places.path)} is gone")
-    show_found(found[:limit], as_json=as_json)
+    _show_found(found[:limit], as_json=as_json)
 
 
 @click.command("find", cls=FrameCommand)
@@ -174,7 +173,7 @@ def find_command(
             if (one.is_deleted or not deleted) and (since_ns is None or one.snapshot.time_ns >= since_ns)
         ]
     found.sort(key=lambda one: (-one.snapshot.order_ns, one.path, one.host))
-    show_found(found[:limit], as_json=as_json)
+    _show_found(found[:limit], as_json=as_json)
     if not found:
         note("nothing found")
     elif limit is not None and len(found) > limit:
@@ -182,9 +181,8 @@ def find_command(
     return passed_over.tell()
 
 
-def show_found(found: list[FoundPath], *, as_json: bool) -> None:
+def _show_found(found: list[FoundPath], *, as_json: bool) -> None:
     """Print paths that were found in snapshots."""
-    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_size
 
     if as_json:
@@ -217,8 +215,6 @@ def show_found(found: list[FoundPath], *, as_json: bool) -> None:
 
 def _state(one: FoundPath) -> Cell | str:
     """Return ``GONE``, and ``safety`` where the snapshot is one that `list` hides."""
-    from ciuic.cli.shared.output import Cell
-
     words = ["GONE"] if one.is_deleted else []
     if one.snapshot.is_safety:
         words.append("safety")
@@ -300,8 +296,6 @@ def _limited(directories: list[DirectoryChanges], limit: int | None) -> list[Dir
 
 
 def _show_changes(changes: RootChanges, *, tree: bool) -> None:
-    from ciuic.cli.shared.output import Column, show_table
-
     between = f"{changes.old.id} ({times.clock(changes.old.time_ns)}) to {changes.new.id}"
     host = f" on {shown_text(changes.host)}" if current().remote_url is not None else ""
     out(f"{shown(changes.root)}{host}", bold=True)
@@ -390,7 +384,6 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
 
 
 def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:
-    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_duration, human_size
 
     columns = [

@@ -5,7 +5,8 @@ Guarantees: one row or line a committed snapshot, from the catalogue alone; ``--
 that takes the first line never restores what an earlier restore replaced. A snapshot that was promised and given up is a row with the
 reason. A snapshot file that cannot be read is never passed over in silence: stderr names it.
 
-Labels of snapshots on a remote are job, epoch, step and host. They stand in the names of manifests, so that snapshots are chosen by them before a manifest is read.
+Labels of snapshots on a remote (job, epoch, step, host) stand in the names of manifests, so that snapshots are chosen by them before a
+manifest is read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import click
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import UsageError
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from ciuic.repository.promised import Promise
 
 
-FILES: Final = "files"
-"""Job of snapshots of files (docs/remote-format.md, section 2)."""
+_JOB_OF_FILES: Final = "files"
+"""Label of snapshots of files (docs/remote-format.md, section 2)."""
 
 
 class WantedLabels(NamedTuple):
@@ -48,7 +49,7 @@ class WantedLabels(NamedTuple):
         return any(label is not None for label in self)
 
 
-def label_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _label_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --job, --epoch, --step and --host."""
     number = click.IntRange(min=0)
     for add in (
@@ -63,7 +64,7 @@ def label_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def choose(session: Session, wanted: WantedLabels) -> None:
+def _choose_by_labels(session: Session, wanted: WantedLabels) -> None:
     """Have the session read the snapshots with these labels alone.
 
     Raises:
@@ -80,31 +81,28 @@ def choose(session: Session, wanted: WantedLabels) -> None:
     session.narrow_remote(lambda remote: remote.labelled(*wanted))
 
 
-def document(session: Session, info: SnapshotInfo) -> dict[str, Any]:
-    """Return the fields of a snapshot in JSON; None where a snapshot has no such label."""
+def _label_document(session: Session, info: SnapshotInfo) -> dict[str, Any]:
+    """Return the labels of a snapshot in JSON; None where a snapshot has no such label."""
     name = None if session.remote_url is None else session.remote.snapshots.label(info.id)
-    if name is None or name.job == FILES:
+    if name is None or name.job == _JOB_OF_FILES:
         return {"job": None, "epoch": None, "step": None}
     return {"job": name.job, "epoch": name.epoch, "step": name.step}
 
 
-def label_columns(
+def _label_columns(
     session: Session, infos: Sequence[SnapshotInfo]
 ) -> tuple[list[Column], dict[str, list[str]]]:
     """Return the columns of labels, and the cells of each snapshot by its id; none where no snapshot is a state's."""
-    from ciuic.cli.shared.messages import shown_text
-    from ciuic.cli.shared.output import Column
-
     if session.remote_url is None:
         return [], {}
     labels = {info.id: session.remote.snapshots.label(info.id) for info in infos}
     headers = [Column("HOST", shrink=True)]
     hosts = {info.id: [shown_text(info.host)] for info in infos}
-    if all(name is None or name.job == FILES for name in labels.values()):
+    if all(name is None or name.job == _JOB_OF_FILES for name in labels.values()):
         return headers, {str(id_): cells for id_, cells in hosts.items()}
     cells = {
         str(id_): ["", "", *hosts[id_]]
-        if name is None or name.job == FILES
+        if name is None or name.job == _JOB_OF_FILES
         else [name.job, f"{name.epoch}-{name.step}", *hosts[id_]]
         for id_, name in labels.items()
     }
@@ -157,7 +155,7 @@ class _Filter(NamedTuple):
     is_flag=True,
     help="From the configured remote: the snapshots of all hosts. With --repo URL they are shown anyway.",
 )
-@label_options
+@_label_options
 @json_option
 def command(
     root: bytes | None,
@@ -181,7 +179,7 @@ def command(
     session = current()
     if all_hosts and session.remote_url is None:
         use_configured_remote(session)
-    choose(session, WantedLabels(**wanted))
+    _choose_by_labels(session, WantedLabels(**wanted))
     asked = _Filter(
         root=root,
         tag=tag,
@@ -200,7 +198,7 @@ def command(
             {
                 "repository": session.place,
                 "snapshots": [
-                    {**as_document(info), **document(session, info), "pair": _pair(found.get(info.id))}
+                    {**as_document(info), **_label_document(session, info), "pair": _pair(found.get(info.id))}
                     for info in infos
                 ],
                 "lost": [_lost_document(promise) for promise in _lost(session, asked)],
@@ -310,7 +308,6 @@ def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
 
 
 def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> None:
-    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_duration, human_size
 
     columns = [
@@ -327,7 +324,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     if found:
         columns.append(Column("PAIR"))
     # In a remote there may be snapshots of many hosts and jobs.
-    more, cells = label_columns(session, infos)
+    more, cells = _label_columns(session, infos)
     columns += more
     dated = [
         (
@@ -339,7 +336,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             human_size(info.new_bytes),
             str(info.files),
             shown_text(", ".join(info.tags)),
-            state_cell(info),
+            _state_cell(info),
             *([pairs.cell(found.get(info.id))] if found else []),
             *cells.get(info.id, ()),
         )
@@ -370,10 +367,8 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
         )
 
 
-def state_cell(info: SnapshotInfo) -> Any:
+def _state_cell(info: SnapshotInfo) -> Cell:
     """``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
-    from ciuic.cli.shared.output import Cell
-
     if is_safety(info.tags, info.message):
         return Cell("safety, held" if info.held else "safety", "cyan")
     lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE) if tag in info.tags]

@@ -19,7 +19,7 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import plural, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
-from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
 from ciuic.errors import Damaged
 
@@ -44,7 +44,7 @@ def command(dry_run: bool, spare_cold: str | None, remote: bool, name: str, as_j
     """
     session = current()
     if use_remote(session, remote, name):
-        prune_remote(session, dry_run=dry_run, spare_cold=_seconds(spare_cold), as_json=as_json)
+        _prune_remote(session, dry_run=dry_run, spare_cold=_seconds(spare_cold), as_json=as_json)
         return
     if spare_cold is not None:
         raise click.UsageError("--spare-cold goes with --remote")
@@ -139,7 +139,6 @@ def _document(report: PruneResult) -> dict[str, Any]:
 
 
 def _print(report: PruneResult) -> None:
-    from ciuic.cli.shared.output import Cell, Column, show_table
     from ciuic.units import human_size
 
     gone = "would go" if report.dry_run else "removed"
@@ -172,7 +171,7 @@ def _print(report: PruneResult) -> None:
         note(line)
 
 
-def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: bool) -> None:
+def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: bool) -> None:
     """Collect the remote that the session reads, and print the result.
 
     Args:
@@ -183,7 +182,7 @@ def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: b
     """
     from ciuic.cli.shared.progress import progress
     from ciuic.remote.upkeep.collect import collect_remote, preview_collection
-    from ciuic.remote.upkeep.collector import DEFAULT_POLICY
+    from ciuic.remote.upkeep.collection_round import DEFAULT_POLICY
 
     # Opened here: the question for a passphrase would stand in the middle of a progress line.
     opened = session.remote

@@ -146,10 +146,12 @@ def restore_command(
         for named, some in wanted.items()
     ]
     if not last_good:
-        return carry_out(session, plans[0], dry_run=dry_run, no_safety=no_safety, as_json=as_json)
+        return _carry_out(session, plans[0], dry_run=dry_run, no_safety=no_safety, as_json=as_json)
     documents: list[dict[str, Any]] = []
     codes = [
-        carry_out(session, plan, dry_run=dry_run, no_safety=no_safety, as_json=as_json, show=documents.append)
+        _carry_out(
+            session, plan, dry_run=dry_run, no_safety=no_safety, as_json=as_json, show=documents.append
+        )
         for plan in plans
     ]
     if as_json:
@@ -290,7 +292,7 @@ def _planned(
     return plan
 
 
-def carry_out(
+def _carry_out(
     session: Session,
     plan: RestorePlan,
     *,
@@ -617,7 +619,7 @@ def undo_command(snapshot: str | None, dry_run: bool, as_json: bool) -> int:
     else:
         plan = plan_nothing(repository, safety)
     note(f"taking back the restore from {shown_text(safety.message.removeprefix(SAFETY_MESSAGE))}")
-    return carry_out(
+    return _carry_out(
         session,
         plan,
         dry_run=dry_run,

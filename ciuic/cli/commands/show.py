@@ -282,7 +282,6 @@ def cat_command(snapshot_id: str, path: bytes) -> None:
 
     Nothing is printed to a terminal if the file is not text: redirect it.
     """
-    from ciuic.repository.lookup import find
     from ciuic.verdicts.sources import SnapshotFile
 
     session = current()

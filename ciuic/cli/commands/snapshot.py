@@ -100,7 +100,7 @@ def _tell(name: str) -> None:
         warn(f"the upload to the remote {name} waits: {shown_text(status.waits_for)}")
 
 
-# Only for progress that somebody sees; the wait of a script ends with the commit (`await_commit`).
+# Only for progress that somebody sees; the wait of a script ends with the commit (`_await_commit`).
 
 
 def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: str | None, a
     state = session.control.take_snapshot(message=message, tags=tags, hold=hold)
     # Asked without wait, so that the id is known, and printed should the wait be interrupted.
     if wait is not None:
-        state = await_commit(session, state.id)
+        state = _await_commit(session, state.id)
     if remotes is not None:
         remotes.until_stored(state.id)
     if as_json:
@@ -165,7 +165,7 @@ def tell_what_is_missing(
 ) -> None:
     """Warn of what the snapshot lacks. Raises Partial if roots are missing and the command waited for the commit."""
     if incomplete:
-        warn_incomplete(snapshot_id, incomplete)
+        _warn_incomplete(snapshot_id, incomplete)
     if not left_out:
         return
     roots = "; ".join(f"{shown_text(root)}: {shown_text(reason)}" for root, reason in left_out.items())
@@ -177,14 +177,14 @@ def tell_what_is_missing(
     warn(f"{snapshot_id} is partial, without {roots}")
 
 
-def warn_incomplete(snapshot_id: str, lines: Sequence[str]) -> None:
+def _warn_incomplete(snapshot_id: str, lines: Sequence[str]) -> None:
     """Warn of files that could not be read."""
     warn(f"{snapshot_id} is incomplete: {plural(len(lines), 'file')} could not be read")
     for line in lines[:20]:
         complain(f"  {line}")
 
 
-def await_commit(session: Session, snapshot_id: str) -> SnapshotState:
+def _await_commit(session: Session, snapshot_id: str) -> SnapshotState:
     """Show the capture's progress until the snapshot is committed; raise what it failed with."""
     from ciuic.cli.shared.progress import progress
 
@@ -199,7 +199,7 @@ def await_commit(session: Session, snapshot_id: str) -> SnapshotState:
                     with telling_why(str(session.control.socket)):
                         state = session.control.wait_snapshot(snapshot_id)
                 if state.state == "failed":
-                    raise failure_of(state)
+                    raise _failure_of(state)
                 if state.state == "committed":
                     return state
                 _report(reporter, state)
@@ -209,7 +209,7 @@ def await_commit(session: Session, snapshot_id: str) -> SnapshotState:
         raise
 
 
-def failure_of(state: SnapshotState) -> CiuicError:
+def _failure_of(state: SnapshotState) -> CiuicError:
     """The error that a failed snapshot carries."""
     kind = BY_EXIT_CODE.get(state.code, CiuicError)
     return kind(f"{state.id} was not committed: {state.error}", hint=state.hint)

@@ -16,7 +16,7 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand
-from ciuic.cli.shared.output import json_option, out, out_json, out_prose
+from ciuic.cli.shared.output import Cell, Column, json_option, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, NotPermitted, Unreachable
 from ciuic.printable import shown_name
@@ -185,8 +185,6 @@ def _next(root: RootStatus) -> str:
 
 
 def _print_roots(status: StatusDocument) -> None:
-    from ciuic.cli.shared.output import Cell, Column, show_table
-
     columns = [
         Column("ROOT", shrink=True),
         Column("DRIVER"),
@@ -383,8 +381,6 @@ def print_trainers(status: StatusDocument) -> None:
 
 
 def _print_table(trainers: list[TrainerStatus]) -> None:
-    from ciuic.cli.shared.output import Cell, Column, show_table
-
     columns = [
         Column("TRAINER", shrink=True),
         Column("PID", right=True),

@@ -25,13 +25,13 @@ from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose,
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.types import TAG_NOT_HELD
-from ciuic.units import human_size
+from ciuic.units import human_duration, human_size, parse_duration, parse_share
 
 if TYPE_CHECKING:
     from ciuic.maintenance.check import CheckFinding, CheckReport
     from ciuic.maintenance.verify import Damage, Pass, VerifyProgress, VerifyResult
     from ciuic.remote.reading.versions import SoundObjects
-    from ciuic.remote.upkeep.versions import LockRenewal
+    from ciuic.remote.upkeep.version_repair import LockRenewal
     from ciuic.repository import Repository
     from ciuic.types import SnapshotId
 
@@ -148,7 +148,7 @@ def verify_command(
         if ids or not checksum:
             raise click.UsageError("--max-duration goes with --checksum, for all snapshots: name none")
 
-        return verify_for(session, _seconds(max_duration), restart=restart, as_json=as_json)
+        return _verify_for(session, _seconds(max_duration), restart=restart, as_json=as_json)
     if restart:
         raise click.UsageError("--restart goes with --max-duration")
     if ids and everything:
@@ -195,8 +195,6 @@ def _not_held(session: Session, result: VerifyResult) -> list[str]:
 
 
 def _seconds(duration: str) -> int:
-    from ciuic.units import parse_duration
-
     try:
         return parse_duration(duration)
     except ValueError as error:
@@ -204,8 +202,6 @@ def _seconds(duration: str) -> int:
 
 
 def _share(text: str) -> float:
-    from ciuic.units import parse_share
-
     try:
         share = parse_share(text)
     except ValueError as error:
@@ -272,7 +268,7 @@ def _print_verified(result: VerifyResult, everything: bool, share: float | None)
     out_prose(f"{subject}: {verdict}; {looked}", 2, fg="red" if result.damaged else "green")
 
 
-def verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool) -> int:
+def _verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool) -> int:
     """Verify one slice and return the exit code."""
     from ciuic.maintenance.verify import ScrubBook, verify_slice
     from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files
@@ -375,8 +371,8 @@ def check_command(
                 raise UsageError("--renew-locks is a run of its own: leave out --repair and --read-data")
             return _renew(session, renew_locks, as_json)
         if session.every_version is not None:
-            return _report(check_behind_deletions(session, repair=repair), as_json)
-        return _report(check_remotely(session, repair=repair, read_data=read_data), as_json)
+            return _report(_check_behind_deletions(session, repair=repair), as_json)
+        return _report(_check_remotely(session, repair=repair, read_data=read_data), as_json)
     if renew_locks or session.every_version is not None:
         raise UsageError("--renew-locks, --behind-deletions and --stored-before go with a remote")
     with progress("check") as reporter:
@@ -407,13 +403,11 @@ def _report(report: CheckReport, as_json: bool) -> int:
 
 def _renew(session: Session, duration: str, as_json: bool) -> int:
     """Renew the locks in a bucket, and say how many there are."""
-    from ciuic.units import human_duration, parse_duration, plural
-
     try:
         seconds = parse_duration(duration)
     except ValueError as error:
         raise UsageError(f"--renew-locks: {error}") from None
-    done = renew_remote_locks(session, seconds)
+    done = _renew_remote_locks(session, seconds)
     if as_json:
         out_json({"locked": done.locked, "seconds": seconds, "deleted_or_overwritten": done.astray})
     else:
@@ -461,7 +455,7 @@ def _print_finding(finding: CheckFinding) -> None:
         out_prose(f"{'':<{_LABEL_WIDTH}}{shown_text(finding.hint)}", _LABEL_WIDTH)
 
 
-def check_remotely(session: Session, *, repair: bool, read_data: bool) -> CheckReport:
+def _check_remotely(session: Session, *, repair: bool, read_data: bool) -> CheckReport:
     """Check the remote that the session reads, and repair it on request."""
     from ciuic.maintenance.check import CheckFinding, CheckReport
     from ciuic.remote.reading.opening import read_remote
@@ -492,11 +486,11 @@ def check_remotely(session: Session, *, repair: bool, read_data: bool) -> CheckR
         )
 
 
-def check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
+def _check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
     """Find what was deleted, overwritten or forged in a bucket with versions; put it right on request."""
     from ciuic.cli.shared.progress import progress
     from ciuic.cli.shared.remotes import open_named_objects
-    from ciuic.remote.upkeep.versions import check_versions
+    from ciuic.remote.upkeep.version_repair import check_versions
 
     objects = _sound_objects(session)
     assert session.remote_url is not None
@@ -509,10 +503,10 @@ def check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
             writer.close()
 
 
-def renew_remote_locks(session: Session, seconds: int) -> LockRenewal:
+def _renew_remote_locks(session: Session, seconds: int) -> LockRenewal:
     """Lock everything that the remote needs for this time from now on."""
     from ciuic.cli.shared.progress import progress
-    from ciuic.remote.upkeep.versions import renew_locks
+    from ciuic.remote.upkeep.version_repair import renew_locks
 
     session.behind_deletions = True
     objects = _sound_objects(session)

@@ -27,7 +27,7 @@ from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, NotFound, NotPermitted, Unreachable
 from ciuic.printable import shown_name
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage
-from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, Hello, Registration
+from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, SOCKET_NAME, Hello, Registration, introduce
 from ciuic.system import processes
 
 _ANSWER_SECONDS: Final = 10.0
@@ -95,8 +95,6 @@ def _seconds(heartbeat: str) -> float:
 
 def watch_socket(session: Session) -> str:
     """Return the watch socket of the configured daemon; the default where the configuration may not be read."""
-    from ciuic.protocol.watch_client import SOCKET_NAME
-
     try:
         return str(session.config.runtime_dir / SOCKET_NAME)
     except CiuicError:
@@ -104,9 +102,6 @@ def watch_socket(session: Session) -> str:
 
 
 def _watch_process(session: Session, pid: int, name: str) -> None:
-    from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, Hello, introduce
-    from ciuic.system import processes
-
     try:
         # The pidfd first: the daemon goes by it, whatever process has the number later.
         life = processes.life_of(pid)

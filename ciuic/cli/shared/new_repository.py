@@ -71,7 +71,7 @@ def make_repository(session: Session, path: Path, *, offline: bool) -> bool:
         return False
     identity, block_size = None, session.config.repository.block_size_bytes
     if session.config.remotes and not offline:
-        identity, block_size = identity_of_remote(session.config)
+        identity, block_size = _identity_of_remote(session.config)
     path.parent.mkdir(parents=True, exist_ok=True)
     # refuse_foreign looks again after the directory is made: its owner could have exchanged it since
     # require_own.
@@ -79,7 +79,7 @@ def make_repository(session: Session, path: Path, *, offline: bool) -> bool:
     return True
 
 
-def identity_of_remote(config: Config) -> tuple[Identity, int]:
+def _identity_of_remote(config: Config) -> tuple[Identity, int]:
     """Return identity and block size of the first remote of the configuration.
 
     Of several remotes one can share its chunks with the repository: the first.

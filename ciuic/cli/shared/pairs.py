@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import shown_text
-from ciuic.cli.shared.output import out
+from ciuic.cli.shared.output import Cell, out
 from ciuic.cli.shared.session import Session
-from ciuic.protocol.pairing import PAIRED
+from ciuic.protocol.pairing import PAIRED, SOCKET_NAME, states
 from ciuic.types import Pair, Snapshot
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ def looked_up(session: Session, snapshots: Iterable[Snapshot]) -> dict[str, Half
     ]
     if not having or session.remote_url is not None:
         return {}
-    from ciuic.protocol.pairing import states
-
     found = states(
         [pair for _, pair in having],
         session.repository_dir,
@@ -93,8 +91,6 @@ def document(pair: Pair | None, half: Half | None) -> dict[str, Any] | None:
 
 def cell(half: Half | None) -> Any:
     """Return the pair's cell in the table of `list`."""
-    from ciuic.cli.shared.output import Cell
-
     if half is None:
         return ""
     if half.state == "committed":
@@ -139,7 +135,6 @@ def _socket(session: Session) -> str:
     """Return the socket of a daemon that may be asked. An invalid configuration does not keep `list` from working."""
     from ciuic.config import Config
     from ciuic.errors import CiuicError
-    from ciuic.protocol.pairing import SOCKET_NAME
 
     try:
         config = session.config

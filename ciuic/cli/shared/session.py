@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import click
 
-from ciuic.cli.shared.messages import complain, warn
+from ciuic.cli.shared.messages import complain, shown_text, warn
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.remotes import EveryVersion
@@ -109,7 +109,6 @@ class Session:
 
     def _hint_without_file(self, hint: str) -> str:
         """The hint of a configuration that is not valid, and how snapshots are read while it is not."""
-        from ciuic.cli.shared.messages import shown_text
         from ciuic.config.load import readable_part
         from ciuic.errors import CiuicError
 
@@ -182,8 +181,6 @@ class Session:
         self._remote = choose(self.remote)
 
     def _say_if_damaged(self, opened: ReadableRemote) -> None:
-        from ciuic.cli.shared.messages import warn
-
         for damage in opened.log_damage:
             warn(
                 f"{damage.message}; the snapshot of a lost commit is not shown",
@@ -249,7 +246,7 @@ class Session:
         return self.config.trusts_repository
 
     def _named_by_environment(self) -> Path | None:
-        return None if self.ignores_environment else environment_path("CIUIC_REPO")
+        return None if self.ignores_environment else _environment_path("CIUIC_REPO")
 
     def _say_if_foreign(self) -> None:
         from ciuic.repository.trust import foreign_flaw
@@ -257,8 +254,6 @@ class Session:
         # -q, and completion, whose candidates are all that may be printed.
         flaw = None if self.verbosity < 0 else foreign_flaw(self.repository_dir)
         if flaw is not None and not self.trusts_repository:
-            from ciuic.cli.shared.messages import shown_text
-
             warn(
                 f"another user may have written what is in this repository: the {shown_text(flaw.found)}",
                 hint="it is read, and not written to",
@@ -309,8 +304,6 @@ class Session:
     def _library_event(self, event: str, fields: Mapping[str, object]) -> None:
         """Print an event of the library to stderr for -v."""
         if self.verbosity > 0:
-            from ciuic.cli.shared.messages import shown_text
-
             words = " ".join(f"{key}={value}" for key, value in fields.items())
             complain(shown_text(f"{event} {words}"))
 
@@ -325,7 +318,7 @@ def current() -> Session:
     return cast("Session", click.get_current_context().find_object(Session))
 
 
-def environment_path(name: str) -> Path | None:
+def _environment_path(name: str) -> Path | None:
     """The absolute path in an environment variable; unset and empty mean the same."""
     value = os.environ.get(name, "")
     return Path(os.path.abspath(value)) if value else None

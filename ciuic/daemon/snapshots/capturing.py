@@ -41,8 +41,8 @@ from ciuic.daemon.snapshots.cut import (
     tell_workers,
 )
 from ciuic.daemon.snapshots.pending import MAX_RETAKES, PendingSnapshot, Phase
+from ciuic.daemon.snapshots.reserve import Shortage, SpaceWatch
 from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
-from ciuic.daemon.snapshots.space import Shortage, SpaceWatch
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import Progress, RepositoryStatus, SnapshotState, rfc3339
 from ciuic.system.processes import start_ticks

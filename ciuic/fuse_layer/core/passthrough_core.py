@@ -7,7 +7,7 @@ names, link targets and attribute names are bytes; attributes are ``os.stat_resu
 * state/node_table.py: the inodes that the kernel remembers, and how to reach them
 
 It knows nothing of epochs. What stands on it overrides the hooks of its operations (names.py, files.py) and of its state
-(passthrough_state.py), and hands them to `PassthroughCore`: the tracked overlay (core.py), and the lazily restored tree.
+(passthrough_state.py), and hands them to `PassthroughCore`: the tracked overlay (overlay_core.py), and the lazily restored tree.
 
 "Passthrough" is meant as of a file system whose requests are repeated on another one; whether the kernel carries data past this process
 is the driver's choice (kernel/modes.py).

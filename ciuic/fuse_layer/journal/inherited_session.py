@@ -190,7 +190,7 @@ class InheritedSession:
 # -- reading ------------------------------------------------------------------------------------------
 
 
-def records_of(node: bytes | NodeFacts) -> bytes:
+def _records_of(node: bytes | NodeFacts) -> bytes:
     """Return a node as records, the first of which is a whole node record."""
     if isinstance(node, bytes):
         return node
@@ -484,7 +484,7 @@ class JournalArchive:
         self.absorbed, self._rest = number, rest
 
     def _row(self, node_id: int, node: bytes | NodeFacts) -> tuple[int, int, bytes, bytes | None]:
-        records = records_of(node)
+        records = _records_of(node)
         # Places in a whole node record (records.py): device from byte 13, inode number from byte 21.
         ino = int.from_bytes(records[21:29], "little")
         gone = isinstance(node, NodeFacts) and node.gone

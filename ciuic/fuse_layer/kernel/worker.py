@@ -21,7 +21,7 @@ import structlog
 
 import ciuic
 from ciuic.fuse_layer.control_server import ControlServer
-from ciuic.fuse_layer.core.core import OverlayCore
+from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter

@@ -1,4 +1,4 @@
-"""Nodes and open files of one overlay: tables, paths, settlement of changes that a predecessor had begun.
+"""State of one mount: nodes with their paths, open files and what they may hold, rules of opens; with tracking and without.
 
-The package may import journal and tracking.
+The package may import `journal`, `tracking` and the layers below them.
 """

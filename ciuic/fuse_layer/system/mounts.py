@@ -69,7 +69,7 @@ class MountEntry(NamedTuple):
     """Directory of the file system that is mounted."""
 
 
-def read_mounts(mountinfo: str = "/proc/self/mountinfo") -> list[MountEntry]:
+def _read_mounts(mountinfo: str = "/proc/self/mountinfo") -> list[MountEntry]:
     """Return all mounts that this process can see, in the order in which they were made."""
     with open(mountinfo, "rb") as file:
         return parse_mountinfo(file.read())
@@ -108,7 +108,7 @@ def mount_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> Mount
     """Return the topmost mount whose mount point is ``path``, an absolute path without symlinks; None without one."""
     wanted = os.path.normpath(os.fsencode(path))
     # Compared with the table and not asked by stat(2), which a hung mount would never answer.
-    found = [entry for entry in (read_mounts() if mounts is None else mounts) if entry.mount_point == wanted]
+    found = [entry for entry in (_read_mounts() if mounts is None else mounts) if entry.mount_point == wanted]
     if len(found) < 2:
         return found[0] if found else None
     # Stacked mounts name each other as parents: the top one is the parent of none.
@@ -127,13 +127,13 @@ def mounts_inside(overlay: MountEntry, mounts: list[MountEntry] | None = None) -
 
     What lies below the same path in the plain directory, hidden by the overlay, is not among them.
     """
-    entries = read_mounts() if mounts is None else mounts
+    entries = _read_mounts() if mounts is None else mounts
     return [entry for entry in entries if entry.parent_id == overlay.mount_id]
 
 
 def mounts_in_overlay_at(path: str | bytes) -> list[MountEntry]:
     """Return the mounts that others made directly on the overlay over ``path``; none without an overlay."""
-    mounts = read_mounts()
+    mounts = _read_mounts()
     overlay = overlay_at(path, mounts)
     return mounts_inside(overlay, mounts) if overlay is not None else []
 
@@ -369,7 +369,7 @@ def open_backing(path: str | bytes) -> int:
 def mount_of(fd: int) -> MountEntry | None:
     """Return the mount that an open descriptor is on; None for a mount that is detached."""
     wanted = mount_id(fd)
-    return next((entry for entry in read_mounts() if entry.mount_id == wanted), None)
+    return next((entry for entry in _read_mounts() if entry.mount_id == wanted), None)
 
 
 def mount_fuse(backing_fd: int, fs_type: str = FS_TYPE) -> int:

@@ -1,4 +1,4 @@
 """Dirty tracking of the current epoch, and the undo log that keeps sealed epochs readable.
 
-The package may import the formats and `system`.
+The package may import `sealed_format`, `undo_format` and `system`.
 """

@@ -64,7 +64,7 @@ _PASSING_STATUS = frozenset({408, 409, 425, 429})
 _METADATA = ("169.254.169.254", "169.254.170.", "metadata.google.internal", "fd00:ec2", "token request")
 
 
-def code_of(exc: BaseException) -> str:
+def _code_of(exc: BaseException) -> str:
     """Return the store's own code for an error, such as ``SlowDown``; empty if it gave none."""
     match = _CODE.search(str(exc))
     return match[1] if match else ""
@@ -81,7 +81,7 @@ def is_conflict(exc: BaseException) -> bool:
 
     References: Amazon S3 API, PutObject: 409 ConditionalRequestConflict, "the upload should be retried".
     """
-    return code_of(exc) in ("ConditionalRequestConflict", "OperationAborted")
+    return _code_of(exc) in ("ConditionalRequestConflict", "OperationAborted")
 
 
 def failure(
@@ -99,7 +99,7 @@ def failure(
     """
     # By name, so that this module does not import obstore.
     kind = type(exc).__name__
-    text, status, code = str(exc), status_of(exc), code_of(exc)
+    text, status, code = str(exc), status_of(exc), _code_of(exc)
     what = f"cannot {doing} {name}" if name else f"cannot {doing}"
     if any(mark in text for mark in _NO_BUCKET):
         named = f"the bucket {bucket}" if bucket else "the bucket"

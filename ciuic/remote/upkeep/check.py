@@ -94,7 +94,7 @@ from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, Rem
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
 from ciuic.remote.writer_log import WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
@@ -109,7 +109,7 @@ from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import plural
 
 
-def sound_contents(
+def _sound_contents(
     repository: RemoteRepository, local: Repository | None, chunks: Iterable[ChunkId]
 ) -> Iterator[tuple[ChunkId, Bytes]]:
     """Yield the content of each of the chunks of which any sound copy is found; reading compares it with the id."""
@@ -124,7 +124,7 @@ def sound_contents(
             break
 
 
-def store_again(
+def _store_again(
     reader: SpaceReader, contents: Iterable[tuple[ChunkId, Bytes]], kinds: Mapping[ChunkId, PackKind]
 ) -> int:
     """Store chunks in new packs, of these kinds; return how many. Nothing has to be committed: live snapshots refer to them."""
@@ -173,7 +173,7 @@ def _read_logs(reader: SpaceReader) -> LogReader:
     return logs
 
 
-def check_logs(reader: SpaceReader, report: CheckReport) -> None:
+def _check_logs(reader: SpaceReader, report: CheckReport) -> None:
     """Add damage of logs to the report, and the snapshots that can be committed again."""
     logs = _read_logs(reader)
     for damaged in logs.damaged.values():
@@ -222,7 +222,9 @@ def _find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[_LostCommit
     return lost_commits
 
 
-def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches: Sequence[str] = ()) -> None:
+def _repair_logs(
+    reader: SpaceReader, local: Repository | None, host: str, caches: Sequence[str] = ()
+) -> None:
     """Mend all damaged logs of a space, and commit anew what lost or cut ones had; durable on return.
 
     Args:
@@ -367,8 +369,8 @@ def _store_lacking(
         kinds[one.id] = "data" if one.kind == "data" else "meta"
     stored = index.has_many(kinds)
     lacking = {chunk: kind for chunk, kind in kinds.items() if chunk not in stored}
-    sources = sound_contents(repository, local, lacking)
-    store_again(reader, sources, lacking)
+    sources = _sound_contents(repository, local, lacking)
+    _store_again(reader, sources, lacking)
 
 
 _PARTS_IN_ORDER: Final[tuple[RoundPart, ...]] = ("begun", "final", "done")
@@ -556,14 +558,14 @@ def check_remote(
         RemoteUnreachable: the store did not answer for too long.
     """
     report = CheckReport(data_read=read_data)
-    check_slots(opened, report)
+    _check_slots(opened, report)
     for reader, repository in zip(opened.readers, opened.repositories, strict=True):
-        check_logs(reader, report)
-        check_space(reader, repository, report, read_data=read_data, progress=progress)
+        _check_logs(reader, report)
+        _check_space(reader, repository, report, read_data=read_data, progress=progress)
     return report
 
 
-def check_slots(opened: ReadableRemote, report: CheckReport) -> None:
+def _check_slots(opened: ReadableRemote, report: CheckReport) -> None:
     """Add the key slots that cannot be used to the report."""
     slots = KeySlots(opened.remote.objects)
     opened.readers[0].retry.call(slots.all)
@@ -577,7 +579,7 @@ def check_slots(opened: ReadableRemote, report: CheckReport) -> None:
         report.findings.append(CheckFinding(severity, "key slot", one.problem.message, hint))
 
 
-def check_space(
+def _check_space(
     reader: SpaceReader,
     repository: RemoteRepository,
     report: CheckReport,
@@ -587,7 +589,7 @@ def check_space(
 ) -> SpaceDamage:
     """Check one space, add what is found to the report, and return what a repair has to mend."""
     space = reader.space
-    check_rounds(reader, report)
+    _check_rounds(reader, report)
     packs = listed_packs(space.objects)
     damaged: set[PackRef] = set()
     for pack in check_packs(space.objects, space.sealer, packs):
@@ -637,7 +639,7 @@ def _finding(damage: Damage) -> CheckFinding:
     return CheckFinding("error", kind, text, _REPAIR_HINT, snapshot=snapshot, chunk=damage.chunk)
 
 
-def check_rounds(reader: SpaceReader, report: CheckReport) -> None:
+def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
     """Add a round that cannot be read, or that is under way, to the report."""
     rounds = Rounds(reader.space.objects, reader.space.sealer)
     try:
@@ -690,18 +692,18 @@ def repair_remote(
     # Before anything else: they say which snapshots there are.
     with reopen() as opened:
         for reader in opened.readers:
-            check_rounds(reader, before)
+            _check_rounds(reader, before)
             repair_rounds(reader)
-            check_logs(reader, before)
-            repair_logs(reader, _sharing(local, reader), host, caches)
+            _check_logs(reader, before)
+            _repair_logs(reader, _sharing(local, reader), host, caches)
     for number in range(_MAX_PASSES):
         with reopen() as opened:
             if not number:
-                check_slots(opened, before)
+                _check_slots(opened, before)
             mended = 0
             for reader, repository in zip(opened.readers, opened.repositories, strict=True):
                 # Every byte once: later passes look for what only shows when a node above is there again.
-                damage = check_space(
+                damage = _check_space(
                     reader, repository, before, read_data=read_data and not number, progress=progress
                 )
                 packs = gone.setdefault(reader.space.id, set())
@@ -750,7 +752,7 @@ def _mend(
             wanted = {**_records(reader, damaged), **damage.chunks}
             stored = index.has_many(wanted)
             lost = {chunk: kind for chunk, kind in wanted.items() if chunk not in stored}
-            mended = store_again(reader, sound_contents(repository, local, lost), lost)
+            mended = _store_again(reader, _sound_contents(repository, local, lost), lost)
         if local is not None:
             for name in sorted(damage.snapshots):
                 entry = opened.snapshots.entries.get(name)

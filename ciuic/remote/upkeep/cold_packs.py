@@ -64,7 +64,7 @@ from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
 from ciuic.remote.remote_index import RemoteIndex, cold_packs, list_packs
 from ciuic.remote.upkeep.collect import operator_log
-from ciuic.remote.upkeep.collector import LiveChunks, NeededChunks, add_bases, live_chunks, live_groups
+from ciuic.remote.upkeep.collection_round import LiveChunks, NeededChunks, add_bases, live_chunks, live_groups
 from ciuic.remote.writer_log import WriterLog
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import UnsupportedFormat

@@ -23,7 +23,7 @@ from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry
 from ciuic.remote.remote_index import RemoteIndex, cold_packs
-from ciuic.remote.upkeep.collector import (
+from ciuic.remote.upkeep.collection_round import (
     DEFAULT_POLICY,
     CollectionPolicy,
     CollectionResult,

@@ -122,15 +122,15 @@ def _write(path: Path, state: ExportState, to: str, ranks: int, overwrite: bool)
         size_bytes = write_torch(path, state.whole(), overwrite=overwrite)
         return size_bytes, {*state.objects, *state.values}
     if to == "hf":
-        return write_hugging_face(path, state, overwrite=overwrite), {"model"}
-    found = tensors_of(state)
+        return _write_hugging_face(path, state, overwrite=overwrite), {"model"}
+    found = _tensors_of(state)
     names = {
         name for name in state.objects if state.is_bare or any(one.startswith(f"{name}.") for one in found)
     }
     if to == "npz":
-        return write_npz(path, found, overwrite=overwrite), names
-    facts = facts_of(state)
-    return write_safetensors(path, found, facts, overwrite=overwrite), names
+        return _write_npz(path, found, overwrite=overwrite), names
+    facts = _facts_of(state)
+    return _write_safetensors(path, found, facts, overwrite=overwrite), names
 
 
 def _write_dcp(path: Path, state: ExportState, ranks: int, overwrite: bool) -> int:
@@ -152,7 +152,7 @@ def nested(state: ExportState) -> dict[str, Any]:
     return {**({} if state.is_dcp else facts), **state.objects, **state.values}
 
 
-def tensors_of(state: ExportState) -> dict[str, Any]:
+def _tensors_of(state: ExportState) -> dict[str, Any]:
     """Return the tensors of all objects and values by name, without those of random generators.
 
     Raises:
@@ -174,7 +174,7 @@ def tensors_of(state: ExportState) -> dict[str, Any]:
     return found
 
 
-def write_safetensors(
+def _write_safetensors(
     path: Path, found: Mapping[str, Any], facts: Mapping[str, str], *, overwrite: bool
 ) -> int:
     """Write a safetensors file, durably on return.
@@ -209,7 +209,7 @@ def write_safetensors(
         return file.tell()
 
 
-def write_npz(path: Path, found: Mapping[str, Any], *, overwrite: bool) -> int:
+def _write_npz(path: Path, found: Mapping[str, Any], *, overwrite: bool) -> int:
     """Write an uncompressed npz file without pickled arrays, durably on return.
 
     NumPy has no bfloat16 and no float8: such numbers become float32, without loss.
@@ -225,8 +225,6 @@ def write_npz(path: Path, found: Mapping[str, Any], *, overwrite: bool) -> int:
     Raises:
         DestinationExists: There is a file at ``path`` that may not be replaced.
     """
-    import zipfile
-
     import numpy
 
     with new_file(path, overwrite=overwrite) as file:
@@ -286,7 +284,7 @@ def _numpy(value: Any) -> Any:
     return value.resolve_conj().resolve_neg().numpy()
 
 
-def facts_of(state: ExportState) -> dict[str, str]:
+def _facts_of(state: ExportState) -> dict[str, str]:
     """Return what a header says of the snapshot: its id, step, epoch and metrics."""
     facts = state.facts
     return {
@@ -361,7 +359,7 @@ def is_configuration_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and not _FORBIDDEN.fullmatch(name)
 
 
-def write_hugging_face(path: Path, state: ExportState, *, overwrite: bool) -> int:
+def _write_hugging_face(path: Path, state: ExportState, *, overwrite: bool) -> int:
     """Write the folder, durably on return.
 
     Args:
@@ -377,14 +375,14 @@ def write_hugging_face(path: Path, state: ExportState, *, overwrite: bool) -> in
         DestinationExists: There is something at ``path`` that may not be replaced.
     """
     files = _configuration(state)
-    found = tensors_of(state.only(["model"]))
+    found = _tensors_of(state.only(["model"]))
     # Names as the model has them without torch.compile and DistributedDataParallel.
     found = {
         name: found[key]
         for name, key in (by_bare_name(found) or dict(zip(found, found, strict=True))).items()
     }
     with new_directory(path, overwrite=overwrite, names=_PATTERNS) as folder:
-        size_bytes = write_safetensors(folder / WEIGHTS, found, {}, overwrite=False)
+        size_bytes = _write_safetensors(folder / WEIGHTS, found, {}, overwrite=False)
         for name, content in files.items():
             size_bytes += (folder / name).write_bytes(content)
     return size_bytes

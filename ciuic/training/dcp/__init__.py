@@ -3,14 +3,14 @@
 `CiuicStorageWriter` and `CiuicStorageReader` name snapshots of one repository; `FileSystemWriter` and
 `FileSystemReader` take the arguments of torch's classes, for programs in which a checkpoint is a directory.
 
-The package may import saving and the floors below, and torch.
+The package may import what lies below `ciuic.training.save_pipeline`, and torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ciuic.lazy_names import lazy_attributes
+from ciuic.deferred_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from ciuic.training.dcp.filesystem import FileSystemReader, FileSystemWriter

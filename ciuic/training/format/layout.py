@@ -123,7 +123,7 @@ class Layout:
             offset: Offset of the file, where its tensors stand already; None: behind all files.
         """
         at = self.add_file(
-            path, header, sum(leaf.array.size_bytes for leaf in leaves), width_of(leaves), offset
+            path, header, sum(leaf.array.size_bytes for leaf in leaves), _width_of(leaves), offset
         )
         sizes = [len(header), *(leaf.array.size_bytes for leaf in leaves)]
         return [at + before for before in itertools.accumulate(sizes[:-1])]
@@ -306,7 +306,7 @@ def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
     return TensorInFile(dtype, shape, begin + start, begin + stop)
 
 
-def width_of(leaves: Sequence[Leaf]) -> int:
+def _width_of(leaves: Sequence[Leaf]) -> int:
     """Return the bytes per number of most of the content of these tensors; a complex number counts as two."""
     bytes_of: dict[int, int] = {}
     for leaf in leaves:

@@ -145,7 +145,7 @@ def type_of(value: object) -> ValueType | None:
     return found
 
 
-def are_registered(types: Iterable[type]) -> bool:
+def _are_registered(types: Iterable[type]) -> bool:
     """Return whether any of these classes is known."""
     return not _BY_CLASS.keys().isdisjoint(types)
 
@@ -176,7 +176,7 @@ def is_standard(name: str) -> bool:
     return name in _STANDARD_NAMES
 
 
-def can_register(value: object) -> bool:
+def _can_register(value: object) -> bool:
     """Return whether `register_type` with the class alone would make a value storable."""
     return _conversions(type(value)) is not None
 
@@ -436,7 +436,7 @@ class Packer:
         self.leaves: list[Leaf] = []
         self._with_shards = with_shards
         self._where = where
-        self._is_usual = not are_registered(_USUAL)
+        self._is_usual = not _are_registered(_USUAL)
         """True if the program has registered no conversion of its own for the types that JSON has."""
         self._names: dict[object, str] = {}
         self._names_taken: set[str] = set()
@@ -648,7 +648,7 @@ class Packer:
                 f"{self._path_text(path)} is a {kind.__module__}.{kind.__qualname__} inside of a list or dict: "
                 "give it a name of its own, by save_snapshot(…, NAME=…) or register(NAME=…)"
             )
-        if can_register(value):
+        if _can_register(value):
             return Unsaveable(
                 f"{self._path_text(path)} is a {kind.__module__}.{kind.__qualname__}: "
                 f"call ciuic.training.register_type({kind.__qualname__}) before saving and before loading"

@@ -61,7 +61,7 @@ def remotes_from(value: Any) -> tuple[RemoteConfig, ...]:
     if value is None or value is False:
         return ()
     if value is True:
-        value = configured_remotes()
+        value = _configured_remotes()
     several = [value] if isinstance(value, (str, Mapping, RemoteConfig)) else value
     if not isinstance(several, Iterable):
         raise TypeError(f"remote must be a URL, a mapping with a URL, or several of these, got {value!r}")
@@ -73,7 +73,7 @@ def remotes_from(value: Any) -> tuple[RemoteConfig, ...]:
     return remotes
 
 
-def configured_remotes() -> tuple[RemoteConfig, ...]:
+def _configured_remotes() -> tuple[RemoteConfig, ...]:
     """Return the remotes of this machine's configuration (CIUIC_CONFIG, or /etc/ciuic/ciuic.toml).
 
     Raises:

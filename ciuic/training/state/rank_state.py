@@ -123,7 +123,7 @@ def load_buffers(objects: Mapping[str, Any], ranks: Mapping[str, Any], rank: int
     """Load this rank's own buffers into modules that have rank 0's."""
     for name, buffers in ranks.get(str(rank), {}).get(_BUFFERS, {}).items():
         if name in objects:
-            put_buffers(objects[name], buffers)
+            _put_buffers(objects[name], buffers)
 
 
 def small_buffers(module: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def small_buffers(module: Any) -> dict[str, Any]:
     return {path: buffer.detach().cpu() for path, buffer in own.items()}
 
 
-def put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
+def _put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
     """Copy buffers into a module."""
     for path, buffer in module.named_buffers():
         if path in buffers:

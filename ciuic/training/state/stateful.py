@@ -55,7 +55,7 @@ def random_states() -> dict[str, Any]:
 def restore_random_states(found: dict[str, Any]) -> list[str]:
     """Restore the states; return a sentence for each generator that could not be restored."""
     problems = []
-    random.setstate(tupled(found["python"]))
+    random.setstate(_tupled(found["python"]))
     if "numpy" in found:
         import numpy.random
 
@@ -90,9 +90,9 @@ def _mps(torch: Any) -> Any:
     return mps if mps is not None and mps.is_available() else None
 
 
-def tupled(value: Any) -> Any:
+def _tupled(value: Any) -> Any:
     """Return the value with lists made tuples, as random.setstate requires."""
-    return tuple(tupled(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return tuple(_tupled(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 class StateAccess(NamedTuple):
@@ -224,7 +224,7 @@ _ACCESSES: list[tuple[Callable[[object], bool], StateAccess]] = [
     ),
     (
         _callables("getstate", "setstate"),
-        StateAccess(lambda value: value.getstate(), lambda value, state: value.setstate(tupled(state))),
+        StateAccess(lambda value: value.getstate(), lambda value, state: value.setstate(_tupled(state))),
     ),
     (_has_weights, _WEIGHTS),
     (

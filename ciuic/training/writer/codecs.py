@@ -4,8 +4,8 @@ Guarantees: the content comes back the same whatever is chosen. With "auto", cod
 wants the processors, and not at all where the training keeps them all busy, unless the training waits for the
 snapshot. Blocks that were not coded when the next save waits, or when the snapshot has waited for codecs long
 enough, are stored as they are. Files whose elements have no known width are left to the repository's own
-choice. Where earlier states are coded when they are not the newest any more (`ReverseDeltas`), numbers are
-stored as they are.
+choice. Where earlier states are coded when they are not the newest any more (`ReverseDeltas`, in the turns of
+`CodingTurns`), numbers are stored as they are.
 
 Bases of differences: every 16th snapshot of a writer is a *key* without a base. The next one is based on the
 key, two more each on their predecessor, the fourth on the key again, and so on. So at most three bases lie in
@@ -19,23 +19,6 @@ these bits, and copies by themselves, which needs no other snapshot. This way an
 masters needs lies in one block of its copy, while a block of the copy would need three of its masters; both ways take
 the same space. Where no file has numbers of 16 bits nothing is examined; otherwise a few numbers of each file that
 could belong to a pair.
-
-`ReverseDeltas` codes each state when it is not the newest any more, as a difference from the state after it. So the newest
-state, which nearly every load reads, lies as it is, and older ones pay for reading. Guarantees: what the newest state has is
-never coded here, also where an older one has it too. Where rules of retention keep single states, whose bases would outlive
-theirs, older states become planes without a base; where they keep the newest of all, the base of a state goes after it, so
-differences cost nothing in the long run. What was coded until a turn was stopped is not coded again. States that an earlier
-process left as they are when it ended are coded too. Small states share packs: they are coded when the newest has none of its
-content there.
-
-`CodingTurns` decides when, in time the training can spare. Guarantees: while the training leaves processors idle, everything
-that waits is coded between saves, in idle time. On a machine that it keeps busy, `MAX_WAITING_WHEN_BUSY` states wait for
-better times. What waits beyond them is coded by slices of idle-class threads with pauses in between, the longer the fewer
-wait, so that the share of all processors is at most `_SHARES`. A training that saves faster than that pays with
-processor time: from `OVERDUE` states on, one is coded after each save without pauses, and the next save waits
-for it. So `OVERDUE` states wait at most, unless coding one takes longer than the repository's lock may be held
-for it (`max_coding_seconds`); what was coded until then counts for the next turn. A save for which the training stands
-still, or after which it has to be gone, never waits for this. The repository is not locked in the pauses.
 
 References:
     docs/decisions/idle-codecs.md, docs/decisions/masters-beside-twins.md, docs/decisions/reverse-deltas.md: the measurements
@@ -99,7 +82,7 @@ def _base_of(number: int) -> int | None:
     return number - (after_key if after_key % _CHAIN_LENGTH == 1 else 1)
 
 
-def max_coding_seconds(size_bytes: int) -> float:
+def _max_coding_seconds(size_bytes: int) -> float:
     """Return how long codecs of a state may wait for idle time, and hold the repository's lock."""
     return _MAX_WAIT_SECONDS + size_bytes / _MAX_WAIT_BYTES_PER_SECOND
 
@@ -175,7 +158,7 @@ class CodecChooser:
         # Too short a time since the last commit says nothing new.
         if idle is not None:
             self.is_busy = idle < _IDLE_SHARE
-        max_wait_seconds = max_coding_seconds(size_bytes)
+        max_wait_seconds = _max_coding_seconds(size_bytes)
         # Where the training uses all processors, codecs slow it in spite of SCHED_IDLE: two cores, two torch
         # threads, a save of 50 MB every 2.7 s: 5 % of the steps with codecs, 1 to 3 % without.
         wait_seconds = _AWAITED_GRACE_SECONDS if self.is_busy else max_wait_seconds
@@ -508,7 +491,16 @@ class _State(NamedTuple):
 
 
 class ReverseDeltas:
-    """States of one writer that are to be coded."""
+    """States of one writer, each coded as a difference from the state after it when it is not the newest any more.
+
+    So the newest state, which nearly every load reads, lies as it is, and older ones pay for reading.
+
+    Guarantees: what the newest state has is never coded here, also where an older one has it too. Where rules of retention keep
+    single states, whose bases would outlive theirs, older states become planes without a base; where they keep the newest of all,
+    the base of a state goes after it, so differences cost nothing in the long run. What was coded until a turn was stopped is not
+    coded again. States that an earlier process left as they are when it ended are coded too. Small states share packs: they are
+    coded when the newest has none of its content there.
+    """
 
     def __init__(
         self,
@@ -706,7 +698,16 @@ class Clock(NamedTuple):
 
 
 class CodingTurns:
-    """Turns of one writer."""
+    """Turns in which one writer codes earlier states, in time that the training can spare.
+
+    Guarantees: while the training leaves processors idle, everything that waits is coded between saves, in idle time. On a machine
+    that it keeps busy, `MAX_WAITING_WHEN_BUSY` states wait for better times. What waits beyond them is coded by slices of
+    idle-class threads with pauses in between, the longer the fewer wait, so that the share of all processors is at most `_SHARES`.
+    A training that saves faster than that pays with processor time: from `OVERDUE` states on, one is coded after each save without
+    pauses, and the next save waits for it. So `OVERDUE` states wait at most, unless coding one takes longer than the repository's
+    lock may be held for it (`_max_coding_seconds`); what was coded until then counts for the next turn. A save for which the
+    training stands still, or after which it has to be gone, never waits for this. The repository is not locked in the pauses.
+    """
 
     def __init__(self, trainer: Trainer, clock: Clock | None = None) -> None:
         self._trainer = trainer
@@ -726,9 +727,9 @@ class CodingTurns:
         """
         deltas.adopt()
         if not is_busy:
-            self._run_until(deltas, self._trainer.has_message, "patient", max_coding_seconds(size_bytes), 0)
+            self._run_until(deltas, self._trainer.has_message, "patient", _max_coding_seconds(size_bytes), 0)
         if deltas.waiting >= OVERDUE:
-            seconds = max_coding_seconds(size_bytes)
+            seconds = _max_coding_seconds(size_bytes)
             self._run_until(deltas, self._trainer.stands_still, "soon", seconds, OVERDUE - 1)
         while is_busy and deltas.waiting > MAX_WAITING_WHEN_BUSY and not self._trainer.has_message():
             self._run_slice(deltas, size_bytes)
@@ -744,7 +745,7 @@ class CodingTurns:
             deltas,
             lambda: self._trainer.has_message() or clock.used() - used >= slice_seconds,
             "patient",
-            max_coding_seconds(size_bytes),
+            _max_coding_seconds(size_bytes),
             MAX_WAITING_WHEN_BUSY,
         )
         end = began + (clock.used() - used) / (share * clock.processors)

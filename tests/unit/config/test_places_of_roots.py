@@ -49,7 +49,7 @@ def roots(*paths: str | Path) -> tuple[RootConfig, ...]:
         (["/", "/a"], "inside"),
     ],
 )
-def test_overlapping_roots(paths: list[str], says: str) -> None:
+def test_overlapping_roots_are_refused(paths: list[str], says: str) -> None:
     """Equal and nested roots are refused in either order."""
     problems = check_overlaps(roots(*paths))
     assert [says in problem.message for problem in problems] == [True]
@@ -128,7 +128,7 @@ def test_places_that_are_no_places_for_a_root(tmp_path: Path) -> None:
     assert "read-only" in check_root(RootConfig(tmp_path), read_only)[0].message
 
 
-def test_mounts_of_ours(tmp_path: Path) -> None:
+def test_paths_below_or_around_a_mount_of_ours_are_refused(tmp_path: Path) -> None:
     """A root that is mounted already is fine; a path below or around one of our mounts is refused."""
     inner = tmp_path / "in"
     inner.mkdir()
@@ -137,7 +137,7 @@ def test_mounts_of_ours(tmp_path: Path) -> None:
     assert "contains" in check_root(RootConfig(tmp_path), mounts(f"{inner} fuse.ciuic"))[0].message
 
 
-def test_canonical_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_is_listed_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path and one through links become the name under which the root is listed."""
     (tmp_path / "dir" / "sub").mkdir(parents=True)
     (tmp_path / "link").symlink_to("dir")
@@ -178,7 +178,7 @@ def problems_of(root: Path, repository: Path, *exclude: str) -> list[tuple[str, 
     return [(problem.severity, problem.message) for problem in check_places(config, mounts())]
 
 
-def test_repository_and_root(tmp_path: Path) -> None:
+def test_a_repository_inside_a_root_is_refused_unless_excluded(tmp_path: Path) -> None:
     """A repository inside a root is refused unless excluded; a root inside a repository always."""
     root, store = tmp_path / "root", tmp_path / "store"
     (root / "sub").mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_pattern_over_the_root_is_a_warning(tmp_path: Path) -> None:
     assert ["covers the root" in problem.message for problem in check_places(config, mounts())] == [True]
 
 
-def test_an_unknown_group(tmp_path: Path) -> None:
+def test_an_unknown_group_is_refused(tmp_path: Path) -> None:
     """The control socket's group must exist."""
     config = Config(control=ControlConfig(group="no-such-group-here"))
     assert "no group" in check_places(config, mounts())[0].message

@@ -38,7 +38,7 @@ def test_a_model_that_is_sharded(single_process_group: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_accelerate(kind: str) -> None:
+def test_sharding_types_of_accelerate_are_refused(kind: str) -> None:
     """Accelerate's sharding types are refused by their DistributedType."""
     pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
     from accelerate.utils import DistributedType
@@ -52,7 +52,7 @@ def test_accelerate(kind: str) -> None:
     preconditions.refuse_kind(DistributedType.MULTI_GPU)
 
 
-def test_lightning() -> None:
+def test_sharding_strategies_of_lightning_are_refused() -> None:
     """Sharding strategies are refused by class or base class, without the callback too."""
     pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
     from lightning.pytorch import strategies

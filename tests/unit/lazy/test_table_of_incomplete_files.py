@@ -49,7 +49,7 @@ def load(pending: PendingFiles, file: PendingFile, blocks: int) -> None:
         mtime_ns=st.integers(-(2**63), 2**63),
     )
 )
-def test_names_come_back(name: PendingName) -> None:
+def test_names_of_hidden_links_decode_to_what_was_encoded(name: PendingName) -> None:
     """A name is what was encoded."""
     assert PendingName.decode(name.encode()) == name
 

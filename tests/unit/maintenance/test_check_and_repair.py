@@ -84,7 +84,7 @@ def looked(repository: Repository, *, repair: bool = False, read_data: bool = Fa
         return check(fresh, repair=repair, read_data=read_data)
 
 
-def test_a_sound_repository(repository: Repository, snapshot: Snapshot) -> None:
+def test_a_sound_repository_has_no_findings(repository: Repository, snapshot: Snapshot) -> None:
     """A sound repository has no findings, and the figures say what was read."""
     for read_data in (False, True):
         report = looked(repository, read_data=read_data)
@@ -97,7 +97,7 @@ def test_a_sound_repository(repository: Repository, snapshot: Snapshot) -> None:
         assert not report.damaged
 
 
-def test_an_empty_repository(repository: Repository) -> None:
+def test_an_empty_repository_is_sound(repository: Repository) -> None:
     """A repository without snapshots is sound."""
     assert looked(repository, read_data=True).findings == []
 
@@ -143,7 +143,9 @@ def test_an_unreadable_snapshot_is_named_and_stays(repository: Repository, snaps
     assert report.damaged
 
 
-def test_a_missing_pack(repository: Repository, snapshot: Snapshot) -> None:
+def test_a_missing_pack_is_reported_with_paths_and_snapshots(
+    repository: Repository, snapshot: Snapshot
+) -> None:
     """A missing pack is reported as missing blocks with path and snapshot."""
     where = repository.chunks.locate(block_of(repository, snapshot, b"model.bin", 0))
     pack_path(repository, where.pack).unlink()
@@ -154,7 +156,7 @@ def test_a_missing_pack(repository: Repository, snapshot: Snapshot) -> None:
     assert missing[0].snapshot == snapshot.id
 
 
-def test_a_damaged_tree(repository: Repository, snapshot: Snapshot) -> None:
+def test_a_damaged_tree_is_named_and_makes_no_garbage(repository: Repository, snapshot: Snapshot) -> None:
     """A tree that cannot be read is named with its snapshot, and nothing counts as garbage for it."""
     damage(repository, ChunkId(snapshot.roots[0].entry.content))
     report = looked(repository)

@@ -45,7 +45,7 @@ def test_enough_and_not_more(uses: list[PackUse]) -> None:
     assert garbage_bytes <= allowed_bytes or all(use.dead_share < thresholds.pack_dead_share for use in left)
 
 
-def test_the_deadest_first() -> None:
+def test_packs_that_free_most_come_first() -> None:
     """Packs that free most for the least copying come first, and the rest may stay with little garbage."""
     uses = [use(1, 100, 0.99), use(2, 100, 0.1), use(3, 100, 0.6), use(4, 100, 0.97)]
     assert [u.number for u in worth_rewriting(uses, Thresholds())] == [2, 3]

@@ -141,7 +141,7 @@ def test_one_scrub_at_a_time(repository: Repository) -> None:
         ScrubBook(repository.path, repository.id)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_reads_as_much_as_time_allows(tmp_path: Path) -> None:
     """The command runs a whole pass with enough time and one pack with none; --restart starts over.
 
     Damage exits with 4.

@@ -14,6 +14,7 @@ PAGES = sorted(
 )
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_STEP = re.compile(r"^[│├└ ]*(\w+)(?:\.(\w+))? +(\S+\.py) ", re.MULTILINE)
 _PATH = re.compile(r"`((?:ciuic|tests|docs|etc|benchmarks)/[\w/.\-]+)`")
 
 
@@ -58,3 +59,34 @@ def test_the_code_map_answers_fifteen_questions() -> None:
         files = re.findall(r"`([^`]+\.py)`", row)
         assert 1 <= len(files) <= 2, row
         assert all((CHECKOUT / file).is_file() for file in files), row
+
+
+def test_the_code_map_names_parts_that_exist() -> None:
+    """Every module and folder in a row of CONTRIBUTING's code map lies in the package of that row."""
+    text = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(ciuic/[^`]*)` \|[^|]*\|(.*)\|$", text, re.MULTILINE)
+    assert len(rows) >= 15
+    for place, parts in rows:
+        package = (CHECKOUT / place).parent if place.endswith(".py") else CHECKOUT / place
+        for part in re.findall(r"`([a-z_]+(?:\.py)?)`", parts):
+            is_module = (package / part).is_file() or (package / f"{part}.py").is_file()
+            assert is_module or (package / part / "__init__.py").is_file(), f"{place}: {part}"
+
+
+def test_the_walks_name_what_exists() -> None:
+    """Every step of the walks in docs/architecture.md is a function or a class of the file beside it."""
+    text = (CHECKOUT / "docs/architecture.md").read_text(encoding="utf-8")
+    walks = re.findall(
+        r"\(`(ciuic/\w+)/`\):\n\n```\n(.*?)```",
+        text.partition("## Three walks")[2].partition("\n## ")[0],
+        re.DOTALL,
+    )
+    assert len(walks) == 3
+    for package, walk in walks:
+        steps = _STEP.findall(walk)
+        assert len(steps) == len(walk.splitlines())
+        for name, member, path in steps:
+            source = (CHECKOUT / package / path).read_text(encoding="utf-8")
+            for defined in filter(None, (name, member)):
+                found = re.search(rf"^\s*(?:async )?(?:def|class) {defined}\b", source, re.MULTILINE)
+                assert found, f"{path}: {defined}"

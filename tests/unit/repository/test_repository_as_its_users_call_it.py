@@ -219,7 +219,7 @@ def test_marks_change_and_stay(repository: Repository) -> None:
     assert repository.snapshots.list()[0].tags == ()
 
 
-def test_list_filters(repository: Repository) -> None:
+def test_lists_are_filtered_newest_first(repository: Repository) -> None:
     """Snapshots are listed newest first; root, since, until and limit select."""
     with repository.writer() as writer:
         for number in range(1, 6):
@@ -235,7 +235,7 @@ def test_list_filters(repository: Repository) -> None:
     assert latest.time_ns == 4
 
 
-def test_resolve(repository: Repository) -> None:
+def test_names_of_snapshots_resolve_as_documented(repository: Repository) -> None:
     """Ids, prefixes, latest, latest~N and times resolve as documented for the command line."""
 
     def ns(text: str) -> int:

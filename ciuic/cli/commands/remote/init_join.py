@@ -1,7 +1,7 @@
 """``ciuic remote init``, ``join`` and ``test``: make a remote or use one that exists, in a bucket that has proved what is needed.
 
 Guarantees: a remote is made only in a bucket that has proved create-only, and never over another one. Before anything is written,
-the remote is opened, and what this host would refuse is refused (`require_adoptable`). This host gets a key of its own, so that it
+the remote is opened, and what this host would refuse is refused (`_require_adoptable`). This host gets a key of its own, so that it
 can be taken away alone; the key is durable before the remote exists, and opens the remote before the configuration names it. The
 recovery key is printed once and stored nowhere. A repository that holds snapshots is never touched. What a test made is deleted
 again, where the credentials allow it.
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import current
 from ciuic.errors import CiuicError, ConfigError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.units import human_size, plural
@@ -86,12 +86,12 @@ def init(
             "a remote without encryption has no keys", hint="leave --passphrase and --key-file out"
         )
     # Everything that can be refused is refused before anything is made.
-    file = require_writable_config(session)
-    path = key_file_path(session, config, key_file)
+    file = _require_writable_config(session)
+    path = _key_file_path(session, config, key_file)
     if sealed and not config.key_command:
         _refuse_existing(config, path)
     will_be = _with_key_file(config, path) if sealed else config
-    require_adoptable(session, replace(will_be, encryption=sealed), file)
+    _require_adoptable(session, replace(will_be, encryption=sealed), file)
     extra = targets.new_passphrase() if passphrase else None
     if not sealed and not yes:
         _ask(config.url)
@@ -100,7 +100,7 @@ def init(
         _refuse_remote(objects)
         proof = _prove(config)
         is_new = sealed and not config.key_command and not path.exists()
-        secret = host_secret(config, path) if sealed else None
+        secret = _host_secret(config, path) if sealed else None
         remote = _make(objects, session.config.repository.block_size_bytes, sealed, path if is_new else None)
         recovery = _add_slots(remote, secret, extra) if secret is not None else ""
         if not as_json:
@@ -280,8 +280,8 @@ def join(
     config = targets.find_remote(session.config, place, name=name, endpoint=endpoint, region=region)
     if no_encryption:
         config = replace(config, encryption=False)
-    file = require_writable_config(session)
-    path = key_file_path(session, config, key_file)
+    file = _require_writable_config(session)
+    path = _key_file_path(session, config, key_file)
     named = config
     objects = configured_objects(config)
     try:
@@ -292,7 +292,7 @@ def join(
             if not config.key_command:
                 config = replace(config, key_file=path)
             # A slot that is made for a host which then cannot use the remote would stay there for ever.
-            require_adoptable(session, config, file)
+            _require_adoptable(session, config, file)
             slot = _host_slot(named, remote, path)
         adopted = adopt(session, config, remote, file)
     finally:
@@ -344,7 +344,7 @@ def _host_slot(config: RemoteConfig, remote: Remote, path: Path) -> str:
 
     # The file that the configuration names, or that an interrupted join has left.
     is_there = not config.key_command and path.exists()
-    secret = read_key_file(str(path)) if is_there else host_secret(config, path)
+    secret = read_key_file(str(path)) if is_there else _host_secret(config, path)
     remote_id = bytes.fromhex(remote.id)
     try:
         return KeySlots(remote.objects).unlock(remote_id, secret)[0].slot
@@ -384,7 +384,7 @@ class Adopted(NamedTuple):
         }
 
 
-def key_file_path(session: Session, config: RemoteConfig, given: Path | None) -> Path:
+def _key_file_path(session: Session, config: RemoteConfig, given: Path | None) -> Path:
     """Return where the key file of this host is or will be: named, configured, or beside the configuration.
 
     Raises:
@@ -406,7 +406,7 @@ def key_file_path(session: Session, config: RemoteConfig, given: Path | None) ->
     return writable_file(session.config_option).parent / f"remote-{config.name}.key"
 
 
-def host_secret(config: RemoteConfig, path: Path) -> SlotSecret:
+def _host_secret(config: RemoteConfig, path: Path) -> SlotSecret:
     """Return the key of this host: what the configured command prints, the configured file, or a new file.
 
     Raises:
@@ -422,7 +422,7 @@ def host_secret(config: RemoteConfig, path: Path) -> SlotSecret:
     return make_key_file(str(path))
 
 
-def require_writable_config(session: Session) -> Path:
+def _require_writable_config(session: Session) -> Path:
     """Return the configuration file that will name the remote; raise before anything is made if it cannot be written."""
     from ciuic.config import writable_file
     from ciuic.config.flat import is_flat
@@ -443,7 +443,7 @@ def require_writable_config(session: Session) -> Path:
     return file
 
 
-def require_adoptable(session: Session, config: RemoteConfig, file: Path) -> None:
+def _require_adoptable(session: Session, config: RemoteConfig, file: Path) -> None:
     """Raise what `adopt` would raise of the configuration file and the place of the repository, before anything is made.
 
     Args:
@@ -624,8 +624,6 @@ def _key(config: RemoteConfig) -> str:
 
 
 def _print(found: Measurement, key: str) -> None:
-    from ciuic.cli.shared.output import Column, show_table
-
     proof = found.proof
     rows = [
         ("create-only", f"{proof.races} races of {proof.racers} writers, one winner each"),

@@ -23,7 +23,7 @@ from ciuic.cli.commands.remote.init_join import (
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, FrameGroup
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import current
 from ciuic.errors import CiuicError, UsageError
 from ciuic.units import plural
@@ -48,7 +48,6 @@ def keys() -> None:
 @json_option
 def list_(place: str, as_json: bool) -> None:
     """List the key slots; needs no key."""
-    from ciuic.cli.shared.output import Column, show_table
     from ciuic.remote.access import KeySlots, configured_objects
 
     config = targets.find_remote(current().config, place)

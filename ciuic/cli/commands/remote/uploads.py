@@ -491,8 +491,6 @@ def _own_statuses(config: Config) -> list[UploadStatus]:
 
 def _say_sent(config: Config) -> None:
     """Say that nothing is missing, and what was sent."""
-    from ciuic.units import human_size
-
     statuses = _own_statuses(config)
     requests = sum(sum(status.requests.values()) for status in statuses)
     sent = human_size(sum(status.sent_bytes for status in statuses))

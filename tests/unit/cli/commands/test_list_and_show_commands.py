@@ -198,7 +198,9 @@ def test_json_has_exact_values(repository: CliRepository) -> None:
         (["--root", "/elsewhere"], []),
     ],
 )
-def test_filters(repository: CliRepository, filters: list[str], expected: list[str]) -> None:
+def test_each_filter_leaves_what_it_describes(
+    repository: CliRepository, filters: list[str], expected: list[str]
+) -> None:
     """Each filter leaves exactly the snapshots that it describes."""
     for number in range(3):
         repository.snapshot({b"a": b"%d" % number}, tags=("odd",) if number % 2 == 0 else ())

@@ -83,7 +83,7 @@ def test_existing_files_stop_a_restore_before_any_change(repository: CliReposito
     assert not (repository.root / "ckpt" / "b").exists()
 
 
-def test_conflict_in_json(repository: CliRepository) -> None:
+def test_a_conflict_in_json_is_one_document_with_code_6(repository: CliRepository) -> None:
     """A conflict with --json is one document with code 6."""
     (repository.root / "log").write_bytes(b"mine")
     result = repository.run("restore", "-s", "latest", "-p", str(repository.root), "--json")
@@ -100,7 +100,9 @@ def test_conflict_in_json(repository: CliRepository) -> None:
         ("--overwrite=if-newer", b"mine"),
     ],
 )
-def test_overwrite_modes(repository: CliRepository, option: str, expected: bytes) -> None:
+def test_overwrite_modes_treat_newer_files_as_documented(
+    repository: CliRepository, option: str, expected: bytes
+) -> None:
     """Each overwrite mode treats an existing, newer file as documented."""
     (repository.root / "log").write_bytes(b"mine")
     result = repository.run("restore", "-s", "latest", option, "-p", str(repository.root / "log"))
@@ -422,7 +424,7 @@ def test_last_good_that_cannot_be_meant(tmp_path: Path, options: list[str], code
     assert list(made.root.iterdir()) == []
 
 
-def test_no_good_checkpoint(repository: CliRepository) -> None:
+def test_nothing_is_restored_without_a_good_checkpoint(repository: CliRepository) -> None:
     """Without a GOOD checkpoint in any snapshot the command says so of each, and restores nothing."""
     result = repository.run("restore", "--last-good", "-p", str(repository.root))
     assert result.exit_code == 3

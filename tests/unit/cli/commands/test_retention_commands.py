@@ -43,7 +43,7 @@ def held(repository: CliRepository) -> dict[str, str]:
     return {snapshot["id"]: snapshot["hold_reason"] for snapshot in snapshots if snapshot["held"]}
 
 
-def test_hold_and_release(repository: CliRepository) -> None:
+def test_a_hold_stays_until_it_is_released(repository: CliRepository) -> None:
     """A hold with its reason is there until released."""
     assert repository.run("hold", "cs-000002", "latest", "-m", "the paper's run").exit_code == 0
     assert held(repository) == {"cs-000002": "the paper's run", "cs-000005": "the paper's run"}
@@ -181,7 +181,7 @@ def test_prune_refuses_while_something_cannot_be_read(repository: CliRepository,
     assert len(os.listdir(repository.path / "snapshots")) == 5
 
 
-def test_check_and_repair(repository: CliRepository) -> None:
+def test_repair_rebuilds_an_index_that_is_gone(repository: CliRepository) -> None:
     """Check of a sound repository exits with 0, also without its index, which --repair rebuilds."""
     assert repository.run("check").exit_code == 0
     for path in repository.path.glob("*.sqlite*"):

@@ -33,7 +33,7 @@ def levels(findings: object) -> list[str]:
 @pytest.mark.parametrize(
     ("release", "level"), [("6.8.0-45-generic", "ok"), ("5.15.0", "ok"), ("4.18.0-el8", "warning")]
 )
-def test_kernel(release: str, level: str) -> None:
+def test_an_old_kernel_is_a_warning(release: str, level: str) -> None:
     """An old kernel is a warning."""
     assert levels(machine.kernel(release)) == [level]
 
@@ -98,7 +98,7 @@ def test_scheduler_of_partitions_and_mapped_devices(tmp_path: Path) -> None:
     assert found[0].message.startswith("sda:")
 
 
-def test_pressure(tmp_path: Path) -> None:
+def test_a_kernel_without_pressure_figures_is_a_warning(tmp_path: Path) -> None:
     """The pressure figure is shown; a kernel without it is a warning."""
     assert levels(machine.pressure(tmp_path)) == ["warning"]
     (tmp_path / "pressure").mkdir()
@@ -145,7 +145,7 @@ def test_coverage_sees_another_file_system(tmp_path: Path) -> None:
     assert "another file system" in coverage(Path("/dev/pts"), config).message
 
 
-def test_free_space_floor(tmp_path: Path) -> None:
+def test_less_free_space_than_min_free_is_a_warning(tmp_path: Path) -> None:
     """Less free space than min_free is a warning."""
     config = Config()
     before, _ = places.space(config, tmp_path, mountinfo.read())

@@ -37,7 +37,7 @@ from ciuic.daemon.capture.job import (
 from ciuic.daemon.capture.roots import Report
 from ciuic.daemon.capture.space import NoRoom
 from ciuic.errors import Busy, NotFound
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 from ciuic.repository import Repository
 from ciuic.system.urgency import Urgency
 from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, SnapshotId

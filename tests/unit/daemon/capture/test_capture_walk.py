@@ -20,7 +20,7 @@ from ciuic.daemon.capture import roots as capture_root
 from ciuic.daemon.capture.job import CaptureProgress, RootJob
 from ciuic.daemon.capture.roots import Interrupted, Report, RootUnreadable
 from ciuic.errors import CiuicError, Damaged
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, SetAttr
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, SetAttr
 from ciuic.fuse_layer.undo_format import OldStat, UndoLost
 from ciuic.types import (
     FLAG_NOT_HELD,

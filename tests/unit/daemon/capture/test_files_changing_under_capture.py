@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.capture_bench import BLOCK, Bench, bench
 
 from ciuic.daemon.capture import content as capture_content
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials
 from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.sealed_format import read_sealed
 from ciuic.fuse_layer.state.passthrough_state import OpenFile

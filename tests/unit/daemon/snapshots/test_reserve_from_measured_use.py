@@ -10,8 +10,8 @@ import trio.testing
 
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import RootSettings, Settings
-from ciuic.daemon.snapshots import space
-from ciuic.daemon.snapshots.space import SpaceWatch
+from ciuic.daemon.snapshots import reserve
+from ciuic.daemon.snapshots.reserve import SpaceWatch
 from ciuic.protocol.control_types import RepositoryStatus
 from ciuic.retention import MinFree
 
@@ -47,7 +47,7 @@ class Watched:
             interval_seconds=INTERVAL_SECONDS,
         )
         self.watch = SpaceWatch(lambda: self.settings, lambda: self.disk, lambda: self.at)
-        monkeypatch.setattr(space, "_is_on", lambda root, home, mounts: same_disk)
+        monkeypatch.setattr(reserve, "_is_on", lambda root, home, mounts: same_disk)
 
     def reserve_gib(self, after_seconds: float = 30) -> int:
         self.at += after_seconds
@@ -124,7 +124,7 @@ def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20_000):
         watched.disk.others = 100 * GIB + min(number, 20_000 - number) * (GIB // 100)
         watched.reserve_gib(0.1)
-    assert len(watched.watch._samples) <= space._MAX_SAMPLES + 2
+    assert len(watched.watch._samples) <= reserve._MAX_SAMPLES + 2
     assert watched.reserve_gib(0.1) in (98, 99, 100)
 
 
@@ -132,7 +132,7 @@ def test_schedule_waits_for_space_after_a_full_disk() -> None:
     """The schedule waits after a snapshot failed for space until as much is free, a day at most."""
 
     async def main() -> None:
-        shortage = space.Shortage()
+        shortage = reserve.Shortage()
         assert shortage.needed_bytes() == 0
         # This one failed for another reason.
         shortage.met(0)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore, SetAttr
 
 ROOT = Credentials(0, 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore, SetAttr
 from ciuic.fuse_layer.sealed_format import read_sealed
 from ciuic.fuse_layer.state.node_table import NodeTable
 from ciuic.fuse_layer.system import syscalls

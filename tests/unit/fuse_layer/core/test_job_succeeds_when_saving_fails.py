@@ -13,7 +13,7 @@ import pytest
 from support.overlay import state_of
 
 from ciuic.fuse_layer import sealed_format, undo_format
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.tracking import undo_log
 from ciuic.system.spill import Spill
 
@@ -240,6 +240,6 @@ def test_handle_is_released_although_times_cannot_be_set(job: Job, monkeypatch: 
 
 
 def _size(size: int) -> object:
-    from ciuic.fuse_layer.core.core import SetAttr
+    from ciuic.fuse_layer.core.overlay_core import SetAttr
 
     return SetAttr(size=size)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer.core.core import OverlayCore
+from ciuic.fuse_layer.core.overlay_core import OverlayCore
 
 ROOT_ID = 1
 

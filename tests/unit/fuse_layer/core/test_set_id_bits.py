@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ciuic.fuse_layer.core import overlay_hooks
-from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore, SetAttr, UntrackedCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore, SetAttr, UntrackedCore
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.system import syscalls

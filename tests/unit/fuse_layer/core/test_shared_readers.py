@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.core_driver import open_backing
 
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.core.overlay_hooks import COPY_LIMIT_BYTES
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.records import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.faults import Disk
 
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 
 CALLER = Credentials(0, 0, 0)
 FILES, SIZE_BYTES = 40, 300_000

@@ -16,7 +16,7 @@ from support.capture_bench import BLOCK, Bench, bench
 from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer.core import overlay_hooks, passthrough_writers
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, SetAttr
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, SetAttr
 from ciuic.types import Entry, RootRecord, lag_of
 
 ROOT = Credentials(0, 0)

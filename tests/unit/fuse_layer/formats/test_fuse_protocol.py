@@ -141,7 +141,7 @@ def _context(name: bytes, value: bytes) -> bytes:
 
 
 @given(st.lists(st.tuples(names, st.binary(max_size=64)), max_size=3))
-def test_security_contexts(pairs: list[tuple[bytes, bytes]]) -> None:
+def test_all_security_contexts_are_read(pairs: list[tuple[bytes, bytes]]) -> None:
     """All security contexts that were sent are read, with the attribute's whole name."""
     body = b"".join(_context(name, value) for name, value in pairs)
     data = p.SECCTX_HEADER.pack(p.SECCTX_HEADER.size + len(body), len(pairs)) + body

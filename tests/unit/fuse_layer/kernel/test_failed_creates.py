@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan

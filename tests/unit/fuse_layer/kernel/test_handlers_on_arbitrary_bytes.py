@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.core import Attr, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import Attr, OverlayCore
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks
 from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
 from ciuic.fuse_layer.kernel import session

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.core.directories import Directories
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.core.overlay_hooks import OverlayFiles
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer

@@ -326,7 +326,7 @@ def _init(major: int, minor: int, flags: int) -> bytes:
         (31, p.WRITEBACK_CACHE | p.PASSTHROUGH, True, False, True, False),
     ],
 )
-def test_negotiation(
+def test_negotiation_asks_only_for_what_is_offered(
     kernel: Kernel, minor: int, offered: int, wants: bool, passthrough: bool, writeback: bool, resends: bool
 ) -> None:
     """Negotiation asks only for what is offered, and answers with 64 bytes.
@@ -346,7 +346,7 @@ def test_negotiation(
     assert fields[11] == int(passthrough)
 
 
-def test_negotiation_with_others(kernel: Kernel) -> None:
+def test_negotiation_refuses_old_kernels(kernel: Kernel) -> None:
     """A newer major version is asked for ours, and an old kernel, or no INIT, is refused."""
     kernel.sock.send(_init(8, 1, 0))
     kernel.sock.send(_init(7, 45, 0))

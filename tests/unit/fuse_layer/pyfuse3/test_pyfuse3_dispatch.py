@@ -16,7 +16,7 @@ import trio
 import trio.testing
 from support.live import wait_for
 
-from ciuic.fuse_layer.core.core import OverlayCore
+from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.pyfuse3_driver import CAUTIOUS_SECONDS, SLOW_SECONDS, Dispatch, Pyfuse3Driver
 from ciuic.fuse_layer.tracking.gate import Gate, GateHeld
 

@@ -11,7 +11,7 @@ import pytest
 from support.capture_bench import Bench, bench
 
 from ciuic.fuse_layer.core import passthrough_writers
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials
 from ciuic.fuse_layer.state import open_rules
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
 

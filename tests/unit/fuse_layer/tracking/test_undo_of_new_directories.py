@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.overlay import state_of
 
-from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.undo_format import LogReader
 
 ROOT = Credentials(0, 0)

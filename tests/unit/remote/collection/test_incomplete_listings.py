@@ -29,7 +29,7 @@ from ciuic.remote.log_reader import (
 from ciuic.remote.object_names import parse_log_entry, parse_pack
 from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.collector import Collector
+from ciuic.remote.upkeep.collection_round import Collector
 
 
 class LackingBucket(Bucket):

@@ -20,7 +20,7 @@ from ciuic.errors import Damaged
 from ciuic.remote.object_names import PackRef, pack_name, parse_pack
 from ciuic.remote.pack import HEADER_BYTES, RemotePackReader
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult
+from ciuic.remote.upkeep.collection_round import CollectionPolicy, CollectionResult
 
 SEALER = sealer(Ids("kept"))
 NO_REPACKING = CollectionPolicy(young_ns=-1, repack_share=0)

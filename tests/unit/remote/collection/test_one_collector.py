@@ -27,7 +27,7 @@ from ciuic.remote.log_reader import LogReader
 from ciuic.remote.object_names import PackRef, pack_name, parse_log_entry, parse_pack, round_name
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult
+from ciuic.remote.upkeep.collection_round import CollectionPolicy, CollectionResult
 from ciuic.remote.writer_log import LogUpkeep
 
 

@@ -142,7 +142,7 @@ def test_what_is_put_is_read_back(connect: Connect, objects: Objects) -> None:
     other.close()
 
 
-def test_an_empty_object(objects: Objects) -> None:
+def test_an_empty_object_can_be_stored(objects: Objects) -> None:
     """An empty object is there and has nothing."""
     objects.put("empty", [])
     assert objects.get("empty") == b""
@@ -166,7 +166,7 @@ def test_a_put_replaces_and_a_create_does_not(objects: Objects) -> None:
     assert objects.create("new/name", b"again")
 
 
-def test_what_is_missing(objects: Objects) -> None:
+def test_each_way_of_reading_tells_a_missing_object(objects: Objects) -> None:
     """Each way of reading tells a missing object, and deleting one is no error."""
     objects.put("there", [b"x"])
     for read in (

@@ -37,7 +37,7 @@ def test_it_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_root({"HOME": "/home/u"}) == Path("/home/u/.cache/ciuic/remotes")
 
 
-def test_it_is_private(remote: Remote, tmp_path: Path) -> None:
+def test_the_cache_is_private(remote: Remote, tmp_path: Path) -> None:
     """Directories are made with mode 0700, files with 0600; a directory that others may enter is closed."""
     with open_cache(remote, remote, tmp_path / "a") as cache:
         cache.store("one", b"1")
@@ -130,7 +130,7 @@ def test_each_process_has_an_index_of_its_own(tmp_path: Path) -> None:
         opened[at].__exit__(None, None, None)
 
 
-def test_readers_share_it(remote: Remote, tmp_path: Path) -> None:
+def test_readers_share_the_cache(remote: Remote, tmp_path: Path) -> None:
     """Two readers at once, and one after them, read everything; the last one asks for no manifest and no meta pack."""
     host = RemoteHost(tmp_path / "host", remote)
     write(host.root / "a", os.urandom(30_000))

@@ -21,7 +21,7 @@ from ciuic.remote.object_names import PACKS_PREFIX, new_hex_id
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.collector import CollectionPolicy, CollectionResult, Collector, live_chunks
+from ciuic.remote.upkeep.collection_round import CollectionPolicy, CollectionResult, Collector, live_chunks
 from ciuic.remote.writer_log import WriterLog, append_to_log
 
 

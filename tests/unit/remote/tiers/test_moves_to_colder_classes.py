@@ -22,7 +22,7 @@ from ciuic.remote.objects.storage_classes import ListedClass
 from ciuic.remote.remote_index import cold_packs
 from ciuic.remote.upkeep.cold_packs import apply_rules
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.writer_log import LogUpkeep, WriterLog, WriterState
 
 COLLECT_AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)

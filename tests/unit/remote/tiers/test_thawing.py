@@ -30,7 +30,7 @@ from ciuic.remote.upkeep.cold_packs import (
     unreadable_now,
     wait_until_ready,
 )
-from ciuic.remote.upkeep.collector import Repacker
+from ciuic.remote.upkeep.collection_round import Repacker
 from ciuic.repository import Walker
 from ciuic.repository.lookup import find
 from ciuic.types import SnapshotId

@@ -28,7 +28,7 @@ from ciuic.remote.upkeep.collect import (
     preview_collection,
     resolve_snapshots,
 )
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.writer_log import LogUpkeep
 
 AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)

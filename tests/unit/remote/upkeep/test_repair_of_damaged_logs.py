@@ -26,7 +26,7 @@ from ciuic.remote.sealing.key_slots import recovery_secret, show_recovery_key
 from ciuic.remote.upkeep import check
 from ciuic.remote.upkeep.check import check_remote, repair_remote
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.writer_log import append_to_log
 from ciuic.repository import Repository
 from ciuic.repository.errors import UnsupportedFormat

@@ -21,8 +21,8 @@ from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
 from ciuic.remote.sealing.key_slots import SlotSecret
 from ciuic.remote.upkeep.check import check_remote
 from ciuic.remote.upkeep.collect import give_up_snapshots, open_collector
-from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.upkeep.versions import check_versions, renew_locks
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
+from ciuic.remote.upkeep.version_repair import check_versions, renew_locks
 
 SECRET = SlotSecret("key-file", bytes(range(32)))
 OTHER = SlotSecret("key-file", bytes(32))

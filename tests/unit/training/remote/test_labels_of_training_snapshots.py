@@ -34,7 +34,7 @@ def test_a_state_has_name_epoch_and_step(
     manifest_name(job=found.job, epoch=found.epoch, step=found.step, host="host")
 
 
-def test_files_have_none(tmp_path: Path) -> None:
+def test_snapshots_of_files_have_no_labels(tmp_path: Path) -> None:
     """A snapshot of files has no labels, whatever its tags say."""
     made = CliRepository(tmp_path / "repository", tmp_path / "root")
     id_ = made.snapshot({b"snapshot.json": b"{}"}, tags=("epoch-3",))

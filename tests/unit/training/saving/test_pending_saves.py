@@ -101,7 +101,7 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Saves:
     return _Saves(tmp_path, monkeypatch)
 
 
-def test_in_their_order(saves: _Saves) -> None:
+def test_saves_are_submitted_in_their_order(saves: _Saves) -> None:
     """A save that has arrived waits for the one before it."""
     (_, first), (_, second) = saves.add(), saves.add()
     second.is_done = True

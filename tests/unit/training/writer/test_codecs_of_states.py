@@ -151,7 +151,7 @@ def test_noise_is_stored_as_it_is(repository: Repository) -> None:
     assert Repository.open(repository.path).config.format == 1
 
 
-def test_none_means_none(repository: Repository) -> None:
+def test_compression_none_stores_content_as_it_is(repository: Repository) -> None:
     """compression="none" stores even compressible content as it is."""
     saves = Saves(repository, "none")
     assert saves.flags(saves.save(b"words " * 20000)) == {0}

@@ -100,7 +100,7 @@ def add_bases(index: RemoteIndex, live: LiveChunks) -> None:
             return
 
 
-def measure_use(index: RemoteIndex, live: LiveChunks) -> dict[int, PackUse]:
+def _measure_use(index: RemoteIndex, live: LiveChunks) -> dict[int, PackUse]:
     """Return how much of each pack is needed, by its number; packs without a live chunk are left out."""
     use: dict[int, PackUse] = {}
     for _, copies in live_groups(index, live):
@@ -115,7 +115,7 @@ def measure_use(index: RemoteIndex, live: LiveChunks) -> dict[int, PackUse]:
     return use
 
 
-def keep_needed(
+def _keep_needed(
     index: RemoteIndex, live: LiveChunks, condemned: Iterable[int], use: Mapping[int, PackUse] | None = None
 ) -> set[int]:
     """Return those condemned packs without which each live chunk still has a copy.
@@ -131,7 +131,7 @@ def keep_needed(
     return left
 
 
-def needed_in(index: RemoteIndex, live: LiveChunks, sources: Collection[int]) -> dict[int, set[bytes]]:
+def _needed_in(index: RemoteIndex, live: LiveChunks, sources: Collection[int]) -> dict[int, set[bytes]]:
     """Return the chunks of each of these packs that have to be copied before all of these may go."""
     needed: dict[int, set[bytes]] = {number: set() for number in sources}
     for chunk, copies in live_groups(index, live):
@@ -634,11 +634,11 @@ class Collector:
     def _choose(self) -> StoredRound:
         """Return packs that are not needed, or whose needed chunks all have copies elsewhere; and manifests."""
         live = self._list_and_mark()
-        use = measure_use(self._index, live)
+        use = _measure_use(self._index, live)
         young_since = self._now_ns() - self._policy.young_ns
         old = self._old_packs(young_since)
         unneeded = [number for number in old if not use.get(number, PackUse()).only_here_bytes]
-        condemned = keep_needed(self._index, live, unneeded, use)
+        condemned = _keep_needed(self._index, live, unneeded, use)
         condemned |= self._repack(
             live,
             use,
@@ -720,7 +720,7 @@ class Collector:
             sources.append(number)
         if not sources:
             return set()
-        needed = needed_in(self._index, live, {*sources, *condemned})
+        needed = _needed_in(self._index, live, {*sources, *condemned})
         repacker = self._repacker()
         repacker.copy_all({self._index.ref(number): needed[number] for number in sources})
         self._repacked_bytes = repacker.bytes
@@ -765,7 +765,7 @@ class Collector:
         numbers = {
             number for ref in content.condemned if (number := self._index.number(PackRef(ref))) is not None
         }
-        doomed = self._kept.keep_sound(live, keep_needed(self._index, live, numbers))
+        doomed = self._kept.keep_sound(live, _keep_needed(self._index, live, numbers))
         given_up = self._given_up(
             self._policy.damaged.intersection(map(PackRef, content.condemned)),
             live,
