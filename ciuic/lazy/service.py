@@ -293,7 +293,7 @@ class LazyLayout:
 
 def _boot_id() -> str:
     """Return the id of this start of the machine."""
-    with open("/proc/sys/kernel/random/_boot_id") as file:
+    with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
 
