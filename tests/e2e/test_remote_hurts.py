@@ -1,0 +1,273 @@
+"""What a remote promises where its hosts, clocks, disks and servers are not as one would wish."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.cli_repository import CliRepository, Host
+from support.object_servers import Fault, FaultProxy, Request, SeaweedFS
+from support.remote_host import BLOCK, RemoteHost, new_remote, reading
+from support.restoring import write
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.maintenance.verify import verify_snapshots
+from ciuic.remote.access import Remote
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
+from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
+from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.uploader import Labels
+from ciuic.repository import Repository
+from ciuic.types import Snapshot
+
+# S3 tells times in seconds: also what was stored within this one is old.
+AT_ONCE = CollectionPolicy(young_ns=-(10**10), repack_share=0.6)
+YEAR_SECONDS = 365 * 86_400
+PACK_SALT = slice(16, 32)
+
+
+def collect(remote: Remote, cache: Path, *forget: str) -> None:
+    """Give up these snapshots and free what no other needs, as an operator on a machine of its own."""
+    with reading(remote, cache) as opened:
+        if forget:
+            give_up_snapshots(opened, resolve_snapshots(opened, list(forget)), host="operator")
+    with reading(remote, cache) as opened:
+        collect_remote(opened, host="operator", policy=AT_ONCE)
+
+
+def assert_whole(remote: Remote, cache: Path, *ids: str) -> None:
+    """Fail unless just these snapshots are there, and every byte of them is as it was."""
+    with reading(remote, cache) as opened:
+        assert sorted(opened.snapshots.ids()) == sorted(ids)
+        assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+
+
+@pytest.mark.parametrize("when", ["between two processes", "between the chunks and the commit"])
+def test_a_host_never_relies_on_what_another_deleted(seaweedfs: SeaweedFS, tmp_path: Path, when: str) -> None:
+    """A host whose cached index has packs that another host has deleted stores their chunks again before it commits."""
+    remote = new_remote(seaweedfs.connect(seaweedfs.new_url()))
+    host = RemoteHost(tmp_path / "host", remote)
+    content = random.Random(when).randbytes(40 * BLOCK)
+    write(host.root / "file", content)
+    first = str(host.snapshot().id)
+    write(host.root / "file", b"another")
+    second = str(host.snapshot().id)
+    host.upload()
+    packs = {info.name for info in remote.objects.list("packs/")}
+    write(host.root / "again", content)
+    third = str(host.snapshot().id)
+    if when == "between two processes":
+        collect(remote, tmp_path / "operator", first)
+        host.upload()
+    else:
+
+        def labels(_: Repository, snapshot: Snapshot) -> Labels:
+            if packs <= {info.name for info in remote.objects.list("packs/")}:
+                collect(remote, tmp_path / "operator", first)
+            return Labels()
+
+        host.upload(labels)
+    assert not packs <= {info.name for info in remote.objects.list("packs/")}
+    assert_whole(remote, tmp_path / "reader", second, third)
+
+
+def sealed_bytes(remote: Remote) -> dict[str, bytes]:
+    """Return every object whose key or position is used once."""
+    return {
+        info.name: remote.objects.get(info.name)
+        for info in remote.objects.list("")
+        if not info.name.startswith(("keys/", "proof/", "remote.json"))
+    }
+
+
+def test_a_host_restored_to_last_week_uses_nothing_twice(seaweedfs: SeaweedFS, tmp_path: Path) -> None:
+    """After the whole local state went back, no object is replaced, no key is used twice, and both times verify."""
+    remote = new_remote(seaweedfs.connect(seaweedfs.new_url()))
+    host = RemoteHost(tmp_path / "host", remote)
+    rng = random.Random(7)
+    ids: list[str] = []
+
+    def snapshot(one: RemoteHost) -> None:
+        write(host.root / f"{rng.randrange(4)}", rng.randbytes(9 * BLOCK))
+        ids.append(str(one.snapshot().id))
+        one.upload()
+
+    for _ in range(2):
+        snapshot(host)
+    restored = host.copy(tmp_path / "restored", remote)
+    for _ in range(3):
+        snapshot(host)
+    before = sealed_bytes(remote)
+    for _ in range(3):
+        snapshot(restored)
+    after = sealed_bytes(remote)
+    assert {name: after.get(name) for name in before} == before
+    salts = Counter(data[PACK_SALT] for data in after.values())
+    assert set(salts.values()) == {1}
+    assert_whole(remote, tmp_path / "reader", *ids)
+
+
+class WrongClock:
+    """Directory of Python code that moves the clock of a process, for PYTHONPATH."""
+
+    def __init__(self, place: Path, seconds: int) -> None:
+        place.mkdir()
+        (place / "sitecustomize.py").write_text(
+            f"import time\n_s, _n = time.time, time.time_ns\n"
+            f"time.time = lambda: _s() + {seconds}\ntime.time_ns = lambda: _n() + {seconds} * 10**9\n"
+        )
+        self.path = str(place)
+
+
+@pytest.mark.parametrize("seconds", [YEAR_SECONDS, -YEAR_SECONDS])
+def test_a_wrong_clock_deletes_and_hides_nothing(short_tmp: Path, seconds: int) -> None:
+    """A host whose clock is a year wrong uploads, spares what is young by the store's clock, and shows everything."""
+    nas = short_tmp / "nas"
+    right, wrong = Host(short_tmp / "right"), Host(short_tmp / "wrong")
+    right.run("remote", "init", f"file://{nas}")
+    wrong.env["PYTHONPATH"] = WrongClock(short_tmp / "clock", seconds).path
+    wrong.run("remote", "join", f"file://{nas}", "--open-with", str(right.key_file))
+    for host in (right, wrong):
+        host.snapshot_of(os.urandom(300_000), os.urandom(300_000))
+        host.run("remote", "upload", "--once")
+
+    def shown(host: Host) -> set[str]:
+        return {one["id"] for one in host.json("list", "--all-hosts")["snapshots"]}
+
+    everything = shown(right)
+    assert len(everything) == 4
+    assert shown(wrong) == everything
+    given_up = everything.pop()
+    right.run("forget", "--remote", "-y", given_up)
+    assert wrong.json("prune", "--remote")["freed_bytes"] == 0
+    then = time.time() - 2 * 86_400
+    for path in nas.rglob("*"):
+        if path.is_file():
+            os.utime(path, (then, then))
+    # The index keeps the times that it has seen, and a store never changes them.
+    wrong.env["XDG_CACHE_HOME"] = str(wrong.top / "another-cache")
+    assert wrong.json("prune", "--remote")["freed_bytes"] > 250_000
+    for host in (right, wrong):
+        made = CliRepository(host.repository, host.top / "root", make=False)
+        made.snapshot({b"file": os.urandom(100_000)}, id_="cs-00000a")
+        host.run("remote", "upload", "--once")
+    assert shown(right) == shown(wrong)
+    assert len(shown(right)) == 5
+    assert not wrong.json("verify", "--remote", "--checksum")["damaged"]
+
+
+class LateListings:
+    """Each new name is missing in the first listings of a proxy that should have it."""
+
+    def __init__(self, proxy: FaultProxy) -> None:
+        self._late: dict[str, int] = {}
+        self._listings = 0
+        self.missed = 0
+        proxy.fault = self._fault
+
+    def refuse(self, listings: int) -> None:
+        """Have every name that is stored from now on be missing in so many listings."""
+        self._listings = listings
+
+    def _fault(self, request: Request) -> Fault | None:
+        if request.method == "PUT" and self._listings:
+            self._late.setdefault(request.path.partition("?")[0].removeprefix("/tests/"), self._listings)
+        elif request.method == "GET" and "list-type=2" in request.path:
+            return Fault(spoils=self._without_newest)
+        return None
+
+    def _without_newest(self, body: bytes) -> bytes:
+        def keep(found: re.Match[bytes]) -> bytes:
+            name = found[1].decode()
+            if not self._late.get(name):
+                return found[0]
+            self._late[name] -= 1
+            self.missed += 1
+            return b""
+
+        return re.sub(rb"<Contents>.*?<Key>([^<]*)</Key>.*?</Contents>", keep, body, flags=re.DOTALL)
+
+
+def test_late_listings_are_refused_or_do_no_harm(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Where listings lack the newest names, commits stand, a collection refuses or ends, and nothing is lost."""
+    late = LateListings(fault_proxy)
+    remote = new_remote(fault_proxy.connect(seaweedfs.new_url()))
+    host, other = (RemoteHost(tmp_path / name, remote, name=name) for name in ("host", "other"))
+    rng = random.Random(3)
+    ids: list[str] = []
+    for listings in (0, 2, 1, 3):
+        late.refuse(listings)
+        for one in (host, other):
+            write(one.root / f"{rng.randrange(3)}", rng.randbytes(9 * BLOCK))
+            ids.append(str(one.snapshot().id))
+            one.upload()
+        with suppress(RemoteUnreachable, Damaged, NotFound):
+            collect(remote, tmp_path / "operator", ids[0])
+    assert late.missed > 20
+    late.refuse(0)
+    for one in (host, other):
+        one.upload()
+    # The last names are still missing in a few.
+    for _ in range(4):
+        with suppress(RemoteUnreachable, Damaged, NotFound):
+            collect(remote, tmp_path / "operator")
+    collect(remote, tmp_path / "operator")
+    assert_whole(remote, tmp_path / "reader", *ids[1:])
+
+
+class CountedNames(MemoryObjects):
+    """Objects that count the names that were listed."""
+
+    listed = 0
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        for info in super().list(prefix, after=after):
+            self.listed += 1
+            yield info
+
+
+def test_what_lies_beside_the_prefix_costs_nothing(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """No listing asks for more than names below the prefix, with 200,000 foreign objects beside it."""
+    name = f"beside-{os.urandom(6).hex()}"
+    foreign = MemoryObjects(name)
+    for number in range(200_000):
+        foreign.put(f"train{('', 'ing-', 'ingg/', 'ing0/')[number % 4]}{number}", [b""])
+    objects = CountedNames(name, "training")
+    remote = new_remote(objects)
+    host = RemoteHost(tmp_path / "host", remote)
+    write(host.root / "file", os.urandom(9 * BLOCK))
+    id_ = str(host.snapshot().id)
+    host.upload()
+    collect(remote, tmp_path / "operator")
+    assert_whole(remote, tmp_path / "reader", id_)
+    assert objects.listed < 200
+    forget_bucket(name)
+    # What a server is asked for: its own index finds the prefix.
+    url = seaweedfs.new_url()
+    for beside in ("", "-old", "x/"):
+        seaweedfs.connect("s3://tests").put(f"{url.rpartition('/')[2]}{beside}x", [b""])
+    remote = new_remote(fault_proxy.connect(url))
+    host = RemoteHost(tmp_path / "s3", remote)
+    write(host.root / "file", os.urandom(9 * BLOCK))
+    host.snapshot()
+    host.upload()
+    collect(remote, tmp_path / "operator-s3")
+    asked = [
+        request.path
+        for request in fault_proxy.requests
+        if request.method == "GET" and "list-type" in request.path
+    ]
+    assert asked
+    assert all(f"prefix={url.rpartition('/')[2]}%2F" in path for path in asked)
