@@ -23,6 +23,8 @@ Several packs are on their way at once (`Outbox`). A pack that the store did not
 minute, however long the network is away: the bytes are the same, so a request whose reply was lost does no harm. Memory:
 `_MAX_WAITING_BYTES` and the pack being handed over.
 
+Where a proxy refuses the size of a pack (413), the packs after it have at most half of it.
+
 A pack should take about eight seconds (`PackSize`): what is under way when the process is killed is sent again, and a
 request for each pack costs money and a round trip. The size begins at 512 KiB and is at most a sixteenth of what
 the process has stored, so that one which is killed again and again wastes little. Measured: 512 MiB over 12 MiB/s with 40
@@ -51,7 +53,13 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.remote.access import Remote
 from ciuic.remote.documents import PackRefs, RemoteManifest, encode_manifest, object_digest
 from ciuic.remote.object_names import PackRef, manifest_name, new_pack_ref, pack_name
-from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import (
+    NoSuchBucket,
+    Objects,
+    RefusedBody,
+    RemoteRefused,
+    RemoteUnreachable,
+)
 from ciuic.remote.objects.wrappers import steady_object_bytes
 from ciuic.remote.pack import ROW_BYTES, RemotePackWriter
 from ciuic.remote.remote_index import RemoteIndex
@@ -105,6 +113,13 @@ class PackSize:
         """Smoothed rate of one connection; 0 before the first pack."""
         return self._rate
 
+    def refused(self, size_bytes: int) -> bool:
+        """Note that the store takes no pack of this size; return whether there are smaller ones."""
+        with self._lock:
+            self._max_bytes = min(self._max_bytes, max(FIRST_PACK_BYTES, size_bytes // 2))
+            self._size_bytes = min(self._size_bytes, self._max_bytes)
+            return size_bytes > 2 * FIRST_PACK_BYTES
+
     def stored(self, size_bytes: int, seconds: float) -> None:
         """Note that a pack of this size was stored in this time."""
         rate = size_bytes / max(seconds, 1e-3)
@@ -129,6 +144,10 @@ _Result = TypeVar("_Result")
 
 class Stopped(Exception):
     """The uploader was told to end."""
+
+
+class _RefusedPack(Exception):
+    """The store takes no pack of this size, and smaller ones can be made."""
 
 
 class ClosedPack(NamedTuple):
@@ -234,7 +253,7 @@ class Outbox:
             if failure is None:
                 try:
                     self._send(pack)
-                except (CiuicError, Stopped, OSError) as error:
+                except (CiuicError, Stopped, OSError, _RefusedPack) as error:
                     failure = error
             with self._changed:
                 if failure is None:
@@ -247,7 +266,13 @@ class Outbox:
     def _send(self, pack: ClosedPack) -> None:
         def put() -> None:
             began = self._clock()
-            self._objects.put(pack_name(pack.ref), pack.parts)
+            try:
+                self._objects.put(pack_name(pack.ref), pack.parts)
+            except RefusedBody as error:
+                if not self._size.refused(pack.size_bytes):
+                    raise
+                events.warning("remote_refuses_large_packs", size_bytes=pack.size_bytes, error=error.message)
+                raise _RefusedPack from None
             self._size.stored(pack.size_bytes, self._clock() - began)
 
         persist(put, self._stop, self._problem)
@@ -717,7 +742,11 @@ class Uploader:
                 # What only a removed snapshot still needed may be condemned now.
                 self._refresh()
             checked = self._checked
-            sent_bytes += self._store_chunks(snapshot)
+            try:
+                sent_bytes += self._store_chunks(snapshot)
+            except _RefusedPack:
+                # What was stored is found, and the rest goes into smaller packs.
+                continue
             refs = self._uncommitted.refs
             # Under a new name each time: what an earlier attempt stored may be condemned.
             name, digest = self._store_manifest(snapshot, refs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collector import CollectionPolicy
-from ciuic.remote.uploader import Labels
+from ciuic.remote.uploader import FIRST_PACK_BYTES, Labels, Stopped
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 
@@ -271,3 +272,40 @@ def test_what_lies_beside_the_prefix_costs_nothing(
     ]
     assert asked
     assert all(f"prefix={url.rpartition('/')[2]}%2F" in path for path in asked)
+
+
+@pytest.mark.parametrize("limit_bytes", [2 << 20, 64 << 10])
+def test_a_limit_of_bodies_makes_packs_smaller_or_is_told(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path, limit_bytes: int
+) -> None:
+    """Behind a proxy that takes no large bodies smaller packs are sent; below the smallest, the size and the setting are told."""
+
+    def refuse(request: Request) -> Fault | None:
+        page = b"<html><head><title>413 Request Entity Too Large</title></head></html>"
+        large = request.method == "PUT" and int(request.headers.get("content-length", 0)) > limit_bytes
+        refused.append(large)
+        return Fault(status=413, body=page) if large else None
+
+    refused: list[bool] = []
+    remote = new_remote(fault_proxy.connect(seaweedfs.new_url()))
+    fault_proxy.fault = refuse
+    host = RemoteHost(tmp_path / "host", remote)
+    for number in range(8):
+        write(host.root / f"{number}", os.urandom(8 << 20))
+    id_ = str(host.snapshot().id)
+    if limit_bytes > FIRST_PACK_BYTES:
+        host.upload()
+        assert 1 <= sum(refused) <= 8
+        assert_whole(remote, tmp_path / "reader", id_)
+        return
+    told: list[str] = []
+    stop = threading.Event()
+
+    def problem(text: str) -> None:
+        told.append(text)
+        stop.set()
+
+    with pytest.raises(Stopped):
+        host.upload(problem=problem, stop=stop)
+    assert "no body of" in told[0]
+    assert "client_max_body_size" in told[0]

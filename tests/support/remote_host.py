@@ -75,6 +75,7 @@ class RemoteHost:
         self,
         labels: Callable[[Repository, Snapshot], Labels] = lambda repository, snapshot: Labels(),
         again: Collection[str] = (),
+        problem: Callable[[str], None] = lambda text: None,
         stop: threading.Event | None = None,
     ) -> None:
         """Upload what the remote lacks, and ``again`` although it was given up; ``labels`` is called when the chunks are stored, before the manifest."""
@@ -89,6 +90,7 @@ class RemoteHost:
             host=self.name,
             stop=stop or threading.Event(),
             labels=labels,
+            problem=problem,
             again=again,
         ).catch_up(self.remote)
 

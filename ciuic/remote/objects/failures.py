@@ -17,6 +17,7 @@ from ciuic.remote.objects.model import (
     NoSuchBucket,
     NoSuchObject,
     NotAListing,
+    RefusedBody,
     RemoteFull,
     RemoteRefused,
     RemoteUnreachable,
@@ -44,6 +45,8 @@ _PROXY_HINT = "a proxy may have answered in place of the store"
 _CUT = ("request or response body error", "end of file before message length")
 _FULL_CODES = frozenset({"XMinioStorageFull", "InsufficientStorage", "InsufficientCapacity", "QuotaExceeded"})
 _FULL_STATUS = 507
+_TOO_LARGE_STATUS = 413
+_TOO_LARGE_CODES = frozenset({"EntityTooLarge", "RequestBodyTooLarge"})
 # Answers to a read of an object that must be thawed first: Amazon S3 (403) and OSS, Azure (409).
 _ARCHIVED_CODES = frozenset({"InvalidObjectState", "BlobArchived", "BlobBeingRehydrated"})
 # Codes with a status below 500 of requests that succeed later.
@@ -85,7 +88,14 @@ def is_conflict(exc: BaseException) -> bool:
 
 
 def failure(
-    exc: Exception, doing: str, name: str, *, writes: bool = False, lists: bool = False, bucket: str = ""
+    exc: Exception,
+    doing: str,
+    name: str,
+    *,
+    writes: bool = False,
+    lists: bool = False,
+    bucket: str = "",
+    body_bytes: int = 0,
 ) -> CiuicError:
     """Return the error of `Objects` that stands for one of obstore.
 
@@ -96,6 +106,7 @@ def failure(
         writes: whether the request was to store something, which no missing object can prevent.
         lists: whether it was to list objects, of which the same holds.
         bucket: name of the bucket for the message.
+        body_bytes: size of the body that was sent.
     """
     # By name, so that this module does not import obstore.
     kind = type(exc).__name__
@@ -110,6 +121,12 @@ def failure(
         return NonsenseReply(
             f"{what}: {' '.join(filter(None, ('404', code)))} was answered, which says of no bucket that it is missing",
             hint=f"check endpoint and bucket; {_PROXY_HINT}",
+        )
+    # Before pages: a proxy says this with one.
+    if writes and (status == _TOO_LARGE_STATUS or code in _TOO_LARGE_CODES):
+        return RefusedBody(
+            f"{what}: the store, or a proxy before it, takes no body of {body_bytes} bytes "
+            f"({' '.join(filter(None, (str(status), code)))}); raise its limit to 32 MiB, in nginx client_max_body_size 32m"
         )
     if any(mark in text for mark in _NONSENSE) or (
         _PAGE.search(text) and status < 500 and status not in _REFUSALS

@@ -58,6 +58,10 @@ class RemoteRefused(NotPermitted):
     """The object store does not allow this request to these credentials."""
 
 
+class RefusedBody(RemoteRefused):
+    """The store, or a proxy before it, takes no body of this size."""
+
+
 class ArchivedObject(RemoteRefused, Archived):
     """The object is there, in a storage class from which it cannot be read before it was thawed."""
 

@@ -292,7 +292,8 @@ class ObstoreObjects:
     def put(self, name: str, data: Sequence[Bytes]) -> None:
         """Store the parts as one object, in place of one that is there."""
         check_name(name)
-        client = self._clients.sending(sum(len(part) for part in data))
+        size_bytes = sum(len(part) for part in data)
+        client = self._clients.sending(size_bytes)
         # An iterator of buffers is sent as it is; joined, it would be copied.
         body = data[0] if len(data) == 1 else iter(data)
         attributes = None
@@ -301,7 +302,7 @@ class ObstoreObjects:
         try:
             self._obstore.put(client, name, body, use_multipart=False, attributes=attributes)
         except Exception as exc:
-            raise self._failure(exc, "store", name, writes=True) from None
+            raise self._failure(exc, "store", name, writes=True, body_bytes=size_bytes) from None
 
     def create(self, name: str, data: bytes) -> bool:
         """Store the object if the name is free; False if it is taken."""
@@ -319,7 +320,7 @@ class ObstoreObjects:
                 if pause_seconds is None:
                     break
             except Exception as exc:
-                raise self._failure(exc, "create", name, writes=True) from None
+                raise self._failure(exc, "create", name, writes=True, body_bytes=len(data)) from None
             self._sleep(pause_seconds)
         raise RemoteUnreachable(f"cannot create {name}: the store sees another create of it all the time")
 
@@ -510,9 +511,18 @@ class ObstoreObjects:
         return again
 
     def _failure(
-        self, exc: Exception, doing: str, name: str, *, writes: bool = False, lists: bool = False
+        self,
+        exc: Exception,
+        doing: str,
+        name: str,
+        *,
+        writes: bool = False,
+        lists: bool = False,
+        body_bytes: int = 0,
     ) -> CiuicError:
-        return failure(exc, doing, name, writes=writes, lists=lists, bucket=self._bucket)
+        return failure(
+            exc, doing, name, writes=writes, lists=lists, bucket=self._bucket, body_bytes=body_bytes
+        )
 
 
 class _OutsideObject(Exception):
