@@ -347,6 +347,24 @@ class LogSummary(msgspec.Struct, kw_only=True):
         return packs
 
 
+def is_uploader(objects: Objects, sealer: Sealer, writer: str, summary: LogSummary, repository: str) -> bool:
+    """Return whether the writer of a log uploaded a snapshot that it commits: a repair commits what others have uploaded.
+
+    Raises:
+        RemoteUnreachable: a manifest could not be read now.
+    """
+    for name, live in summary.committed.items():
+        if live.repository != repository:
+            continue
+        try:
+            manifest = read_document(objects, name, partial(decode_manifest, sealer, name))
+        except (NoSuchObject, Damaged, UnsupportedFormat):
+            continue
+        if manifest.writer == writer:
+            return True
+    return False
+
+
 _PROVABLE_BATCH = 16
 # A log has no gaps, and an entry for each snapshot: no writer gets here, least of all over so many missing entries.
 _FAR = 1 << 32

@@ -42,7 +42,7 @@ from ciuic.remote.access import (
     repository_space,
 )
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
-from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
+from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
 from ciuic.remote.object_names import parse_manifest
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
@@ -147,20 +147,27 @@ class FactsOfRemote:
         """Read the file in this directory of the uploader's own."""
         self._directory = directory
         self._remote = remote
+        # Logs that commit each snapshot, by its manifest.
+        self._logs: dict[str, set[str]] = {}
         note = read_note(directory, _FACTS_NAME, _Note)
         self._facts: dict[str, StoredFacts] = (
             {} if note is None else {one.snapshot: one for one in note.facts}
         )
 
-    @property
-    def by_id(self) -> Mapping[str, StoredFacts]:
-        """Facts by the id of the snapshot."""
-        return self._facts
+    def committed_in(self, logs: Collection[str]) -> dict[str, StoredFacts]:
+        """Return the facts of the snapshots that one of these logs commits, by the id of the snapshot."""
+        return {
+            id_: one
+            for id_, one in self._facts.items()
+            if not self._logs.get(one.manifest, set()).isdisjoint(logs)
+        }
 
     def learn(
         self,
         live: Mapping[str, LiveManifest],
+        logs: Mapping[str, Collection[str]],
         repository_id: str,
+        own_logs: Collection[str] = (),
         content_of: Callable[[str], str] = lambda id_: "",
     ) -> set[str]:
         """Make the facts those of the snapshots of this repository that the logs commit; return their ids.
@@ -170,25 +177,35 @@ class FactsOfRemote:
 
         Args:
             live: Snapshots that exist.
+            logs: Manifests that each log commits.
             repository_id: Id of the repository.
+            own_logs: Logs of this host, whose snapshot counts where two that are not here have one id.
             content_of: Returns the `_content_digest` of a snapshot here by its id; empty for one that is not here.
 
         Raises:
             RemoteUnreachable: a manifest could not be read now.
         """
+        self._logs = {}
+        for writer, manifests in logs.items():
+            for name in manifests:
+                self._logs.setdefault(name, set()).add(writer)
         names: dict[str, list[str]] = {}
         for name, one in live.items():
             if one.repository == repository_id:
                 names.setdefault(one.snapshot, []).append(name)
         known: dict[str, StoredFacts] = {}
         stored: set[str] = set()
-        for id_, manifests in names.items():
+        for id_, some in names.items():
+            # Those of this host last, so that they stay.
+            manifests = sorted(
+                some, key=lambda name: (not self._logs.get(name, set()).isdisjoint(own_logs), name)
+            )
             content = content_of(id_)
             before = self._facts.get(id_)
             if before is not None and before.manifest in manifests and content in ("", before.content):
                 found: list[StoredFacts | None] = [before]
             else:
-                found = [self._read(id_, name, repository_id) for name in sorted(manifests)]
+                found = [self._read(id_, name, repository_id) for name in manifests]
             fitting = [one for one in found if one is None or content in ("", one.content)]
             if fitting:
                 # Also one whose manifest cannot be read: a log commits it.
@@ -200,8 +217,9 @@ class FactsOfRemote:
         self._write()
         return stored
 
-    def add(self, info: SnapshotInfo, manifest: str, content: str) -> None:
-        """Add a snapshot that was committed."""
+    def add(self, info: SnapshotInfo, manifest: str, content: str, log: str) -> None:
+        """Add a snapshot that was committed in this log."""
+        self._logs[manifest] = {log}
         self._facts[info.id] = StoredFacts(
             snapshot=str(info.id),
             manifest=manifest,
@@ -249,6 +267,51 @@ class FactsOfRemote:
         write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
 
 
+_OTHERS_NAME: Final = "other-logs"
+# In place of a number of snapshots: the log grew while this host had another one.
+_GROWS: Final = -1
+
+
+class _OthersNote(msgspec.Struct, frozen=True, kw_only=True):
+    logs: dict[str, int]
+    """Number of snapshots of this repository that each log committed when it was last seen, or `_GROWS`."""
+
+
+class OtherLogs:
+    """Logs beside this host's own that commit snapshots of its repository.
+
+    They are those of a host with a copy of this disk, or of this host before its state was lost or restored. A log that
+    never grew and that a collection has ended is taken for the latter: its snapshots are this host's.
+    """
+
+    def __init__(
+        self, directory: str, space: Remote, logs: LogReader, repository_id: str, own: Collection[str]
+    ) -> None:
+        """Look at the logs, and keep what was seen in this directory of the uploader's own.
+
+        Raises:
+            RemoteUnreachable: a manifest could not be read now.
+        """
+        note = read_note(directory, _OTHERS_NAME, _OthersNote)
+        seen = {} if note is None else dict(note.logs)
+        self.adopted: set[str] = set()
+        """Logs whose snapshots are this host's."""
+        self.writers = 0
+        """Logs to which another host may write."""
+        for writer, summary in logs.logs.items():
+            number = sum(one.repository == repository_id for one in summary.committed.values())
+            if writer in own or not number:
+                continue
+            before = seen.get(writer, number)
+            seen[writer] = _GROWS if before == _GROWS or number > before else number
+            if not summary.retired:
+                self.writers += is_uploader(space.objects, space.sealer, writer, summary, repository_id)
+            elif seen[writer] != _GROWS:
+                self.adopted.add(writer)
+        if seen:
+            write_note(directory, _OTHERS_NAME, _OthersNote(logs=seen), durable=False)
+
+
 # How often the directory of snapshots is looked at: one stat(2).
 _POLL_SECONDS: Final = 0.5
 # Time after which a snapshot that could not be read is tried again.
@@ -282,6 +345,7 @@ class Replication:
         problem: Callable[[str], None] = lambda text: None,
         uploaded: Callable[[UploadedSnapshot], None] = lambda snapshot: None,
         waiting: Callable[[Waiting], None] = lambda waiting: None,
+        other_writers: Callable[[int], None] = lambda number: None,
         again: Collection[str] = (),
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -299,6 +363,7 @@ class Replication:
             problem: Told in words what is waited for; with an empty text when it is over.
             uploaded: Called after each commit.
             waiting: Told what the remote lacks, whenever that changes.
+            other_writers: Told how many other logs commit snapshots of this repository.
             again: Snapshots to upload although an operator gave them up.
             now_ns: The clock, UTC.
         """
@@ -313,6 +378,7 @@ class Replication:
         self._problem = problem
         self._uploaded = uploaded
         self._waiting = waiting
+        self._other_writers = other_writers
         self._again = frozenset(again)
         self._now_ns = now_ns
         self._stored: set[str] = set()
@@ -324,6 +390,8 @@ class Replication:
         self._facts: FactsOfRemote
         self._logs: LogReader
         self._own_log: LogRotation
+        self._log: WriterLog
+        self._adopted: set[str] = set()
         self._tail_ns = 0
         # Snapshots that could not be uploaded, and when they are tried again.
         self._failed: dict[str, float] = {}
@@ -407,9 +475,24 @@ class Replication:
         except BaseException:
             index.close()
             raise
+        others = persist(
+            lambda: OtherLogs(str(directory), space, reader, self._repository.id, log.own_names),
+            self._stop,
+            self._problem,
+        )
+        self._log, self._adopted = log, others.adopted
+        self._other_writers(others.writers)
+        if others.writers:
+            events.warning("remote_has_other_writers", remote=self._config.name, logs=others.writers)
         facts = FactsOfRemote(str(directory), space)
         self._stored = persist(
-            lambda: facts.learn(reader.live(), self._repository.id, self._content),
+            lambda: facts.learn(
+                reader.live(),
+                {writer: summary.committed for writer, summary in reader.logs.items()},
+                self._repository.id,
+                self._own_logs(),
+                self._content,
+            ),
             self._stop,
             self._problem,
         )
@@ -421,6 +504,10 @@ class Replication:
             # Snapshots whose commits are lost are uploaded again: their packs are there.
             events.warning("remote_log_damaged", remote=self._config.name, error=damaged.error.message)
         return _Opened(uploader, index)
+
+    def _own_logs(self) -> set[str]:
+        """Return the logs whose snapshots are this host's, and subject to its retention."""
+        return self._adopted | self._log.own_names
 
     def _due(self) -> Iterator[SnapshotInfo]:
         """Yield the snapshots that the remote lacks, in the order of need, and tell how many there are."""
@@ -441,7 +528,8 @@ class Replication:
         """Give up what no rule of the remote keeps, and pass over what none would keep."""
         here = {str(info.id): info for info in self._repository.snapshots.list()}
         # Marks may have changed since the upload: a snapshot that is held here now is kept there.
-        everything: dict[str, StoredFacts | SnapshotInfo] = {**self._facts.by_id, **here}
+        own = self._facts.committed_in(self._own_logs())
+        everything: dict[str, StoredFacts | SnapshotInfo] = {**own, **here}
         roots = {one.id: one.roots for one in everything.values()}
         plan = plan_retention(
             everything.values(),
@@ -451,7 +539,7 @@ class Replication:
             having=snapshots_having(roots, {root for paths in roots.values() for root in paths}),
         )
         removed = {str(id_) for id_ in plan.removed}
-        given_up = [one for id_, one in self._facts.by_id.items() if id_ in removed]
+        given_up = [one for id_, one in own.items() if id_ in removed]
         # What a damaged log commits may be what the rules would keep in place of these.
         if given_up and not self._logs.damaged:
             uploader.give_up([one.manifest for one in given_up])
@@ -475,7 +563,7 @@ class Replication:
             self._packs.close()
             self._repository.close()
         self._stored.add(id_)
-        self._facts.add(info, done.manifest, self._content(id_))
+        self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
         self._failed.pop(id_, None)
         infos = self._repository.snapshots.list()
         self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
@@ -629,6 +717,8 @@ class UploadStatus(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int = 0
     remote_id: str = ""
     """Id of the remote, once it was opened."""
+    other_writers: int = 0
+    """Logs of other hosts, or of lost states of this one, that commit snapshots of this repository."""
 
     @property
     def runs(self) -> bool:
@@ -672,6 +762,7 @@ class StatusWriter:
             else Waiting(before.snapshots, before.size_bytes, before.oldest_ns)
         )
         self._remote_id = "" if before is None else before.remote_id
+        self._other_writers = 0 if before is None else before.other_writers
         self._waits_for = ""
         self._last: UploadedSnapshot | None = None
         self._marks = [(clock(), 0)]
@@ -683,6 +774,10 @@ class StatusWriter:
     def opened(self, remote_id: str) -> None:
         """Note that the remote was opened."""
         self._remote_id = remote_id
+
+    def other_writers(self, number: int) -> None:
+        """Note how many other logs commit snapshots of this repository."""
+        self._other_writers = number
 
     def waiting(self, waiting: Waiting) -> None:
         """Note what the remote lacks."""
@@ -729,6 +824,7 @@ class StatusWriter:
                 sent_bytes=sent,
                 received_bytes=sum(count.received_bytes for count in counts.values()),
                 remote_id=self._remote_id,
+                other_writers=self._other_writers,
             )
             try:
                 write_note(self._directory, _STATUS_NAME, status, durable=False)
@@ -895,6 +991,7 @@ class _RemoteUpload:
                 problem=self._status.problem,
                 uploaded=self._status.uploaded,
                 waiting=self._status.waiting,
+                other_writers=self._status.other_writers,
                 again=self._again,
             )
             if once:

@@ -63,6 +63,8 @@ from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 
 _MAX_BYTES: Final = 4096
+# 35 bytes each: they fit into the file. A host begins another log after 32,768 snapshots, and where it lost one.
+_MAX_EARLIER: Final = 64
 
 
 class WriterPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +72,8 @@ class WriterPosition(msgspec.Struct, frozen=True, kw_only=True):
 
     writer: HexId
     next: Number
+    earlier: tuple[HexId, ...] = ()
+    """Logs that this host has written before, and that nobody else writes to."""
 
 
 class WriterState:
@@ -144,6 +148,9 @@ class WriterLog:
         # Nonces of entries that were tried at ``_next``: the reply to any of them may have been lost.
         self._tried: dict[str, LogEntry] = {}
         self._said_hello = False
+        self._earlier: tuple[str, ...] = ()
+        # True if another process writes to the log, as after a disk was cloned or restored.
+        self._shared = False
         # True if the log belongs to somebody else, or has ended: another has to be begun.
         self._lost = True
         # True while rounds must be read before anything may be committed.
@@ -153,6 +160,11 @@ class WriterLog:
     def next_number(self) -> int:
         """Number of the next entry."""
         return self._next
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """Names of the logs in which this host alone has written, as far as it knows."""
+        return frozenset((self.writer, *self._earlier))
 
     def hello(self) -> None:
         """Begin to write: continue this host's log, or begin one, then read all rounds.
@@ -165,6 +177,7 @@ class WriterLog:
         """
         with self._lock:
             known = self._state.load()
+            self._earlier = () if known is None else known.earlier
             self._lost = known is None or not self._continue(known)
             self._rounds_unread = True
             self._get_ready()
@@ -271,7 +284,10 @@ class WriterLog:
     def _begin(self) -> None:
         """Begin a log under a new random name."""
         writer = self._new_id()
+        if self._next and not self._shared:
+            self._earlier = (*self._earlier, self.writer)[-_MAX_EARLIER:]
         self._become(writer, 0, "")
+        self._shared = False
         # Lost until it stands: after an error the next call begins another one.
         self._lost = True
         hello = self._hello()
@@ -300,12 +316,32 @@ class WriterLog:
         last = self._read(end)
         if last is None or isinstance(last, LogRetired):
             return False
+        if self._went_on(known.next, end):
+            self._shared = True
+            return False
         self._pass(last)
         self._lost = False
         hello = self._hello()
         while not self._lost:
             if self._append(hello):
                 return True
+        return False
+
+    def _went_on(self, begin: int, end: int) -> bool:
+        """Return whether a writer, and not collectors alone, made entries that this host's state does not know.
+
+        Then two hosts have this state, or it was restored to an earlier one. One hello may be that of a process which
+        was killed before it saved its position.
+        """
+        said_hello = False
+        for number in range(begin, end + 1):
+            entry = self._read(number)
+            if entry is None or isinstance(entry, LogCommit | LogRemove | LogMove):
+                return True
+            if isinstance(entry, LogHello):
+                if said_hello:
+                    return True
+                said_hello = True
         return False
 
     def _hello(self) -> LogHello:
@@ -332,6 +368,7 @@ class WriterLog:
         if standing is None or (not mine and not isinstance(standing, LogFence | LogState)):
             # Another uploader has this name, as after a disk was cloned; or the log was ended.
             self._lost = True
+            self._shared = True
             return False
         if mine and not self._stands():
             self._lost = True
@@ -367,7 +404,7 @@ class WriterLog:
         self._tried.clear()
 
     def _save(self) -> None:
-        self._state.save(WriterPosition(writer=self.writer, next=self._next))
+        self._state.save(WriterPosition(writer=self.writer, next=self._next, earlier=self._earlier))
 
 
 def append_to_log(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -13,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.cli_repository import CliRepository, Host
+from support.cli_repository import FIRST_NS, CliRepository, Host
 from support.object_servers import Fault, FaultProxy, Request, SeaweedFS
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
@@ -309,3 +311,52 @@ def test_a_limit_of_bodies_makes_packs_smaller_or_is_told(
         host.upload(problem=problem, stop=stop)
     assert "no body of" in told[0]
     assert "client_max_body_size" in told[0]
+
+
+def test_hosts_of_one_cloned_disk_have_a_retention_each(short_tmp: Path) -> None:
+    """No snapshot of one is removed by the rules of the other, however they take turns; status and check name two writers."""
+    url = f"file://{short_tmp}/nas"
+    one = Host(short_tmp / "one")
+    one.run("remote", "init", url)
+    with one.config.open("a") as file:
+        file.write('[remote.keep]\nkeep_last = 2\nkeep_within = "1m"\n')
+    made = itertools.count(1)
+
+    def snapshot(host: Host) -> str:
+        number = next(made)
+        repository = CliRepository(host.repository, short_tmp / "root", make=False)
+        id_ = f"cs-{number:06x}"
+        made_ns = FIRST_NS + number * 3600 * 10**9
+        return str(repository.snapshot({b"file": os.urandom(50_000)}, id_=id_, time_ns=made_ns))
+
+    common = [snapshot(one) for _ in range(2)]
+    one.run("remote", "upload", "--once")
+    two = Host(short_tmp / "two")
+    for name in ("repository", "upload"):
+        shutil.copytree(one.top / name, two.top / name)
+    shutil.copy2(one.key_file, two.key_file)
+    two.config.write_text(one.config.read_text().replace(str(one.top), str(two.top)))
+
+    def there() -> set[str]:
+        return {found["id"].rpartition("/")[2] for found in one.json("list", "--all-hosts")["snapshots"]}
+
+    # The host that goes on in the common log keeps the common snapshots; the other one's snapshots are its own.
+    own = {host.top: [snapshot(host)] for host in (one, two)}
+    for host in (two, one):
+        host.run("remote", "upload", "--once")
+    for _ in range(3):
+        own[one.top].append(snapshot(one))
+        one.run("remote", "upload", "--once")
+        assert {*common[1:], *own[two.top], *own[one.top][-2:]} <= there()
+    for _ in range(3):
+        own[two.top].append(snapshot(two))
+        two.run("remote", "upload", "--once")
+        assert {*own[two.top][-2:], *own[one.top][-2:]} <= there()
+    one.run("remote", "upload", "--once")
+    assert there() == {*own[one.top][-2:], *own[two.top][-2:]}
+    for host in (one, two):
+        assert "2 logs for this repository" in " ".join(host.run("remote", "status").stdout.decode().split())
+    report = one.json("check", "--remote")
+    assert not report["damaged"]
+    assert ["2 writers" in finding["message"] for finding in report["findings"]] == [True]
+    assert not one.json("verify", "--remote", "--checksum")["damaged"]

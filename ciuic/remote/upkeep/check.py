@@ -66,6 +66,7 @@ from ciuic.remote.log_reader import (
     LogSummary,
     Rounds,
     UnloggedManifest,
+    is_uploader,
     read_log_cache,
     read_provable,
     unlogged_manifests,
@@ -180,6 +181,7 @@ def _check_logs(reader: SpaceReader, report: CheckReport) -> None:
         for name, reason in damaged.problems.items():
             text = f"{name} is damaged: {reason}"
             report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
+    _tell_writers(reader, logs, report)
     for one in _unlogged(reader, logs):
         text = f"{one.name} is stored, and no log commits or removes it: {one.reason}"
         report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
@@ -188,6 +190,23 @@ def _check_logs(reader: SpaceReader, report: CheckReport) -> None:
             text = f"{lost.live.snapshot} of {lost.manifest.host} is stored, and no readable entry commits it"
             hint = "ciuic check --remote --repair commits it again"
             report.findings.append(CheckFinding("warning", "log", text, hint, snapshot=lost.live.snapshot))
+
+
+def _tell_writers(reader: SpaceReader, logs: LogReader, report: CheckReport) -> None:
+    """Add the repositories to which several hosts write, as after a disk was cloned, to the report."""
+    writers: dict[str, list[str]] = {}
+    for writer, summary in logs.logs.items():
+        for repository in {live.repository for live in summary.committed.values() if not summary.retired}:
+            writers.setdefault(repository, []).append(writer)
+    space = reader.space
+    for repository, some in writers.items():
+        number = len(some) > 1 and sum(
+            is_uploader(space.objects, space.sealer, writer, logs.logs[writer], repository) for writer in some
+        )
+        if number > 1:
+            text = f"{number} writers upload the repository {repository}, each with a retention of its own"
+            hint = "where a disk was cloned, make a new repository on one of the hosts"
+            report.findings.append(CheckFinding("info", "log", text, hint))
 
 
 def _unlogged(reader: SpaceReader, logs: LogReader) -> list[UnloggedManifest]:

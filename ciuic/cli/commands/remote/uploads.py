@@ -197,6 +197,7 @@ def _upload(upload: UploadStatus, price: RemotePrice) -> dict[str, Any]:
         "pid": upload.pid,
         "time": times.rfc3339(upload.time_ns),
         "waits_for": upload.waits_for,
+        "other_writers": upload.other_writers,
         "bytes_per_second": upload.bytes_per_second,
         "last_snapshot": upload.last_snapshot or None,
         "last_seconds": upload.last_seconds,
@@ -319,6 +320,12 @@ def _print_upload(upload: dict[str, Any]) -> None:
         )
     else:
         _say(f"upload     running, pid {upload['pid']}, {human_size(upload['bytes_per_second'])}/s")
+    if upload["other_writers"]:
+        _say(
+            f"writers    {plural(1 + upload['other_writers'], 'log')} for this repository: another host with a copy of this "
+            "disk, or an earlier state of this one; each has a retention of its own",
+            fg="yellow",
+        )
     if upload["last_snapshot"]:
         _say(
             f"           last {shown_text(upload['last_snapshot'])}, within {human_duration(upload['last_seconds'])}"
