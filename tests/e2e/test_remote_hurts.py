@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import itertools
 import os
 import random
 import re
 import shutil
+import socket
 import threading
 import time
 from collections import Counter
@@ -16,13 +18,14 @@ from pathlib import Path
 
 import pytest
 from support.cli_repository import FIRST_NS, CliRepository, Host
-from support.object_servers import Fault, FaultProxy, Request, SeaweedFS
+from support.object_servers import Fault, FaultProxy, Request, SeaweedFS, _ProxyHandler
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
+from ciuic.remote.objects.failures import failure
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
@@ -360,3 +363,43 @@ def test_hosts_of_one_cloned_disk_have_a_retention_each(short_tmp: Path) -> None
     assert not report["damaged"]
     assert ["2 writers" in finding["message"] for finding in report["findings"]] == [True]
     assert not one.json("verify", "--remote", "--checksum")["damaged"]
+
+
+def test_a_store_with_an_ipv6_address_alone(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """An endpoint such as http://[::1]:9000 is uploaded to and read from."""
+
+    class OverIPv6(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_INET6
+
+    class Handler(_ProxyHandler):
+        owner = fault_proxy
+
+    with OverIPv6(("::1", 0), Handler) as server:
+        server.daemon_threads = True
+        serving = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        serving.start()
+        remote = new_remote(seaweedfs.connect(seaweedfs.new_url(), f"http://[::1]:{server.server_port}"))
+        host = RemoteHost(tmp_path / "host", remote)
+        write(host.root / "file", os.urandom(9 * BLOCK))
+        id_ = str(host.snapshot().id)
+        host.upload()
+        assert_whole(remote, tmp_path / "reader", id_)
+        server.shutdown()
+        serving.join(10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "invalid peer certificate: Expired",
+        "invalid peer certificate: certificate expired: verification time 1",
+    ],
+)
+def test_an_expired_certificate_is_called_so(text: str) -> None:
+    """What is told of a store whose certificate has expired names that, and the clock of this machine."""
+    error = failure(Exception(f"error sending request: {text}"), "store", "a", writes=True)
+    assert isinstance(error, RemoteUnreachable)
+    assert "has expired" in error.message
+    assert "clock" in error.message

@@ -28,8 +28,8 @@ from ciuic.system.child_process import program_environment
 _MAX_FILE_BYTES = 1 << 20
 _MAX_REPLY_BYTES = 1 << 16
 _PROCESS_TIMEOUT_SECONDS = 30
-# Files are read again, so that rotated keys are taken without a restart.
-_FILE_LIFETIME = timedelta(minutes=10)
+# Files are read again, so that rotated keys are taken without a restart: an upload whose token has ended waits so long.
+_FILE_LIFETIME = timedelta(minutes=1)
 # obstore asks again when a key has less time left than a request may take.
 _REFRESH_BEFORE = timedelta(minutes=5)
 _ALIBABA_METADATA = "http://100.100.100.200"

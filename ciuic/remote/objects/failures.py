@@ -194,6 +194,9 @@ def _transport(text: str) -> str:
     """Return what broke, in a few words."""
     lower = text.lower()
     for mark, words in (
+        # rustls: "invalid peer certificate: Expired", or "certificate expired: verification time …".
+        ("certificate: expired", "its TLS certificate has expired, or the clock of this machine is wrong"),
+        ("certificate expired", "its TLS certificate has expired, or the clock of this machine is wrong"),
         ("certificate", "its TLS certificate is not trusted"),
         ("dns error", "its host name has no address"),
         ("connection refused", "connection refused"),
