@@ -14,17 +14,28 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from support.cli_repository import FIRST_NS, CliRepository, Host
-from support.object_servers import Fault, FaultProxy, Request, SeaweedFS, _ProxyHandler
+from support.object_servers import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    Fault,
+    FaultProxy,
+    Request,
+    SeaweedFS,
+    _ProxyHandler,
+    connect_s3,
+)
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
+from ciuic.remote.objects import credentials
 from ciuic.remote.objects.failures import failure
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
@@ -403,3 +414,35 @@ def test_an_expired_certificate_is_called_so(text: str) -> None:
     assert isinstance(error, RemoteUnreachable)
     assert "has expired" in error.message
     assert "clock" in error.message
+
+
+def test_keys_that_rotate_while_an_upload_runs(
+    seaweedfs: SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload whose key is refused says so, takes the key that replaces it in the shared file, and ends well."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(credentials, "_FILE_LIFETIME", timedelta(0))
+    file = tmp_path / "credentials"
+
+    def rotate(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={SECRET_KEY}\n")
+
+    environment = {"HOME": str(tmp_path), "AWS_SHARED_CREDENTIALS_FILE": str(file)}
+    url = seaweedfs.new_url()
+    made = new_remote(seaweedfs.connect(url))
+    rotate("ended")
+    told: list[str] = []
+
+    def problem(text: str) -> None:
+        told.append(text)
+        rotate(ACCESS_KEY)
+
+    objects = connect_s3(url, seaweedfs.endpoint, environment=environment)
+    host = RemoteHost(tmp_path / "host", made._replace(objects=objects))
+    write(host.root / "file", os.urandom(9 * BLOCK))
+    id_ = str(host.snapshot().id)
+    host.upload(problem=problem)
+    assert "the store answered 403" in told[0]
+    assert told[-1] == ""
+    assert_whole(made, tmp_path / "reader", id_)
