@@ -40,7 +40,7 @@ from ciuic.remote.objects.failures import failure
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
-from ciuic.remote.upkeep.collector import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.uploader import FIRST_PACK_BYTES, Labels, Stopped
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
