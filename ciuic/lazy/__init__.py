@@ -8,9 +8,8 @@ Invariants:
 
 * A file is *incomplete* exactly as long as it has a hidden link in the directory ``pending``. The link is removed after its
   content, checked against the ids of its chunks, is durable. So the directory says what is missing after the death of any process.
-* An incomplete file has the snapshot's content or nothing, block by block: a process that changes its content, size or times
-  waits until it is complete. Fetching a block twice is therefore harmless, and a later run needs no journal: it compares what is
-  there with the ids.
+* An incomplete file has, byte by byte, what a job wrote, the snapshot's content, or nothing. What a job wrote is journaled (`changes`), and
+  nothing is fetched over it. Fetching the rest twice is harmless, and needs no journal: a later run compares what is there with the ids.
 * A read is answered from blocks that were checked, or fails with EIO. No zeros are read in place of content, through the mount or
   below it: below it the destination shows no names until the tree is complete.
 

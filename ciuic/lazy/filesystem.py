@@ -1,7 +1,8 @@
 """File system of a lazily restored tree: a passthrough file system whose requests wait for what is not there yet.
 
-Guarantees: a read is answered from blocks that are there; a file is changed only when it is complete; a file that is cut to nothing
-or loses its last name is not filled any more. Link counts, sizes, blocks and times are shown as if the file was complete. A request
+Guarantees: a read is answered from blocks that are there; a write and a new size wait for nothing, and are journaled (changes.py)
+before they are answered; fallocate(2) waits until the file is complete; a file that is cut to nothing or loses its last name is not
+filled any more. Link counts, sizes, blocks and times are shown as if the file was complete. A request
 whose caller was killed or got a signal while it waited for the store is answered with EINTR.
 """
 
@@ -13,7 +14,7 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 from ciuic.fuse_layer import fuse_protocol as p
@@ -25,7 +26,7 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.kernel.session import Handler, Reply
-from ciuic.fuse_layer.state.node_table import NodeTable
+from ciuic.fuse_layer.state.node_table import Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState
 from ciuic.lazy.filling import Settler
@@ -37,7 +38,7 @@ _NAMED: Final = (
     *("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"),
     *("st_blksize", "st_blocks", "st_rdev"),
 )
-_CAN_WAIT: Final = (p.OPEN, p.READ, p.SETATTR, p.COPY_FILE_RANGE, p.COPY_FILE_RANGE_64)
+_CAN_WAIT: Final = (p.READ, p.FALLOCATE, p.COPY_FILE_RANGE, p.COPY_FILE_RANGE_64)
 
 
 class LazyState(PassthroughState):
@@ -56,12 +57,12 @@ class LazyState(PassthroughState):
             return st
         # Archivers take a file without blocks for one hole, which they do not read. Filling moves the time.
         blocks = max(st.st_blocks, -(-st.st_size // _BLOCK_BYTES))
-        seconds, _ = divmod(file.shape.mtime_ns, 10**9)
+        seconds, _ = divmod(file.mtime_ns, 10**9)
         named = {name: getattr(st, name) for name in _NAMED}
         named |= {
             "st_blocks": blocks,
-            "st_mtime_ns": file.shape.mtime_ns,
-            "st_mtime": file.shape.mtime_ns / 1e9,
+            "st_mtime_ns": file.mtime_ns,
+            "st_mtime": file.mtime_ns / 1e9,
         }
         fields = list(st[:10])
         fields[stat.ST_MTIME] = seconds
@@ -92,15 +93,12 @@ class IncompleteFiles:
         """Return the incomplete file of an open handle; None if it is complete."""
         return self.pending.find(self._state.file(handle).node.ino)
 
-    def complete(self, node_id: int) -> None:
+    def complete(self, file: PendingFile) -> None:
         """Wait until a file is complete.
 
         Raises:
             OSError: EIO where it cannot be completed, EINTR if the caller was interrupted.
         """
-        file = self.of(node_id)
-        if file is None:
-            return
         self.before_wait()
         self.pending.wait_until_filled(file, self.interrupted)
         self._settler.settle(file)
@@ -120,6 +118,12 @@ class IncompleteFiles:
             is_open = any(opened.node.ino == file.ino for opened in list(self._state.files.values()))
             if not is_open and not self.opening[file.ino]:
                 self.pending.drop(file)
+
+
+class _Written:
+    """Number of bytes that a change has written."""
+
+    count = 0
 
 
 class LazyFiles(Files):
@@ -157,10 +161,8 @@ class LazyFiles(Files):
         try:
             if not flags & os.O_TRUNC:
                 return opened()
-            with file.io:
-                handle = opened()
-                self._pending.drop(file)
-            return handle
+            with file.io, self._pending.emptying(file):
+                return opened()
         finally:
             with self._pending.changed:
                 opening[ino] -= 1
@@ -195,29 +197,68 @@ class LazyFiles(Files):
     def copy_file_range(
         self, source: int, source_offset: int, target: int, target_offset: int, length: int
     ) -> int:
-        """Copy between two handles; the target was opened for writing, and is complete."""
+        """Copy between two handles; the source is waited for."""
         # A caller goes on after less: the whole of a large file would be waited for.
         length = min(length, _MAX_COPY_BYTES)
         self._fetch(source, source_offset, length)
-        return super().copy_file_range(source, source_offset, target, target_offset, length)
+        with self._changing(target, target_offset) as change:
+            change.count = super().copy_file_range(source, source_offset, target, target_offset, length)
+        return change.count
+
+    def write(
+        self, handle: int, offset: int, data: bytes | memoryview, *, keeps_privileges: bool = False
+    ) -> int:
+        """Write; waits for nothing, because what is fetched later leaves the written bytes as they are."""
+        with self._changing(handle, offset) as change:
+            change.count = super().write(handle, offset, data, keeps_privileges=keeps_privileges)
+        return change.count
+
+    @contextmanager
+    def _changing(self, handle: int, offset: int) -> Iterator[_Written]:
+        """Record what the block writes from ``offset`` on, if the file is incomplete."""
+        change = _Written()
+        file = self._incomplete.of_handle(handle)
+        if file is None:
+            yield change
+            return
+        opened = self._state.file(handle)
+        with file.io:
+            self._pending.begin_change(file)
+            self._times.before_change(opened.node, file.mtime_ns)
+            yield change
+            # With its write cache on, the kernel sends the time of a write.
+            mtime_ns = file.mtime_ns if self._times.active else os.fstat(opened.fd).st_mtime_ns
+            self._pending.written(file, offset, offset + change.count, mtime_ns)
+
+    def fallocate(self, handle: int, *arguments: Any, **options: Any) -> None:
+        """Call fallocate(2), which may move blocks: the file is complete before."""
+        file = self._incomplete.of_handle(handle)
+        if file is not None:
+            self._incomplete.complete(file)
+        super().fallocate(handle, *arguments, **options)
 
     def lseek(self, handle: int, offset: int, whence: int) -> int:
         """Find data or a hole; an incomplete file counts as data up to its end."""
         file = self._incomplete.of_handle(handle)
         if file is None or file.filled:
             return super().lseek(handle, offset, whence)
-        if offset >= file.shape.size_bytes:
+        size = os.fstat(self._state.file(handle).fd).st_size
+        if offset >= size:
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
-        return offset if whence == os.SEEK_DATA else file.shape.size_bytes
+        return offset if whence == os.SEEK_DATA else size
 
     def fsync(self, handle: int, datasync: bool) -> None:
         """Make the content durable, and its name: a later run would make the tree anew where that is not."""
         self._incomplete.durable.wait()
-        super().fsync(handle, datasync)
+        file = self._incomplete.of_handle(handle)
+        if file is None:
+            super().fsync(handle, datasync)
+        else:
+            self._pending.sync(file, lambda: super(LazyFiles, self).fsync(handle, datasync))
 
 
 class LazyAttributes(Attributes):
-    """Operations on attributes: size and modification time change only of a complete file."""
+    """Operations on attributes; a change of size or modification time of an incomplete file is journaled."""
 
     def __init__(
         self, state: PassthroughState, files: Files, times: KernelTimes, incomplete: IncompleteFiles
@@ -230,14 +271,30 @@ class LazyAttributes(Attributes):
         file = self._incomplete.of(node_id)
         if file is None:
             return super().setattr(node_id, change, handle)
+        pending, node = self._incomplete.pending, self._nodes.get(node_id)
         if change.size == 0:
-            with file.io:
-                attr = super().setattr(node_id, change, handle)
-                self._incomplete.pending.drop(file)
-            return attr
-        if change.size is not None or change.mtime_ns is not None or change.mtime_now:
-            self._incomplete.complete(node_id)
-        return super().setattr(node_id, change, handle)
+            with file.io, pending.emptying(file):
+                return super().setattr(node_id, change, handle)
+        if change.size is None and change.mtime_ns is None and not change.mtime_now:
+            return super().setattr(node_id, change, handle)
+        with file.io:
+            pending.begin_change(file)
+            self._times.before_change(node, file.mtime_ns)
+            before = self._backing(node)
+            resizing: AbstractContextManager[None] = nullcontext()
+            if change.size is not None:
+                resizing = pending.resizing(file, change.size, before.st_size)
+            with resizing:
+                super().setattr(node_id, change, handle)
+            mtime_ns = self._backing(node).st_mtime_ns
+            # Fetching has moved the time of the backing file: it says nothing where the change has not.
+            if mtime_ns != before.st_mtime_ns or change.mtime_ns is not None or change.mtime_now:
+                pending.set_time(file, mtime_ns)
+        return self.getattr(node_id, handle)
+
+    def _backing(self, node: Node) -> os.stat_result:
+        path, _keep = self._pinned(node)
+        return os.stat(path)
 
 
 class LazyNames(Names):
@@ -318,19 +375,21 @@ class LazyCore(PassthroughCore):
 
     def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
         """Return the preference for an open: the kernel must not read past us what is not there yet."""
-        file = self.incomplete.of(node_id)
-        if file is not None and not file.filled:
+        # Nor may a program write past us, as long as the file is to get its time.
+        if self.incomplete.of(node_id) is not None:
             return OpenPreference.CACHED
         return super().preference(node_id, flags, fresh=fresh)
 
     def prepare_open(self, node_id: int, flags: int) -> None:
-        """Wait until a file that is opened for writing is complete; called before the open, without any lock.
+        """Refuse to open a damaged file for writing: it is left out in the end.
 
         Raises:
-            OSError: as of `IncompleteFiles.complete`.
+            OSError: EIO.
         """
         if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_TRUNC:
-            self.incomplete.complete(node_id)
+            file = self.incomplete.of(node_id)
+            if file is not None and file.damaged:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 class RequestGate:
@@ -423,17 +482,9 @@ class LazyDriver(KernelDriver):
         return handle
 
     def _prepared(self, handler: Handler) -> Handler:
-        """Complete a file before it is opened for writing: before the locks of an open, which others need."""
-
-        def prepare(request: FuseRequest, data: memoryview) -> Reply:
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
             flags, _ = p.OPEN_IN.unpack_from(data)
             self._lazy.prepare_open(request.node, flags)
-            return b""
-
-        prepared = self._interruptible(prepare)
-
-        def handle(request: FuseRequest, data: memoryview) -> Reply:
-            prepared(request, data)
             return handler(request, data)
 
         return handle

@@ -1,7 +1,7 @@
 """Threads of a lazy restore: some fetch what is missing, others make filled files durable and complete.
 
-Guarantees: a chunk is checked against its id before a byte of it is written; nothing is written to a file that was cut to nothing
-meanwhile; an error of the store or the disk is not final: it is told to those who wait, and the rest is tried again. A hidden link is
+Guarantees: a chunk is checked against its id before a byte of it is written; nothing is written over what a job has changed, or to a
+file that was cut to nothing meanwhile; an error of the store or the disk is not final: it is told to those who wait, and the rest is tried again. A hidden link is
 removed after the file's content and times were synced, in this order. Afterwards the file is one as any other; nothing of this process
 changes it any more.
 """
@@ -136,11 +136,16 @@ class Filler:
             try:
                 size = repository.block_size
                 for block in _blocks_with_data(fd, size, ids):
-                    if repository.chunks.id_of(os.pread(fd, size, block * size)) == ids[block]:
-                        del ids[block]
-                    else:
+                    start, end = block * size, min((block + 1) * size, file.shape.size_bytes)
+                    with file.io:
+                        gaps = file.ranges.gaps(start, end)
+                        whole = gaps == [(start, end)]
+                        if whole and repository.chunks.id_of(os.pread(fd, end - start, start)) == ids[block]:
+                            del ids[block]
+                            continue
                         # Pages of zeros are not written, so what is there must be gone before.
-                        punch_hole(fd, block * size, min((block + 1) * size, file.shape.size_bytes))
+                        for gap in gaps:
+                            punch_hole(fd, *gap)
             finally:
                 os.close(fd)
         return ids
@@ -188,7 +193,8 @@ class Filler:
             target = opened.get(file.ino)
             if target is None:
                 target = opened[file.ino] = _Opened(self._pending.open(file), at, at)
-            write_sparse(target.fd, source, start, end, at)
+            for first, last in file.ranges.gaps(at, at + end - start):
+                write_sparse(target.fd, source, start + first - at, start + last - at, first)
             target.start, target.end = min(target.start, at), max(target.end, at + end - start)
         self._pending.done(piece)
 
@@ -281,8 +287,9 @@ class Settler:
     def _begin(self, file: PendingFile) -> int:
         fd = self._pending.open(file)
         try:
-            # Writing its content has moved the time. No other process changes it while the file is incomplete.
-            os.utime(fd, ns=(os.fstat(fd).st_atime_ns, file.shape.mtime_ns))
+            # Writing its content has moved the time. Under the lock: the job may set another one.
+            with file.io:
+                os.utime(fd, ns=(os.fstat(fd).st_atime_ns, file.mtime_ns))
             start_writing_out(fd, 0, file.shape.size_bytes)
         except BaseException:
             os.close(fd)

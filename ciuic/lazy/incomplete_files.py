@@ -5,7 +5,8 @@ order of the tree, because packs have them side by side; then the newest.
 
 Guarantees: a block counts as there only after its content was checked and written; a waiting reader is told of damage, of an
 unreachable store and of an interrupt; no block is fetched by two threads at the same time. All methods of `PendingFiles` may be
-called from any thread; its `changed` guards the table and the order.
+called from any thread; its `changed` guards the table and the order. What a job has changed of a file (changes.py) is not missing, and
+is changed under the file's lock `io`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks
+from ciuic.lazy.changes import END, ByteRanges, Change, ChangeJournals, Changes, Kind
 from ciuic.repository.block_maps import FANOUT, blocks_of
 from ciuic.types import ChunkId
 
@@ -65,7 +67,7 @@ class PendingFile:
 
     __slots__ = (
         *("cursor", "damaged", "failure", "failures", "filled", "gone", "in_flight", "ino", "io", "left"),
-        *("loading", "name", "rank", "segments", "settling", "shape"),
+        *("journaled", "loading", "mtime_ns", "name", "ranges", "rank", "segments", "settling", "shape"),
     )
 
     def __init__(
@@ -75,7 +77,13 @@ class PendingFile:
         self.name: Final = shape.encode()
         self.ino: Final = ino
         self.io: Final = io
-        """Held while a block is written, or the file cut to nothing."""
+        """Held while a block is written, or the file changed by a job."""
+        self.ranges = ByteRanges()
+        """What the job has changed."""
+        self.mtime_ns = shape.mtime_ns
+        """Modification time that is shown, and that the complete file gets."""
+        self.journaled = False
+        """True if the file has a journal of changes."""
         self.segments: list[dict[int, ChunkId] | None] = [None] * n_segments
         """Missing blocks of each leaf of the block map; None for a leaf that was not read yet."""
         if is_new and not shape.map_height:
@@ -249,8 +257,9 @@ def _from_cursor(segment: dict[int, ChunkId], in_flight: set[int], cursor: int, 
 class PendingFiles:
     """The table; ``directory`` is the descriptor of the directory of hidden links, which the caller closes."""
 
-    def __init__(self, directory: int, block_size: int) -> None:
+    def __init__(self, directory: int, block_size: int, journals: ChangeJournals) -> None:
         self.directory: Final = directory
+        self._journals = journals
         self.block_size: Final = block_size
         lock = threading.RLock()
         self.changed = threading.Condition(lock)
@@ -274,10 +283,12 @@ class PendingFiles:
 
     # -- files
 
-    def add(self, shape: PendingName, ino: int, *, is_new: bool) -> None:
-        """Take up a file. ``is_new``: it has no content yet."""
+    def add(self, shape: PendingName, ino: int, *, is_new: bool, changes: Changes | None = None) -> None:
+        """Take up a file. ``is_new``: it has no content yet; ``changes``: what its journal says, if it has one."""
         n_segments = max(1, -(-blocks_of(shape.size_bytes, self.block_size) // FANOUT))
         file = PendingFile(shape, ino, n_segments, self._io[ino % _LOCK_STRIPES], is_new=is_new)
+        if changes is not None:
+            file.journaled, file.ranges, file.mtime_ns = True, changes.ranges, changes.mtime_ns
         with self.changed:
             self.by_ino[ino] = file
             self.bytes_total += shape.size_bytes
@@ -321,6 +332,8 @@ class PendingFiles:
             self.by_ino.pop(file.ino, None)
 
         self.hidden.let_other_go(remove)
+        if file.journaled:
+            self._journals.remove(file.name)
         file.gone = True
         file.segments = []
         self._order.forget(file)
@@ -351,6 +364,101 @@ class PendingFiles:
                 missing += sum(_length_of(file, block, self.block_size) for block in segment)
         return missing
 
+    # -- changes by the job, all of them under the file's lock
+
+    def begin_change(self, file: PendingFile) -> None:
+        """Have a journal before anything is changed: without one, another size than the snapshot's is that of an emptied file.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if not file.journaled:
+            # Durable before the change can be, once for each file.
+            self._journals.append(file.name, Change(Kind.TIME, 0, 0, file.mtime_ns), durable=True)
+            file.journaled = True
+
+    def written(self, file: PendingFile, start: int, end: int, mtime_ns: int) -> None:
+        """Record a write, after its bytes are in the file and before it is answered."""
+        self._journals.append(file.name, Change(Kind.WRITE, start, end, mtime_ns))
+        file.mtime_ns = mtime_ns
+        self._claim(file, start, end)
+
+    @contextlib.contextmanager
+    def resizing(self, file: PendingFile, size_bytes: int, before_bytes: int) -> Iterator[None]:
+        """Record a new size, which the block sets. It is durable before: after a power cut it may have been set."""
+        change = Change(Kind.SIZE, size_bytes, END, file.mtime_ns)
+        length = self._journals.append(file.name, change, durable=True)
+        try:
+            yield
+        except BaseException:
+            self._journals.cut(file.name, length)
+            raise
+        self._claim(file, min(size_bytes, before_bytes), END)
+
+    @contextlib.contextmanager
+    def emptying(self, file: PendingFile) -> Iterator[None]:
+        """Give the file up after the block, which cuts it to nothing."""
+        # A link that a power cut brings back must not have the file filled over what was written since.
+        recorded = self.resizing(file, 0, 0) if file.journaled else contextlib.nullcontext()
+        with recorded:
+            yield
+        self.drop(file)
+
+    def set_time(self, file: PendingFile, mtime_ns: int) -> None:
+        """Record a modification time."""
+        if mtime_ns != file.mtime_ns:
+            self._journals.append(file.name, Change(Kind.TIME, 0, 0, mtime_ns))
+            file.mtime_ns = mtime_ns
+
+    def sync(self, file: PendingFile, sync_content: Callable[[], None]) -> None:
+        """Make the content durable by the call, and then the record of what was changed before it.
+
+        The file's lock is not held: a sync takes long.
+        """
+        if file.gone or not file.journaled:
+            sync_content()
+            return
+        try:
+            length = self._journals.length(file.name)
+            sync_content()
+            with file.io:
+                if not file.gone:
+                    change = Change(Kind.MARK, length, length, file.mtime_ns)
+                    self._journals.append(file.name, change, durable=True)
+        except FileNotFoundError:
+            # Complete meanwhile, and synced by then; it may have been before the last writes.
+            sync_content()
+
+    def is_changed(self, file: PendingFile, block: int) -> bool:
+        """Return whether the job has changed all of a block."""
+        start = block * self.block_size
+        return bool(file.ranges) and file.ranges.covers(
+            start, start + _length_of(file, block, self.block_size)
+        )
+
+    def _claim(self, file: PendingFile, start: int, end: int) -> None:
+        with self.changed:
+            file.ranges = file.ranges.add(start, end)
+            if file.gone:
+                return
+            end = min(end, file.shape.size_bytes)
+            for block in range(start // self.block_size, blocks_of(end, self.block_size)):
+                if self.is_changed(file, block):
+                    self._is_there(file, block)
+            self._tell()
+
+    def _is_there(self, file: PendingFile, block: int) -> None:
+        """Take a block out of what is missing or damaged."""
+        was_damaged = file.damaged.pop(block, None) is not None
+        segment = file.segments[block // FANOUT]
+        if segment is not None and segment.pop(block, None) is not None:
+            self.bytes_left -= _length_of(file, block, self.block_size)
+            if not segment:
+                self._segment_done(file)
+        elif was_damaged and not file.left and not file.damaged:
+            self.damaged.remove(file)
+            self._is_filled(file)
+
     def length(self, piece: PendingPiece) -> int:
         """Return the number of bytes that a block must have."""
         return _length_of(piece.file, piece.block, self.block_size)
@@ -366,7 +474,9 @@ class PendingFiles:
         for block in blocks:
             number = block // FANOUT
             segment = segments[number] if number < len(segments) else {}
-            if segment is None or block in segment or block in file.damaged:
+            if (segment is None or block in segment or block in file.damaged) and not self.is_changed(
+                file, block
+            ):
                 # It may have been completed since the first look.
                 return file.gone or file.filled
         return True
@@ -432,6 +542,8 @@ class PendingFiles:
         for number in range(blocks.start // FANOUT, blocks_of(blocks.stop, FANOUT)):
             segment = file.segments[number]
             if segment is None:
+                if all(self.is_changed(file, block) for block in blocks if block // FANOUT == number):
+                    continue
                 waiting = True
                 if number not in file.loading:
                     file.loading.add(number)
@@ -463,6 +575,9 @@ class PendingFiles:
         with self.changed:
             file.loading.discard(number)
             if not file.gone and file.segments[number] is None:
+                missing = {
+                    block: chunk for block, chunk in missing.items() if not self.is_changed(file, block)
+                }
                 start = number * FANOUT * self.block_size
                 size_bytes = min(end * self.block_size, file.shape.size_bytes) - start
                 self.bytes_left -= size_bytes - sum(
@@ -482,11 +597,7 @@ class PendingFiles:
             file.in_flight.discard(piece.block)
             if file.gone:
                 return
-            segment = file.segments[piece.block // FANOUT]
-            if segment is not None and segment.pop(piece.block, None) is not None:
-                self.bytes_left -= self.length(piece)
-                if not segment:
-                    self._segment_done(file)
+            self._is_there(file, piece.block)
             self._tell()
 
     def _segment_done(self, file: PendingFile) -> None:
@@ -498,16 +609,21 @@ class PendingFiles:
             self.damaged.append(file)
             self._over.notify_all()
         else:
-            file.filled = True
-            self._filled.append(file)
-            self._ended.notify()
+            self._is_filled(file)
+
+    def _is_filled(self, file: PendingFile) -> None:
+        file.filled = True
+        self._filled.append(file)
+        self._ended.notify()
 
     def is_damaged(self, file: PendingFile, blocks: Iterable[int], reason: str) -> None:
         """Note that blocks cannot be restored, now or later."""
         with self.changed:
             for block in blocks:
-                file.damaged.setdefault(block, reason)
                 file.in_flight.discard(block)
+                if self.is_changed(file, block):
+                    continue
+                file.damaged.setdefault(block, reason)
                 if file.gone:
                     continue
                 segment = file.segments[block // FANOUT]

@@ -11,6 +11,7 @@ In the destination, as long as it is incomplete (`LazyLayout`)::
     .ciuic-state/lazy-restore/lock         locked by the process that restores
     .ciuic-state/lazy-restore/record       which snapshot, and how far (JSON)
     .ciuic-state/lazy-restore/pending/     a hidden link of each incomplete file (incomplete_files.py)
+    .ciuic-state/lazy-restore/changes/     what the job has changed of incomplete files (changes.py)
     .ciuic-state/lazy-restore/tree/NAME    the tree
 
 The record is replaced atomically and durably; every directory belongs to root alone, and is opened without following links. The
@@ -42,6 +43,7 @@ from ciuic.errors import Busy, CiuicError, DestinationExists, NotPermitted, Usag
 from ciuic.fuse_layer.driver_choice import ask_kernel
 from ciuic.fuse_layer.kernel.negotiation import negotiate
 from ciuic.fuse_layer.system import mounts, syscalls
+from ciuic.lazy.changes import ChangeJournals, durable_part, replay
 from ciuic.lazy.filesystem import LazyCore, LazyDriver, RequestGate
 from ciuic.lazy.filling import Filler, Settler
 from ciuic.lazy.incomplete_files import PendingFiles, PendingName
@@ -61,7 +63,7 @@ from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Snapshot
 
 MARKER: Final = b"INCOMPLETE-RESTORE"
-_RECORD, _LOCK, _PENDING, _TREE = b"record", b"lock", b"pending", b"tree"
+_RECORD, _LOCK, _PENDING, _CHANGES, _TREE = b"record", b"lock", b"pending", b"changes", b"tree"
 _MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_FAILURES: Final = 10_000
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -96,6 +98,8 @@ class LazyRecord(msgspec.Struct):
     left_out_because: str = ""
     boot: str = ""
     """Start of the machine in which placeholders and links were made, until they are durable; empty afterwards."""
+    used_in: str = ""
+    """Start of the machine in which the journals of changes were written."""
     times: tuple[int, int] | None = None
     """Access and modification time of the restored directory in nanoseconds, once it is being moved."""
     version: int = 1
@@ -159,6 +163,7 @@ class LazyLayout:
                 hint="move it away, and run the command again",
             )
         self.pending = self._own(self.directory, _PENDING)
+        self.changes = self._own(self.directory, _CHANGES)
         self.tree = self._own(self.directory, _TREE)
 
     def _own(self, parent: int, name: bytes) -> int:
@@ -237,7 +242,7 @@ class LazyLayout:
     def empty(self) -> None:
         """Remove a skeleton that was cut short."""
         remover = Remover()
-        for fd, name in ((self.tree, _TREE), (self.pending, _PENDING)):
+        for fd, name in ((self.tree, _TREE), (self.pending, _PENDING), (self.changes, _CHANGES)):
             for entry in map(os.fsencode, os.listdir(fd)):
                 remover.remove(fd, entry, name + b"/" + entry, b"")
         if remover.failures:
@@ -684,7 +689,8 @@ class LazyRestore:
         self, closing: ExitStack, layout: LazyLayout, backing: int, ready: Callable[[LazyStatus], None]
     ) -> LazyOutcome:
         record = layout.record
-        pending = PendingFiles(layout.pending, self._repository.block_size)
+        journals = ChangeJournals(layout.changes)
+        pending = PendingFiles(layout.pending, self._repository.block_size, journals)
         if record is None or layout.needs_skeleton():
             if record is not None:
                 self._require_same(record)
@@ -692,7 +698,7 @@ class LazyRestore:
             self._make_skeleton(layout, record, pending)
         else:
             self._require_same(record)
-            self._take_up(pending)
+            self._take_up(layout, pending, journals, record)
         outcome = LazyOutcome(
             self.destination,
             files=pending.files_total,
@@ -754,7 +760,7 @@ class LazyRestore:
         self._note_failures(record, result, tree)
         record.phase = LazyPhase.FILLING
         # Placeholders and their hidden links become durable behind the mount (`MountedRestore`).
-        record.boot = _boot_id()
+        record.boot = record.used_in = boot_id()
         layout.write(record, durable=False)
 
     def _note_failures(self, record: LazyRecord, result: Result, tree: bytes) -> None:
@@ -764,13 +770,35 @@ class LazyRestore:
             record.lost.append(LostFile(path, failure.reason, failure.damaged, failure.attribute))
         record.left_out, record.left_out_because = len(result.left_out), result.left_out_because
 
-    def _take_up(self, pending: PendingFiles) -> None:
-        """Read from the hidden links what an interrupted run has left to do."""
+    def _take_up(
+        self, layout: LazyLayout, pending: PendingFiles, journals: ChangeJournals, record: LazyRecord
+    ) -> None:
+        """Read from the hidden links, and the journals, what an interrupted run has left to do."""
+        same_boot = record.used_in == boot_id()
+        kept: set[bytes] = set()
         for name in map(os.fsencode, os.listdir(pending.directory)):
             shape = PendingName.decode(name)
             st = os.stat(name, dir_fd=pending.directory, follow_symlinks=False)
+            journal = None if shape is None else journals.read(name)
+            changes = None
+            if shape is not None and journal is not None:
+                if not same_boot:
+                    journal = durable_part(journal)
+                    journals.replace(name, journal)
+                changes = replay(journal, shape.size_bytes, shape.mtime_ns)
+            size = changes.size_bytes if changes is not None else st.st_size
             # Cut to nothing, or without another name: killed before the link was removed.
-            if shape is None or st.st_size != shape.size_bytes or st.st_nlink < 2:
+            is_cut = shape is not None and (not size if changes is not None else size != shape.size_bytes)
+            if shape is None or is_cut or st.st_nlink < 2:
                 os.unlink(name, dir_fd=pending.directory)
                 continue
-            pending.add(shape, st.st_ino, is_new=False)
+            if st.st_size != size:
+                # A change of size that was recorded and not carried out, or a write that was not acknowledged.
+                os.truncate(b"/proc/self/fd/%d/%b" % (pending.directory, name), size)
+            pending.add(shape, st.st_ino, is_new=False, changes=changes)
+            kept.add(name)
+        journals.keep_only(kept)
+        if not same_boot:
+            # After every journal has lost what does not count any more: a later run in this boot believes all of it.
+            record.used_in = boot_id()
+            layout.write(record)

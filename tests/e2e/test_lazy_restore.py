@@ -15,8 +15,9 @@ import pytest
 from support import lazy_ops, trees
 from support.lazy_restores import LazyHost, eventually, lazy_host, shell
 
+from ciuic.lazy.changes import Change, Kind
 from ciuic.lazy.progress import LazyStatus, read_statuses
-from ciuic.lazy.service import MARKER
+from ciuic.lazy.service import MARKER, LazyRecord
 from ciuic.remote.object_names import PACKS_PREFIX
 
 pytestmark = pytest.mark.mount
@@ -214,18 +215,196 @@ def test_a_full_disk_delays_and_fails_reads(host: LazyHost) -> None:
         subprocess.run(["umount", "-l", host.dest], check=True)
 
 
-def test_a_waiting_writer_can_be_interrupted(host: LazyHost) -> None:
-    """A program that waits for a file to be complete gets its signal, and the file is complete later."""
+def test_a_waiting_program_can_be_interrupted(host: LazyHost) -> None:
+    """A program that waits for a file to be complete, for fallocate(2), gets its signal, and the file is complete later."""
     fill(host.root)
     host.upload()
     host.set("held")
     child = host.start().wait_for_mount()
     # -s INT: a signal that the program could handle.
-    waiting = shell('timeout -s INT 0.3 sh -c \'echo x >> "$1"\' sh "$1"', host.mount / "big")
+    waiting = shell('timeout -s INT 0.3 fallocate -p -o 0 -l 4096 "$1"', host.mount / "big")
     assert waiting.returncode != 0
     host.unset("held")
     child.end()
     assert_restored(host)
+
+
+_CHANGES = """
+import os, sys
+def write(path, at, data):
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, data, os.fstat(fd).st_size if at < 0 else at)
+    os.fsync(fd)
+    os.close(fd)
+top = sys.argv[1]
+write(top + "/big", 700_001, b"middle" * 3000)
+write(top + "/big", -1, b"appended")
+write(top + "/sparse", 0, b"s" * 300_000)
+os.truncate(top + "/cut", 70_001)
+os.truncate(top + "/cut", 150_000)
+os.truncate(top + "/grown", 250_000)
+os.utime(top + "/touched", ns=(3, 5))
+fd = os.open(top + "/touched", os.O_RDONLY)
+os.fsync(fd)
+"""
+
+
+def fill_for_changes(root: Path) -> None:
+    fill(root)
+    for name in ("cut", "grown", "touched"):
+        (root / name).write_bytes(random.Random(name).randbytes(200_000))
+
+
+def change(top: Path) -> None:
+    done = subprocess.run(
+        ["timeout", "30", sys.executable, "-c", _CHANGES, str(top)], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def same_times_apart(host: LazyHost, plain: Path) -> None:
+    """Compare content and attributes; times only where a program has set them."""
+    form = 'cd "$1" && find . -type f -printf "%p %m %s %n\\n" -exec sha256sum {} + | sort && stat -c %Y%y touched'
+    assert shell(form, host.mount).stdout == shell(form, plain).stdout
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_changes_wait_for_nothing_and_stay(host: LazyHost, tmp_path: Path, killed: bool) -> None:
+    """With a store that does not answer, writes, new sizes and times are carried out; they stay, also after SIGKILL, and the rest is fetched around them."""
+    fill_for_changes(host.root)
+    host.upload()
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-a", host.root, model], check=True)
+    host.set("held")
+    child = host.start().wait_for_mount()
+    for top in (host.mount, model):
+        change(top)
+    if killed:
+        child.kill()
+        child = host.start().wait_for_mount()
+    # What the job has written whole is read back without the store.
+    assert shell('head -c 300000 "$1" | tr -d s | wc -c', host.mount / "sparse").stdout == b"0\n"
+    assert shell('stat -c %s "$1"', host.mount / "cut").stdout == b"150000\n"
+    host.unset("held")
+    child.end()
+    assert child.process.returncode == 0
+    same_times_apart(host, model)
+
+
+_WRITER = """
+import os, random, sys
+top, seed = sys.argv[1], int(sys.argv[2])
+rng = random.Random(seed)
+fd = os.open(top + "/cut", os.O_RDWR)
+for number in range(1, 100_000):
+    size = os.fstat(fd).st_size
+    kind, at = rng.choice("wwwwa<>"), rng.randrange(size + 1)
+    if kind in "<>":
+        line = f"size {at if kind == '<' else size + 5000}"
+    else:
+        line = f"write {size if kind == 'a' else at} {number} {rng.randrange(1, 60_000)}"
+    print("begin", line, flush=True)
+    words = line.split()
+    if words[0] == "size":
+        os.ftruncate(fd, int(words[1]) or 1)
+    else:
+        os.pwrite(fd, random.Random(int(words[2])).randbytes(int(words[3])), int(words[1]))
+    os.fsync(fd)
+    print("done", line, flush=True)
+"""
+
+
+def apply_changes(content: bytearray, words: list[str]) -> None:
+    if words[0] == "size":
+        size = int(words[1]) or 1
+        content[:] = content[:size].ljust(size, b"\0")
+    else:
+        at, seed, length = map(int, words[1:])
+        content[len(content) :] = bytes(max(0, at - len(content)))
+        content[at : at + length] = random.Random(seed).randbytes(length)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_kill_between_changes_leaves_all_that_were_acknowledged(host: LazyHost, seed: int) -> None:
+    """After SIGKILL at any moment of synced writes, appends and new sizes, each byte is that of the last acknowledged change, or of the one under way."""
+    fill_for_changes(host.root)
+    host.upload()
+    content = bytearray((host.root / "cut").read_bytes())
+    rng = random.Random(seed)
+    host.set("held")
+    for run in range(3):
+        child = host.start().wait_for_mount()
+        if run == 1:
+            # Some of the content comes between two kills.
+            host.unset("held")
+            host.set("delay", "0.05")
+        command = ["timeout", "30", sys.executable, "-c", _WRITER, str(host.mount), str(seed * 10 + run)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            lines = [writer.stdout.readline() for _ in range(rng.randrange(2, 40))]
+            child.kill()
+            lines += writer.stdout.read().splitlines()
+        before = bytearray(content)
+        begun: list[str] = []
+        for words in (line.split() for line in lines):
+            if words[0] == "begin":
+                begun = words[1:]
+            elif words[0] == "done":
+                apply_changes(content, words[1:])
+                before, begun = bytearray(content), []
+        if begun:
+            apply_changes(content, begun)
+        shell('umount "$1"', host.mount)
+        host.unset("held")
+        if not (host.mount / os.fsdecode(MARKER)).exists():
+            break
+        child = host.start().wait_for_mount()
+        found = bytearray(shell('cat "$1"', host.mount / "cut").stdout)
+        assert len(found) in (len(before), len(content))
+        both = zip(found, before.ljust(len(found), b"\0"), content.ljust(len(found), b"\0"), strict=False)
+        wrong = [at for at, (byte, old, new) in enumerate(both) if byte not in (old, new)]
+        assert not wrong, (len(wrong), wrong[:3], begun)
+        content = found
+        child.kill()
+        shell('umount "$1"', host.mount)
+        if not (host.mount / os.fsdecode(MARKER)).exists():
+            break
+        host.set("held")
+    host.unset("held")
+    if (host.mount / os.fsdecode(MARKER)).exists():
+        host.start().end()
+    assert (host.mount / "cut").read_bytes() == content
+
+
+def test_after_a_power_cut_synced_changes_stay_and_others_may_go(host: LazyHost, tmp_path: Path) -> None:
+    """When the machine was started anew, what was synced is there; a write that was not is as if it had not been made."""
+    fill_for_changes(host.root)
+    host.upload()
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-a", host.root, model], check=True)
+    host.set("held")
+    child = host.start().wait_for_mount()
+    for top in (host.mount, model):
+        change(top)
+    state = host.mount / ".ciuic-state" / "lazy-restore"
+    child.kill()
+    shell('umount "$1"', host.mount)
+    # A write of which only the record has come to the disk: the bytes that it stands for have not.
+    for journal in (state / "changes").iterdir():
+        with open(journal, "ab") as file:
+            file.write(Change(Kind.WRITE, 1000, 90_000, 9).encode())
+    record = LazyRecord.decode((state / "record").read_bytes())
+    assert not record.boot
+    record.used_in = "another start of the machine"
+    (state / "record").write_bytes(record.encode())
+    host.start().wait_for_mount().kill()
+    # By the second run in the same start of the machine it is still known what counts.
+    child = host.start().wait_for_mount()
+    host.unset("held")
+    child.end()
+    same_times_apart(host, model)
 
 
 def test_damaged_content_fails_its_readers_alone(host: LazyHost) -> None:

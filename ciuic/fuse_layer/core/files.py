@@ -54,7 +54,7 @@ class KernelTimes:
 
     def __init__(self, state: PassthroughState, *, active: bool) -> None:
         self._state = state
-        self._active = active
+        self.active: Final = active
         self._locks = tuple(threading.Lock() for _ in range(_LOCK_STRIPES))
 
     def _lock(self, node: Node) -> threading.Lock:
@@ -65,8 +65,12 @@ class KernelTimes:
 
     def before_write(self, node: Node, fd: int) -> None:
         """Note the file's time before a write or a change of size."""
-        if self._active and node.kept_mtime_ns is None:
-            stands_ns = os.fstat(fd).st_mtime_ns
+        if self.active and node.kept_mtime_ns is None:
+            self.before_change(node, os.fstat(fd).st_mtime_ns)
+
+    def before_change(self, node: Node, stands_ns: int) -> None:
+        """Note the time that a file shows before it is changed."""
+        if self.active:
             with self._lock(node):
                 # Another thread may have made the note since: it is older, and stays.
                 if node.kept_mtime_ns is None:
@@ -78,7 +82,7 @@ class KernelTimes:
             # In one step with the note: a close between the two put the older time back (0.7 ms off what
             # programs saw).
             set_times()
-            node.kept_mtime_ns = mtime_ns if self._active and node.kind == stat.S_IFREG else None
+            node.kept_mtime_ns = mtime_ns if self.active and node.kind == stat.S_IFREG else None
 
     def settle(self, node: Node, fd: int) -> None:
         """Give a file that is being flushed the kernel's time: every SETATTR of it has arrived."""

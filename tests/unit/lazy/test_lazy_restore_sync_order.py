@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ciuic.lazy.changes import ChangeJournals
 from ciuic.lazy.filling import Settler
 from ciuic.lazy.incomplete_files import PendingFiles, PendingName, PendingPiece
 from ciuic.lazy.service import MARKER, LazyLayout, LazyPhase, LazyRecord
@@ -56,7 +57,7 @@ def test_a_link_goes_after_the_content_is_durable(tmp_path: Path, events: list[t
     os.link(tmp_path / name, tmp_path / "own name")
     directory = os.open(tmp_path, os.O_RDONLY)
     try:
-        pending = PendingFiles(directory, 4096)
+        pending = PendingFiles(directory, 4096, ChangeJournals(directory))
         pending.add(shape, (tmp_path / name).stat().st_ino, is_new=True)
         (file,) = pending.files()
         pending.done(PendingPiece(file, 0, CHUNK))

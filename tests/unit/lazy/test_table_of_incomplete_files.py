@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ciuic.lazy.changes import ChangeJournals
 from ciuic.lazy.incomplete_files import Load, PendingFile, PendingFiles, PendingName, PendingPiece
 from ciuic.types import ChunkId
 
@@ -22,7 +23,7 @@ IDS = st.binary(min_size=16, max_size=16)
 @pytest.fixture
 def pending(tmp_path: Path) -> Iterator[PendingFiles]:
     directory = os.open(tmp_path, os.O_RDONLY)
-    yield PendingFiles(directory, BLOCK)
+    yield PendingFiles(directory, BLOCK, ChangeJournals(directory))
     os.close(directory)
 
 
