@@ -159,6 +159,15 @@ class DaemonHousekeeping:
         # A repository that was never created is neither missing nor there.
         elif facts.exists:
             alerts.clear(KEY_MISSING)
+        if facts.made_apart_from:
+            alerts.report(
+                "identity",
+                f"there was no repository at {facts.path}: the daemon made one that shares no chunks with the remote "
+                f"{facts.made_apart_from}",
+                hint="snapshots are uploaded beside those of other hosts; to share chunks: stop the daemon, remove the "
+                "repository, and let ciuic protect make it",
+                severity="warning",
+            )
         if settings.min_free is not None:
             floor = settings.min_free.floor_bytes(facts.total_bytes)
         else:

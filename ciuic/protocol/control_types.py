@@ -212,6 +212,8 @@ class RepositoryStatus(_Document):
     """Reason why a repository that existed is not there: its disk is absent, or it was moved. The daemon makes no new one."""
     missing_hint: str = ""
     """Remedy for a repository that is missing."""
+    made_apart_from: str = ""
+    """Remote whose identity the repository lacks, because this daemon found none and made it without a network."""
     size_bytes: int = 0
     """Space that the repository's files take on disk."""
     free_bytes: int = 0

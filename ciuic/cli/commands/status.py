@@ -136,6 +136,12 @@ def _print(status: StatusDocument) -> None:
                 f"           captures leave {human_size(store.reserve_bytes)} of it free for others "
                 f"({shown_text(store.reserve_reason)})"
             )
+        if store.made_apart_from:
+            _say(
+                f"           made by the daemon without the identity of the remote {shown_text(store.made_apart_from)}: "
+                "it shares no chunks with other hosts",
+                fg="yellow",
+            )
     elif store.missing:
         _say(f"store      {shown_text(store.missing)}", fg="red")
         if store.missing_hint:

@@ -143,15 +143,20 @@ class _Room(NamedTuple):
 class Store:
     """The repository at `path`; None when the configuration names no path."""
 
-    def __init__(self, path: Path | None, *, block_bytes: int, trusted: bool = False) -> None:
+    def __init__(
+        self, path: Path | None, *, block_bytes: int, trusted: bool = False, remote: str = ""
+    ) -> None:
         """Prepare to use the repository; nothing is opened.
 
         Args:
             path: path of the repository; None: none is configured.
             block_bytes: block size of a repository that is created.
             trusted: the repository may belong to another user.
+            remote: name of the remote whose identity a new repository should have; empty for none.
         """
         self.path = path
+        self.remote = remote
+        self._made_apart = False
         self.trusted = trusted
         self._block_bytes = block_bytes
         # Held while the repository is created, so that two threads do not both create it.
@@ -185,6 +190,10 @@ class Store:
                 if any(mark.path == os.fsencode(path) for mark in self._marks):
                     log.warning("repository_gone_and_made_anew", path=str(path))
                 Repository.create(path, block_size=self._block_bytes, refuse_foreign=not self.trusted).close()
+                if self.remote:
+                    # This process has no network to ask the remote.
+                    log.warning("repository_made_apart", path=str(path), remote=self.remote)
+                    self._made_apart = True
         # From now on a missing repository is an error and not a first start.
         self._seen = True
         self._tell(path, root_fds)
@@ -429,6 +438,8 @@ class Store:
         except CiuicError:
             # A repository that cannot be read is not a missing one.
             document.exists = Repository.exists(self.path)
+        if document.exists and self._made_apart:
+            document.made_apart_from = self.remote
         if not document.exists and (refusal := self._refusal(self.path)) is not None:
             document.missing, document.missing_hint = refusal.message, refusal.hint
             # What is measured there now is the disk below the mount point.

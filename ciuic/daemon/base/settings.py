@@ -165,6 +165,7 @@ class ActiveSettings:
         # where one has gone.
         if (self.store.path, self.store.trusted) != (settings.repository, settings.trust_repository):
             self.store = _open_store(settings)
+        self.store.remote = _first_remote(settings)
         # Workers and commands find the daemon by these two.
         self.settings = settings._replace(socket=current.socket, runtime_dir=current.runtime_dir)
 
@@ -175,7 +176,17 @@ class ActiveSettings:
 
 
 def _open_store(settings: Settings) -> Store:
-    return Store(settings.repository, block_bytes=settings.block_bytes, trusted=settings.trust_repository)
+    return Store(
+        settings.repository,
+        block_bytes=settings.block_bytes,
+        trusted=settings.trust_repository,
+        remote=_first_remote(settings),
+    )
+
+
+def _first_remote(settings: Settings) -> str:
+    """Return the remote with which a repository can share chunks: of several, the first."""
+    return settings.remotes[0] if settings.remotes else ""
 
 
 def _check_repository(config: Config) -> list[Problem]:
