@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -81,6 +82,35 @@ def test_verify_names_damage_of_the_remote(host: Host, nas: Path, how: tuple[str
             path.unlink()
     document = host.json("verify", "--remote", *how, expect=4)
     assert {damage["kind"] for damage in document["damages"]} == {"data"}
+
+
+@pytest.mark.parametrize("damage", ["junk", "cut", "missing"])
+@pytest.mark.parametrize("part", ["final", "done"])
+def test_a_damaged_part_of_an_ended_collection_is_mended(
+    host: Host, nas: Path, part: str, damage: str
+) -> None:
+    """A `.final` or `.done` of a collection that has ended is reported and mended; collections and a host that was away go on."""
+    second, first = (row.id for row in host.list())
+    away = shutil.copytree(host.state, host.top / "away")
+    host.run("forget", "--remote", "-y", first)
+    assert host.json("prune", "--remote")["freed_bytes"] > 600_000
+    path = nas / "gc" / f"0000000000.{part}"
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"junk" if damage == "junk" else whole[: len(whole) // 2])
+    if (part, damage) != ("done", "missing"):
+        assert "ciuic check --remote --repair" in host.run("check", "--remote", expect=4).stdout.decode()
+    host.run("check", "--remote", "--repair")
+    host.run("check", "--remote")
+    # Before the upload, which may begin anew from the state of a host that has seen no collection.
+    shutil.rmtree(host.state)
+    away.rename(host.state)
+    host.run("remote", "upload", "--once")
+    assert host.json("prune", "--remote")["freed_bytes"] == 0
+    assert host.json("verify", "--remote", "--checksum")["damaged"] is False
+    assert second in {row["id"] for row in host.json("list")["snapshots"]}
 
 
 def test_unclear_choices_of_a_remote_are_refused(host: Host, nas: Path) -> None:

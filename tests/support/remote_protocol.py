@@ -41,7 +41,7 @@ from ciuic.remote.object_names import log_entry_name, round_name
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep import collection_round
-from ciuic.remote.upkeep.collection_round import CollectionResult, Collector
+from ciuic.remote.upkeep.collection_round import CollectionResult, Collector, delete_condemned
 from ciuic.remote.writer_log import LogRotation, WriterLog
 from ciuic.repository.identity import Bytes
 from ciuic.types import ChunkId
@@ -390,7 +390,7 @@ def overlapping_rounds(patch: pytest.MonkeyPatch) -> None:
         content = documents.create_round(self._objects, self._sealer, mine, "begun", proposal)
         self._fence_logs(mine)
         content = documents.create_round(self._objects, self._sealer, mine, "final", self._decide(content))
-        self._delete(content)
+        delete_condemned(self._objects, content)
         documents.create_round(self._objects, self._sealer, mine, "done", StoredRound(nonce=self._new_id()))
         return CollectionResult(mine)
 

@@ -13,8 +13,11 @@ committed again, in the operator's log, by the rules for every commit.
 Rounds: nothing is deleted by a round before its ``.final`` stands, and whichever ``.final`` stands is valid. A round of which
 only the beginning is there, and cannot be read, is therefore ended with an empty one: a collector that still works on it
 deletes nothing. Objects of rounds are never deleted, and rounds have no gaps: an unreadable one behind a gap, or a part
-without the parts that are created before it, was planted, and is deleted. A ``.final`` that cannot be read beside a readable
-beginning stays damage: what it deleted is not known.
+without the parts that are created before it, was planted, and is deleted. A ``.final`` that cannot be read, or is missing, between
+a beginning and a ``.done`` that can be read is written anew: what the round condemned and is not there any more, which is at least
+what it deleted, because ``.done`` says that all of it is deleted. A ``.done`` that cannot be read is written anew after what ``.final``
+names is deleted, as by any collector. A ``.final`` that cannot be read in a round that has not ended stays damage: a collector that
+knows it may be deleting still, and what it leaves is not known. So does one whose beginning cannot be read either.
 
 Chunks: stored again from sound copies in the remote, of whatever host, or in the repository of this host. Snapshots whose
 manifests are lost are committed again.
@@ -38,7 +41,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -55,6 +58,7 @@ from ciuic.remote.documents import (
     StoredRound,
     create_round,
     decode_manifest,
+    encode_round,
     object_digest,
     read_document,
     read_round,
@@ -81,6 +85,7 @@ from ciuic.remote.object_names import (
     is_slot,
     new_hex_id,
     new_pack_ref,
+    pack_name,
     parse_manifest,
     parse_pack,
     parse_round,
@@ -95,7 +100,7 @@ from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, Rem
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
-from ciuic.remote.upkeep.collection_round import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import CollectionPolicy, delete_condemned
 from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
 from ciuic.remote.writer_log import WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
@@ -402,11 +407,11 @@ def repair_rounds(reader: SpaceReader) -> None:
         RemoteUnreachable: the store did not answer for too long.
         RemoteRefused: these credentials may not write, or not delete.
     """
-    reader.retry.call(lambda: _repair_rounds(reader))
+    reader.retry.call(lambda: mend_rounds(reader.space.objects, reader.space.sealer))
 
 
-def _repair_rounds(reader: SpaceReader) -> None:
-    objects = reader.space.objects
+def mend_rounds(objects: Objects, sealer: Sealer, new_id: Callable[[], str] = new_hex_id) -> None:
+    """Carry out `repair_rounds`. Any error may be raised between two requests, and another call goes on; ``new_id`` is for tests."""
     parts: dict[int, set[RoundPart]] = {}
     for info in objects.list(ROUNDS_PREFIX):
         if name := parse_round(info.name):
@@ -421,23 +426,71 @@ def _repair_rounds(reader: SpaceReader) -> None:
         for at, part in enumerate(_PARTS_IN_ORDER)
         if part in found
         and (round_ > end or not found.issuperset(_PARTS_IN_ORDER[:at]))
-        and not _is_readable(reader, round_, part)
+        and not _is_readable(objects, sealer, round_, part)
     ]
     objects.delete(planted)
-    if parts.get(end) == {"begun"} and end < MAX_NUMBER and not _is_readable(reader, end, "begun"):
-        empty = StoredRound(nonce=new_hex_id())
+    if parts.get(end) == {"begun"} and end < MAX_NUMBER and not _is_readable(objects, sealer, end, "begun"):
+        empty = StoredRound(nonce=new_id())
         # Another collector's may stand meanwhile: then it deletes, and says when it has done so.
-        if create_round(objects, reader.space.sealer, end, "final", empty).nonce == empty.nonce:
-            create_round(objects, reader.space.sealer, end, "done", StoredRound(nonce=new_hex_id()))
+        if create_round(objects, sealer, end, "final", empty).nonce == empty.nonce:
+            create_round(objects, sealer, end, "done", StoredRound(nonce=new_id()))
+    for round_, found in sorted(parts.items()):
+        if (
+            round_ <= end
+            and found.issuperset(("begun", "done"))
+            and round_name(round_, "done") not in planted
+        ):
+            _mend_final(objects, sealer, round_, new_id)
+    if end:
+        _mend_done(objects, sealer, end - 1, new_id)
+
+
+def _mend_final(objects: Objects, sealer: Sealer, round_: int, new_id: Callable[[], str]) -> None:
+    """Write the ``.final`` of an ended round anew, if it cannot be read and the other parts can."""
+    if _is_readable(objects, sealer, round_, "final"):
+        return
+    begun = _round_content(objects, sealer, round_, "begun")
+    if begun is None or _round_content(objects, sealer, round_, "done") is None:
+        return
+    # Asked for one by one: a listing may lack something. Hosts that were away must hear of all that the round deleted.
+    gone = StoredRound(
+        nonce=new_id(),
+        condemned=tuple(ref for ref in begun.condemned if objects.info(pack_name(ref)) is None),
+        manifests=tuple(name for name in begun.manifests if objects.info(name) is None),
+    )
+    # Replaced, never deleted first: without it a collector would take the round for one that has not ended.
+    objects.put(round_name(round_, "final"), [encode_round(sealer, round_, "final", gone)])
+
+
+def _mend_done(objects: Objects, sealer: Sealer, round_: int, new_id: Callable[[], str]) -> None:
+    """Write the ``.done`` of the last round anew, if it cannot be read; nobody reads that of a round before."""
+    if _is_readable(objects, sealer, round_, "done"):
+        return
+    final = _round_content(objects, sealer, round_, "final")
+    if final is None:
+        return
+    # It may have been planted in a round that had not ended.
+    delete_condemned(objects, final)
+    objects.put(
+        round_name(round_, "done"), [encode_round(sealer, round_, "done", StoredRound(nonce=new_id()))]
+    )
 
 
 def _is_whole_round(found: set[RoundPart]) -> bool:
     return found.issuperset(_PARTS_IN_ORDER)
 
 
-def _is_readable(reader: SpaceReader, round_: int, part: RoundPart) -> bool:
+def _round_content(objects: Objects, sealer: Sealer, round_: int, part: RoundPart) -> StoredRound | None:
+    """Return an object of a round; None if this version cannot read it."""
     try:
-        read_round(reader.space.objects, reader.space.sealer, round_, part)
+        return read_round(objects, sealer, round_, part)
+    except (DamagedRemote, NoSuchObject, UnsupportedFormat):
+        return None
+
+
+def _is_readable(objects: Objects, sealer: Sealer, round_: int, part: RoundPart) -> bool:
+    try:
+        read_round(objects, sealer, round_, part)
     except (DamagedRemote, NoSuchObject):
         return False
     except UnsupportedFormat:
@@ -663,6 +716,10 @@ def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
     rounds = Rounds(reader.space.objects, reader.space.sealer)
     try:
         rounds.refresh()
+        if rounds.finished >= 0:
+            # A host that begins reads the last one.
+            with suppress(NoSuchObject):
+                read_round(reader.space.objects, reader.space.sealer, rounds.finished, "done")
     except (Damaged, UnsupportedFormat) as error:
         hint = "" if isinstance(error, UnsupportedFormat) else "ciuic check --remote --repair"
         report.findings.append(CheckFinding("error", "round", error.message, hint))

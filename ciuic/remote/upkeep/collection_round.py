@@ -491,6 +491,16 @@ class CollectionPreview(NamedTuple):
     """A round is under way, which the next collection ends first."""
 
 
+def delete_condemned(objects: Objects, content: StoredRound) -> None:
+    """Delete what the ``.final`` of a round names; any number of callers may, at any time after it stands."""
+    # Manifests first, so that none is there without its chunks.
+    objects.delete(content.manifests)
+    objects.delete([pack_name(ref) for ref in content.condemned])
+    # After the packs: a cold one without the copy of its table could not be read any more.
+    cold = cold_packs(objects)
+    objects.delete([table_name(ref) for ref in map(PackRef, content.condemned) if ref in cold])
+
+
 class Collector:
     """Collector of one remote. Used by one thread.
 
@@ -614,7 +624,7 @@ class Collector:
         if part == "begun":
             self._fence_logs(round_)
             content = create_round(self._objects, self._sealer, round_, "final", self._decide(content))
-        self._delete(content)
+        delete_condemned(self._objects, content)
         self._tidy_logs()
         create_round(self._objects, self._sealer, round_, "done", StoredRound(nonce=self._new_id()))
         self._log.rounds.refresh()
@@ -811,14 +821,6 @@ class Collector:
         lost = unlogged_manifests(self._objects, self._sealer, self._stored, self._reader, young_since)
         if lost:
             raise LostCommits(lost[0].name, lost[0].reason, len(lost) - 1)
-
-    def _delete(self, content: StoredRound) -> None:
-        # Manifests first, so that none is there without its chunks.
-        self._objects.delete(content.manifests)
-        self._objects.delete([pack_name(ref) for ref in content.condemned])
-        # After the packs: a cold one without the copy of its table could not be read any more.
-        cold = cold_packs(self._objects)
-        self._objects.delete([table_name(ref) for ref in map(PackRef, content.condemned) if ref in cold])
 
     def _now_ns(self) -> int:
         """Return the time of the store's clock when this collector said hello; in a preview, the caller's."""
