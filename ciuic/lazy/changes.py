@@ -23,7 +23,6 @@ from typing import Final, NamedTuple
 END: Final = (1 << 63) - 1
 """End of a range that has none."""
 _RECORD: Final = struct.Struct("<QQqII")
-_MAX_JOURNAL_BYTES: Final = 256 << 20
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -196,7 +195,7 @@ class ChangeJournals:
         except FileNotFoundError:
             return None
         with os.fdopen(fd, "rb") as file:
-            return decode(file.read(_MAX_JOURNAL_BYTES))
+            return decode(file.read())
 
     def replace(self, name: bytes, changes: list[Change]) -> None:
         """Replace a journal, atomically and durably."""
