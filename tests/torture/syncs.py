@@ -107,6 +107,10 @@ MUTATIONS = (
     Mutation("the name of that record", "ciuic/lazy/service.py", "os.fsync(self.directory)", (_LAZY,)),
     Mutation("names that a lazy restore moved", "ciuic/lazy/service.py", "os.fsync(self.destination)", (_LAZY,)),
     Mutation("times of the directory", "ciuic/lazy/service.py", "os.fsync(self.destination)", (_LAZY,), nth=1),
+    Mutation("a journal of changes", "ciuic/lazy/changes.py", "os.fsync(fd)", (_LAZY,)),
+    Mutation("its name", "ciuic/lazy/changes.py", "os.fsync(self.directory)", (_LAZY,)),
+    Mutation("a journal that is cut", "ciuic/lazy/changes.py", "os.fsync(fd)", (_LAZY,), nth=1),
+    Mutation("its name", "ciuic/lazy/changes.py", "os.fsync(self.directory)", (_LAZY,), nth=1),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ciuic.lazy.changes import ChangeJournals
+from ciuic.lazy.changes import Change, ChangeJournals, Kind
 from ciuic.lazy.filling import Settler
 from ciuic.lazy.incomplete_files import PendingFiles, PendingName, PendingPiece
 from ciuic.lazy.service import MARKER, LazyLayout, LazyPhase, LazyRecord
@@ -67,6 +67,17 @@ def test_a_link_goes_after_the_content_is_durable(tmp_path: Path, events: list[t
     assert events == [("utime", name), ("fsync", name), ("unlink", name)]
     assert pending.is_over
     assert (tmp_path / "own name").stat().st_mtime_ns == 5
+
+
+def test_a_journal_is_durable_under_its_name(layout: LazyLayout, events: list[tuple[str, str]]) -> None:
+    """A durable record, and a journal that is written anew, are synced with their names before the call returns."""
+    journals = ChangeJournals(layout.changes)
+    journals.append(b"a", Change(Kind.TIME, 0, 0, 1), durable=True)
+    assert events == [("fsync", "a"), ("fsync", "changes")]
+    events.clear()
+    journals.replace(b"a", [Change(Kind.TIME, 0, 0, 2)])
+    done = [event for event in events if event[0] != "unlink"]
+    assert done == [("fsync", "a.new"), ("rename", "a.new"), ("fsync", "changes")]
 
 
 def test_a_record_is_durable_under_its_name(layout: LazyLayout, events: list[tuple[str, str]]) -> None:
