@@ -760,7 +760,7 @@ class LazyRestore:
         self._note_failures(record, result, tree)
         record.phase = LazyPhase.FILLING
         # Placeholders and their hidden links become durable behind the mount (`MountedRestore`).
-        record.boot = record.used_in = boot_id()
+        record.boot = record.used_in = _boot_id()
         layout.write(record, durable=False)
 
     def _note_failures(self, record: LazyRecord, result: Result, tree: bytes) -> None:
@@ -774,7 +774,7 @@ class LazyRestore:
         self, layout: LazyLayout, pending: PendingFiles, journals: ChangeJournals, record: LazyRecord
     ) -> None:
         """Read from the hidden links, and the journals, what an interrupted run has left to do."""
-        same_boot = record.used_in == boot_id()
+        same_boot = record.used_in == _boot_id()
         kept: set[bytes] = set()
         for name in map(os.fsencode, os.listdir(pending.directory)):
             shape = PendingName.decode(name)
@@ -800,5 +800,5 @@ class LazyRestore:
         journals.keep_only(kept)
         if not same_boot:
             # After every journal has lost what does not count any more: a later run in this boot believes all of it.
-            record.used_in = boot_id()
+            record.used_in = _boot_id()
             layout.write(record)
