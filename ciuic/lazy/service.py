@@ -102,7 +102,8 @@ class LazyRecord(msgspec.Struct):
     """Start of the machine in which the journals of changes were written."""
     times: tuple[int, int] | None = None
     """Access and modification time of the restored directory in nanoseconds, once it is being moved."""
-    version: int = 1
+    version: int = 2
+    """1: without journals of changes. A version of ciuic that knows no others refuses a record with them, which it would fetch over."""
 
     def encode(self) -> bytes:
         """Return the record as JSON."""
@@ -116,8 +117,10 @@ class LazyRecord(msgspec.Struct):
             bytes.fromhex(record.source)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not the record of a lazy restore: {error}") from None
-        if record.version != 1:
-            raise ValueError(f"the version must be 1, got {record.version}")
+        if record.version not in (1, 2):
+            raise ValueError(f"the version must be 1 or 2, got {record.version}")
+        # Whoever goes on with it writes journals.
+        record.version = 2
         return record
 
 
