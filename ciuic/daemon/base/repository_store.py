@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 
@@ -129,6 +129,10 @@ class LastSnapshot(Protocol):
     def size_bytes(self) -> int: ...
     @property
     def tags(self) -> tuple[str, ...]: ...
+
+
+_MEASURES: Final = 3
+"""Measurements after which a repository that grows all the time is shown as it was last."""
 
 
 class _Room(NamedTuple):
@@ -430,10 +434,16 @@ class Store:
         if self.path is None:
             return RepositoryStatus()
         document = RepositoryStatus(path=str(self.path))
+        room = None
         try:
             with self._open() as repository:
                 document.exists = True
-                document.size_bytes = repository.stored_bytes()
+                # Both of one moment: what a capture gave back in between would count as another's use of the disk.
+                for _ in range(_MEASURES):
+                    document.size_bytes = repository.stored_bytes()
+                    room = self._room(self.path)
+                    if repository.stored_bytes() == document.size_bytes:
+                        break
                 document.snapshots = len(repository.snapshots.ids())
         except CiuicError:
             # A repository that cannot be read is not a missing one.
@@ -444,7 +454,7 @@ class Store:
             document.missing, document.missing_hint = refusal.message, refusal.hint
             # What is measured there now is the disk below the mount point.
             return document
-        document.free_bytes, document.used_bytes, document.total_bytes = self._room(self.path)
+        document.free_bytes, document.used_bytes, document.total_bytes = room or self._room(self.path)
         return document
 
     @staticmethod
