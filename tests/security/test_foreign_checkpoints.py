@@ -116,6 +116,6 @@ def test_a_reader_that_fails_spares_the_other_files(monkeypatch: pytest.MonkeyPa
     found = {one.path: one.verdict for one in checkpoints_in(directory)}
     assert (found[b"/d/bad.npy"].state, found[b"/d/good.npy"].state) == ("UNKNOWN", "GOOD")
     assert "ZeroDivisionError" in found[b"/d/bad.npy"].reason
-    monkeypatch.setattr(verdict, "_RECOGNISERS", (failing_recogniser,))
+    monkeypatch.setattr(verdict, "RECOGNISERS", (failing_recogniser,))
     found = {one.path: one.verdict for one in checkpoints_in(directory)}
     assert (found[b"/d"].state, found[b"/d/good.npy"].state) == ("UNKNOWN", "GOOD")

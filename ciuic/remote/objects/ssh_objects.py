@@ -321,6 +321,8 @@ class _Connection:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
+                # Not the caller's: it may belong to another user, or be on a mount that dies.
+                cwd="/",
                 bufsize=0,
             )
         except OSError as error:
