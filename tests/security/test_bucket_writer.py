@@ -89,8 +89,10 @@ def test_an_unreadable_entry_stops_only_deletion_until_it_is_mended(
     assert REPAIR in bucket.other.fails("prune", "--remote", code=4)
     bucket.victim.run("remote", "upload", "--once")
     report = bucket.other.json("check", "--remote", "--repair")
-    assert report["findings"]
-    assert all(finding["repaired"] for finding in report["findings"])
+    # Not information: the victim has begun another log, so that two upload its repository until the old one is retired.
+    damages = [finding for finding in report["findings"] if finding["severity"] != "info"]
+    assert damages
+    assert all(finding["repaired"] for finding in damages), damages
     bucket.assert_whole()
 
 
