@@ -1,4 +1,4 @@
-"""What a job has changed in an incomplete file: the byte ranges that are the job's, and a journal of them.
+"""Journal of the byte ranges that a job has changed in an incomplete file.
 
 Guarantees: a range that is the job's is never fetched over. The journal of a file says, after the death of the process, exactly which
 changes were acknowledged: a write is recorded after its bytes are in the file and before its answer; a new size is recorded before it

@@ -79,7 +79,7 @@ class PendingFile:
         self.io: Final = io
         """Held while a block is written, or the file changed by a job."""
         self.ranges = ByteRanges()
-        """What the job has changed."""
+        """Byte ranges that the job has changed."""
         self.mtime_ns = shape.mtime_ns
         """Modification time that is shown, and that the complete file gets."""
         self.journaled = False

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +65,9 @@ from ciuic.types import Snapshot
 
 MARKER: Final = b"INCOMPLETE-RESTORE"
 _RECORD, _LOCK, _PENDING, _CHANGES, _TREE = b"record", b"lock", b"pending", b"changes", b"tree"
+_DAMAGED: Final = b".ciuic-damaged"
+"""Ending of the name of a file that cannot be completed, and to which a job has written."""
+_MAX_NAME_BYTES: Final = 255
 _MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_FAILURES: Final = 10_000
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -500,7 +504,10 @@ class MountedRestore:
         return ", ".join([*inside, *([users] if users else [])])
 
     def _remove_damaged(self, outcome: LazyOutcome) -> None:
-        """Remove every name of files that cannot be completed: a plain restore leaves them out as well."""
+        """Remove every name of files that cannot be completed: a plain restore leaves them out as well.
+
+        One to which a job has written is renamed instead, so that nothing of the job's is lost.
+        """
         damaged = {file.ino: file for file in self._pending.damaged if not file.gone}
         if not damaged:
             return
@@ -508,17 +515,24 @@ class MountedRestore:
         while stack:
             fd, path = stack.pop()
             try:
-                with os.scandir(fd) as entries:
-                    for entry in entries:
-                        name = os.fsencode(entry.name)
-                        if entry.is_dir(follow_symlinks=False):
-                            with suppress(OSError):
-                                stack.append((os.open(name, _DIRECTORY, dir_fd=fd), join(path, name)))
-                        elif entry.inode() in damaged:
+                with os.scandir(fd) as scan:
+                    # All of them first: a new name would be met again.
+                    entries = list(scan)
+                for entry in entries:
+                    name = os.fsencode(entry.name)
+                    if entry.is_dir(follow_symlinks=False):
+                        with suppress(OSError):
+                            stack.append((os.open(name, _DIRECTORY, dir_fd=fd), join(path, name)))
+                    elif entry.inode() in damaged:
+                        file = damaged[entry.inode()]
+                        reason = next(iter(file.damaged.values()))
+                        if file.journaled:
+                            # A run that was killed here may have done it.
+                            kept = name if name.endswith(_DAMAGED) else _set_aside(fd, name)
+                            reason += f"; what was written to it meanwhile is in {one_line(kept)}, with zeros for what is damaged"
+                        else:
                             os.unlink(name, dir_fd=fd)
-                            file = damaged[entry.inode()]
-                            reason = next(iter(file.damaged.values()))
-                            outcome.lost.append(LostFile(one_line(join(path, name)), reason, damaged=True))
+                        outcome.lost.append(LostFile(one_line(join(path, name)), reason, damaged=True))
             finally:
                 os.close(fd)
         self._record.lost = outcome.lost
@@ -532,6 +546,20 @@ class MountedRestore:
         except OSError as error:
             # The operator was quicker.
             log.warning("lazy_mount_not_detached", reason=str(error))
+
+
+def _set_aside(fd: int, name: bytes) -> bytes:
+    """Give a file of a directory another name that is free, and return it."""
+    for number in count():
+        ending = _DAMAGED + (b".%d" % number if number else b"")
+        kept = name[: _MAX_NAME_BYTES - len(ending)] + ending
+        try:
+            os.link(name, kept, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+        except FileExistsError:
+            continue
+        os.unlink(name, dir_fd=fd)
+        return kept
+    raise AssertionError("count() does not end")
 
 
 def detach_dead(destination: bytes) -> None:

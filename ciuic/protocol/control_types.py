@@ -200,7 +200,7 @@ class RemoteStatus(_Document):
     last_drill: str = ""
     """End of the last drill of a rescue; empty if there was none."""
     drill_ok: bool = False
-    """Whether that drill proved that a rescue works."""
+    """True if that drill proved that a rescue works."""
 
 
 class RepositoryStatus(_Document):

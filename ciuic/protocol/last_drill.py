@@ -35,7 +35,7 @@ class LastDrill(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Annotated[float, msgspec.Meta(ge=0)]
     """Time from the first request to the verdict."""
     reason: str = ""
-    """What is damaged or failed, in words; empty for good."""
+    """Damage or failure in words; empty if all is good."""
     snapshot: str = ""
     """Snapshot that was restored from; empty if none was found."""
     files: int = 0

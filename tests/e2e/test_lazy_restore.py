@@ -407,10 +407,8 @@ def test_after_a_power_cut_synced_changes_stay_and_others_may_go(host: LazyHost,
     same_times_apart(host, model)
 
 
-def test_damaged_content_fails_its_readers_alone(host: LazyHost) -> None:
-    """A damaged chunk gives EIO; all else is restored; the file is left out in the end, named, and the exit code is 8."""
-    fill(host.root)
-    host.upload()
+def _damage_big(host: LazyHost) -> None:
+    """Damage a chunk of the file ``big`` on the remote."""
     assert host.snapshot is not None
     marker = (host.root / "big").read_bytes()[600_000:600_064]
     damaged = 0
@@ -421,6 +419,13 @@ def test_damaged_content_fails_its_readers_alone(host: LazyHost) -> None:
                 file.write(bytes(64))
             damaged += 1
     assert damaged
+
+
+def test_damaged_content_fails_its_readers_alone(host: LazyHost) -> None:
+    """A damaged chunk gives EIO; all else is restored; the file is left out in the end, named, and the exit code is 8."""
+    fill(host.root)
+    host.upload()
+    _damage_big(host)
     host.set("held")
     child = host.start().wait_for_mount()
     reader = subprocess.Popen(
@@ -437,6 +442,30 @@ def test_damaged_content_fails_its_readers_alone(host: LazyHost) -> None:
     expected = trees.manifest(host.root, directory_times=False)
     del expected[b"big"], expected[b"sub/big too"]
     trees.assert_same(expected, trees.manifest(host.mount, directory_times=False))
+
+
+def test_what_a_job_wrote_to_a_damaged_file_is_kept(host: LazyHost) -> None:
+    """A file with a damaged chunk to which a job has written gets another name, with what the job wrote."""
+    fill(host.root)
+    host.upload()
+    _damage_big(host)
+    host.set("held")
+    child = host.start().wait_for_mount()
+    whole = (host.root / "big").read_bytes()
+    fd = os.open(host.mount / "big", os.O_WRONLY)
+    try:
+        assert os.pwrite(fd, b"of the job", 100) == 10
+        assert os.pwrite(fd, b"and longer", len(whole)) == 10
+    finally:
+        os.close(fd)
+    host.unset("held")
+    lines = child.end()
+    assert child.process.returncode == 8
+    assert [words[0] for words in lines].count("lost") == 2
+    assert not (host.mount / "big").exists()
+    kept = (host.mount / "big.ciuic-damaged").read_bytes()
+    assert (len(kept), kept[100:110], kept[-10:]) == (len(whole) + 10, b"of the job", b"and longer")
+    assert kept[:100] == whole[:100]
 
 
 def status_of(host: LazyHost) -> LazyStatus:

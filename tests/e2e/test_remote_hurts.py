@@ -1,4 +1,4 @@
-"""What a remote promises where its hosts, clocks, disks and servers are not as one would wish."""
+"""Remotes whose hosts, clocks, disks and servers misbehave: nothing is lost, and the fault is named."""
 
 from __future__ import annotations
 

@@ -71,10 +71,10 @@ class Request(msgspec.Struct, omit_defaults=True):
     after: str = ""
     ranges: list[tuple[int, int]] = []
     length: int = 0
-    """Of ``tail``; of ``open`` the version."""
+    """Bytes that ``tail`` asks for; with ``open`` the version of the protocol."""
     names: list[str] = []
     make: bool = False
-    """Of ``open``: make the directory where it is missing."""
+    """Make the directory where it is missing; with ``open``."""
     body_bytes: int = 0
 
 
@@ -89,13 +89,13 @@ class Reply(msgspec.Struct, omit_defaults=True):
     size_bytes: int = 0
     modified_ns: int = 0
     found: bool = False
-    """Of ``info``: there is such an object."""
+    """True if there is such an object; after ``info``."""
     infos: list[tuple[str, int, int]] = []
     lengths: list[int] = []
-    """Of ``ranges``: bytes of each, in the body one after the other."""
+    """Bytes of each range, which lie in the body one after the other; after ``ranges``."""
     body_bytes: int = 0
     program: str = ""
-    """Of ``open``: version of ciuic, and the directory that is served."""
+    """Version of ciuic on the server; this and what follows after ``open``."""
     directory: str = ""
     append_only: bool = False
 
