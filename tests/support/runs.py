@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from support.warm_python import WarmPython
 
 from ciuic.remote.sealing.key_slots import make_key_file
 from ciuic.repository import Repository
-from ciuic.training.remote.uploads import is_uploading, record_of, state_dir
+from ciuic.training.remote.uploads import record_of, state_dir
 
 
 def take_over(host: str, remote: str) -> str:
@@ -56,9 +57,19 @@ def _is_done(save_dir: str) -> bool:
             [record_of(save_dir, name, repository.id) for name in os.listdir(place)] if place.is_dir() else []
         )
         stored = [record is not None and record.stored >= repository.snapshots.names() for record in records]
-    return (
-        bool(stored) and all(stored) and not any(is_uploading(save_dir, name) for name in os.listdir(place))
-    )
+    return bool(stored) and all(stored) and not _named_by_a_process(save_dir)
+
+
+def _named_by_a_process(save_dir: str) -> bool:
+    """Return whether a process has the directory in its command line.
+
+    As every uploader does, also one that has no lock yet because another had it when this one was started.
+    """
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if save_dir.encode() in (entry / "cmdline").read_bytes():
+                return True
+    return False
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
