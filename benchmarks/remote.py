@@ -26,9 +26,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from support.object_servers import SeaweedFS, environment_for_s3, weed_program
+if TYPE_CHECKING:
+    from support.object_servers import SeaweedFS
 
 _RESULTS: Final = Path(__file__).with_name("results")
 _FILES: Final = 16
@@ -398,6 +399,9 @@ def main() -> int:
     if options.child:
         child(options.child[0], Path(options.child[1]))
         return 0
+    # Not for a child, whose time counts: it imports pytest.
+    from support.object_servers import SeaweedFS, environment_for_s3, weed_program
+
     program = weed_program()
     if program is None:
         sys.stderr.write("the program of SeaweedFS is missing: .ci/setup test\n")

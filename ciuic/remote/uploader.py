@@ -26,10 +26,10 @@ minute, however long the network is away: the bytes are the same, so a request w
 Where a proxy refuses the size of a pack (413), the packs after it have at most half of it.
 
 A pack should take about eight seconds (`PackSize`): what is under way when the process is killed is sent again, and a
-request for each pack costs money and a round trip. The size begins at 512 KiB and is at most a sixteenth of what
-the process has stored, so that one which is killed again and again wastes little. Measured: 512 MiB over 12 MiB/s with 40
-kills, by turns, sent 12 % twice where the size doubled from pack to pack, and 0.1 % so. Such small packs fit the socket's
-buffer, which the kernel sends after the kill: a host that is lost wastes what is under way.
+request for each pack costs money and a round trip. The size begins at 512 KiB and is what takes a quarter of a second, or
+a sixteenth of what the process has stored, so that one which is killed again and again wastes little. Measured: 512 MiB over
+12 MiB/s with 40 kills, by turns, sent 12 % twice where the size doubled from pack to pack, and 0.1 % so. Such small packs fit
+the socket's buffer, which the kernel sends after the kill: a host that is lost wastes what is under way.
 
 Packs that were stored and that no commit names yet are kept in a local file (`UncommittedPacks`). A commit names them so
 that other hosts learn of them without a listing. If the file is lost, they find the packs when they list; nothing else
@@ -40,18 +40,18 @@ from __future__ import annotations
 
 import heapq
 import mmap
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Final, Literal, NamedTuple, TypeVar
 
-import msgspec
-
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.remote.access import Remote
-from ciuic.remote.documents import PackRefs, RemoteManifest, encode_manifest, object_digest
+from ciuic.remote.documents import RemoteManifest, encode_manifest, object_digest
 from ciuic.remote.object_names import PackRef, manifest_name, new_pack_ref, pack_name
 from ciuic.remote.objects.model import (
     NoSuchBucket,
@@ -71,7 +71,6 @@ from ciuic.repository.chunk_reader import BadCopyError, read_base, read_stored, 
 from ciuic.repository.config import read_file
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
-from ciuic.repository.notes import read_note, write_note
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
 from ciuic.repository.snapshot_walk import Reached
@@ -84,8 +83,9 @@ LARGEST_PACK_BYTES: Final = 16 << 20
 """Largest pack: those that are filled, sent and copied by the client leave the uploader below 200 MiB."""
 # Time that a pack should take.
 _PACK_SECONDS: Final = 8.0
-# Part of what was stored that one pack may have.
+# Part of what was stored that one pack may have, and time that it may take before as much was stored.
 _PART_OF_STORED: Final = 16
+_UNEARNED_SECONDS: Final = 0.25
 # Weight of the newest pack in the smoothed rate.
 _RATE_WEIGHT: Final = 0.3
 
@@ -127,7 +127,7 @@ class PackSize:
             self._rate = rate if not self._rate else self._rate + _RATE_WEIGHT * (rate - self._rate)
             wanted = int(self._rate * _PACK_SECONDS)
             self._stored_bytes += size_bytes
-            earned = self._stored_bytes // _PART_OF_STORED
+            earned = max(self._stored_bytes // _PART_OF_STORED, int(self._rate * _UNEARNED_SECONDS))
             self._size_bytes = max(FIRST_PACK_BYTES, min(wanted, earned, self._max_bytes))
 
 
@@ -135,6 +135,8 @@ _MAX_WAITING_BYTES: Final = 48 << 20
 """Limit of packs that are being stored or wait for it."""
 # More connections hardly help a single store; each holds a pack in memory.
 _SENDING_THREADS: Final = 4
+# Small packs are not made ahead: the next one is larger once the first are stored.
+_MAX_WAITING_PACKS: Final = _SENDING_THREADS + 1
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 # With pauses that begin at half a second, half a minute.
@@ -187,7 +189,7 @@ class Outbox:
         self._clock = clock
         self._packs: queue.SimpleQueue[ClosedPack | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._waiting_packs = 0
         self._stored: list[ClosedPack] = []
         self._failure: BaseException | None = None
         self._threads = [
@@ -208,6 +210,7 @@ class Outbox:
             self._changed.wait_for(lambda: self._may_go_on(pack.size_bytes))
             self._raise_failure()
             self._waiting_bytes += pack.size_bytes
+            self._waiting_packs += 1
         self._packs.put(pack)
 
     def wait(self) -> None:
@@ -240,7 +243,10 @@ class Outbox:
         return (
             self._failure is not None
             or not self._waiting_bytes
-            or self._waiting_bytes + size_bytes <= _MAX_WAITING_BYTES
+            or (
+                self._waiting_packs < _MAX_WAITING_PACKS
+                and self._waiting_bytes + size_bytes <= _MAX_WAITING_BYTES
+            )
         )
 
     def _raise_failure(self) -> None:
@@ -260,6 +266,7 @@ class Outbox:
                     # Without the bytes, which are not needed any more.
                     self._stored.append(pack._replace(parts=()))
                 self._waiting_bytes -= pack.size_bytes
+                self._waiting_packs -= 1
                 self._failure = self._failure or failure
                 self._changed.notify_all()
 
@@ -324,18 +331,23 @@ def persist(
 _UNCOMMITTED_FILE: Final = "uncommitted"
 
 
-class _StoredUncommitted(msgspec.Struct, frozen=True, kw_only=True):
-    packs: PackRefs
-
-
 class UncommittedPacks:
-    """Packs of this uploader that no commit names. For one thread."""
+    """Packs of this uploader that no commit names, in a file that grows by a line for each. For one thread."""
 
     def __init__(self, directory: str) -> None:
         """Read what an earlier process left in this directory of the uploader's own."""
-        self._directory = directory
-        note = read_note(directory, _UNCOMMITTED_FILE, _StoredUncommitted)
-        self._refs: list[PackRef] = [] if note is None else [PackRef(ref) for ref in note.packs]
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self._path = f"{directory}/{_UNCOMMITTED_FILE}"
+        self._refs: list[PackRef] = []
+        try:
+            lines = read_file(self._path).split(b"\n")
+        except FileNotFoundError:
+            lines = []
+        for line in lines:
+            ref, _, check = line.partition(b" ")
+            # What a power cut tore, or an earlier ciuic wrote otherwise, is found by listing the packs.
+            if check == _line_check(ref):
+                self._refs.append(PackRef(ref.decode("ascii")))
 
     @property
     def refs(self) -> tuple[PackRef, ...]:
@@ -345,21 +357,27 @@ class UncommittedPacks:
     def add(self, pack: ClosedPack) -> None:
         """Add a pack that was stored."""
         self._refs.append(pack.ref)
-        self._write()
+        line = pack.ref.encode("ascii")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self._path, flags, 0o600), "wb", buffering=0) as file:
+            # The line end first, so that what an interrupted process wrote in part spoils no other line.
+            file.write(b"\n%b %b\n" % (line, _line_check(line)))
 
     def clear(self) -> None:
         """Forget them: a commit names them."""
         self._refs.clear()
-        self._write()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
 
-    def _write(self) -> None:
-        write_note(
-            self._directory, _UNCOMMITTED_FILE, _StoredUncommitted(packs=tuple(self._refs)), durable=False
-        )
+
+def _line_check(line: bytes) -> bytes:
+    return b"%016x" % checksum(line)
 
 
 # Chunks that are looked up at once.
 _BATCH: Final = 2048
+# Chunks that are read in the order in which they lie on the disk: few, because the most important ones go first.
+_READ_AT_ONCE: Final = 64
 # Tree nodes are small: a pack of them ends with its table at a mebibyte.
 _MAX_RECORDS: Final = (1 << 20) // ROW_BYTES
 # A pack ends with the chunk that reaches its size; that chunk and the table have room behind it.
@@ -369,14 +387,6 @@ _CAPACITY_BYTES: Final = LARGEST_PACK_BYTES + MAX_CHUNK_BYTES + (2 << 20)
 _MAX_CHECKPOINT_FILES: Final = 10_000
 # Size of a file beside a checkpoint that may describe it, such as a configuration or the state of the trainer.
 _DESCRIPTION_BYTES: Final = 64 << 10
-
-
-class _MissingHere(NamedTuple):
-    """Chunk that the remote lacks, with its place in the local repository."""
-
-    id: ChunkId
-    kind: PackKind
-    location: ChunkLocation
 
 
 class _WholeSnapshots:
@@ -391,10 +401,10 @@ class _WholeSnapshots:
 
     def missing(
         self, repository: Repository, packing: _Packing, snapshot: Snapshot
-    ) -> Iterator[_MissingHere]:
-        """Yield each chunk that the remote lacks, bases before what needs them.
+    ) -> Iterator[list[Reached]]:
+        """Yield the chunks that the remote lacks, at most `_BATCH` at once, each of them once in a list.
 
-        The caller hands each over for upload before it takes the next, and calls `add` after the commit. Until then
+        The caller hands all over for upload before it takes the next list, and calls `add` after the commit. Until then
         nothing is remembered: a walk that was given up leaves no trace.
 
         Raises:
@@ -406,7 +416,10 @@ class _WholeSnapshots:
         walker = Walker(repository, seen=nodes, seen_data=_Nothing())
         reached = chain(_of_checkpoints(repository, walker, self._whole, snapshot), walker.walk(snapshot))
         while batch := list(islice(reached, _BATCH)):
-            yield from _lacking(repository, packing, batch)
+            stored = packing.has_many([one.id for one in batch])
+            lacking = {one.id: one for one in batch if one.id not in stored}
+            if lacking:
+                yield list(lacking.values())
         self._walked = nodes.walked
 
     def add(self) -> None:
@@ -482,27 +495,11 @@ def _checkpoint_files(
                 yield entry
 
 
-def _lacking(repository: Repository, packing: _Packing, batch: list[Reached]) -> Iterator[_MissingHere]:
-    stored = packing.has_many([one.id for one in batch])
-    given: set[bytes] = set()
-    for one in batch:
-        if one.id in stored or one.id in given:
-            continue
-        kind: PackKind = "data" if one.kind == "data" else "meta"
-        places = repository.chunks.locate_all(one.id)
-        ids = [one.id, *(ChunkId(place.base) for place in places if place.base)]
-        present = packing.has_many(ids[1:]) if ids[1:] else set()
-        # The deepest base first: whatever is interrupted, a stored difference has its base.
-        for id_, place in zip(reversed(ids), reversed(places), strict=True):
-            if id_ not in present and id_ not in given:
-                given.add(id_)
-                yield _MissingHere(id_, kind, place)
-
-
 class _StoredBytes(NamedTuple):
     """Chunk as it is stored."""
 
     id: ChunkId
+    kind: PackKind
     data: Bytes
     raw_bytes: int
     flags: int
@@ -516,13 +513,42 @@ class _LocalCopies:
         self._repository = repository
         self._packs = packs
 
-    def read(self, wanted: _MissingHere) -> _StoredBytes:
-        """Return the stored bytes of this copy, or the content as it is where that copy is bad.
+    def read(self, wanted: Sequence[Reached], packing: _Packing) -> Iterator[_StoredBytes]:
+        """Yield the stored bytes of each chunk, checked, bases before what needs them.
+
+        Each is to be put into ``packing`` before the next is taken, when its bytes may be overwritten.
 
         Raises:
-            Damaged: no copy of the chunk is good.
+            Damaged: no copy of a chunk is good, or a base of it is missing.
         """
-        location = wanted.location
+        as_bases: set[bytes] = set()
+        for start in range(0, len(wanted), _READ_AT_ONCE):
+            some = wanted[start : start + _READ_AT_ONCE]
+            for piece in self._repository.bulk.read([one.id for one in some]):
+                one = some[piece.position]
+                kind: PackKind = "data" if one.kind == "data" else "meta"
+                location = piece.location
+                if location is None:
+                    for found in self._with_bases(one.id, kind, packing):
+                        as_bases.add(found.id)
+                        yield found
+                elif one.id not in as_bases:
+                    yield _StoredBytes(one.id, kind, piece.stored, location.raw_bytes, location.flags, b"")
+
+    def _with_bases(self, id_: ChunkId, kind: PackKind, packing: _Packing) -> Iterator[_StoredBytes]:
+        """Yield the chunk with those of its bases that the remote lacks, the deepest first.
+
+        Whatever is interrupted, a stored difference has its base.
+        """
+        places = self._repository.chunks.locate_all(id_)
+        ids = [id_, *(ChunkId(place.base) for place in places if place.base)]
+        present = packing.has_many(ids)
+        for one, place in zip(reversed(ids), reversed(places), strict=True):
+            if one not in present:
+                yield self._one(one, kind, place)
+
+    def _one(self, id_: ChunkId, kind: PackKind, location: ChunkLocation) -> _StoredBytes:
+        """Return the stored bytes of this copy, or the content as it is where that copy is bad."""
         chunks = self._repository.chunks
         try:
             stored = read_stored(self._packs, location)
@@ -530,15 +556,15 @@ class _LocalCopies:
             if location.flags & CODED_FLAGS:
                 base = read_base(ChunkId(location.base) if location.base else b"", chunks.get)
                 content = unpack(stored, location.raw_bytes, location.flags, base=base)
-            if chunks.id_of(content) == wanted.id:
+            if chunks.id_of(content) == id_:
                 return _StoredBytes(
-                    wanted.id, stored, location.raw_bytes, location.flags, location.base or b""
+                    id_, kind, stored, location.raw_bytes, location.flags, location.base or b""
                 )
         except (BadCopyError, Damaged):
             # Another copy, or prune has moved this one.
             pass
-        content = chunks.get(wanted.id)
-        return _StoredBytes(wanted.id, content, len(content), 0, b"")
+        content = chunks.get(id_)
+        return _StoredBytes(id_, kind, content, len(content), 0, b"")
 
 
 class _Packing:
@@ -581,12 +607,13 @@ class _Packing:
         here = {chunk for chunk in chunks if chunk in self._waiting}
         return here | self._index.has_many([chunk for chunk in chunks if chunk not in here])
 
-    def put(self, chunk: _StoredBytes, kind: PackKind) -> None:
+    def put(self, chunk: _StoredBytes) -> None:
         """Put a chunk into the pack of its kind, and send the pack when it is large enough.
 
         Raises:
             Stopped: the uploader was told to end.
         """
+        kind = chunk.kind
         writer = self._writers.get(kind)
         if writer is None:
             writer = self._writers[kind] = RemotePackWriter(
@@ -770,10 +797,10 @@ class Uploader:
         packing = _Packing(self._remote.sealer, self._index, outbox, self._size, self._uncommitted.add)
         try:
             for missing in self._whole.missing(self._repository, packing, snapshot):
-                self._step()
-                chunk = self._copies.read(missing)
-                packing.put(chunk, missing.kind)
-                self._sent(len(chunk.data))
+                for chunk in self._copies.read(missing, packing):
+                    self._step()
+                    packing.put(chunk)
+                    self._sent(len(chunk.data))
             packing.finish()
         except BaseException:
             outbox.abandon()

@@ -42,6 +42,9 @@ _GAP_BYTES: Final = 4096
 _ADVICE_BYTES = 8 << 20
 
 
+_NOTHING: Final = memoryview(b"")
+
+
 class ReadChunk(NamedTuple):
     """Content of one requested chunk, valid until the next one is taken."""
 
@@ -53,6 +56,8 @@ class ReadChunk(NamedTuple):
     end: int
     location: ChunkLocation | None
     """Position of the checked bytes in a pack."""
+    stored: memoryview
+    """The bytes as the pack has them, from which the content was made; valid as long as it."""
 
     @property
     def is_raw(self) -> bool:
@@ -98,7 +103,7 @@ class BulkReader:
         self, unknown: list[int], runs: list[list[_Wanted]], chunks: Sequence[ChunkId]
     ) -> Iterator[ReadChunk]:
         for position in unknown:
-            yield ReadChunk(position, None, 0, 0, None)
+            yield ReadChunk(position, None, 0, 0, None, _NOTHING)
         for run in runs:
             yield from self._read_run(run, chunks)
 
@@ -136,7 +141,7 @@ class BulkReader:
         for location, position in run:
             at = location.offset - start
             upto = at + location.stored_bytes
-            piece = ReadChunk(position, None, 0, 0, None)
+            piece = ReadChunk(position, None, 0, 0, None, _NOTHING)
             if upto <= length:
                 with suppress(BadCopyError):
                     piece = self._checked(position, chunks[position], location, at, upto)
@@ -149,11 +154,11 @@ class BulkReader:
         if not location.flags & CODED_FLAGS:
             if self._chunk_id(stored) != chunk:
                 raise BadCopyError("its bytes do not match their id")
-            return ReadChunk(position, self._buffer, at, upto, location)
+            return ReadChunk(position, self._buffer, at, upto, location, stored)
         content = unpack(stored, location.raw_bytes, location.flags, self._decompressor)
         if self._chunk_id(content) != chunk:
             raise BadCopyError("its bytes do not match their id")
-        return ReadChunk(position, content, 0, len(content), location)
+        return ReadChunk(position, content, 0, len(content), location, stored)
 
 
 def _adjoining(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
