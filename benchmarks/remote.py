@@ -4,8 +4,9 @@
     make bench-remote ARGS="--mib 64 --rounds 1"   smoke test; its figures mean nothing
 
 Each turn of a round is a process of its own, and contenders take turns. *first*: a directory of noise that the
-bucket does not have, from the call to its last byte; ciuic's includes the local snapshot. *changed*: the same with a twentieth of the
-blocks changed. *restore*: all of it, to an empty directory, from the bucket alone, until syncfs(2) has returned: ciuic
+bucket does not have, from the call to its last byte; ciuic's is a local snapshot and its upload, which are also given apart
+(*first snapshot*, *first upload*). *changed*: the same with a twentieth of the blocks changed. rclone only copies files, and is what the
+server and the wire allow. *restore*: all of it, to an empty directory, from the bucket alone, until syncfs(2) has returned: ciuic
 syncs each file before it gets its name, others leave that to the kernel; *returns* is when the command ended. *processor*: seconds of the
 contender itself for each GiB of the directory; *memory*: its largest resident set. *kills*: bytes that the server received
 for 512 MiB while the uploader was killed forty times, and whether the remote is exact.
@@ -56,6 +57,8 @@ class Bench(NamedTuple):
     top: Path
     server: SeaweedFS
     environment: dict[str, str]
+    authority: str = ""
+    """File of the certificate authority; empty without TLS."""
 
     def run(self, *argv: str, synced: Path | None = None, **variables: str) -> Turn:
         """Run a program to its end, and measure it; ``synced``: until what it wrote there is on the disk."""
@@ -121,12 +124,21 @@ class Ciuic:
 
     def __init__(self, bench: Bench, top: Path, url: str, source: Path) -> None:
         self._bench, self._top, self._url, self._source = bench, top, url, source
+        self.parts: list[Turn] = []
         top.mkdir()
         (top / "settings").write_text(json.dumps({"url": url, "source": str(source)}))
         bench.run(*_child(top, "init"))
 
     def back_up(self) -> Turn:
-        return self._bench.run(*_child(self._top, "snapshot"))
+        snapshot, upload = self.parts = [
+            self._bench.run(*_child(self._top, what)) for what in ("store", "upload")
+        ]
+        return Turn(
+            snapshot.seconds + upload.seconds,
+            snapshot.processor_seconds + upload.processor_seconds,
+            max(snapshot.memory_bytes, upload.memory_bytes),
+            snapshot.returned_seconds + upload.returned_seconds,
+        )
 
     def restore(self, target: Path) -> Turn:
         return self._bench.run(
@@ -159,14 +171,22 @@ class Restic:
             "RESTIC_CACHE_DIR": str(top / "cache"),
         }
         top.mkdir()
-        bench.run("restic", "init", **self._variables)
+        self._options = (f"--cacert={bench.authority}",) if bench.authority else ()
+        bench.run("restic", *self._options, "init", **self._variables)
 
     def back_up(self) -> Turn:
-        return self._bench.run("restic", "backup", str(self._source), **self._variables)
+        return self._bench.run("restic", *self._options, "backup", str(self._source), **self._variables)
 
     def restore(self, target: Path) -> Turn:
         return self._bench.run(
-            "restic", "restore", "latest", "--target", str(target), synced=target.parent, **self._variables
+            "restic",
+            *self._options,
+            "restore",
+            "latest",
+            "--target",
+            str(target),
+            synced=target.parent,
+            **self._variables,
         )
 
 
@@ -183,6 +203,7 @@ class Rclone:
             "--s3-env-auth",
             f"--s3-endpoint={bench.environment['AWS_ENDPOINT_URL']}",
             "--config=/dev/null",
+            *((f"--ca-cert={bench.authority}",) if bench.authority else ()),
         )
 
     def back_up(self) -> Turn:
@@ -222,6 +243,9 @@ def measure(bench: Bench, mib: int, rounds: int) -> dict[str, dict[str, list[Tur
                     shutil.rmtree(target.parent)
                 else:
                     turn = contender.back_up()
+                    if isinstance(contender, Ciuic):
+                        for part, of_part in zip(("snapshot", "upload"), contender.parts, strict=True):
+                            found.setdefault(f"{work} {part}", {}).setdefault("ciuic", []).append(of_part)
                 found.setdefault(work, {}).setdefault(contender.name, []).append(turn)
     return found
 
@@ -266,6 +290,22 @@ def measure_kills(bench: Bench, mib: int) -> dict[str, float]:
     return {"kills": kills, **turn}
 
 
+def make_certificate(place: Path) -> tuple[Path, Path]:
+    """Return the files of a certificate for localhost, which is its own authority, and of its key."""
+    certificate, key = place / "certificate.pem", place / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-addext", "basicConstraints=critical,CA:FALSE"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    return certificate, key
+
+
 def child(what: str, top: Path) -> None:
     """Do one step of ciuic's in a process of its own."""
     from ciuic.config import Config, RemoteConfig
@@ -288,9 +328,9 @@ def child(what: str, top: Path) -> None:
         add_slot(remote, "host", read_key_file(str(key)))
         Repository.create(top / "repository", identity=remote.identity).close()
         return
-    if what in ("snapshot", "store"):
+    if what == "store":
         _store(top, Path(settings["source"]))
-    if what in ("snapshot", "upload"):
+    if what == "upload":
         config = Config(
             remotes=(
                 RemoteConfig(
@@ -370,7 +410,9 @@ def report(turns: dict[str, dict[str, list[Turn]]], mib: int, rounds: int) -> st
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for work, by_name in turns.items():
-        restic = by_name.get("restic", [Turn(1, 1, 0, 1)])
+        # Parts are compared with the whole that they are of.
+        whole = turns[work.partition(" ")[0]]
+        restic = whole.get("restic", [Turn(1, 1, 0, 1)])
         base = [statistics.median(column) for column in zip(*restic, strict=True)]
         for name, some in by_name.items():
             seconds, processor, _, returned = (
@@ -394,6 +436,8 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-kills", action="store_true")
+    parser.add_argument("--tls", action="store_true", help="over TLS; the table is only printed")
+    parser.add_argument("--server-dir", help="where the server keeps its objects, such as a tmpfs")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "DIR"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -406,20 +450,27 @@ def main() -> int:
     if program is None:
         sys.stderr.write("the program of SeaweedFS is missing: .ci/setup test\n")
         return 2
-    with tempfile.TemporaryDirectory(prefix="ciuic-remote-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="ciuic-remote-") as folder,
+        tempfile.TemporaryDirectory(prefix="ciuic-remote-server-", dir=options.server_dir) as place,
+    ):
         top = Path(folder)
-        (top / "server").mkdir()
-        server = SeaweedFS(top / "server")
+        certificate = make_certificate(top) if options.tls else None
+        server = SeaweedFS(Path(place), certificate=certificate)
         server.start()
         try:
-            bench = Bench(top, server, environment_for_s3(server.endpoint))
+            environment = environment_for_s3(server.tls_endpoint or server.endpoint)
+            if certificate is not None:
+                environment["SSL_CERT_FILE"] = str(certificate[0])
+            bench = Bench(top, server, environment, environment.get("SSL_CERT_FILE", ""))
             text = report(measure(bench, options.mib, options.rounds), options.mib, options.rounds)
             if not options.no_kills:
                 text += f"\nKills: {json.dumps(measure_kills(bench, options.mib))}\n"
         finally:
             server.stop()
     sys.stdout.write(text)
-    (_RESULTS / f"{time.strftime('%Y-%m')}-remote.md").write_text(text)
+    if not options.tls:
+        (_RESULTS / f"{time.strftime('%Y-%m')}-remote.md").write_text(text)
     return 0
 
 

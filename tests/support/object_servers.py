@@ -80,10 +80,13 @@ def connect_s3(
 class SeaweedFS:
     """Server with an S3 interface over plain HTTP, for one session."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, certificate: tuple[Path, Path] | None = None) -> None:
+        """Start nothing yet; ``certificate``: files of a certificate and its key, with which it speaks TLS at another port."""
         self._place = place
+        self._certificate = certificate
         self._process: subprocess.Popen[bytes] | None = None
         self.endpoint = ""
+        self.tls_endpoint = ""
 
     def start(self) -> None:
         """Start the server and wait for the first PUT that succeeds: its port is open earlier."""
@@ -124,6 +127,11 @@ class SeaweedFS:
         for service, port, grpc in zip(_SERVICES, ports[::2], ports[1::2], strict=True):
             options[f"{service}.port"] = port
             options[f"{service}.port.grpc"] = grpc
+        if self._certificate is not None:
+            (port,) = free_ports(1)
+            certificate, key = map(str, self._certificate)
+            options |= {"s3.port.https": port, "s3.cert.file": certificate, "s3.key.file": key}
+            self.tls_endpoint = f"https://localhost:{port}"
         # setpriv: the server ends with this process, even when that is killed.
         command = ["setpriv", "--pdeathsig", "KILL", "--", str(program), "server"]
         command += [f"-{name}={value}" for name, value in options.items()]
