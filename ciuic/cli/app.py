@@ -50,6 +50,7 @@ GROUPS: Final = {
         "changed": "Show what changed since a time",
         "checkpoints": "List checkpoints with a verdict on each",
         "cat": "Print a file as it was",
+        "mount": "Show snapshots as a read-only directory",
     },
     "Repository": {
         "hold": "Exempt snapshots from prune and forget",

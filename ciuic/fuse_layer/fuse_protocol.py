@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -229,13 +230,13 @@ def pack_attr(node: int, st: os.stat_result, nlink: int, blocks: int) -> bytes:
         nlink,
         st.st_uid,
         st.st_gid,
-        _kernel_device(st.st_rdev),
+        kernel_device(st.st_rdev),
         st.st_blksize,
         0,
     )
 
 
-def _kernel_device(rdev: int) -> int:
+def kernel_device(rdev: int) -> int:
     """Encode glibc's 64-bit device number as new_encode_dev: eight bits of the minor below, the rest above."""
     if not rdev:
         return 0
@@ -262,6 +263,15 @@ def name_of(data: memoryview) -> bytes:
     if not end:
         raise MalformedRequest("expected a name that ends with NUL")
     return name
+
+
+def sized(size: int, value: bytes) -> bytes:
+    """Encode the answer of getxattr and listxattr: the value, or with size 0 its length. OSError (ERANGE) if it is longer."""
+    if not size:
+        return GETXATTR_OUT.pack(len(value), 0)
+    if len(value) > size:
+        raise OSError(errno.ERANGE, os.strerror(errno.ERANGE))
+    return value
 
 
 def pack_dirent(node: int, mode: int, offset: int, name: bytes) -> bytes:

@@ -109,15 +109,6 @@ def _packed_statfs(vfs: os.statvfs_result) -> bytes:
     )
 
 
-def _sized(size: int, value: bytes) -> bytes:
-    """Encode the answer of getxattr and listxattr: the value, or with size 0 its length."""
-    if not size:
-        return p.GETXATTR_OUT.pack(len(value), 0)
-    if len(value) > size:
-        raise OSError(errno.ERANGE, os.strerror(errno.ERANGE))
-    return value
-
-
 class KernelDriver:
     """Driver of the connection ``fuse_fd`` for ``core``."""
 
@@ -687,14 +678,14 @@ class KernelDriver:
 
     def _getxattr(self, request: FuseRequest, data: memoryview) -> Reply:
         size, _ = p.GETXATTR_IN.unpack_from(data)
-        return _sized(
+        return p.sized(
             size, self.core.attributes.getxattr(request.node, p.name_of(data[p.GETXATTR_IN.size :]))
         )
 
     def _listxattr(self, request: FuseRequest, data: memoryview) -> Reply:
         size, _ = p.GETXATTR_IN.unpack_from(data)
         names = shown_attributes(self.core.attributes.listxattr(request.node), request.uid, request.pid)
-        return _sized(size, b"".join(name + b"\0" for name in names))
+        return p.sized(size, b"".join(name + b"\0" for name in names))
 
     def _setxattr(self, request: FuseRequest, data: memoryview) -> Reply:
         kills = False

@@ -372,10 +372,13 @@ def mount_of(fd: int) -> MountEntry | None:
     return next((entry for entry in _read_mounts() if entry.mount_id == wanted), None)
 
 
-def mount_fuse(backing_fd: int, fs_type: str = FS_TYPE) -> int:
+def mount_fuse(
+    backing_fd: int, fs_type: str = FS_TYPE, *, read_only: bool = False, for_others: bool = True
+) -> int:
     """Mount a new FUSE connection over the directory ``backing_fd`` and return its /dev/fuse descriptor.
 
-    nosuid, nodev, noexec and read-only are taken from the backing mount. ``fs_type`` tells what serves it.
+    nosuid, nodev, noexec and read-only are taken from the backing mount. ``fs_type`` tells what serves it;
+    ``read_only`` also takes set-id bits and devices from it; with ``for_others`` other users may use it, as modes allow.
 
     Raises:
         OSError: the kernel refuses; nothing is mounted then.
@@ -387,8 +390,12 @@ def mount_fuse(backing_fd: int, fs_type: str = FS_TYPE) -> int:
     for st_flag, ms_flag in _KEPT_FLAGS:
         if kept & st_flag:
             flags |= ms_flag
+    if read_only:
+        flags |= _MS_RDONLY | _MS_NOSUID | _MS_NODEV
     fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-    options = f"fd={fuse_fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},allow_other,default_permissions"
+    options = f"fd={fuse_fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},default_permissions"
+    if for_others:
+        options += ",allow_other"
     try:
         # The target is named by the descriptor: a path may have been renamed since it was opened.
         target = b"/proc/self/fd/%d" % backing_fd
