@@ -278,7 +278,7 @@ def _copy_ownership(file: Path, descriptor: int) -> None:
 def write_remote(file: Path, remote: RemoteConfig, *, dry_run: bool = False) -> bool:
     """Write the remote into the file, and return True if that changed it; durable on return.
 
-    Of a remote that the file lacks, name, URL, endpoint, region, ``encryption = false`` and key file are
+    Of a remote that the file lacks, name, URLs, endpoint, region, ``encryption = false`` and key file are
     written. To one that it has, only a key file is added, where it names neither one nor a command. Nothing
     else is changed.
 
@@ -329,7 +329,7 @@ def _with_table(text: str, config: Config, remote: RemoteConfig) -> tuple[str, C
     if several or remote.name != DEFAULT_REMOTE_NAME:
         values["name"] = remote.name
     values["url"] = remote.url
-    for key in ("endpoint", "region", "ssh_command", "ssh_program", "storage_class"):
+    for key in ("packs_url", "endpoint", "region", "ssh_command", "ssh_program", "storage_class"):
         if value := getattr(remote, key):
             values[key] = value
     if not remote.encryption:

@@ -50,6 +50,7 @@ from ciuic.remote.objects.model import (
     read_verified,
 )
 from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.objects.split_objects import PacksElsewhere
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.objects.wrappers import PrefixedObjects
 from ciuic.remote.sealing.key_slots import (
@@ -254,6 +255,7 @@ class KeySlots:
 PASSPHRASE_VARIABLE: Final = "CIUIC_REMOTE_PASSPHRASE"
 KEY_FILE_VARIABLE: Final = "CIUIC_REMOTE_KEY_FILE"
 RECOVERY_VARIABLE: Final = "CIUIC_REMOTE_RECOVERY_KEY"
+PACKS_VARIABLE: Final = "CIUIC_REMOTE_PACKS_URL"
 _SLOT_VARIABLE: Final = "CIUIC_REMOTE_SLOT"
 # systemd.exec(5): files that a unit got by LoadCredential=.
 _CREDENTIALS_VARIABLE: Final = "CREDENTIALS_DIRECTORY"
@@ -330,7 +332,12 @@ class Remote(NamedTuple):
 
 
 def init_remote(
-    objects: Objects, *, master: MasterKey | None, block_size: int, identity: Identity | None = None
+    objects: Objects,
+    *,
+    master: MasterKey | None,
+    block_size: int,
+    identity: Identity | None = None,
+    packs_url: str = "",
 ) -> Remote:
     """Make a remote, and open it. The caller has proved create-only, and adds key slots before anything else.
 
@@ -339,9 +346,11 @@ def init_remote(
         master: New master key; None for a remote that is not sealed.
         block_size: Bytes in a block of the repositories that will join.
         identity: How chunks are named, for a remote that is not sealed; None for a random one.
+        packs_url: Place of the packs, which the store was opened with; empty where they lie beside the log.
 
     Raises:
         RemoteExists: there is a remote already.
+        PacksElsewhere: the place of the packs has those of another remote.
     """
     remote_id = os.urandom(16)
     if master is None and identity is None:
@@ -352,6 +361,7 @@ def init_remote(
         block_size=block_size,
         created_ns=time.time_ns(),
         identity=identity,
+        packs_url=packs_url,
     )
     # A lost reply looks like somebody else's remote: the id decides.
     if not objects.create(REMOTE_JSON, data) and objects.get(REMOTE_JSON) != data:
@@ -365,6 +375,7 @@ def open_remote(
     *,
     expected_id: bytes | None = None,
     goes_on: GoesOn | None = None,
+    packs_url: str = "",
 ) -> Remote:
     """Open the remote with the first of the secrets that fits.
 
@@ -373,11 +384,13 @@ def open_remote(
         secrets: Passphrases and keys; none for a remote that is not sealed.
         expected_id: Id that the caller knows, 16 bytes: of the remote that this host has joined.
         goes_on: Asked whether a passphrase is tried with more slots once that took about a minute; None for no.
+        packs_url: Place of the packs, which the store was opened with; empty where they lie beside the log.
 
     Raises:
         NotFound: there is no remote.
         WrongKey: no secret fits, or none was given for a sealed remote.
         DamagedRemote: remote.json was altered, or all key slots were.
+        PacksElsewhere: the place of the packs is another one.
     """
     failed: dict[bytes, CiuicError] = {}
 
@@ -393,13 +406,28 @@ def open_remote(
             raise
 
     try:
-        # A bit that flips in the id, with which the slots are opened, looks like a wrong key.
-        return read_verified(objects, opened, also=(WrongKey,))
+        # A bit that flips in the id, with which the slots are opened, looks like a wrong key; one that flips in a copy of
+        # remote.json like another remote.
+        remote = read_verified(objects, opened, also=(WrongKey, PacksElsewhere))
     except NoSuchObject:
         raise NotFound(
             f"there is no remote at {objects.url}",
             hint="ciuic remote init makes one; one that was deleted from a bucket with versions is read with --behind-deletions",
         ) from None
+    require_packs(remote, packs_url)
+    return remote
+
+
+def require_packs(remote: Remote, packs_url: str) -> None:
+    """Raise PacksElsewhere for a remote whose packs lie in another place, unless that was named.
+
+    Whether it is the right one, `SplitObjects` has found out.
+    """
+    if remote.stored.packs_url is not None and not packs_url:
+        raise PacksElsewhere(
+            f"the packs of the remote at {remote.objects.url} lie in another place, made as {remote.stored.packs_url}",
+            hint=f"name it: packs_url under [remote], --packs-url URL, or {PACKS_VARIABLE} in the environment",
+        )
 
 
 def repository_space(remote: Remote, repository: Repository) -> Remote:
@@ -554,6 +582,7 @@ def configured_settings(config: RemoteConfig) -> StoreSettings:
         storage_class=config.storage_class or "",
         ssh_command=config.ssh_command or "",
         ssh_program=config.ssh_program or "",
+        packs_url=config.packs_url or "",
     )
 
 
@@ -565,7 +594,7 @@ def open_configured(
     Raises:
         WrongKey: no secret fits, or the remote is not encrypted and the configuration does not say so.
     """
-    remote = open_remote(objects, secrets, goes_on=goes_on)
+    remote = open_remote(objects, secrets, goes_on=goes_on, packs_url=config.packs_url or "")
     return require_sealed(remote) if config.encryption else remote
 
 

@@ -347,7 +347,9 @@ def create_round(
     return read_round(objects, sealer, round_, part)
 
 
-REMOTE_VERSION: Final = 1
+_VERSION: Final = 1
+_SPLIT_VERSION: Final = 2
+"""Version of a remote whose packs lie in another place: who does not know that must not write to it."""
 MAX_REMOTE_JSON_BYTES: Final = 8192
 _CHECK_INFO: Final = b"ciuic remote.json v1"
 _HexKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -367,6 +369,8 @@ class StoredRemote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     border_seed: _HexSeed | None = None
     identity: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     """Identity of a repository that was not made for this remote: an object in base64."""
+    packs_url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)] | None = None
+    """Place of the packs, where it is another one, as the host that made the remote named it; for people."""
 
     def __repr__(self) -> str:
         return f"StoredRemote(id={self.id!r}, sealed={self.sealed!r})"
@@ -395,6 +399,7 @@ def encode_remote(
     block_size: int,
     created_ns: int,
     identity: Identity | None = None,
+    packs_url: str = "",
 ) -> bytes:
     """Return the bytes of the remote.json of a new remote.
 
@@ -404,6 +409,7 @@ def encode_remote(
         block_size: bytes in a block of a file.
         created_ns: ns since 1970, for people.
         identity: of a remote that is not sealed; that of a sealed one is derived from its master key.
+        packs_url: place of the packs; empty where they lie beside the log.
 
     Raises:
         ValueError: an argument is outside of its limits.
@@ -411,12 +417,13 @@ def encode_remote(
     if (master is None) is (identity is None):
         raise ValueError("a remote has either a master key or an identity in clear")
     stored = StoredRemote(
-        version=REMOTE_VERSION,
+        version=_SPLIT_VERSION if packs_url else _VERSION,
         id=remote_id.hex(),
         hash="blake3-128",
         block_size=block_size,
         sealed=master is not None,
         created_ns=created_ns,
+        packs_url=packs_url or None,
     )
     if identity is not None:
         if identity.hash != "blake3-128" or identity.key is None:
@@ -451,7 +458,7 @@ def encode_repository(
     inner = msgspec.json.encode(_stored_identity(identity))
     sealer = Sealer(repository_id, master, random_bytes=random_bytes)
     stored = StoredRemote(
-        version=REMOTE_VERSION,
+        version=_VERSION,
         id=repository_id.hex(),
         hash=identity.hash,
         block_size=block_size,
@@ -529,11 +536,10 @@ def _decode_remote(data: bytes) -> StoredRemote:
         raise DamagedRemote(REMOTE_JSON, f"it has {len(data)} bytes; {MAX_REMOTE_JSON_BYTES} are the limit")
     try:
         # The version before everything else: a later one may have other fields.
-        version = msgspec.json.decode(data, type=dict[str, Any]).get("version")
-        if version != REMOTE_VERSION:
-            raise UnsupportedFormat(
-                f"the remote has version {version}; this ciuic reads version {REMOTE_VERSION}"
-            )
+        fields = msgspec.json.decode(data, type=dict[str, Any])
+        version, known = fields.get("version"), _SPLIT_VERSION if "packs_url" in fields else _VERSION
+        if version != known:
+            raise UnsupportedFormat(f"the remote has version {version}; this ciuic reads version {known}")
         stored = msgspec.json.decode(data, type=StoredRemote)
         check_block_size(stored.block_size)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

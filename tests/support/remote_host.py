@@ -32,9 +32,10 @@ from ciuic.types import Snapshot
 BLOCK = 4096
 
 
-def new_remote(objects: Objects, *, sealed: bool = True) -> Remote:
+def new_remote(objects: Objects, *, sealed: bool = True, packs_url: str = "") -> Remote:
     """Make a remote."""
-    return init_remote(objects, master=MasterKey.generate() if sealed else None, block_size=BLOCK)
+    master = MasterKey.generate() if sealed else None
+    return init_remote(objects, master=master, block_size=BLOCK, packs_url=packs_url)
 
 
 class RemoteHost:

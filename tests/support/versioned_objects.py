@@ -76,11 +76,12 @@ class VersionedObjects:
         """Add a mark."""
         self._add(name, None)
 
-    def lock(self, version: Version, until_ns: int) -> None:
+    def lock(self, version: Version, until_ns: int) -> bool:
         """Note the lock."""
         if not self.has_locks:
             raise RemoteRefused("the bucket has no object lock")
         self.locks[version.name, version.id] = until_ns
+        return True
 
     def reconnect(self) -> None:
         """Do nothing: there are no connections."""
@@ -136,9 +137,9 @@ class MemoryVersions:
                 return data[offset : offset + length]
         raise NoSuchObject(version.name)
 
-    def lock(self, version: Version, until_ns: int) -> None:
+    def lock(self, version: Version, until_ns: int) -> bool:
         """Note the lock."""
-        self._bucket.lock(version, until_ns)
+        return self._bucket.lock(version, until_ns)
 
     def delete_marks(self, name: str) -> None:
         """Add a mark."""

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ciuic.cli.shared.messages import plural, shown
-from ciuic.errors import CiuicError
 from ciuic.repository.errors import Archived
 from ciuic.units import human_size
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.session import Session
-    from ciuic.config import RemoteConfig
     from ciuic.remote.objects.storage_classes import ObjectClasses
     from ciuic.repository import Repository
     from ciuic.repository.lookup import Located
@@ -57,19 +55,8 @@ def open_session_classes(session: Session, url: str) -> ObjectClasses:
     Raises:
         UsageError: the store has none that can be changed from here, or its library is not installed.
     """
-    from ciuic.remote.access import configured_settings
+    from ciuic.cli.shared.remotes import configured_remote, settings_of
     from ciuic.remote.objects.opening import open_classes
 
-    config = _configured_remote(session, url)
-    return open_classes(url, configured_settings(config) if config is not None else None)
-
-
-def _configured_remote(session: Session, url: str) -> RemoteConfig | None:
-    from ciuic.remote.objects.urls import parse_url
-
-    try:
-        known = session.config.remotes
-    except CiuicError:
-        return None
-    place = parse_url(url)
-    return next((remote for remote in known if parse_url(remote.url) == place), None)
+    config = configured_remote(url, lambda: session.config.remotes)
+    return open_classes(url, settings_of(url, config, session.packs_option or ""))

@@ -43,6 +43,8 @@ class Session:
     repo_option: Path | None = None
     remote_option: str | None = None
     """URL of a remote, given with --repo."""
+    packs_option: str | None = None
+    """URL of the packs of a remote whose packs lie in another place, given with --packs-url."""
     as_host: str | None = None
     """Host whose snapshots are read from a remote; None for those of all."""
     behind_deletions: bool = False
@@ -169,6 +171,7 @@ class Session:
                     self.remote_url,
                     lambda: self.config.remotes,
                     self.every_version,
+                    packs_url=self.packs_option or "",
                     may_ask=self.may_ask,
                 )
             )
@@ -195,6 +198,7 @@ class Session:
             return self.remote.snapshots
         for option, given in (
             ("--as-host", self.as_host is not None),
+            ("--packs-url", self.packs_option is not None),
             ("--behind-deletions", self.behind_deletions),
             ("--stored-before", self.stored_before is not None),
         ):

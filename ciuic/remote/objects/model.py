@@ -252,8 +252,10 @@ class ObjectVersions(Protocol):
             NoSuchObject: the version is gone.
         """
 
-    def lock(self, version: Version, until_ns: int) -> None:
+    def lock(self, version: Version, until_ns: int) -> bool:
         """Have the store refuse to delete the version before this time (ns since 1970); never shortens a lock.
+
+        False where the version lies in a place that is meant to have no locks.
 
         Raises:
             RemoteRefused: the bucket has no locks, or these credentials may not set them.

@@ -281,7 +281,7 @@ class S3Versions:
                 raise
         return data
 
-    def lock(self, version: Version, until_ns: int) -> None:
+    def lock(self, version: Version, until_ns: int) -> bool:
         """Have the store refuse to delete the version before this time, in the mode of the bucket's default."""
         until = _EPOCH + timedelta(microseconds=until_ns // 1000)
         key = {"Bucket": self._s3.bucket, "Key": self._s3.key(version.name), "VersionId": version.id}
@@ -295,6 +295,7 @@ class S3Versions:
                 standing = client.get_object_retention(**key)["Retention"]["RetainUntilDate"]
             if standing < until:
                 raise
+        return True
 
     def _mode(self) -> str:
         """Return the mode of the bucket's default retention; GOVERNANCE where it has none."""

@@ -167,7 +167,8 @@ def open_remote_repository(
     """
     objects = wrap(open_objects(url, settings))
     try:
-        remote = open_remote(objects, secrets, goes_on=goes_on)
+        packs_url = "" if settings is None else settings.packs_url
+        remote = open_remote(objects, secrets, goes_on=goes_on, packs_url=packs_url)
         if require_sealed:
             access.require_sealed(remote)
     except BaseException:
@@ -205,6 +206,7 @@ def open_behind_deletions(
     versions = open_versions(url, settings)
     try:
         remote = open_remote_versions(versions, secrets, before_ns=before_ns).remote
+        access.require_packs(remote, "" if settings is None else settings.packs_url)
         if require_sealed:
             access.require_sealed(remote)
     except BaseException:

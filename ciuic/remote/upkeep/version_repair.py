@@ -214,6 +214,9 @@ def check_versions(
         elif wanted.kind == "manifest":
             report.snapshots += 1
         if wanted.standing is Standing.RIGHT:
+            if writer is not None and wanted.kind in ("remote.json", "key slot"):
+                # Where packs lie in another place the copy there may be gone: `SplitObjects.create` stores it again.
+                writer.create(wanted.found.name, _content(objects, wanted.found))
             continue
         standing, done = (wanted.standing, False) if writer is None else _put_right(objects, writer, wanted)
         key = (wanted.kind, standing, done)
@@ -236,8 +239,7 @@ def _put_right(objects: SoundObjects, writer: Objects, wanted: _WantedName) -> t
         return wanted.standing, False
     try:
         # Of a pack only the table was read until now.
-        slot, content = objects.slot
-        data = content if found.name == slot else objects.sound_version(found)[1]
+        data = _content(objects, found)
     except DamagedRemote:
         return Standing.GONE, False
     if found.current is None:
@@ -245,6 +247,16 @@ def _put_right(objects: SoundObjects, writer: Objects, wanted: _WantedName) -> t
         return wanted.standing, writer.create(found.name, data) or writer.get(found.name) == data
     writer.put(found.name, [data])
     return wanted.standing, True
+
+
+def _content(objects: SoundObjects, found: NameVersions) -> bytes:
+    """Return the sound content of a name.
+
+    Raises:
+        DamagedRemote: no version is sound.
+    """
+    slot, content = objects.slot
+    return content if found.name == slot else objects.sound_version(found)[1]
 
 
 def _finding(kind: str, standing: Standing, done: bool, names: list[str], count: int) -> CheckFinding:
@@ -278,7 +290,7 @@ def renew_locks(
     """
     locked = astray = 0
 
-    def lock(found: NameVersions) -> None:
+    def lock(found: NameVersions) -> bool:
         progress(found.name)
         # Of key slots only the current version is known to be of use.
         current = found.current
@@ -291,17 +303,11 @@ def renew_locks(
             )
             current = current if same else sound
         assert current is not None
-        versions.lock(current, until_ns)
+        return versions.lock(current, until_ns)
 
     wanted = (one for one in _wanted_names(objects) if one.standing in (Standing.RIGHT, Standing.LOST))
     with ThreadPoolExecutor(_LOCK_THREADS) as threads:
         while batch := list(islice(wanted, _LOCK_BATCH)):
-            _drain(threads.map(lock, [one.found for one in batch]))
-            locked += len(batch)
+            locked += sum(threads.map(lock, [one.found for one in batch]))
             astray += sum(one.standing is Standing.LOST for one in batch)
     return LockRenewal(locked, astray)
-
-
-def _drain(results: Iterable[None]) -> None:
-    for _ in results:
-        pass

@@ -76,7 +76,7 @@ def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
     has_slots = False
     while True:
         try:
-            return open_remote(objects, secrets)
+            return open_remote(objects, secrets, packs_url=remote.packs_url or "")
         except NotFound:
             try:
                 return _made(remote, objects, secrets)
@@ -110,11 +110,18 @@ def _made(remote: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret])
             f"remote {remote.url} has encryption = false, but a key was given",
             hint="leave out one of them: with the key the new remote would be sealed",
         )
-    prove_create_only(lambda: configured_objects(remote))
+    prove_create_only(lambda: configured_objects(remote), packs_apart=bool(remote.packs_url))
     if not remote.encryption:
-        made = init_remote(objects, master=None, block_size=DEFAULT_BLOCK_SIZE)
+        made = init_remote(
+            objects, master=None, block_size=DEFAULT_BLOCK_SIZE, packs_url=remote.packs_url or ""
+        )
     else:
-        made = init_remote(objects, master=MasterKey.generate(), block_size=DEFAULT_BLOCK_SIZE)
+        made = init_remote(
+            objects,
+            master=MasterKey.generate(),
+            block_size=DEFAULT_BLOCK_SIZE,
+            packs_url=remote.packs_url or "",
+        )
         for number, secret in enumerate(secrets):
             add_slot(made, _SLOT if not number else f"{_SLOT}-{number}", secret)
     log.warning(

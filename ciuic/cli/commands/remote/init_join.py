@@ -101,7 +101,9 @@ def init(
         proof = _prove(config)
         is_new = sealed and not config.key_command and not path.exists()
         secret = _host_secret(config, path) if sealed else None
-        remote = _make(objects, session.config.repository.block_size_bytes, sealed, path if is_new else None)
+        remote = _make(
+            config, objects, session.config.repository.block_size_bytes, sealed, path if is_new else None
+        )
         recovery = _add_slots(remote, secret, extra) if secret is not None else ""
         if not as_json:
             _say(config, remote, proof, path if secret and not config.key_command else None, recovery)
@@ -170,15 +172,26 @@ def _prove(config: RemoteConfig) -> Proof:
     from ciuic.remote.access import configured_objects
     from ciuic.remote.objects.prove import prove_create_only
 
-    return prove_create_only(lambda: configured_objects(config, make=True), sleep=targets.proof_sleep(config))
+    return prove_create_only(
+        lambda: configured_objects(config, make=True),
+        packs_apart=bool(config.packs_url),
+        sleep=targets.proof_sleep(config),
+    )
 
 
-def _make(objects: Objects, block_size: int, sealed: bool, new_key_file: Path | None) -> Remote:
+def _make(
+    config: RemoteConfig, objects: Objects, block_size: int, sealed: bool, new_key_file: Path | None
+) -> Remote:
     from ciuic.remote.access import init_remote
     from ciuic.remote.sealing.sealer import MasterKey
 
     try:
-        return init_remote(objects, master=MasterKey.generate() if sealed else None, block_size=block_size)
+        return init_remote(
+            objects,
+            master=MasterKey.generate() if sealed else None,
+            block_size=block_size,
+            packs_url=config.packs_url or "",
+        )
     except BaseException:
         # It opens nothing yet, and would stop the next attempt.
         if new_key_file is not None:
@@ -222,6 +235,7 @@ def _document(config: RemoteConfig, remote: Remote, proof: Proof, recovery: str)
     return {
         "remote": config.name,
         "url": config.url,
+        "packs_url": config.packs_url,
         "id": remote.id,
         "encrypted": remote.stored.sealed,
         "key_file": str(config.key_file) if config.key_file else None,
@@ -236,6 +250,8 @@ def _say(config: RemoteConfig, remote: Remote, proof: Proof, path: Path | None, 
     if proof.left:
         note(f"these credentials may not delete: {len(proof.left)} small objects below proof/ stay")
     out(f"remote {config.name} made at {config.url}, id {remote.id}{'' if recovery else ', in clear'}")
+    if config.packs_url:
+        out(f"its packs lie at {config.packs_url}")
     if path is not None:
         out(f"key of this host: {shown_text(str(path))}")
     if recovery:
@@ -593,6 +609,7 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
         lambda: configured_objects(config),
         object_bytes=size * _MIB // count,
         objects=count,
+        packs_apart=bool(config.packs_url),
         sleep=targets.proof_sleep(config),
     )
     key = _key(config)
@@ -600,6 +617,7 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
         document = {
             "remote": config.name,
             "url": config.url,
+            "packs_url": config.packs_url,
             "create_only": True,
             "opens": key,
             **found._asdict(),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ciuic.cli.shared.session import Session
 from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -72,34 +73,45 @@ def find_remote(
         raise UsageError(f"several remotes are configured: {', '.join(known)}", hint="name one of them")
     if name and name not in known:
         raise NotFound(f"no remote {name!r} is configured", hint=f"there is: {', '.join(known)}")
-    if endpoint or region:
+    if endpoint or region or _packs_option():
         raise UsageError(
-            "--endpoint and --region go with a URL; those of a configured remote are in its table"
+            "--endpoint, --region and --packs-url go with a URL; those of a configured remote are in its table"
         )
     return known[name] if name else next(iter(known.values()))
+
+
+def _packs_option() -> str:
+    """Return what was given with --packs-url."""
+    context = click.get_current_context(silent=True)
+    session = None if context is None else context.find_object(Session)
+    return "" if session is None else session.packs_option or ""
 
 
 def _of_url(config: Config, place: str, name: str, endpoint: str, region: str) -> RemoteConfig:
     from ciuic.config import REMOTE_KEYS, RemoteConfig
     from ciuic.config.keys import DEFAULT_REMOTE_NAME
+    from ciuic.remote.access import PACKS_VARIABLE
 
-    given = {"url": place, "name": name, "endpoint": endpoint, "region": region}
+    packs_url = _packs_option()
+    if not packs_url and not any(remote.url == place.rstrip("/") for remote in config.remotes):
+        packs_url = os.environ.get(PACKS_VARIABLE, "")
+    given = {"url": place, "packs_url": packs_url, "name": name, "endpoint": endpoint, "region": region}
     values: dict[str, Any] = {}
     for key, text in given.items():
         if text:
             try:
                 values[key] = REMOTE_KEYS[key].parse(text)
             except ValueError as error:
-                what = "the URL of a remote" if key == "url" else f"--{key}"
+                what = "the URL of a remote" if key == "url" else f"--{key.replace('_', '-')}"
                 raise UsageError(f"{what} {error}") from None
     for remote in config.remotes:
         if remote.url != values["url"]:
             continue
-        for key in ("name", "endpoint", "region"):
+        for key in ("packs_url", "name", "endpoint", "region"):
             if key in values and values[key] != getattr(remote, key):
                 raise UsageError(
                     f"the configuration has {key} {getattr(remote, key)!r} for {remote.url}, not {values[key]!r}",
-                    hint=f"leave --{key} out, or change the configuration",
+                    hint=f"leave --{key.replace('_', '-')} out, or change the configuration",
                 )
         return remote
     if config.remotes and not name:

@@ -93,6 +93,7 @@ def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
     return {
         "remote": config.name,
         "url": config.url,
+        "packs_url": config.packs_url,
         "id": upload.remote_id or None if upload else None,
         "encrypted": config.encryption,
         "behind": None if lag is None else _behind(lag),
@@ -273,6 +274,8 @@ def _print(document: dict[str, Any]) -> None:
     clear = "" if document["encrypted"] else ", in clear"
     identity = f", id {document['id']}" if document["id"] else ""
     _say(f"remote     {document['remote']}: {document['url']}{identity}{clear}")
+    if document["packs_url"]:
+        _say(f"packs      {document['packs_url']}")
     behind, upload = document["behind"], document["upload"]
     if behind is not None:
         _print_behind(behind)

@@ -17,6 +17,7 @@ from support.ssh_server import SshServer
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, PrefixedObjects, RateLimit
 from ciuic.remote.reading.retry_policy import RetryingObjects, RetryPolicy
 from ciuic.repository.identity import Bytes
@@ -84,7 +85,10 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ciuic.remote.reading.retry_policy._FIRST_PAUSE_SECONDS", 0.0)
 
 
-@pytest.fixture(scope="module", params=["memory", "file", "ssh", "seaweedfs", "wrapped", "retried"])
+@pytest.fixture(
+    scope="module",
+    params=["memory", "file", "ssh", "seaweedfs", "wrapped", "retried", "split, log", "split, packs"],
+)
 def kind(request: pytest.FixtureRequest) -> tuple[str, SeaweedFS | SshServer | None]:
     # Not a function's fixture: the server would be taken for a process that the first test left behind.
     fixture = {"seaweedfs": "seaweedfs", "ssh": "ssh_server"}.get(request.param)
@@ -103,6 +107,11 @@ def connect(kind: tuple[str, SeaweedFS | SshServer | None], tmp_path: Path) -> I
         bucket = f"bucket-{uuid.uuid4().hex}"
 
         def open_memory() -> Objects:
+            if name.startswith("split"):
+                split = open_objects(
+                    f"memory://{bucket}/top", StoreSettings(packs_url=f"memory://{bucket}/packs")
+                )
+                return PrefixedObjects(split, "packs" if name == "split, packs" else "a")
             objects = open_objects(f"memory://{bucket}/top")
             if name == "retried":
                 return RetryingObjects(SilentAtFirst(objects), RetryPolicy())
