@@ -419,10 +419,15 @@ def open_remote(
 
 
 def require_packs(remote: Remote, packs_url: str) -> None:
-    """Raise PacksElsewhere for a remote whose packs lie in another place, unless that was named.
+    """Raise PacksElsewhere for a remote whose packs lie in another place, unless that was named; or the other way round.
 
     Whether it is the right one, `SplitObjects` has found out.
     """
+    if packs_url and remote.stored.packs_url is None:
+        raise PacksElsewhere(
+            f"the remote at {remote.objects.url} has its packs beside its log, not at {packs_url}",
+            hint="leave packs_url out",
+        )
     if remote.stored.packs_url is not None and not packs_url:
         raise PacksElsewhere(
             f"the packs of the remote at {remote.objects.url} lie in another place, made as {remote.stored.packs_url}",

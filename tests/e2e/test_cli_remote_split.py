@@ -91,7 +91,6 @@ def test_two_directories_from_init_to_drill(
     for pack in (packs / "packs" / "data").rglob("*"):
         if pack.is_file():
             pack.unlink()
-            break
     host.fails("check", "--remote", code=4)
     host.run("check", "--remote", "--repair")
     host.run("check", "--remote", "--read-data")

@@ -96,17 +96,31 @@ class SplitObjects:
         """
         if not _is_in_both(name):
             return self._of(name).create(name, data)
-        if name == _REMOTE_JSON and self._packs.info(name) is not None and self._packs.get(name) != data:
+        is_top = name == _REMOTE_JSON
+        # Before anything is made. The copy is looked for first: one of a process that is making this very remote comes
+        # after what the log has.
+        if is_top and self._copy_of(name) not in (None, data) and self._log.info(name) is None:
             raise PacksElsewhere(
                 f"{self._packs.url} has the packs of another remote",
                 hint="choose another prefix for packs_url",
             )
         created = self._log.create(name, data)
         there = data if created else self._log.get(name)
-        # Also after an interruption between the two. A store with versions may not keep create-only: the log has decided.
-        if self._packs.info(name) is None:
+        # Also after an interruption between the two, but never another's remote.json: that of a remote with its packs
+        # beside its log would make it look like one that is split. A store with versions may not keep create-only; the
+        # log has decided.
+        if (there == data or not is_top) and self._packs.info(name) is None:
             self._packs.put(name, [there])
         return created
+
+    def copy_again(self, name: str) -> None:
+        """Store the copy of an object that lies in both places, where it is missing or another one; for repairs."""
+        here = self._log.get(name)
+        if self._copy_of(name) != here:
+            self._packs.put(name, [here])
+
+    def _copy_of(self, name: str) -> bytes | None:
+        return _unless_missing(lambda objects: objects.get(name), self._packs)
 
     def get(self, name: str) -> bytes:
         """Return the whole object."""
@@ -171,11 +185,7 @@ class SplitObjects:
                 "for a new remote choose another prefix for packs_url",
             )
         if copy is None:
-            raise PacksElsewhere(
-                f"{self._packs.url} has no part of the remote at {self._log.url}",
-                hint="check packs_url, and leave it out if the remote has its packs beside its log; "
-                f"if `remote init` was interrupted, remove {_REMOTE_JSON} from {self._log.url}",
-            )
+            raise _no_part(self._packs.url, self._log.url)
         if here != copy:
             raise PacksElsewhere(
                 f"{self._packs.url} has the packs of another remote than {self._log.url}",
@@ -189,6 +199,14 @@ def _unless_missing(read: Callable[[Objects], _Result], objects: Objects) -> _Re
         return read(objects)
     except NoSuchObject:
         return None
+
+
+def _no_part(packs_url: str, url: str) -> PacksElsewhere:
+    return PacksElsewhere(
+        f"{packs_url} has no part of the remote at {url}",
+        hint="check packs_url, and leave it out if the remote has its packs beside its log; "
+        f"if `remote init` was interrupted, remove {_REMOTE_JSON} from {url}",
+    )
 
 
 class SplitVersions:
@@ -218,6 +236,19 @@ class SplitVersions:
         )
         # Of equal names those of the first come first.
         return heapq.merge(log, packs, key=_order)
+
+    def require_copy(self, remote_json: bytes) -> None:
+        """Raise PacksElsewhere unless this remote.json was ever stored in the place of the packs."""
+        for version in self._packs.list(_REMOTE_JSON):
+            same = version.name == _REMOTE_JSON and version.size_bytes == len(remote_json)
+            if same and not version.is_deletion:
+                try:
+                    found = self._packs.read(version, 0, len(remote_json))
+                except NoSuchObject:
+                    continue
+                if found == remote_json:
+                    return
+        raise _no_part(self._packs.url, self._log.url)
 
     def read(self, version: Version, offset: int, length: int) -> Bytes:
         """Return bytes of a version."""

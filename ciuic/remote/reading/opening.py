@@ -22,9 +22,10 @@ from ciuic.remote.log_reader import (
     naming_memory,
     unlogged_manifests,
 )
-from ciuic.remote.object_names import MANIFESTS_PREFIX
+from ciuic.remote.object_names import MANIFESTS_PREFIX, REMOTE_JSON
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
+from ciuic.remote.objects.split_objects import SplitVersions
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
 from ciuic.remote.reading.cache_directory import check_own, open_cache
@@ -207,6 +208,8 @@ def open_behind_deletions(
     try:
         remote = open_remote_versions(versions, secrets, before_ns=before_ns).remote
         access.require_packs(remote, "" if settings is None else settings.packs_url)
+        if isinstance(versions, SplitVersions):
+            versions.require_copy(remote.objects.get(REMOTE_JSON))
         if require_sealed:
             access.require_sealed(remote)
     except BaseException:

@@ -31,6 +31,7 @@ from ciuic.remote.object_names import (
     parse_slot,
 )
 from ciuic.remote.objects.model import NameVersions, Objects, ObjectVersions
+from ciuic.remote.objects.split_objects import SplitObjects
 from ciuic.remote.reading.versions import SoundObjects, log_of, split_space
 from ciuic.remote.sealing.key_slots import MAX_SLOT_BYTES
 from ciuic.units import plural
@@ -166,6 +167,8 @@ _KINDS: Final[dict[str, Kind]] = {
     "key slot": "key slot",
     "remote.json": "configuration",
 }
+# Kinds of which there is a copy beside the packs, where these lie in another place.
+_IN_BOTH: Final = ("remote.json", "key slot")
 _WHAT: Final[dict[Standing, str]] = {
     Standing.LOST: "deleted or overwritten; a version is sound",
     Standing.GONE: "damaged in all versions that are left",
@@ -214,9 +217,9 @@ def check_versions(
         elif wanted.kind == "manifest":
             report.snapshots += 1
         if wanted.standing is Standing.RIGHT:
-            if writer is not None and wanted.kind in ("remote.json", "key slot"):
-                # Where packs lie in another place the copy there may be gone: `SplitObjects.create` stores it again.
-                writer.create(wanted.found.name, _content(objects, wanted.found))
+            if isinstance(writer, SplitObjects) and wanted.kind in _IN_BOTH:
+                # The state is that of the place of the log.
+                writer.copy_again(wanted.found.name)
             continue
         standing, done = (wanted.standing, False) if writer is None else _put_right(objects, writer, wanted)
         key = (wanted.kind, standing, done)
@@ -239,24 +242,15 @@ def _put_right(objects: SoundObjects, writer: Objects, wanted: _WantedName) -> t
         return wanted.standing, False
     try:
         # Of a pack only the table was read until now.
-        data = _content(objects, found)
+        slot, content = objects.slot
+        data = content if found.name == slot else objects.sound_version(found)[1]
     except DamagedRemote:
         return Standing.GONE, False
-    if found.current is None:
+    if found.current is None and wanted.kind not in _IN_BOTH:
         # Another process may be storing it at this moment: create-only leaves that alone.
         return wanted.standing, writer.create(found.name, data) or writer.get(found.name) == data
     writer.put(found.name, [data])
     return wanted.standing, True
-
-
-def _content(objects: SoundObjects, found: NameVersions) -> bytes:
-    """Return the sound content of a name.
-
-    Raises:
-        DamagedRemote: no version is sound.
-    """
-    slot, content = objects.slot
-    return content if found.name == slot else objects.sound_version(found)[1]
 
 
 def _finding(kind: str, standing: Standing, done: bool, names: list[str], count: int) -> CheckFinding:

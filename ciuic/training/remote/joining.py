@@ -29,6 +29,7 @@ from ciuic.remote.access import (
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.prove import prove_create_only
+from ciuic.remote.objects.split_objects import PacksElsewhere
 from ciuic.remote.sealing.key_slots import SlotSecret
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.repository import Identity
@@ -38,6 +39,7 @@ from ciuic.training.logs import log
 _SLOT: Final = "training"
 # Another rank that makes the remote adds its key slot right after.
 _OTHERS_SECONDS: Final = 30.0
+_COPY_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.2
 
 
@@ -72,7 +74,8 @@ def naming_of(remote: RemoteConfig) -> Naming:
 
 def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
     secrets = configured_secrets(remote)
-    end = time.monotonic() + _OTHERS_SECONDS
+    began = time.monotonic()
+    end = began + _OTHERS_SECONDS
     has_slots = False
     while True:
         try:
@@ -82,6 +85,11 @@ def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
                 return _made(remote, objects, secrets)
             except RemoteExists:
                 continue
+        except PacksElsewhere:
+            # Another rank may have made the remote, and not stored the copy beside the packs yet.
+            if time.monotonic() > began + _COPY_SECONDS:
+                raise
+            time.sleep(_POLL_SECONDS)
         except (WrongKey, DamagedRemote):
             if not secrets or time.monotonic() > end or has_slots:
                 raise

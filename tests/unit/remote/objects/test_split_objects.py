@@ -283,7 +283,19 @@ def attack_everything(pair: Pair) -> None:
     pair.log.stored.clear()
 
 
-@pytest.mark.parametrize("does", [wipe_log, wipe_copies, attack_packs, attack_everything])
+def forge_copies(pair: Pair) -> None:
+    pair.packs.put("remote.json", [b"forged"])
+    pair.packs.put("keys/host", [b"forged"])
+
+
+def forge_copies_and_wipe_log(pair: Pair) -> None:
+    forge_copies(pair)
+    pair.log.stored.clear()
+
+
+@pytest.mark.parametrize(
+    "does", [wipe_log, wipe_copies, forge_copies, forge_copies_and_wipe_log, attack_packs, attack_everything]
+)
 def test_a_rescue_from_the_place_of_the_packs(
     tmp_path: Path, pair: Pair, host: RemoteHost, does: Callable[[Pair], None]
 ) -> None:
@@ -292,6 +304,20 @@ def test_a_rescue_from_the_place_of_the_packs(
     assert not check_versions(pair.behind(), pair.objects).damaged
     repaired(pair, tmp_path / "repair", None)
     verifies(pair, tmp_path / "cache")
+    assert pair.packs.get("keys/host") == pair.log.get("keys/host")
+
+
+def test_the_versions_of_another_remote(pair: Pair) -> None:
+    """Behind deletions the place of the packs of another remote is told as well, and one that had this remote is not."""
+    made(pair.objects)
+    other = Pair()
+    made(other.objects)
+    remote_json = pair.log.get("remote.json")
+    pair.packs.put("remote.json", [b"forged" * len(remote_json)])
+    pair.packs.delete(["remote.json"])
+    pair.versions().require_copy(remote_json)
+    with pytest.raises(PacksElsewhere, match="no part of the remote"):
+        SplitVersions(pair.log.versions(), other.packs.versions()).require_copy(remote_json)
 
 
 def test_locks_are_renewed_where_the_packs_are(pair: Pair, host: RemoteHost) -> None:
