@@ -51,6 +51,12 @@ def test_a_host_is_lost_and_its_snapshots_are_not(
         newest = host.snapshot_of(*(content[:at] for at in (1 << 20, 2 << 20, 3 << 20)))
         ids = sorted(row.id for row in host.list())
         host.run("remote", "upload", "--once")
+        (status,) = host.json("remote", "status", "--contact")["remotes"]
+        (server,) = status["contact"]["servers"]
+        assert (server["append_only"], server["directory"]) == (True, parse_url(url).prefix)
+        said = host.run("remote", "status", "--contact").stdout.decode()
+        assert f"ciuic {server['program']} serves" in said
+        assert "only added" in " ".join(said.split())
     finally:
         ssh_server.admit()
     new = Host(short_tmp / "new")

@@ -78,6 +78,11 @@ class SplitObjects:
         self._packs = packs
 
     @property
+    def stores(self) -> tuple[Objects, Objects]:
+        """The place of the log, and that of the packs."""
+        return self._log, self._packs
+
+    @property
     def url(self) -> str:
         """URL of the prefix that has the log."""
         return self._log.url

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.remote.objects.model import (
@@ -97,6 +97,17 @@ _NO_PROGRAM: Final = (126, 127)
 
 class _Lost(RemoteUnreachable):
     """The connection ended; the request may have been done."""
+
+
+class Server(NamedTuple):
+    """Far end of a connection, as it describes itself."""
+
+    program: str
+    """Version of ciuic there."""
+    directory: str
+    """Directory that it serves, which a forced command may have chosen."""
+    append_only: bool
+    """It deletes and replaces nothing."""
 
 
 class SshObjects:
@@ -233,6 +244,15 @@ class SshObjects:
         if several:
             self._ask(Request("delete", names=several), "")
 
+    def server(self) -> Server:
+        """Return what the server says of itself.
+
+        Raises:
+            RemoteUnreachable: it did not answer.
+            RemoteRefused: ssh or the server refused.
+        """
+        return self._connected().server
+
     def reconnect(self) -> None:
         """Make a new connection for the requests that begin from now on; those that are under way end on the old one."""
         with self._lock:
@@ -346,6 +366,7 @@ class _Connection:
         self._failure: CiuicError | None = None
         self._retired = False
         self._was_open = False
+        self.server = Server("", "", False)
         self._heard = time.monotonic()
         self._stderr = bytearray()
         self._listener = threading.Thread(target=self._read_stderr, name="ssh stderr", daemon=True)
@@ -377,6 +398,7 @@ class _Connection:
             refused = raised(reply, "")
             self._fail(refused)
             raise refused
+        self.server = Server(reply.program, reply.directory, reply.append_only)
         self._was_open = True
 
     def ask(self, request: Request, parts: Sequence[memoryview], limit_bytes: int) -> tuple[Reply, bytes]:

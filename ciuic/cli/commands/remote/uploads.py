@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ciuic.types import Snapshot
 
 
+# What another machine says of itself may have any length.
+_MAX_SHOWN = 200
 _LABEL_WIDTH = 11
 _PUTS = ("put", "create", "list")
 _GETS = ("get", "head")
@@ -220,15 +222,22 @@ def _price(requests: dict[str, int], price: RemotePrice) -> float | None:
 
 def _contact(config: RemoteConfig) -> dict[str, Any]:
     from ciuic.remote.access import configured_objects, key_slots, repository_spaces
+    from ciuic.remote.objects.split_objects import SplitObjects
+    from ciuic.remote.objects.ssh_objects import SshObjects
     from ciuic.remote.objects.wrappers import CountingObjects
 
-    objects = CountingObjects(configured_objects(config))
+    store = configured_objects(config)
+    objects = CountingObjects(store)
     try:
         began = time.monotonic()
         remote = targets.opened(config, objects)
         seconds = time.monotonic() - began
         slots = [one.slot for one in key_slots(objects)]
         spaces = [_space(one) for one in (remote, *repository_spaces(remote))]
+        stores = store.stores if isinstance(store, SplitObjects) else (store,)
+        servers = [
+            {"url": one.url, **one.server()._asdict()} for one in stores if isinstance(one, SshObjects)
+        ]
     finally:
         objects.close()
     stored = sum(one["size_bytes"] for one in spaces)
@@ -240,6 +249,7 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
         "created": times.rfc3339(remote.stored.created_ns),
         "open_seconds": seconds,
         "slots": slots,
+        "servers": servers,
         "spaces": spaces,
         "size_bytes": stored,
         "price_month": None if month is None else stored / _GB * month,
@@ -379,6 +389,12 @@ def _print_contact(contact: dict[str, Any]) -> None:
         f"contact    opened in {contact['open_seconds']:.2g} s, id {contact['id']}, "
         f"made {times.clock_of(contact['created'])}; keys: {', '.join(contact['slots']) or 'none'}"
     )
+    for server in contact["servers"]:
+        allowed = "objects are only added" if server["append_only"] else "objects are added and deleted"
+        _say(
+            f"           {server['url']}: ciuic {shown_text(server['program'][:_MAX_SHOWN])} serves "
+            f"{shown_text(server['directory'][:_MAX_SHOWN])}; {allowed}"
+        )
     _say(f"           {human_size(contact['size_bytes'])} stored{month}")
     for space in contact["spaces"]:
         if space["snapshots"] or space["packs"]:
