@@ -10,11 +10,9 @@ References:
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
-from email.utils import parsedate_to_datetime
 from types import ModuleType
 from typing import Any, Final
 
@@ -338,7 +336,6 @@ class S3Versions:
 
 
 _SPEEDS: Final[dict[ThawSpeed, str]] = {"standard": "Standard", "bulk": "Bulk", "expedited": "Expedited"}
-_EXPIRY: Final = re.compile(r'expiry-date="([^"]{1,64})"')
 # Answers to a request to thaw what is being thawed, or can be read.
 _THAWS_ALREADY: Final = ("RestoreAlreadyInProgress", "InvalidObjectState")
 _DEFAULT_CLASS: Final = "STANDARD"
@@ -380,7 +377,7 @@ class S3Classes:
         if 'ongoing-request="true"' in restore:
             return ObjectClass(storage_class, "thawing")
         if 'ongoing-request="false"' in restore:
-            return ObjectClass(storage_class, "ready", _expiry_ns(restore))
+            return ObjectClass(storage_class, "ready")
         is_archive = find_class(self.scheme, storage_class).is_archive
         return ObjectClass(storage_class, "archived" if is_archive else "ready")
 
@@ -418,11 +415,3 @@ class S3Classes:
 
 def _class_name(name: str | None) -> str:
     return "" if name in (None, "", _DEFAULT_CLASS) else str(name).upper()
-
-
-def _expiry_ns(restore: str) -> int | None:
-    match = _EXPIRY.search(restore)
-    try:
-        return int(parsedate_to_datetime(match[1]).timestamp()) * 10**9 if match else None
-    except (ValueError, OverflowError):
-        return None

@@ -1,6 +1,6 @@
 """Storage classes of objects: what each store has, how cold it is, and how long a thaw takes.
 
-Names, minimum durations and times are as the stores' documentation has them; nothing but advice and messages depends on them,
+Names and times are as the stores' documentation has them; nothing but advice and messages depends on them,
 except the order of classes: nothing is ever moved to a warmer one.
 
 References:
@@ -25,8 +25,6 @@ class StorageClass(NamedTuple):
 
     coldness: int
     """Order among the classes of one store; the default one has 0."""
-    minimum_days: int
-    """Days for which each object is paid at least."""
     thaw_hours: Mapping[ThawSpeed, float]
     """Hours until an object can be read, by the speed that was asked for; empty for a class that is read at once."""
 
@@ -37,19 +35,19 @@ class StorageClass(NamedTuple):
 
 
 _S3: Final = {
-    "STANDARD": StorageClass(0, 0, {}),
-    "INTELLIGENT_TIERING": StorageClass(0, 0, {}),
-    "STANDARD_IA": StorageClass(1, 30, {}),
-    "ONEZONE_IA": StorageClass(1, 30, {}),
-    "GLACIER_IR": StorageClass(2, 90, {}),
-    "GLACIER": StorageClass(3, 90, {"expedited": 0.1, "standard": 5, "bulk": 12}),
-    "DEEP_ARCHIVE": StorageClass(4, 180, {"standard": 12, "bulk": 48}),
+    "STANDARD": StorageClass(0, {}),
+    "INTELLIGENT_TIERING": StorageClass(0, {}),
+    "STANDARD_IA": StorageClass(1, {}),
+    "ONEZONE_IA": StorageClass(1, {}),
+    "GLACIER_IR": StorageClass(2, {}),
+    "GLACIER": StorageClass(3, {"expedited": 0.1, "standard": 5, "bulk": 12}),
+    "DEEP_ARCHIVE": StorageClass(4, {"standard": 12, "bulk": 48}),
 }
 _AZURE: Final = {
-    "HOT": StorageClass(0, 0, {}),
-    "COOL": StorageClass(1, 30, {}),
-    "COLD": StorageClass(2, 90, {}),
-    "ARCHIVE": StorageClass(3, 180, {"expedited": 1, "standard": 15}),
+    "HOT": StorageClass(0, {}),
+    "COOL": StorageClass(1, {}),
+    "COLD": StorageClass(2, {}),
+    "ARCHIVE": StorageClass(3, {"expedited": 1, "standard": 15}),
 }
 CLASSES: Final[Mapping[str, Mapping[str, StorageClass]]] = {
     "s3": _S3,
@@ -66,7 +64,7 @@ def find_class(scheme: str, name: str) -> StorageClass:
     """
     known = CLASSES.get(scheme, {})
     if not name:
-        return StorageClass(0, 0, {})
+        return StorageClass(0, {})
     if name.upper() not in known:
         there = ", ".join(known) or "none"
         raise UsageError(f"{scheme}:// has no storage class {name!r}", hint=f"there is: {there}")
@@ -79,8 +77,6 @@ class ObjectClass(NamedTuple):
     name: str
     """Class in capitals; empty for the default one."""
     state: Literal["ready", "archived", "thawing"]
-    thawed_until_ns: int | None = None
-    """Time at which an object that was thawed is archived again, where the store says so."""
 
 
 class ListedClass(NamedTuple):
