@@ -25,7 +25,7 @@ from ciuic.remote.access import (
 )
 from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import NoSuchObject, Objects, RemoteUnreachable
-from ciuic.remote.objects.opening import open_objects, open_versions
+from ciuic.remote.objects.opening import open_classes, open_objects, open_versions
 from ciuic.remote.objects.split_objects import PacksElsewhere, SplitObjects, SplitVersions
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
@@ -264,6 +264,15 @@ def test_places_of_two_kinds(tmp_path: Path, ssh_server: SshServer) -> None:
             assert len(opened.snapshots.names()) == 1
     finally:
         objects.close()
+
+
+def test_storage_classes_are_those_of_the_place_of_the_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes are changed where the packs are, whatever the log lies in."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ak")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sk")
+    assert open_classes("file:///nas", StoreSettings(packs_url="s3://locked/a")).scheme == "s3"
+    with pytest.raises(UsageError, match="storage classes of file:// are not changed"):
+        open_classes("s3://log/a", StoreSettings(packs_url="file:///nas"))
 
 
 def wipe_log(pair: Pair) -> None:
