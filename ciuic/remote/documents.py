@@ -259,6 +259,8 @@ class StoredRound(msgspec.Struct, frozen=True, kw_only=True):
     nonce: HexId
     condemned: PackRefs = ()
     manifests: ManifestNames = ()
+    whole: bool | msgspec.UnsetType = msgspec.UNSET
+    """True for a round in place of the one before, whose ``.final`` cannot be read: its own names all that it began with."""
 
 
 def encode_round(sealer: Sealer, round_: int, part: RoundPart, content: StoredRound) -> bytes:

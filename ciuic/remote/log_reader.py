@@ -17,7 +17,8 @@ Then manifests show which no log accounts for (`unlogged_manifests`). A manifest
 was stored. It was committed in that log, if at all, before anything that the writer wrote later.
 
 A round of collectors condemns packs in ``gc/<r>``, which then count as not stored; from ``gc/<r>.final`` on only what that
-names is deleted. Objects of rounds are never deleted, so a host that was away for long reads what it missed (`Rounds`).
+names is deleted. Where that cannot be read, all that the round began with counts as not stored. Objects of rounds are never
+deleted, so a host that was away for long reads what it missed (`Rounds`).
 
 References:
     docs/remote-format.md, sections 6 to 8
@@ -181,6 +182,8 @@ class Rounds:
         """Packs that count as not stored: a round deleted them, or may yet."""
         self.manifests: frozenset[str] = frozenset()
         """Manifests of which the same holds; their names must not be used again."""
+        self.damaged: dict[int, DamagedRemote] = {}
+        """Rounds whose ``.final`` cannot be read. They count as under way, and what they began with as not stored."""
 
     @property
     def unfinished(self) -> int | None:
@@ -203,28 +206,48 @@ class Rounds:
         Raises:
             RolledBack: a round that was seen is missing.
             IncompleteListing: the listing lacks a round that is there.
-            DamagedRemote: a round cannot be read.
+            DamagedRemote: a round cannot be read, and neither what it began with.
         """
         before = (self.condemned, self.manifests)
         parts, last = self._list_all()
         if self._skip_ended and parts:
-            self.finished = last if "done" in parts[last] else last - 1
-            if self.finished >= 0:
-                # Names are not sealed: one that anybody made up must not hide the rounds before it.
-                try:
-                    read_round(self._objects, self._sealer, self.finished, "done")
-                except NoSuchObject as error:
-                    raise DamagedRemote(error.name, _ROUND_MISSING) from None
+            self.finished = self._last_ended(parts[last], last)
         self._skip_ended = False
         for round_ in range(self.finished + 1, last + 1):
             # A round begins only after the one before has ended. A listing may lack what was created while it was
             # made: .final beside .done, or a whole round before a later one.
             ended = round_ < last or not parts[round_].isdisjoint(("final", "done"))
             self._learn(round_, ended)
-            if round_ < last or "done" in parts[round_]:
+            if (
+                self.finished == round_ - 1
+                and round_ not in self.damaged
+                and (round_ < last or "done" in parts[round_])
+            ):
                 self.finished = round_
         self.last = last
         self._count(before)
+
+    def _last_ended(self, parts: set[RoundPart], last: int) -> int:
+        """Return the last round that has ended. Names are not sealed: one that anybody made up must not hide rounds.
+
+        Where the last one has not ended, its own seal says so of those before it; the caller reads it.
+        """
+        if "done" not in parts:
+            return last - 1
+        try:
+            read_round(self._objects, self._sealer, last, "done")
+        except NoSuchObject as error:
+            raise DamagedRemote(error.name, _ROUND_MISSING) from None
+        except DamagedRemote:
+            try:
+                read_round(self._objects, self._sealer, last, "final")
+            except DamagedRemote:
+                # All that it began with counts as not stored until a repair.
+                return last - 1
+            except NoSuchObject:
+                pass
+            raise
+        return last
 
     def forget(self) -> None:
         """Stop counting what finished rounds deleted; the caller's index no longer has it."""
@@ -268,9 +291,27 @@ class Rounds:
         if known is None or (ended and known[0] == "begun"):
             part: RoundPart = "final" if ended else "begun"
             try:
-                self._read[round_] = (part, read_round(self._objects, self._sealer, round_, part))
+                content = read_round(self._objects, self._sealer, round_, part)
             except NoSuchObject as error:
                 raise DamagedRemote(error.name, _ROUND_MISSING) from None
+            except DamagedRemote as error:
+                if not ended:
+                    raise
+                part, content = "begun", self._beginning(round_, error)
+            else:
+                self.damaged.pop(round_, None)
+            self._read[round_] = (part, content)
+
+    def _beginning(self, round_: int, error: DamagedRemote) -> StoredRound:
+        """Return what a round began with, whose decision cannot be read; it decided on nothing else."""
+        try:
+            content = read_round(self._objects, self._sealer, round_, "begun")
+        except (NoSuchObject, DamagedRemote):
+            raise error from None
+        if round_ not in self.damaged:
+            log.warning("remote_round_unreadable", error=error.message)
+        self.damaged[round_] = DamagedRemote(error.name, error.reason, hint=_REPAIR_HINT)
+        return content
 
     def _count(self, before: tuple[frozenset[PackRef], frozenset[str]]) -> None:
         self._unite()

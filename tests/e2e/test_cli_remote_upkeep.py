@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,59 @@ def test_a_damaged_part_of_an_ended_collection_is_mended(
     assert host.json("prune", "--remote")["freed_bytes"] == 0
     assert host.json("verify", "--remote", "--checksum")["damaged"] is False
     assert second in {row["id"] for row in host.json("list")["snapshots"]}
+
+
+def upload_until(host: Host, stop: threading.Event) -> int:
+    """Take and upload snapshots, at least one, until told to stop; return their number."""
+    made = 0
+    while not made or not stop.is_set():
+        host.snapshot_of(os.urandom(100_000))
+        host.run("remote", "upload", "--once")
+        made += 1
+    return made
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+@pytest.mark.parametrize("done", ["missing", "junk"])
+def test_a_collection_whose_decision_is_damaged_is_replaced(
+    host: Host, nas: Path, done: str, deleted: bool
+) -> None:
+    """Uploads go on beside an interrupted collection whose `.final` is junk; a repair ends it, and nothing is lost."""
+    first = host.list()[-1].id
+    whole = shutil.copytree(nas, host.top / "whole")
+    host.run("forget", "--remote", "-y", first)
+    assert host.json("prune", "--remote")["freed_bytes"] > 600_000
+    if not deleted:
+        # As a collector that was killed after its decision left it.
+        shutil.copytree(whole / "packs", nas / "packs", dirs_exist_ok=True)
+    final, end = nas / "gc" / "0000000000.final", nas / "gc" / "0000000000.done"
+    final.write_bytes(b"junk")
+    if done == "missing":
+        end.unlink()
+    else:
+        end.write_bytes(b"junk")
+    # A host that did not see it end.
+    shutil.rmtree(host.state)
+    host.env["XDG_CACHE_HOME"] = str(host.top / "another-cache")
+    assert "ciuic check --remote --repair" in host.fails("prune", "--remote", code=4)
+    assert "0000000000.final" in host.run("check", "--remote", expect=4).stdout.decode()
+    host.snapshot_of(os.urandom(600_000), os.urandom(600_000))
+    host.run("remote", "upload", "--once")
+    with ThreadPoolExecutor(1) as pool:
+        stop = threading.Event()
+        uploads = pool.submit(upload_until, host, stop)
+        try:
+            host.run("check", "--remote", "--repair")
+        finally:
+            stop.set()
+        assert uploads.result() > 0
+    host.run("check", "--remote")
+    assert {path.name for path in (nas / "gc").iterdir()} >= {"0000000001.done", end.name, final.name}
+    host.run("remote", "upload", "--once")
+    assert host.json("prune", "--remote")["freed_bytes"] == 0
+    assert host.json("verify", "--remote", "--checksum")["damaged"] is False
+    uploaded = {row["id"] for row in host.json("list", "--all-hosts")["snapshots"]}
+    assert {row.id for row in host.list()} - {first} <= uploaded
 
 
 def test_unclear_choices_of_a_remote_are_refused(host: Host, nas: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,12 +21,14 @@ from support.remote_protocol import (
     Storm,
     Violation,
     WriterMachine,
+    no_fence,
     retry,
 )
 from support.remote_world import (
     Bucket,
     BucketJudge,
     Ids,
+    Killed,
     MemoryState,
     Uploader,
     chunk,
@@ -35,10 +38,10 @@ from support.remote_world import (
     store_pack,
 )
 
-from ciuic.remote.documents import LogRemove, StoredRound, create_entry, create_round, read_round
+from ciuic.remote.documents import LogFence, LogRemove, StoredRound, create_entry, create_round, read_round
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.log_reader import LostCommits, NothingCommitted
-from ciuic.remote.object_names import PackRef, RoundPart, pack_name, round_name
+from ciuic.remote.log_reader import LostCommits, NothingCommitted, Rounds
+from ciuic.remote.object_names import PackRef, RoundPart, pack_name, parse_log_entry, round_name
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep import check
@@ -190,18 +193,24 @@ def search_all(
     lacks_in: str = "",
     stolen: Sequence[str] = (),
     kept: Collection[str] = (),
+    owner: int = -1,
+    kept_names: Sequence[str] = (),
+    doomed: Collection[str] = (),
 ) -> tuple[str, int]:
-    """Search all orders of requests; return what is wrong, and the number of states."""
+    """Search all orders of requests; return what is wrong, and the number of states.
+
+    What is ``doomed`` is judged as gone: a paused collector may delete it at any time.
+    """
     bucket = Bucket()
     judge = BucketJudge(bucket)
     judge.kept.update(kept)
 
     def problem(contents: Contents, said: frozenset[Any]) -> str:
-        bucket.objects = {name: (data, 0) for name, data in contents}
+        bucket.objects = {name: (data, 0) for name, data in contents if name not in doomed}
         judge.acknowledged = set(said)
         return judge.problem()
 
-    found = Search(parties, problem, lacks_in, stolen)
+    found = Search(parties, problem, lacks_in, stolen, owner, kept_names)
     return found.run(contents, max_states), found.states
 
 
@@ -247,7 +256,7 @@ def two_collectors(max_states: int) -> tuple[str, int]:
     """Search with two collectors of which each would rather delete another of two packs with one chunk."""
     contents, _ = first_bucket(SECOND_PACK)
     parties = [collector(0, OLD_PACK, SECOND_PACK), collector(1, SECOND_PACK, OLD_PACK)]
-    return search_all(contents, parties, max_states)
+    return search_all(contents, parties, max_states, kept_names=["manifests/"])
 
 
 def test_every_order_of_one_writer_and_one_collector_is_safe() -> None:
@@ -389,6 +398,228 @@ def test_search_finds_a_repair_that_deletes_what_a_round_spared(monkeypatch: pyt
 
     monkeypatch.setattr(check, "delete_condemned", deletes_all)
     problem, _ = repaired_round(20_000, "done", spared=True)
+    assert "is in no pack" in problem
+
+
+DECIDED = round_name(0, "final")
+
+
+# Beside the chunk that is live, each pack has one that is needed again only by the snapshot that begins.
+BOTH_PACKS = {OLD_PACK: (WANTED, chunk(2)), SECOND_PACK: (WANTED, chunk(3))}
+
+
+def undecided_round() -> tuple[Contents, str]:
+    """Return a bucket in a round that condemned both packs of a live chunk, and decided to delete the second."""
+    contents, manifest = first_bucket()
+    bucket = Bucket()
+    bucket.objects = {name: (data, 0) for name, data in contents}
+    seals = sealer(Ids("the round"))
+    for ref, chunks in BOTH_PACKS.items():
+        store_pack(bucket, seals, ref, map(record, chunks))
+    create_round(bucket, seals, 0, "begun", StoredRound(nonce="aa" * 16, condemned=(OLD_PACK, SECOND_PACK)))
+    for writer in {position.writer for name, _ in contents if (position := parse_log_entry(name))}:
+        create_entry(bucket, seals, writer, 2, LogFence(nonce="ab" * 16, round=0))
+    create_round(bucket, seals, 0, "final", StoredRound(nonce="bb" * 16, condemned=(SECOND_PACK,)))
+    return frozenset((name, data) for name, (data, _) in bucket.objects.items()), manifest
+
+
+def late_collector(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Go on with a round as a collector that was paused after it had decided."""
+    objects.delete([pack_name(SECOND_PACK)])
+    create_round(objects, sealer(Ids("late")), 0, "done", StoredRound(nonce="cc" * 16))
+
+
+def replace_round(objects: Objects, ids: Ids) -> None:
+    mend_rounds(objects, sealer(ids), ids.hex)
+    index = RemoteIndex.open(None, threads=1)
+    try:
+        retry(make_collector(objects, ids, MemoryState(), index, max_entries=1000).mend)
+    finally:
+        index.close()
+
+
+def first_repair(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Damage the decision of the round, and repair it."""
+    objects.put(DECIDED, [b"junk"])
+    replace_round(objects, Ids("first repair"))
+
+
+def later_repair(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Repair the round as another host."""
+    replace_round(objects, Ids("later repair"))
+
+
+def replaced_round(
+    max_states: int, *parties: Callable[[Objects, Callable[[Any], None]], None]
+) -> tuple[str, int]:
+    """Search with a round whose decision is damaged and replaced beside these, and what it names deleted at any time."""
+    contents, manifest = undecided_round()
+
+    def refuses(
+        party: Callable[[Objects, Callable[[Any], None]], None],
+    ) -> Callable[[Objects, Callable[[Any], None]], None]:
+        def run(objects: Objects, say: Callable[[Any], None]) -> None:
+            with suppress(DamagedRemote):
+                party(objects, say)
+
+        return run
+
+    return search_all(
+        contents,
+        [*map(refuses, [first_repair, *parties])],
+        max_states,
+        stolen=[DECIDED],
+        kept={manifest},
+        owner=-1 if later_repair in parties else 0,
+        kept_names=["manifests/"],
+        doomed=[pack_name(SECOND_PACK)],
+    )
+
+
+def knowing_writer(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Commit, with an index of both packs."""
+    index = RemoteIndex.open(None, threads=1)
+    for ref, chunks in BOTH_PACKS.items():
+        index.add(ref, 0, [record(some)[0] for some in chunks])
+    index.mark_complete(-1)
+    try:
+        uploader = Uploader(objects, Ids("knowing writer"), MemoryState(), index, list_packs=False)
+        retry(uploader.begin)
+        say(retry(lambda: uploader.upload({chunk(2): None, chunk(3): None}, "cs-abcdef")))
+    finally:
+        index.close()
+
+
+def new_writer(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Commit by what a listing shows, as a host without an index."""
+    index = RemoteIndex.open(None, threads=1)
+    try:
+        uploader = Uploader(objects, Ids("new writer"), MemoryState(), index)
+        retry(uploader.begin)
+        say(retry(lambda: uploader.upload({chunk(2): None, chunk(3): None}, "cs-abcdef")))
+    finally:
+        index.close()
+
+
+@pytest.mark.slow
+def test_every_order_with_a_replaced_round_is_safe() -> None:
+    """In all 73,912 states of a commit while a round without a readable decision is replaced, snapshots keep their chunks."""
+    problem, states = replaced_round(100_000, knowing_writer)
+    assert problem == ""
+    assert 1_000 < states < 100_000
+
+
+@pytest.mark.parametrize(
+    "party",
+    [new_writer, late_collector, later_repair, collector(0, OLD_PACK, SECOND_PACK)],
+    ids=["new writer", "late collector", "later repair", "collector"],
+)
+def test_replacing_a_round_beside_others_is_safe(
+    party: Callable[[Objects, Callable[[Any], None]], None],
+) -> None:
+    """So are the first 10,000 beside a host without an index, a collector that knows the decision or not, and another repair."""
+    problem, states = replaced_round(10_000, party)
+    assert problem == ""
+    assert states > 500
+
+
+def test_a_replaced_round_is_ended() -> None:
+    """After a repair both rounds can be read, and everything that the first began with is gone; with its end damaged, too."""
+    for damaged_end in (False, True):
+        contents, _ = undecided_round()
+        bucket = Bucket()
+        bucket.objects = {name: (data, 0) for name, data in contents}
+        if damaged_end:
+            bucket.put(round_name(0, "done"), [b"junk"])
+        first_repair(bucket, lambda said: None)
+        rounds = Rounds(bucket, sealer(Ids("a reader")))
+        rounds.refresh()
+        assert (rounds.finished, rounds.unfinished, rounds.damaged) == (1, None, {})
+        assert rounds.deleted == {OLD_PACK, SECOND_PACK}
+        assert not {pack_name(OLD_PACK), pack_name(SECOND_PACK)} & bucket.objects.keys()
+        assert not BucketJudge(bucket).problem()
+
+
+class DyingBucket(Bucket):
+    """Bucket whose client is killed before a request."""
+
+    def __init__(self, contents: Contents, requests: int) -> None:
+        super().__init__()
+        self.objects = {name: (data, 0) for name, data in contents}
+        self.left = requests
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("put", "create", "delete", "get_ranges", "tail", "info", "list"):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed(name)
+        return super().__getattribute__(name)
+
+
+def test_an_interrupted_replacement_is_ended_by_the_next() -> None:
+    """Killed before any request, a repair is ended by the next one, or by a collection once its round has begun."""
+    contents, _ = undecided_round()
+    for end in (later_repair, collector(0)):
+        for requests in range(1, 200):
+            bucket = DyingBucket(contents, requests)
+            try:
+                first_repair(bucket, lambda said: None)
+            except Killed:
+                bucket.left = 1_000
+            else:
+                break
+            if end is not later_repair and round_name(1) not in bucket.objects:
+                continue
+            end(bucket, lambda said: None)
+            rounds = Rounds(bucket, sealer(Ids("a reader")))
+            rounds.refresh()
+            assert (rounds.unfinished, rounds.damaged) == (None, {}), requests
+            assert round_name(0, "done") in bucket.objects
+            bucket.delete([pack_name(SECOND_PACK)])
+            assert not BucketJudge(bucket).problem()
+        assert 40 < requests < 200
+
+
+def decides_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A repair says that the round deleted nothing."""
+    patch.setattr(
+        Collector, "_decide_all", lambda self, round_, content: StoredRound(nonce="dd" * 16, whole=True)
+    )
+
+
+def decides_as_usual(patch: pytest.MonkeyPatch) -> None:
+    """A repair keeps one of the packs that have a needed chunk, which the unreadable decision may name."""
+    patch.setattr(
+        Collector,
+        "_decide_all",
+        lambda self, round_, content: msgspec.structs.replace(self._decide(content), whole=True),
+    )
+
+
+def copies_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A repair deletes all that the round began with."""
+    patch.setattr(Collector, "_decide_all", lambda self, round_, content: content)
+
+
+def no_beginning(patch: pytest.MonkeyPatch) -> None:
+    """What a round began with counts as stored while its decision cannot be read."""
+    real = Rounds._beginning
+
+    def beginning(self: Rounds, round_: int, error: DamagedRemote) -> StoredRound:
+        return msgspec.structs.replace(real(self, round_, error), condemned=())
+
+    patch.setattr(Rounds, "_beginning", beginning)
+
+
+@pytest.mark.parametrize(
+    "mutate", [decides_nothing, decides_as_usual, copies_nothing, no_fence, no_beginning]
+)
+def test_search_finds_a_wrong_replacement(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """A search finds a lost chunk where a round is replaced by one that covers less, or that nobody hears of."""
+    mutate(monkeypatch)
+    problem, _ = replaced_round(20_000, knowing_writer)
     assert "is in no pack" in problem
 
 

@@ -136,6 +136,8 @@ class Host(Live):
     def snapshot_of(self, *contents: bytes) -> str:
         """Commit a snapshot of one file for each content, without a daemon; return the id of the last."""
         made = CliRepository(self.repository, self.top / "root", make=False)
+        with Repository.open(self.repository) as repository:
+            made.count = len(repository.snapshots.names())
         return [str(made.snapshot({b"file": content})) for content in contents][-1]
 
     def identity(self) -> Any:

@@ -165,7 +165,9 @@ class Search:
         parties: Functions of (objects, say): ``say`` records what the party claims at this point.
         problem: Function of the bucket and all claims; it says what is wrong, or returns an empty text.
         lacks_in: Prefix of which any one listing may lack something; empty for none.
-        stolen: Names that a party deletes against the rules.
+        stolen: Names that a party deletes or replaces against the rules.
+        owner: Party that alone does so, and that therefore finds them as it left them; -1 for several.
+        kept: Prefixes of names that nobody deletes or replaces here.
     """
 
     def __init__(
@@ -174,9 +176,13 @@ class Search:
         problem: Callable[[Contents, frozenset[Any]], str],
         lacks_in: str = "",
         stolen: Sequence[str] = (),
+        owner: int = -1,
+        kept: Sequence[str] = (),
     ) -> None:
         self._parties = parties
         self._stolen = stolen
+        self._owner = owner
+        self._kept = ("w/", "gc/", *kept)
         self._lacks_in = lacks_in
         self._problem = problem
         # Contents and positions are numbered: they are large, and each is in thousands of states.
@@ -213,7 +219,7 @@ class Search:
         contents = state.contents
         # What is read and never changes can be read at once: its order against other requests makes no difference.
         for at, position in enumerate(positions):
-            if position.request and self._is_fixed(contents, position.request):
+            if position.request and self._is_fixed(contents, position.request, at):
                 _, reply = self._perform(contents, position.request)
                 yield self._answered(state, at, contents, reply, state.lacks)
                 return
@@ -226,11 +232,11 @@ class Search:
                     for lack in lacking(reply):
                         yield self._answered(state, at, after, lack, state.lacks - 1)
 
-    def _is_fixed(self, contents: int, request: Request) -> bool:
+    def _is_fixed(self, contents: int, request: Request, at: int) -> bool:
         method, arguments = request
-        if method not in ("get_ranges", "info") or not arguments[0].startswith(("w/", "gc/")):
+        if method not in ("get_ranges", "tail", "info") or not arguments[0].startswith(self._kept):
             return False
-        if arguments[0] in self._stolen:
+        if arguments[0] in self._stolen and at != self._owner:
             return False
         return any(name == arguments[0] for name, _ in self._by_number[contents])
 

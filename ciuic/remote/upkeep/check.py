@@ -16,8 +16,9 @@ deletes nothing. Objects of rounds are never deleted, and rounds have no gaps: a
 without the parts that are created before it, was planted, and is deleted. A ``.final`` that cannot be read, or is missing, between
 a beginning and a ``.done`` that can be read is written anew: what the round condemned and is not there any more, which is at least
 what it deleted, because ``.done`` says that all of it is deleted. A ``.done`` that cannot be read is written anew after what ``.final``
-names is deleted, as by any collector. A ``.final`` that cannot be read in a round that has not ended stays damage: a collector that
-knows it may be deleting still, and what it leaves is not known. So does one whose beginning cannot be read either.
+names is deleted, as by any collector. A ``.final`` that cannot be read in a round that has not ended: a collector that knows it may be
+deleting still, so that another round of the same beginning follows, which deletes all of it (`Collector.mend`). One whose beginning
+cannot be read either stays damage.
 
 Chunks: stored again from sound copies in the remote, of whatever host, or in the repository of this host. Snapshots whose
 manifests are lost are committed again.
@@ -104,6 +105,7 @@ from ciuic.remote.upkeep.collection_round import CollectionPolicy, delete_condem
 from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
 from ciuic.remote.writer_log import WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
+from ciuic.repository import log as events
 from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackKind, PackRecord
@@ -724,7 +726,9 @@ def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
         hint = "" if isinstance(error, UnsupportedFormat) else "ciuic check --remote --repair"
         report.findings.append(CheckFinding("error", "round", error.message, hint))
         return
-    if rounds.unfinished is not None:
+    for problem in rounds.damaged.values():
+        report.findings.append(CheckFinding("error", "round", problem.message, problem.hint or ""))
+    if rounds.unfinished is not None and not rounds.damaged:
         text = f"the collection {rounds.unfinished} is under way or was interrupted"
         report.findings.append(
             CheckFinding("info", "round", text, "ciuic prune --remote ends it; uploads go on")
@@ -790,6 +794,7 @@ def repair_remote(
             break
     with reopen() as opened:
         for reader in opened.readers:
+            _replace_round(reader, host)
             _delete_packs(reader, frozenset(gone.get(reader.space.id, ())), host)
     with reopen() as opened:
         after = check_remote(opened, read_data=read_data, progress=progress)
@@ -903,6 +908,20 @@ def _commit_damaged_again(
             return False
         uploader.give_up([live.manifest])
     return True
+
+
+def _replace_round(reader: SpaceReader, host: str) -> None:
+    """End a round whose ``.final`` cannot be read, once all that snapshots need can be."""
+    rounds = Rounds(reader.space.objects, reader.space.sealer)
+    rounds.refresh()
+    if not rounds.damaged:
+        return
+    # The index of this host may be without what it knows that the round has deleted.
+    with open_collector(reader, host=host, fresh=True) as collector:
+        try:
+            reader.retry.call(collector.mend)
+        except (Damaged, NotFound, Archived) as error:
+            events.warning("remote_round_not_mended", error=error.message)
 
 
 def _delete_packs(reader: SpaceReader, damaged: frozenset[PackRef], host: str) -> None:

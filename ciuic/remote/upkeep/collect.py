@@ -10,7 +10,7 @@ it again only when told to (``ciuic remote upload --again``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -160,8 +160,9 @@ def open_collector(
     host: str,
     policy: CollectionPolicy = DEFAULT_POLICY,
     between: Callable[[], None] = lambda: None,
+    fresh: bool = False,
 ) -> Iterator[Collector]:
-    """Provide a collector of a space, with an index of its own in the cache."""
+    """Provide a collector of a space, with an index of its own in the cache, or a ``fresh`` one."""
     space = reader.space
     marked = live_chunks(reader, between=between)
 
@@ -171,7 +172,7 @@ def open_collector(
         return marked(snapshots)
 
     policy = policy._replace(cold=cold_packs(space.objects))
-    with reader.cache.index_path() as path:
+    with nullcontext() if fresh else reader.cache.index_path() as path:
         index = RemoteIndex.open(path)
         try:
             yield Collector(

@@ -17,6 +17,11 @@ The order of the steps is the safety argument (docs/remote-format.md, section 8)
 A listing is not believed alone. Each one of logs must have the entry with which this collector began, logs are listed until
 a listing brings none without a fence, and logs that commit nothing are no reason to delete everything.
 
+A round whose ``.final`` cannot be read is not ended by a collection (`run` refuses): what it deletes, or a paused collector may
+yet, is not known. `mend` begins the next round with the same list. After the fences of that one nobody relies on anything of
+the list. What is needed of it is copied, and *all* of it is decided, which covers whatever the unreadable decision names; then the
+damaged ``.final`` is replaced by this one.
+
 What is needed of mostly dead packs is copied to new packs first, so that the old ones can go (`Repacker`).
 
 References:
@@ -32,20 +37,40 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
+
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.chunkset import ChunkSet
-from ciuic.remote.documents import MAX_MANIFESTS, MAX_PACKS, LiveManifest, LogFence, StoredRound, create_round
+from ciuic.remote.documents import (
+    MAX_MANIFESTS,
+    MAX_PACKS,
+    LiveManifest,
+    LogFence,
+    StoredRound,
+    create_round,
+    encode_round,
+    read_round,
+)
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.log_reader import InlinePool, LogReader, LostCommits, NothingCommitted, unlogged_manifests
+from ciuic.remote.log_reader import (
+    InlinePool,
+    LogReader,
+    LostCommits,
+    NothingCommitted,
+    Rounds,
+    unlogged_manifests,
+)
 from ciuic.remote.object_names import (
     MANIFESTS_PREFIX,
     LogPosition,
     PackRef,
+    RoundPart,
     log_entry_name,
     new_hex_id,
     new_pack_ref,
     pack_name,
     parse_manifest,
+    round_name,
     split_ref,
     table_name,
 )
@@ -61,6 +86,7 @@ from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
 from ciuic.types import ChunkId, SnapshotId
+from ciuic.units import plural
 
 
 class LiveChunks(Protocol):
@@ -433,6 +459,9 @@ def _usable(chosen: dict[bytes, ChunkLocation]) -> set[bytes]:
     return usable
 
 
+# Copies of a chunk that are tried, one after the other.
+_MAX_TURNS: Final = 8
+
 DEFAULT_YOUNG_NS: Final = 86_400 * 10**9
 """Age by the store's clock below which a pack or manifest is spared: one day. It saves uploads of running snapshots from
 being done twice; nothing is unsafe without it."""
@@ -501,6 +530,21 @@ def delete_condemned(objects: Objects, content: StoredRound) -> None:
     objects.delete([table_name(ref) for ref in map(PackRef, content.condemned) if ref in cold])
 
 
+def _is_replacement(rounds: Rounds) -> bool:
+    """Return whether the last round is one in place of the one before."""
+    return (
+        rounds.last > rounds.finished
+        and rounds.last not in rounds.damaged
+        and rounds.content(rounds.last)[1].whole is True
+    )
+
+
+def _require_decisions(rounds: Rounds) -> None:
+    """Raise DamagedRemote if a ``.final`` cannot be read, and no repair has begun a round in its place."""
+    if rounds.damaged and not _is_replacement(rounds):
+        raise next(iter(rounds.damaged.values()))
+
+
 class Collector:
     """Collector of one remote. Used by one thread.
 
@@ -564,11 +608,8 @@ class Collector:
             NothingCommitted: there are packs, and no log says anything of a snapshot; nothing was deleted.
             RemoteUnreachable: another call continues. So it does after an incomplete listing.
         """
-        self._repacked_bytes = 0
-        self._log.hello()
-        self._reader.witness = LogPosition(self._log.writer, self._log.next_number - 1)
-        rounds = self._log.rounds
-        self._index.follow(rounds)
+        rounds = self._hello()
+        _require_decisions(rounds)
         if rounds.unfinished is None:
             proposal = self._choose()
             if not proposal.condemned and not proposal.manifests:
@@ -581,6 +622,28 @@ class Collector:
             # Another collector began and ended it in the meantime.
             return CollectionResult(-1, repacked_bytes=self._repacked_bytes, unreadable=self._unreadable)
         return self._end(round_)
+
+    def mend(self) -> None:
+        """End the rounds whose ``.final`` cannot be read by one in their place; durable on return.
+
+        Raises:
+            Damaged, LostCommits, NothingCommitted: as `run`, or something that is needed cannot be copied; nothing was deleted.
+            RemoteUnreachable: another call continues.
+        """
+        rounds = self._hello()
+        if rounds.last in rounds.damaged:
+            _, content = rounds.content(rounds.last)
+            self._begin(msgspec.structs.replace(content, nonce=self._new_id(), whole=True))
+            rounds.refresh()
+        if rounds.unfinished is not None and _is_replacement(rounds):
+            self._end(rounds.unfinished)
+
+    def _hello(self) -> Rounds:
+        self._repacked_bytes = 0
+        self._log.hello()
+        self._reader.witness = LogPosition(self._log.writer, self._log.next_number - 1)
+        self._index.follow(self._log.rounds)
+        return self._log.rounds
 
     def _tidy_logs(self) -> None:
         stored = [info.name for info in self._objects.list(MANIFESTS_PREFIX)]
@@ -599,6 +662,7 @@ class Collector:
         rounds = self._log.rounds
         rounds.refresh()
         self._index.follow(rounds)
+        _require_decisions(rounds)
         repacker, self._repacker = self._repacker, lambda: _CountingRepacker(self._objects, self._sealer)
         self._preview_ns = now_ns
         try:
@@ -623,7 +687,10 @@ class Collector:
         self._kept = self._kept_copies()
         if part == "begun":
             self._fence_logs(round_)
-            content = create_round(self._objects, self._sealer, round_, "final", self._decide(content))
+            decided = self._decide_all(round_, content) if content.whole is True else self._decide(content)
+            content = create_round(self._objects, self._sealer, round_, "final", decided)
+        if content.whole is True:
+            self._end_replaced(round_, content)
         delete_condemned(self._objects, content)
         self._tidy_logs()
         create_round(self._objects, self._sealer, round_, "done", StoredRound(nonce=self._new_id()))
@@ -640,6 +707,23 @@ class Collector:
             tuple(sorted(self._kept.decayed)),
             self._kept.read_bytes,
         )
+
+    def _end_replaced(self, round_: int, content: StoredRound) -> None:
+        """Give the rounds in whose place this one is its decision, and an end; before anything is deleted by it."""
+        whole: bool | msgspec.UnsetType = True
+        while whole is True and round_:
+            round_ -= 1
+            # Replaced, never deleted first: without it a collector would take the round for one that is undecided.
+            self._put_unreadable(round_, "final", content)
+            self._put_unreadable(round_, "done", StoredRound(nonce=self._new_id()))
+            whole = read_round(self._objects, self._sealer, round_, "begun").whole
+
+    def _put_unreadable(self, round_: int, part: RoundPart, content: StoredRound) -> None:
+        try:
+            read_round(self._objects, self._sealer, round_, part)
+        except (NoSuchObject, DamagedRemote):
+            data = encode_round(self._sealer, round_, part, content)
+            self._objects.put(round_name(round_, part), [data])
 
     def _choose(self) -> StoredRound:
         """Return packs that are not needed, or whose needed chunks all have copies elsewhere; and manifests."""
@@ -788,6 +872,47 @@ class Collector:
             nonce=self._new_id(),
             condemned=tuple(sorted(refs)),
             manifests=tuple(name for name in content.manifests if name not in snapshots),
+        )
+
+    def _decide_all(self, round_: int, content: StoredRound) -> StoredRound:
+        """Copy what is needed of the condemned packs, and return all of them.
+
+        But those that move, which a mover knew that no decision names (`WriterLog.move`).
+        """
+        condemned = frozenset(map(PackRef, content.condemned))
+        for turn in range(_MAX_TURNS):
+            live = self._list_and_mark()
+            self._require_commits()
+            doomed = condemned - self._reader.moving()
+            numbers = {number for ref in doomed if (number := self._index.number(ref)) is not None}
+            self._kept = self._kept_copies()
+            needed = {
+                chunk: [copy.pack for copy in copies if copy.pack in numbers]
+                for chunk, copies in live_groups(self._index, live)
+                if any(copy.pack in numbers for copy in copies)
+            }
+            lacking = needed.keys() - self._kept.whole_elsewhere(needed, numbers)
+            if not lacking:
+                snapshots = self._reader.live()
+                return StoredRound(
+                    nonce=self._new_id(),
+                    condemned=tuple(sorted(doomed)),
+                    manifests=tuple(name for name in content.manifests if name not in snapshots),
+                    whole=True,
+                )
+            sources: dict[PackRef, set[bytes]] = {}
+            for chunk in lacking:
+                # Another copy each time: one may have decayed, or be deleted by a collector that was paused.
+                number = needed[chunk][turn % len(needed[chunk])]
+                sources.setdefault(self._index.ref(number), set()).add(chunk)
+            repacker = self._repacker()
+            repacker.copy_all(dict(sorted(sources.items())))
+            self._repacked_bytes += repacker.bytes
+            self._written.update(repacker.written)
+        raise DamagedRemote(
+            round_name(round_),
+            f"{plural(len(lacking), 'chunk')} that snapshots need cannot be copied out of the packs that it condemns; nothing was deleted",
+            hint="thaw what is archived of them, or repair on a host whose repository has them: ciuic check --remote --repair",
         )
 
     def _list_and_mark(self) -> LiveChunks:
