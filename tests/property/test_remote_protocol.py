@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -38,15 +40,24 @@ from support.remote_world import (
     store_pack,
 )
 
+from ciuic.maintenance.check import CheckReport
 from ciuic.remote.documents import LogFence, LogRemove, StoredRound, create_entry, create_round, read_round
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.log_reader import LostCommits, NothingCommitted, Rounds
-from ciuic.remote.object_names import PackRef, RoundPart, pack_name, parse_log_entry, round_name
+from ciuic.remote.log_reader import LogReader, LostCommits, NothingCommitted, Rounds, unlogged_manifests
+from ciuic.remote.object_names import (
+    MANIFESTS_PREFIX,
+    PackRef,
+    RoundPart,
+    pack_name,
+    parse_log_entry,
+    round_name,
+)
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep import check
 from ciuic.remote.upkeep.check import mend_rounds
 from ciuic.remote.upkeep.collection_round import CollectionPolicy, Collector
+from ciuic.remote.writer_log import LogUpkeep
 
 WANTED = chunk(1)
 OLD_PACK = PackRef("d" + "11" * 16)
@@ -186,6 +197,12 @@ def remover(manifest: str) -> Callable[[Objects, Callable[[Any], None]], None]:
     return run
 
 
+class Claim(NamedTuple):
+    """What a check calls damage, where nobody has damaged anything."""
+
+    text: str
+
+
 def search_all(
     contents: Contents,
     parties: Sequence[Callable[[Objects, Callable[[Any], None]], None]],
@@ -207,8 +224,9 @@ def search_all(
 
     def problem(contents: Contents, said: frozenset[Any]) -> str:
         bucket.objects = {name: (data, 0) for name, data in contents if name not in doomed}
-        judge.acknowledged = set(said)
-        return judge.problem()
+        judge.acknowledged = {one for one in said if isinstance(one, str)}
+        claims = [one.text for one in said if isinstance(one, Claim)]
+        return "".join(claims[:1]) or judge.problem()
 
     found = Search(parties, problem, lacks_in, stolen, owner, kept_names)
     return found.run(contents, max_states), found.states
@@ -399,6 +417,116 @@ def test_search_finds_a_repair_that_deletes_what_a_round_spared(monkeypatch: pyt
     monkeypatch.setattr(check, "delete_condemned", deletes_all)
     problem, _ = repaired_round(20_000, "done", spared=True)
     assert "is in no pack" in problem
+
+
+def checker(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Check all logs, the manifests that they account for, and the tables of packs."""
+    seals = sealer(Ids("checker"))
+    reader: Any = SimpleNamespace(space=SimpleNamespace(objects=objects, sealer=seals))
+    report = CheckReport()
+    check._check_logs(reader, report)
+    check._check_rounds(reader, report)
+    for finding in report.findings:
+        if finding.severity != "info":
+            say(Claim(f"sound, and called damaged: {finding.message}"))
+    for pack in check.check_packs(objects, seals, check.listed_packs(objects), threads=1):
+        if pack.problem:
+            say(Claim(f"sound, and called damaged: {pack.problem}"))
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a check ask for one entry after the other, so that a run depends on its replies alone."""
+    monkeypatch.setattr(check, "LogReader", partial(LogReader, threads=1))
+
+
+@pytest.fixture
+def young(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all manifests count as young: their writers may be about to commit them."""
+    monkeypatch.setattr(check, "UPLOADING_NS", 1 << 62)
+
+
+def checked(max_states: int, *parties: Callable[[Objects, Callable[[Any], None]], None]) -> tuple[str, int]:
+    """Search with a check beside these."""
+    contents, _ = first_bucket()
+    return search_all(contents, [checker, *parties], max_states)
+
+
+def removing_collector(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Remove the only snapshot, and run two collections that sum up every log."""
+    _, manifest = first_bucket()
+    remover(manifest)(objects, say)
+    index = known_index()
+    policy = CollectionPolicy(young_ns=1 << 62, repack_share=0)
+    ids, state = Ids("summing collector"), MemoryState()
+    try:
+        for _ in range(2):
+            retry(make_collector(objects, ids, state, index, max_entries=0, policy=policy).run)
+    finally:
+        index.close()
+
+
+@pytest.mark.usefixtures("young")
+def test_a_check_calls_no_upload_damage() -> None:
+    """In all states of a check beside an upload, wherever it stops, nothing is called damage."""
+    problem, states = checked(50_000, writer(0))
+    assert problem == ""
+    assert 100 < states < 50_000
+
+
+@pytest.mark.usefixtures("young")
+def test_a_check_calls_no_collection_damage() -> None:
+    """In the first 20,000 states of a check beside a commit, a removal and a collection nothing is called damage."""
+    _, manifest = first_bucket()
+    problem, states = checked(20_000, writer(0), collector(0), remover(manifest))
+    assert problem == ""
+    assert states > 1_000
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_check_calls_no_removed_snapshot_damage() -> None:
+    """In all states of a check of old manifests beside a removal and sums of logs nothing is called damage."""
+    problem, states = checked(50_000, removing_collector)
+    assert problem == ""
+    assert 100 < states < 50_000
+
+
+@pytest.mark.usefixtures("young")
+def test_search_finds_logs_read_before_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search finds a false alarm where a check lists manifests after it has read the logs."""
+
+    def unlogged(reader: Any, logs: LogReader) -> Any:
+        space = reader.space
+        stored = list(space.objects.list(MANIFESTS_PREFIX))
+        return unlogged_manifests(space.objects, space.sealer, stored, logs, 0)
+
+    monkeypatch.setattr(check, "_unlogged", unlogged)
+    problem, _ = checked(50_000, writer(0))
+    assert "called damaged" in problem
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_search_finds_a_forgotten_removal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search finds a false alarm where sums of logs forget removals whose manifests are there."""
+    run = LogUpkeep.run
+    monkeypatch.setattr(LogUpkeep, "run", lambda self, now_ns, stored=(): run(self, now_ns))
+    problem, _ = checked(50_000, removing_collector)
+    assert "called damaged" in problem
+
+
+@pytest.mark.usefixtures("young")
+def test_search_finds_a_deleted_pack_called_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search finds a false alarm where a pack that a round deletes after it was listed is damage."""
+    real = check._check_pack
+
+    def strict(objects: Any, seals: Any, packs: Any, ref: PackRef, *, whole: bool) -> Any:
+        found = real(objects, seals, packs, ref, whole=whole)
+        return check._CheckedPack(ref, 0, [], f"{pack_name(ref)} is gone") if found is None else found
+
+    monkeypatch.setattr(check, "_check_pack", strict)
+    _, manifest = first_bucket()
+    problem, _ = checked(50_000, collector(0), remover(manifest))
+    assert "called damaged" in problem
 
 
 DECIDED = round_name(0, "final")
