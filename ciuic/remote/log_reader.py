@@ -823,6 +823,9 @@ def unlogged_manifests(
         stored: Listing of manifests, made before the logs were read.
         logs: Logs, read.
         young_since: Time by the store's clock; younger manifests count only if their writer has no log.
+
+    Raises:
+        IncompleteListing: the log of a manifest's writer is there, and was not listed.
     """
     live, removed = logs.live(), logs.removed()
     found = []
@@ -836,6 +839,8 @@ def unlogged_manifests(
         if manifest.writer in logs.damaged:
             continue
         if manifest.writer not in logs.logs:
+            if there := _listed_late(objects, manifest.writer):
+                raise IncompleteListing(LOGS_PREFIX, there)
             reason = f"w/{manifest.writer}/, the log of its writer, is gone"
         elif info.modified_ns < young_since and not _went_on(objects, logs, manifest.writer, info):
             reason = f"w/{manifest.writer}/, the log of its writer, ends before it"
@@ -843,6 +848,15 @@ def unlogged_manifests(
             continue
         found.append(UnloggedManifest(info.name, manifest, data, reason))
     return found
+
+
+def _listed_late(objects: Objects, writer: str) -> str:
+    """Return an entry of a log that a listing of all logs lacks; empty if there is none."""
+    first = log_entry_name(writer, 0)
+    if objects.info(first) is not None:
+        return first
+    # A log that was summed up begins later.
+    return next((info.name for info in objects.list(log_prefix(writer)) if parse_log_entry(info.name)), "")
 
 
 def _decoded_manifest(sealer: Sealer, name: str, data: bytes) -> tuple[RemoteManifest, bytes]:

@@ -41,6 +41,7 @@ from support.remote_world import (
 )
 
 from ciuic.maintenance.check import CheckReport
+from ciuic.remote import log_reader
 from ciuic.remote.documents import LogFence, LogRemove, StoredRound, create_entry, create_round, read_round
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader, LostCommits, NothingCommitted, Rounds, unlogged_manifests
@@ -52,7 +53,7 @@ from ciuic.remote.object_names import (
     parse_log_entry,
     round_name,
 )
-from ciuic.remote.objects.model import Objects
+from ciuic.remote.objects.model import Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep import check
 from ciuic.remote.upkeep.check import mend_rounds
@@ -452,6 +453,22 @@ def checked(max_states: int, *parties: Callable[[Objects, Callable[[Any], None]]
     return search_all(contents, [checker, *parties], max_states)
 
 
+def late_checker(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Check where a listing may lack something: the check may end without a result."""
+    with suppress(RemoteUnreachable):
+        checker(objects, say)
+
+
+@pytest.mark.usefixtures("young")
+@pytest.mark.parametrize("prefix", ["w/", "gc/", "packs/", "manifests/"])
+def test_a_check_calls_no_late_listing_damage(prefix: str) -> None:
+    """In all states of a check beside an upload, any one listing of which lacks something, nothing is called damage."""
+    contents, _ = first_bucket()
+    problem, states = search_all(contents, [late_checker, writer(0)], 20_000, prefix)
+    assert problem == ""
+    assert 100 < states < 20_000
+
+
 def removing_collector(objects: Objects, say: Callable[[Any], None]) -> None:
     """Remove the only snapshot, and run two collections that sum up every log."""
     _, manifest = first_bucket()
@@ -501,7 +518,18 @@ def test_search_finds_logs_read_before_manifests(monkeypatch: pytest.MonkeyPatch
         return unlogged_manifests(space.objects, space.sealer, stored, logs, 0)
 
     monkeypatch.setattr(check, "_unlogged", unlogged)
+    # Else the log would be found late, and the check end without a result.
+    monkeypatch.setattr(log_reader, "_listed_late", lambda objects, writer: "")
     problem, _ = checked(50_000, writer(0))
+    assert "called damaged" in problem
+
+
+@pytest.mark.usefixtures("young")
+def test_search_finds_belief_in_a_missing_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search finds a false alarm where a log that one listing lacks counts as gone."""
+    monkeypatch.setattr(log_reader, "_listed_late", lambda objects, writer: "")
+    contents, _ = first_bucket()
+    problem, _ = search_all(contents, [late_checker, writer(0)], 20_000, "w/")
     assert "called damaged" in problem
 
 
