@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.remote_protocol import (
+    COLD,
     MORE,
     OF_LISTINGS,
     THE_NINE,
@@ -35,30 +36,55 @@ from support.remote_world import (
     Uploader,
     chunk,
     make_collector,
+    mark_manifests,
     record,
     sealer,
     store_pack,
 )
 
+from ciuic.config import TierRule
 from ciuic.maintenance.check import CheckReport
 from ciuic.remote import log_reader
-from ciuic.remote.documents import LogFence, LogRemove, StoredRound, create_entry, create_round, read_round
+from ciuic.remote.documents import (
+    LiveManifest,
+    LogFence,
+    LogRemove,
+    StoredRound,
+    create_entry,
+    create_round,
+    decode_round,
+    read_round,
+)
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.log_reader import LogReader, LostCommits, NothingCommitted, Rounds, unlogged_manifests
+from ciuic.remote.log_reader import (
+    InlinePool,
+    LogReader,
+    LostCommits,
+    NothingCommitted,
+    Rounds,
+    unlogged_manifests,
+)
 from ciuic.remote.object_names import (
     MANIFESTS_PREFIX,
     PackRef,
     RoundPart,
     pack_name,
     parse_log_entry,
+    parse_pack,
+    parse_round,
     round_name,
+    table_name,
 )
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
+from ciuic.remote.objects.storage_classes import ListedClass
+from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep import check
+from ciuic.remote.upkeep import check, cold_packs, collection_round
 from ciuic.remote.upkeep.check import mend_rounds
+from ciuic.remote.upkeep.cold_packs import AgedSnapshot, _Mover
 from ciuic.remote.upkeep.collection_round import CollectionPolicy, Collector
-from ciuic.remote.writer_log import LogUpkeep
+from ciuic.remote.writer_log import LogUpkeep, WriterLog
+from ciuic.repository.identity import Bytes
 
 WANTED = chunk(1)
 OLD_PACK = PackRef("d" + "11" * 16)
@@ -214,20 +240,21 @@ def search_all(
     owner: int = -1,
     kept_names: Sequence[str] = (),
     doomed: Collection[str] = (),
+    also: Callable[[Contents], str] = lambda contents: "",
 ) -> tuple[str, int]:
     """Search all orders of requests; return what is wrong, and the number of states.
 
-    What is ``doomed`` is judged as gone: a paused collector may delete it at any time.
+    What is ``doomed`` is judged as gone: a paused collector may delete it at any time. ``also`` says what else is wrong.
     """
     bucket = Bucket()
     judge = BucketJudge(bucket)
     judge.kept.update(kept)
 
     def problem(contents: Contents, said: frozenset[Any]) -> str:
-        bucket.objects = {name: (data, 0) for name, data in contents if name not in doomed}
+        bucket.objects = {name: (data.removesuffix(COLD), 0) for name, data in contents if name not in doomed}
         judge.acknowledged = {one for one in said if isinstance(one, str)}
         claims = [one.text for one in said if isinstance(one, Claim)]
-        return "".join(claims[:1]) or judge.problem()
+        return "".join(claims[:1]) or also(contents) or judge.problem()
 
     found = Search(parties, problem, lacks_in, stolen, owner, kept_names)
     return found.run(contents, max_states), found.states
@@ -555,6 +582,232 @@ def test_search_finds_a_deleted_pack_called_damaged(monkeypatch: pytest.MonkeyPa
     _, manifest = first_bucket()
     problem, _ = checked(50_000, collector(0), remover(manifest))
     assert "called damaged" in problem
+
+
+class ModelClasses:
+    """Storage classes, of which a change is a copy that begins and arrives."""
+
+    scheme = "s3"
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def list(self, prefix: str) -> Iterator[ListedClass]:
+        return (ListedClass(info.name, "") for info in self._objects.list(prefix))
+
+    def change(self, name: str, storage_class: str) -> None:
+        # A pack that was deleted since the copy began is back when it arrives.
+        self._objects.put(name, [self._objects.get(name), COLD])
+
+
+class ModelMover(_Mover):
+    """Mover of every data pack that a snapshot needs: manifests of these tests tell no time."""
+
+    def _aged(self, snapshots: Mapping[str, LiveManifest]) -> list[AgedSnapshot]:
+        return [AgedSnapshot(name, "host", "job", 0) for name in snapshots]
+
+
+EVERYTHING_COLD = TierRule(after_seconds=0, storage_class="GLACIER", keep_newest=0)
+
+
+def mover(objects: Objects, say: Callable[[Any], None]) -> None:
+    ids = Ids("mover")
+    seals = sealer(ids)
+    index = RemoteIndex.open(None, threads=1)
+    log = WriterLog(
+        objects,
+        seals,
+        MemoryState(),  # type: ignore[arg-type]
+        Rounds(objects, seals, known=None),
+        host="mover",
+        repository="ab" * 16,
+        new_id=ids.hex,
+    )
+    space = SimpleNamespace(objects=objects, sealer=seals, id="remote")
+    reader: Any = SimpleNamespace(space=space, retry=SimpleNamespace(call=lambda call: call()))
+    classes: Any = ModelClasses(objects)
+    marks: Any = mark_manifests(objects, seals)
+    logs = LogReader(objects, seals, threads=1)
+    try:
+        ModelMover(reader, classes, log=log, logs=logs, index=index, mark=marks).run([EVERYTHING_COLD], 1)
+    except DamagedRemote:
+        # A round condemned what the plan needs.
+        pass
+    finally:
+        index.close()
+
+
+def misplaced(contents: Contents) -> str:
+    """Return what a move has spoilt: a cold pack without the copy of its table, or one that is back after its deletion."""
+    names = dict(contents)
+    seals = sealer(Ids("judge"))
+    for name, data in contents:
+        ref = parse_pack(name)
+        if ref and data.endswith(COLD) and table_name(ref) not in names:
+            return f"{name} is cold, and has no copy of its table"
+        round_ = parse_round(name)
+        if round_ and round_.part == "final" and round_name(round_.round, "done") in names:
+            for deleted in decode_round(seals, round_.round, "final", data).condemned:
+                if pack_name(PackRef(deleted)) in names:
+                    return f"{pack_name(PackRef(deleted))} is back after its deletion"
+    return ""
+
+
+def moved(max_states: int, *parties: Callable[[Objects, Callable[[Any], None]], None]) -> tuple[str, int]:
+    """Search with a move of all packs beside these, of a bucket with two packs of one chunk."""
+    contents, _ = first_bucket(SECOND_PACK)
+    return search_all(contents, [mover, *parties], max_states, kept_names=["manifests/"], also=misplaced)
+
+
+def collected_cold(max_states: int) -> tuple[str, int]:
+    """Search with a collection after such a move, beside the removal of the only snapshot."""
+    contents, manifest = first_bucket(SECOND_PACK)
+    bucket = Bucket()
+    bucket.objects = {name: (data, 0) for name, data in contents}
+    mover(bucket, lambda said: None)
+    cold = frozenset((name, data) for name, (data, _) in bucket.objects.items())
+    assert sum(data.endswith(COLD) for _, data in cold) == 2
+    return search_all(cold, [DUPLICATES, remover(manifest)], max_states, also=misplaced)
+
+
+class CopyingBucket(Bucket):
+    """Bucket in which a copy of a pack begins, and does not arrive before its mover is killed."""
+
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
+        if parse_pack(name):
+            raise Killed(name)
+        super().put(name, data)
+
+
+def late_copy(max_states: int) -> tuple[str, int]:
+    """Search with a collection, and the copy of the pack that it would delete, which arrives after its mover was killed."""
+    contents, _ = first_bucket(SECOND_PACK)
+    bucket = CopyingBucket()
+    bucket.objects = {name: (data, 0) for name, data in contents}
+    with suppress(Killed):
+        mover(bucket, lambda said: None)
+    begun = frozenset((name, data) for name, (data, _) in bucket.objects.items())
+    assert table_name(OLD_PACK) in bucket.objects
+
+    def arrive(objects: Objects, say: Callable[[Any], None]) -> None:
+        objects.put(pack_name(OLD_PACK), [dict(contents)[pack_name(OLD_PACK)], COLD])
+
+    return search_all(begun, [arrive, DUPLICATES], max_states, also=misplaced)
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a mover move one pack after the other, so that a run depends on its replies alone."""
+    monkeypatch.setattr(cold_packs, "ThreadPoolExecutor", lambda threads: InlinePool())
+
+
+def host_without_index(objects: Objects, say: Callable[[Any], None]) -> None:
+    """Commit by what a listing shows, from the tables of cold packs, too."""
+    index = RemoteIndex.open(None, threads=1)
+    try:
+        uploader = Uploader(objects, Ids("host without index"), MemoryState(), index)
+        retry(uploader.begin)
+        say(retry(lambda: uploader.upload({WANTED: None}, "cs-abcdef")))
+    finally:
+        index.close()
+
+
+DUPLICATES = collector(0, OLD_PACK, SECOND_PACK)
+
+
+@pytest.mark.usefixtures("inline")
+def test_every_order_of_a_move_and_an_upload_is_safe() -> None:
+    """In all states of a move beside an upload every cold pack has its table, and the snapshot its chunks."""
+    problem, states = moved(50_000, host_without_index)
+    assert problem == ""
+    assert 300 < states < 50_000
+
+
+@pytest.mark.usefixtures("inline")
+def test_every_order_of_a_move_and_a_collection_is_safe() -> None:
+    """In the first 30,000 states of a move beside a collection no pack is back after its deletion, or without its table."""
+    problem, states = moved(30_000, DUPLICATES)
+    assert problem == ""
+    assert states > 1_000
+
+
+@pytest.mark.usefixtures("inline")
+def test_every_order_of_a_collection_of_cold_packs_is_safe() -> None:
+    """In all states of a collection of cold packs and a removal none is without its table."""
+    problem, states = collected_cold(50_000)
+    assert problem == ""
+    assert 100 < states < 50_000
+
+
+@pytest.mark.usefixtures("inline")
+def test_every_order_of_a_late_copy_and_a_collection_is_safe() -> None:
+    """In all states of a collection while the copy of a killed mover arrives no pack is back after its deletion."""
+    problem, states = late_copy(50_000)
+    assert problem == ""
+    assert 50 < states < 50_000
+
+
+def not_in_the_log(patch: pytest.MonkeyPatch) -> None:
+    """A mover does not say which packs move."""
+    patch.setattr(WriterLog, "move", lambda self, packs, *, checked: True)
+
+
+def moves_not_spared(patch: pytest.MonkeyPatch) -> None:
+    """A collector does not spare what moves."""
+    patch.setattr(LogReader, "moving", lambda self: frozenset())
+
+
+def condemned_moves(patch: pytest.MonkeyPatch) -> None:
+    """A mover takes no notice of what a round condemns."""
+    patch.setattr(
+        Rounds, "condemned", property(lambda self: frozenset(), lambda self, value: None), raising=False
+    )
+
+
+def table_last(patch: pytest.MonkeyPatch) -> None:
+    """A mover copies the table after the pack has become cold."""
+
+    def move(self: ModelMover, ref: PackRef, storage_class: str) -> str:
+        objects, classes = self._objects, self._classes
+        copy = RemotePackReader(self._sealer, ref).copy_of_table(objects)
+        classes.change(pack_name(ref), storage_class)
+        objects.put(table_name(ref), [copy])
+        return ""
+
+    patch.setattr(ModelMover, "_move", move)
+
+
+def table_deleted_first(patch: pytest.MonkeyPatch) -> None:
+    """A collector deletes the copy of a table before the pack."""
+    real = collection_round.delete_condemned
+
+    def delete(objects: Objects, content: StoredRound) -> None:
+        objects.delete([table_name(PackRef(ref)) for ref in content.condemned])
+        real(objects, content)
+
+    patch.setattr(collection_round, "delete_condemned", delete)
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize(
+    ("mutate", "search"),
+    [
+        (not_in_the_log, partial(moved, 60_000, DUPLICATES)),
+        (condemned_moves, partial(moved, 60_000, DUPLICATES)),
+        (moves_not_spared, partial(late_copy, 50_000)),
+        (table_last, partial(moved, 60_000, DUPLICATES)),
+        (table_deleted_first, partial(collected_cold, 50_000)),
+    ],
+)
+def test_search_finds_a_wrong_move(
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    search: Callable[[], tuple[str, int]],
+) -> None:
+    """A search finds a pack that is back, or cannot be read by a new index, for each mutation of the protocol of moves."""
+    mutate(monkeypatch)
+    problem, _ = search()
+    assert "is back after its deletion" in problem or "no copy of its table" in problem
 
 
 DECIDED = round_name(0, "final")

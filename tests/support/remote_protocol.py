@@ -38,7 +38,7 @@ from ciuic.remote import documents, writer_log
 from ciuic.remote.documents import LogCommit, StoredRound, encode_log_entry, encode_round
 from ciuic.remote.log_reader import LogReader, LogSummary, LostCommits, NothingCommitted, Rounds
 from ciuic.remote.object_names import log_entry_name, round_name
-from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep import collection_round
 from ciuic.remote.upkeep.collection_round import CollectionResult, Collector, delete_condemned
@@ -129,6 +129,10 @@ class ReplayedObjects:
         pass
 
 
+COLD = b"\0archived"
+"""End of an object in a class from which it cannot be read."""
+
+
 def perform(contents: Contents, request: Request) -> tuple[Contents, Any]:
     """Carry out a request on the bucket; return the bucket then, and the reply."""
     bucket = Bucket()
@@ -139,6 +143,8 @@ def perform(contents: Contents, request: Request) -> tuple[Contents, Any]:
     else:
         try:
             reply = getattr(bucket, method)(*arguments)
+            if method in ("get_ranges", "tail") and bucket.objects[arguments[0]][0].endswith(COLD):
+                reply = ("archived", arguments[0])
         except NoSuchObject as error:
             reply = ("missing", error.name)
     if isinstance(reply, list):
@@ -156,6 +162,9 @@ def lacking(listing: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     yield from {
         tuple(line for line in listing if not line[0].startswith(some)) for some in ("", *names, *directories)
     } - {listing}
+
+
+_ERRORS: dict[str, Callable[[str], Exception]] = {"missing": NoSuchObject, "archived": ArchivedObject}
 
 
 class Search:
@@ -263,7 +272,9 @@ class Search:
     def _position(self, at: int, replies: tuple[Any, ...]) -> int:
         said: list[Any] = []
         given = [
-            NoSuchObject(reply[1]) if isinstance(reply, tuple) and reply[:1] == ("missing",) else reply
+            _ERRORS[reply[0]](reply[1])
+            if isinstance(reply, tuple) and len(reply) == 2 and reply[0] in ("missing", "archived")
+            else reply
             for reply in replies
         ]
         request: Request | None = None
