@@ -177,6 +177,7 @@ class Search:
         stolen: Names that a party deletes or replaces against the rules.
         owner: Party that alone does so, and that therefore finds them as it left them; -1 for several.
         kept: Prefixes of names that nobody deletes or replaces here.
+        quiet: Prefixes below which nobody changes anything here: a listing of one is the same at any time.
     """
 
     def __init__(
@@ -187,12 +188,14 @@ class Search:
         stolen: Sequence[str] = (),
         owner: int = -1,
         kept: Sequence[str] = (),
+        quiet: Sequence[str] = (),
     ) -> None:
         self._parties = parties
         self._stolen = stolen
         self._owner = owner
         self._kept = ("w/", "gc/", *kept)
         self._lacks_in = lacks_in
+        self._quiet = quiet
         self._problem = problem
         # Contents and positions are numbered: they are large, and each is in thousands of states.
         self._contents: dict[Contents, int] = {}
@@ -243,6 +246,8 @@ class Search:
 
     def _is_fixed(self, contents: int, request: Request, at: int) -> bool:
         method, arguments = request
+        if method == "list":
+            return arguments[0] in self._quiet
         if method not in ("get_ranges", "tail", "info") or not arguments[0].startswith(self._kept):
             return False
         if arguments[0] in self._stolen and at != self._owner:
