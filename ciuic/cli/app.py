@@ -51,6 +51,7 @@ GROUPS: Final = {
         "checkpoints": "List checkpoints with a verdict on each",
         "cat": "Print a file as it was",
         "mount": "Show snapshots as a read-only directory",
+        "shell": "Run a program as if it were then",
     },
     "Repository": {
         "hold": "Exempt snapshots from prune and forget",
@@ -89,6 +90,7 @@ _MODULES: Final = {
     "unprotect": "protect",
     "undo": "restore",
     "cat": "show",
+    "shell": "mount",
     "find": "history",
     "changed": "history",
     "checkpoints": "history",

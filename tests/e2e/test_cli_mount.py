@@ -351,3 +351,68 @@ def test_a_view_of_a_killed_process_can_be_taken_away(place: Place) -> None:
     place.served.wait(30)
     place.mount()
     assert Path(os.fsdecode(place.path() + b"/a")).read_bytes() == b"a"
+
+
+def test_a_program_runs_as_if_it_were_then(place: Place) -> None:
+    """It sees the directory as it was and may write, at the same time others see it as it is, and nothing of it stays."""
+    for name, content in (("model", b"then"), ("gone", b"gone")):
+        write(place.root / name, content)
+    place.root.chmod(0o750)
+    first = place.snapshot()
+    write(place.root / "model", b"now")
+    (place.root / "gone").unlink()
+    place.snapshot()
+    before = trees.manifest(place.root)
+    script = "cat model gone; printf written > model; cat model; rm gone; touch new; ls; stat -c %a .; read line; exit 7"
+    id_ = first.rpartition(b"_")[2].decode()
+    process = subprocess.Popen(
+        place.command("shell", "--at", id_, "--scratch", place.top, "sh", "-c", script),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=place.root,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    assert lines == [b"thengonewrittenmodel\n", b"new\n", b"750\n"]
+    # While it runs.
+    trees.assert_same(before, trees.manifest(place.root))
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    process.stdout.close()
+    assert process.wait(30) == 7
+    trees.assert_same(before, trees.manifest(place.root))
+    assert [path.name for path in place.top.iterdir() if path.name.startswith("ciuic-shell")] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("kill -TERM $$", 128 + 15), ("exit 3", 3), ("sleep 60 > /dev/null 2>&1 & echo $!; exit 0", 0)],
+)
+def test_a_shell_ends_with_its_program(place: Place, script: str, code: int) -> None:
+    """With its exit code or signal, also where it leaves a program behind; an interrupt is the program's."""
+    write(place.root / "a", b"a")
+    place.snapshot()
+    done = subprocess.run(
+        place.command("shell", "--scratch", place.top, "sh", "-c", script),
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    if done.stdout:
+        os.kill(int(done.stdout), signal.SIGKILL)
+    assert done.returncode == code
+    assert [path.name for path in place.top.iterdir() if path.name.startswith("ciuic-shell")] == []
+
+
+def test_a_shell_that_cannot_be(place: Place) -> None:
+    """An unknown root, and a root that is not there now, are told; nothing is left."""
+    place.snapshot()
+    done = subprocess.run(
+        place.command("shell", "-p", "/elsewhere"), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "is no root of" in done.stderr) == (3, True)
+    place.root.rmdir()
+    done = subprocess.run(place.command("shell", "true"), capture_output=True, text=True, check=False)
+    assert (done.returncode, "is no directory now" in done.stderr) == (1, True)
+    place.root.mkdir()

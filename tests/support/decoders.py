@@ -107,6 +107,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
 OURS: Final[dict[str, str]] = {
     "ciuic/remote/sealing/passphrase_key.py": "the parent process, through a pipe",
     "ciuic/lazy/filesystem.py": "requests, written by the kernel",
+    "ciuic/view/filesystem.py": "requests, written by the kernel",
     "ciuic/lazy/changes.py": "a file of root in a directory that only root may enter",
     "ciuic/lazy/service.py": "a file of root in a directory that only root may enter",
     "ciuic/lazy/progress.py": "files of root in the runtime directory",

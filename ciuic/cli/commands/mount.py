@@ -1,19 +1,34 @@
-"""``ciuic mount``: snapshots as a read-only directory, served until it is unmounted or the command ends."""
+"""``ciuic mount`` and ``ciuic shell``: snapshots as a read-only directory, or in place of the directories that they were taken of."""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import click
 
+from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import shown, warn
-from ciuic.cli.shared.options import ID, FrameCommand
+from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import note
 from ciuic.cli.shared.session import current
+from ciuic.repository.lookup import is_within
 
 _WAIT_SECONDS = 0.5
 _MAX_TOLD = 100
+
+
+class _Teller:
+    """Says what of a snapshot cannot be read, each once: the kernel asks again for what it did not get."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, problem: str) -> None:
+        if problem not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(problem)
+            warn(problem)
 
 
 @click.command("mount", cls=FrameCommand)
@@ -40,15 +55,9 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
     tree = ViewTree(store, session.repository_of, only)
     path = os.path.realpath(directory)
     os.makedirs(path, mode=0o755, exist_ok=True)
-    told: set[str] = set()
-
-    def tell(problem: str) -> None:
-        # Once: the kernel asks again for what it did not get.
-        if problem not in told and len(told) < _MAX_TOLD:
-            told.add(problem)
-            warn(problem)
-
-    view = MountedView(tree, path, tell, for_others=for_others)
+    # A relative entry of the import path, and the directory itself, may be below the view.
+    os.chdir("/")
+    view = MountedView(tree, path, _Teller(), for_others=for_others)
     stopped = False
 
     def stop(*_: object) -> None:
@@ -66,3 +75,69 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
         view.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@click.command(
+    "shell",
+    cls=FrameCommand,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option(
+    "-s",
+    "--snapshot",
+    "--at",
+    "snapshot_id",
+    metavar="ID",
+    type=ID,
+    default="latest",
+    show_default=True,
+    help="Which snapshot; a time will do, such as 14:05 or 2h.",
+)
+@click.option(
+    "-p",
+    "--path",
+    "paths",
+    metavar="ROOT",
+    type=SNAPSHOT_PATH,
+    multiple=True,
+    help="Only these of its roots; may be given several times.",
+)
+@click.option(
+    "--scratch",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="For what is written: removed at the end. Default: TMPDIR, or /var/tmp.",
+)
+@click.argument("command", nargs=-1, metavar="[COMMAND...]")
+def shell_command(
+    snapshot_id: str, paths: tuple[bytes, ...], scratch: Path | None, command: tuple[str, ...]
+) -> None:
+    """Run COMMAND, or a shell, for which the directories are as in the snapshot.
+
+    It sees them at their paths, and may write: what it writes is kept aside and gone with it. Everything else, other programs included, is as
+    it is. Ends with the exit code of COMMAND. Needs root.
+    """
+    from ciuic.errors import NotFound
+    from ciuic.view.namespace import run_at
+    from ciuic.view.tree import ViewTree
+
+    session = current()
+    store = session.snapshots
+    snapshot = store.load(store.resolve(snapshot_id))
+    known = [root.path for root in snapshot.roots]
+    for path in paths:
+        if path not in known:
+            raise NotFound(
+                f"{shown(path)} is no root of {snapshot.id}",
+                hint=f"its roots are: {', '.join(map(shown, known))}",
+            )
+    roots = list(paths) or known
+    here = os.getcwdb()
+    begin_in = here if any(is_within(here, root) for root in roots) else roots[0]
+    program = command or (os.environ.get("SHELL") or "/bin/sh",)
+    if not command:
+        note(
+            f"{', '.join(map(shown, roots))} as in {snapshot.id}, {times.clock(snapshot.time_ns)}; what is written here is gone at the end"
+        )
+    tree = ViewTree(store, session.repository_of, snapshot.id)
+    session.exit_code = run_at(tree, snapshot, roots, program, begin_in, _Teller(), scratch)

@@ -1,0 +1,145 @@
+"""A program in a mount namespace of its own, in which the roots of a snapshot are as they were.
+
+Below a scratch directory lie the view of the snapshot, and for each root what the program writes there: overlayfs shows both as one at the
+root's path. Nothing outside the namespace sees that, and nothing that the program writes there lasts. The namespace ends with its processes.
+This process stays outside: it serves the view, and whatever it reads or imports must not lead there.
+
+References:
+    unshare(2), mount_namespaces(7); Documentation/filesystems/overlayfs.rst
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ciuic.errors import CiuicError, NotPermitted
+from ciuic.printable import one_line
+from ciuic.system.child_process import find_program
+from ciuic.types import Snapshot
+from ciuic.view.mount import MountedView
+from ciuic.view.tree import ViewTree
+
+# The mounts are made by a process of its own: one that serves a view must not wait for it. $1 is the scratch directory, $2
+# mount(8), $3 the number of roots, then the roots, the directory to begin in, and the program.
+_SCRIPT: Final = """
+scratch=$1 mount=$2 roots=$3; shift 3
+number=0
+while [ $number -lt $roots ]; do
+    "$mount" --bind -- "$scratch/view$1" "$scratch/lower-$number" || exit 125
+    layers="lowerdir=$scratch/lower-$number,upperdir=$scratch/upper-$number,workdir=$scratch/work-$number"
+    "$mount" -t overlay -o "$layers" -- ciuic-snapshot "$1" || exit 125
+    shift; number=$((number + 1))
+done
+cd -- "$1" || exit 125
+shift
+exec "$@"
+"""
+_NO_MOUNT: Final = 125
+
+
+def run_at(
+    tree: ViewTree,
+    snapshot: Snapshot,
+    roots: Sequence[bytes],
+    command: Sequence[str],
+    begin_in: bytes,
+    problem: Callable[[str], None],
+    scratch: Path | None = None,
+) -> int:
+    """Run a program for which these roots are as in the snapshot, and return its exit status, or 128 and the signal that ended it.
+
+    Args:
+        tree: View of this snapshot alone.
+        snapshot: The snapshot.
+        roots: Paths of those of its roots that are shown.
+        command: Program and arguments.
+        begin_in: Its working directory.
+        problem: Told in words what of the snapshot cannot be read.
+        scratch: Directory for what the program writes; None: TMPDIR, or /var/tmp.
+
+    Raises:
+        NotPermitted: this user may not.
+        CiuicError: a root's path is no directory now, or the file systems cannot be mounted.
+    """
+    if os.geteuid() != 0:
+        raise NotPermitted(
+            "only root can show a snapshot in place of a directory", hint="ciuic mount shows it beside"
+        )
+    for root in roots:
+        if not os.path.isdir(root):
+            raise CiuicError(
+                f"{one_line(root)} is no directory now, so that nothing can be shown there",
+                hint="make an empty directory there, or look into it by ciuic mount",
+            )
+    parent = scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")
+    place = Path(tempfile.mkdtemp(prefix="ciuic-shell-", dir=parent.resolve()))
+    try:
+        if set(str(place)) & set(",:\\"):
+            raise CiuicError(
+                f"{one_line(str(place))} cannot be used: overlayfs takes no path with a comma, colon or backslash",
+                hint="--scratch names another directory",
+            )
+        (place / "view").mkdir()
+        for number in range(len(roots)):
+            for name in ("lower", "upper", "work"):
+                (place / f"{name}-{number}").mkdir()
+            # The root's own attributes come from the upper layer.
+            _copy_attributes(snapshot, roots[number], place / f"upper-{number}")
+        view = MountedView(tree, os.fsencode(place / "view"), problem, for_others=True)
+        try:
+            return _run(place, snapshot, roots, command, begin_in)
+        finally:
+            view.close()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _copy_attributes(snapshot: Snapshot, path: bytes, directory: Path) -> None:
+    entry = next(root.entry for root in snapshot.roots if root.path == path)
+    os.chown(directory, entry.uid, entry.gid)
+    os.chmod(directory, entry.mode & 0o7777)
+
+
+def _run(
+    place: Path, snapshot: Snapshot, roots: Sequence[bytes], command: Sequence[str], begin_in: bytes
+) -> int:
+    # An interrupt is for the program, which has the terminal. Functions, unlike SIG_IGN, are not inherited.
+    mount = find_program("mount")
+    # Private: what is mounted there must not appear outside, where / is shared.
+    unshare = (find_program("unshare"), "--mount", "--propagation", "private", "--")
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGQUIT)}
+    try:
+        process = subprocess.Popen(
+            [
+                *unshare,
+                "/bin/sh",
+                "-c",
+                _SCRIPT,
+                "sh",
+                str(place),
+                mount,
+                str(len(roots)),
+                *roots,
+                begin_in,
+                *command,
+            ],
+            env={**os.environ, "CIUIC_SNAPSHOT": str(snapshot.id)},
+            cwd="/",
+        )
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if status == _NO_MOUNT:
+        raise CiuicError(
+            "the snapshot cannot be shown in place of its directories",
+            hint="ciuic mount shows it beside them",
+        )
+    return status if status >= 0 else 128 - status
