@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import xxhash
@@ -20,8 +21,9 @@ import xxhash
 from ciuic.errors import UsageError
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.object_names import pack_name, split_ref, table_name
-from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects, read_verified
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects, RefusedBody, read_verified
 from ciuic.remote.sealing.sealer import TAG_BYTES, PackSeal, Sealer
+from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import PackRecord
@@ -32,7 +34,7 @@ VERSION: Final = 1
 MAX_ROWS: Final = 1 << 20
 """Limit of records in a pack; bounds what a crafted trailer can make a reader allocate."""
 MAX_PACK_BYTES: Final = 1 << 30
-"""Limit of a pack; uploaders write packs of at most 64 MiB."""
+"""Limit of a pack that is read; see `LARGEST_PACK_BYTES`."""
 
 # Magic, version, kind, sealed, 0, pack id, remote id, 0.
 _HEADER: Final = struct.Struct("<8sHBBI16s16s16s")
@@ -394,8 +396,10 @@ def in_runs(records: Sequence[PackRecord], size_bytes: int) -> Iterator[list[Pac
         yield run
 
 
-DEFAULT_PACK_BYTES: Final = 64 << 20
-"""Largest pack that uploaders write."""
+LARGEST_PACK_BYTES: Final = 16 << 20
+"""Size at which packs are closed at most: those that are filled, sent and copied by the client leave the uploader below 200 MiB."""
+SMALLEST_PACK_BYTES: Final = 512 << 10
+"""Size below which no pack is divided, whatever the store refuses."""
 
 
 class RemotePackWriter:
@@ -416,7 +420,7 @@ class RemotePackWriter:
         sealer: Sealer,
         ref: str,
         *,
-        capacity_bytes: int = DEFAULT_PACK_BYTES,
+        capacity_bytes: int = LARGEST_PACK_BYTES,
         buffer: mmap.mmap | None = None,
     ) -> None:
         self.ref: Final = ref
@@ -490,3 +494,81 @@ class RemotePackWriter:
             self._end += len(tail)
             self._finished = True
         return [self._view[: self._end]]
+
+    def divided(
+        self, size_bytes: int, new_ref: Callable[[], str], sealer: Sealer
+    ) -> Iterator[RemotePackWriter]:
+        """Yield new packs of about this size with the records of this one, which is finished; each has at least one."""
+        part: RemotePackWriter | None = None
+        for record in self._records:
+            end = record.offset + record.stored_bytes + self._seal.tag_bytes
+            stored = self._layout.open_record(
+                record.offset, record.stored_bytes, self._view[record.offset : end], record.checksum
+            )
+            if part is not None and not part.fits(record.stored_bytes):
+                yield part
+                part = None
+            if part is None:
+                part = RemotePackWriter(
+                    sealer, new_ref(), capacity_bytes=max(size_bytes, pack_bytes_of(record.stored_bytes))
+                )
+            part.add(record, stored)
+        if part is not None:
+            yield part
+
+
+def pack_bytes_of(stored_bytes: int) -> int:
+    """Return the size of a pack of one record, at most."""
+    return HEADER_BYTES + stored_bytes + ROW_BYTES + 2 * TAG_BYTES + TRAILER_BYTES
+
+
+class PackLimit:
+    """Size of packs that the store takes, as far as it has refused larger ones (413); for several threads.
+
+    Args:
+        max_bytes: Largest pack that is tried.
+    """
+
+    def __init__(self, max_bytes: int = LARGEST_PACK_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+
+    def refused(self, size_bytes: int) -> None:
+        """Note that the store takes no pack of this size: the next ones have at most half of it."""
+        with self._lock:
+            self.max_bytes = min(self.max_bytes, max(SMALLEST_PACK_BYTES, size_bytes // 2))
+
+
+def store_pack(
+    objects: Objects, sealer: Sealer, writer: RemotePackWriter, limit: PackLimit, new_ref: Callable[[], str]
+) -> list[RemotePackWriter]:
+    """Store a pack, or, where the store refuses its size, its records in smaller ones; return the packs that are stored.
+
+    Args:
+        objects: Store.
+        sealer: Seals of the remote.
+        writer: The pack.
+        limit: What is known of the size that the store takes; learns of refusals.
+        new_ref: Maker of the references of smaller packs.
+
+    Raises:
+        RefusedBody: the store takes no pack of the smallest size, or of a single record.
+    """
+    waiting = [writer]
+    stored: list[RemotePackWriter] = []
+    while waiting:
+        pack = waiting.pop()
+        parts = pack.finish()
+        can_divide = pack.size_bytes > SMALLEST_PACK_BYTES and len(pack.records) > 1
+        if pack.size_bytes <= limit.max_bytes or not can_divide:
+            try:
+                objects.put(pack.name, parts)
+                stored.append(pack)
+                continue
+            except RefusedBody as error:
+                if not can_divide:
+                    raise
+                limit.refused(pack.size_bytes)
+                events.warning("remote_refuses_large_packs", size_bytes=pack.size_bytes, error=error.message)
+        waiting += pack.divided(limit.max_bytes, new_ref, sealer)
+    return stored

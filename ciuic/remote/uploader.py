@@ -61,7 +61,7 @@ from ciuic.remote.objects.model import (
     RemoteUnreachable,
 )
 from ciuic.remote.objects.wrappers import steady_object_bytes
-from ciuic.remote.pack import ROW_BYTES, RemotePackWriter
+from ciuic.remote.pack import LARGEST_PACK_BYTES, ROW_BYTES, SMALLEST_PACK_BYTES, PackLimit, RemotePackWriter
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.writer_log import WriterLog
@@ -77,10 +77,8 @@ from ciuic.repository.snapshot_walk import Reached
 from ciuic.types import ChunkId, Entry, Snapshot, SnapshotId
 from ciuic.verdicts.verdict import may_hold_checkpoints
 
-FIRST_PACK_BYTES: Final = 512 << 10
+FIRST_PACK_BYTES: Final = SMALLEST_PACK_BYTES
 """Size of the first pack of a process."""
-LARGEST_PACK_BYTES: Final = 16 << 20
-"""Largest pack: those that are filled, sent and copied by the client leave the uploader below 200 MiB."""
 # Time that a pack should take.
 _PACK_SECONDS: Final = 8.0
 # Part of what was stored that one pack may have, and time that it may take before as much was stored.
@@ -95,9 +93,9 @@ class PackSize:
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         """Begin; ``bytes_per_second`` is the limit of the rate, which small packs keep more evenly."""
-        self._max_bytes = LARGEST_PACK_BYTES
+        self._limit = PackLimit()
         if bytes_per_second is not None:
-            self._max_bytes = min(LARGEST_PACK_BYTES, steady_object_bytes(bytes_per_second))
+            self._limit = PackLimit(min(LARGEST_PACK_BYTES, steady_object_bytes(bytes_per_second)))
         self._lock = threading.Lock()
         self._size_bytes = FIRST_PACK_BYTES
         self._stored_bytes = 0
@@ -116,8 +114,8 @@ class PackSize:
     def refused(self, size_bytes: int) -> bool:
         """Note that the store takes no pack of this size; return whether there are smaller ones."""
         with self._lock:
-            self._max_bytes = min(self._max_bytes, max(FIRST_PACK_BYTES, size_bytes // 2))
-            self._size_bytes = min(self._size_bytes, self._max_bytes)
+            self._limit.refused(size_bytes)
+            self._size_bytes = min(self._size_bytes, self._limit.max_bytes)
             return size_bytes > 2 * FIRST_PACK_BYTES
 
     def stored(self, size_bytes: int, seconds: float) -> None:
@@ -128,7 +126,7 @@ class PackSize:
             wanted = int(self._rate * _PACK_SECONDS)
             self._stored_bytes += size_bytes
             earned = max(self._stored_bytes // _PART_OF_STORED, int(self._rate * _UNEARNED_SECONDS))
-            self._size_bytes = max(FIRST_PACK_BYTES, min(wanted, earned, self._max_bytes))
+            self._size_bytes = max(FIRST_PACK_BYTES, min(wanted, earned, self._limit.max_bytes))
 
 
 _MAX_WAITING_BYTES: Final = 48 << 20

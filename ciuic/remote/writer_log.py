@@ -55,7 +55,7 @@ from ciuic.remote.documents import (
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader, LogSummary, Rounds, missing_object_error
 from ciuic.remote.object_names import HexId, Number, log_entry_name, log_prefix, new_hex_id, parse_log_entry
-from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
+from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RefusedBody
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
 from ciuic.repository import log as events
@@ -580,7 +580,11 @@ class LogUpkeep:
                 given_up=summary.kept_given_up(),
             )
             # A log that goes on at this very moment waits for the next round.
-            append_to_log(self._objects, self._sealer, writer, summary, entry)
+            try:
+                append_to_log(self._objects, self._sealer, writer, summary, entry)
+            except RefusedBody as error:
+                # A long log costs its readers time; a round that does not end would keep everything from being deleted.
+                events.warning("remote_log_not_summed_up", error=error.message)
 
     def _is_silent(self, writer: str, summary: LogSummary, now_ns: int) -> bool:
         own = self._reader.last_own(writer)

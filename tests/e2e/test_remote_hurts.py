@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,13 +35,17 @@ from support.restoring import write
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
+from ciuic.remote.log_reader import LogReader
 from ciuic.remote.objects import credentials
 from ciuic.remote.objects.failures import failure
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
-from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
+from ciuic.remote.reading.opening import ReadableRemote
+from ciuic.remote.upkeep.check import repair_remote
+from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, open_collector, resolve_snapshots
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.uploader import FIRST_PACK_BYTES, Labels, Stopped
+from ciuic.remote.writer_log import LogUpkeep
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 
@@ -290,29 +294,52 @@ def test_what_lies_beside_the_prefix_costs_nothing(
     assert all(f"prefix={url.rpartition('/')[2]}%2F" in path for path in asked)
 
 
-@pytest.mark.parametrize("limit_bytes", [2 << 20, 64 << 10])
+class BodyLimit:
+    """Limit of the size of bodies in a proxy, as nginx has it.
+
+    Args:
+        proxy: The proxy.
+        limit_bytes: Largest body that it takes.
+        below: Part of the names that have the limit.
+    """
+
+    def __init__(self, proxy: FaultProxy, limit_bytes: int, below: str = "/") -> None:
+        self._limit_bytes = limit_bytes
+        self._below = below
+        self.refused_bytes: list[int] = []
+        """Size of each body that was refused."""
+        proxy.fault = self._fault
+
+    def _fault(self, request: Request) -> Fault | None:
+        size_bytes = int(request.headers.get("content-length", 0))
+        if request.method != "PUT" or size_bytes <= self._limit_bytes or self._below not in request.path:
+            return None
+        self.refused_bytes.append(size_bytes)
+        return Fault(
+            status=413,
+            body=b"<html><head><title>413 Request Entity Too Large</title></head></html>",
+        )
+
+
+@pytest.mark.parametrize("limit_bytes", [5 << 20, 1 << 20, 64 << 10])
 def test_a_limit_of_bodies_makes_packs_smaller_or_is_told(
     seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path, limit_bytes: int
 ) -> None:
-    """Behind a proxy that takes no large bodies smaller packs are sent; below the smallest, the size and the setting are told."""
-
-    def refuse(request: Request) -> Fault | None:
-        page = b"<html><head><title>413 Request Entity Too Large</title></head></html>"
-        large = request.method == "PUT" and int(request.headers.get("content-length", 0)) > limit_bytes
-        refused.append(large)
-        return Fault(status=413, body=page) if large else None
-
-    refused: list[bool] = []
+    """Behind a proxy that takes no large bodies smaller packs are sent, of the first snapshot and of later ones; below the smallest, size and setting are told."""
     remote = new_remote(fault_proxy.connect(seaweedfs.new_url()))
-    fault_proxy.fault = refuse
+    limit = BodyLimit(fault_proxy, limit_bytes)
     host = RemoteHost(tmp_path / "host", remote)
-    for number in range(8):
-        write(host.root / f"{number}", os.urandom(8 << 20))
-    id_ = str(host.snapshot().id)
+    # A pack has at most a sixteenth of what was sent.
+    for number in range(20):
+        write(host.root / f"{number}", os.urandom(limit_bytes))
+    ids = [str(host.snapshot().id)]
     if limit_bytes > FIRST_PACK_BYTES:
         host.upload()
-        assert 1 <= sum(refused) <= 8
-        assert_whole(remote, tmp_path / "reader", id_)
+        assert len(limit.refused_bytes) <= 8
+        write(host.root / "3", os.urandom(limit_bytes))
+        ids.append(str(host.snapshot().id))
+        host.upload()
+        assert_whole(remote, tmp_path / "reader", *ids)
         return
     told: list[str] = []
     stop = threading.Event()
@@ -324,7 +351,86 @@ def test_a_limit_of_bodies_makes_packs_smaller_or_is_told(
     with pytest.raises(Stopped):
         host.upload(problem=problem, stop=stop)
     assert "no body of" in told[0]
-    assert "client_max_body_size" in told[0]
+    assert "client_max_body_size 32m" in told[0]
+
+
+@pytest.mark.parametrize("limit_bytes", [5 << 20, 1 << 20])
+def test_collections_and_repairs_make_smaller_packs_behind_a_limit(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path, limit_bytes: int
+) -> None:
+    """What a collection copies, and what a repair stores again, goes into packs that the proxy takes."""
+    remote = new_remote(fault_proxy.connect(seaweedfs.new_url()))
+    host = RemoteHost(tmp_path / "host", remote)
+    kept = range(0, 64, 3)
+    for number in range(64):
+        write(host.root / f"{number}", os.urandom(1 << 20))
+    first = str(host.snapshot().id)
+    host.upload()
+    for number in set(range(64)) - set(kept):
+        (host.root / f"{number}").unlink()
+    ids = [str(host.snapshot().id)]
+    host.upload()
+    before = {info.name for info in remote.objects.list("packs/")}
+    limit = BodyLimit(fault_proxy, limit_bytes)
+    collect(remote, tmp_path / "operator", first)
+    assert limit.refused_bytes
+    assert_whole(remote, tmp_path / "reader", *ids)
+    copied = [info for info in remote.objects.list("packs/") if info.name not in before]
+    assert sum(info.size_bytes for info in copied) > limit_bytes
+    remote.objects.delete([info.name for info in copied if "/data/" in info.name])
+    limit.refused_bytes.clear()
+
+    @contextmanager
+    def reopen() -> Iterator[ReadableRemote]:
+        with reading(remote, tmp_path / "repair") as opened:
+            yield opened
+
+    assert not repair_remote(reopen, host.repository, host="operator").damaged
+    assert limit.refused_bytes
+    assert_whole(remote, tmp_path / "reader", *ids)
+
+
+def test_rounds_and_logs_larger_than_a_limit(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """A collection of many packs is done in several rounds, a log is not summed up, and a manifest that does not fit is named."""
+    remote = new_remote(fault_proxy.connect(seaweedfs.new_url()))
+    host = RemoteHost(tmp_path / "host", remote)
+    ids = []
+    for _ in range(24):
+        write(host.root / "file", os.urandom(3 * BLOCK))
+        ids.append(str(host.snapshot().id))
+        host.upload()
+    limit = BodyLimit(fault_proxy, 1200, "/gc/")
+    collect(remote, tmp_path / "operator", *ids[:-2])
+    assert limit.refused_bytes
+    assert_whole(remote, tmp_path / "reader", *ids[-2:])
+    assert len(list(remote.objects.list("packs/data/"))) == 2
+    limit = BodyLimit(fault_proxy, 500, "/w/")
+    with (
+        reading(remote, tmp_path / "operator") as opened,
+        open_collector(opened.readers[0], host="operator", policy=AT_ONCE) as collector,
+    ):
+        collector._upkeep = LogUpkeep(
+            remote.objects, remote.sealer, LogReader(remote.objects, remote.sealer), max_entries=0
+        )
+        collector.run()
+    assert limit.refused_bytes
+    assert_whole(remote, tmp_path / "reader", *ids[-2:])
+    BodyLimit(fault_proxy, 100, "/manifests/")
+    write(host.root / "file", os.urandom(3 * BLOCK))
+    host.snapshot()
+    told: list[str] = []
+    stop = threading.Event()
+
+    def problem(text: str) -> None:
+        told.append(text)
+        stop.set()
+
+    with pytest.raises(Stopped):
+        host.upload(problem=problem, stop=stop)
+    assert "cannot store manifests/" in told[0]
+    assert "no body of" in told[0]
 
 
 def test_hosts_of_one_cloned_disk_have_a_retention_each(short_tmp: Path) -> None:

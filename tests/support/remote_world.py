@@ -29,7 +29,7 @@ from ciuic.remote.documents import (
 from ciuic.remote.log_reader import LogReader, LogSummary, Rounds
 from ciuic.remote.object_names import PackRef, manifest_name, parse_log_entry, parse_pack
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
-from ciuic.remote.pack import RemotePackReader, RemotePackWriter
+from ciuic.remote.pack import PackLimit, RemotePackReader, RemotePackWriter
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collection_round import CollectionPolicy, Collector, Repacker
@@ -417,7 +417,7 @@ def make_collector(
         upkeep=LogUpkeep(
             objects, seals, reader, max_entries=max_entries, retire_ns=3 * DAY_NS // 2, new_id=ids.hex
         ),
-        repacker=lambda: Repacker(objects, seals, pack_bytes=1 << 14, new_ref=ids.ref),
+        repacker=lambda: Repacker(objects, seals, limit=PackLimit(1 << 14), new_ref=ids.ref),
         new_id=ids.hex,
         threads=1,
     )

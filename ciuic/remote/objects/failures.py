@@ -46,6 +46,8 @@ _CUT = ("request or response body error", "end of file before message length")
 _FULL_CODES = frozenset({"XMinioStorageFull", "InsufficientStorage", "InsufficientCapacity", "QuotaExceeded"})
 _FULL_STATUS = 507
 _TOO_LARGE_STATUS = 413
+# The largest pack with its last chunk; only documents with tens of thousands of names are larger.
+_WANTED_BODY_MIB = 32
 _TOO_LARGE_CODES = frozenset({"EntityTooLarge", "RequestBodyTooLarge"})
 # Answers to a read of an object that must be thawed first: Amazon S3 (403) and OSS, Azure (409).
 _ARCHIVED_CODES = frozenset({"InvalidObjectState", "BlobArchived", "BlobBeingRehydrated"})
@@ -124,9 +126,10 @@ def failure(
         )
     # Before pages: a proxy says this with one.
     if writes and (status == _TOO_LARGE_STATUS or code in _TOO_LARGE_CODES):
+        wanted = max(_WANTED_BODY_MIB, -(-body_bytes // (1 << 20)))
         return RefusedBody(
             f"{what}: the store, or a proxy before it, takes no body of {body_bytes} bytes "
-            f"({' '.join(filter(None, (str(status), code)))}); raise its limit to 32 MiB, in nginx client_max_body_size 32m"
+            f"({' '.join(filter(None, (str(status), code)))}); raise its limit to {wanted} MiB, in nginx client_max_body_size {wanted}m"
         )
     if any(mark in text for mark in _NONSENSE) or (
         _PAGE.search(text) and status < 500 and status not in _REFUSALS

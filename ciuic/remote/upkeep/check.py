@@ -94,7 +94,14 @@ from ciuic.remote.object_names import (
     split_ref,
 )
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
-from ciuic.remote.pack import MAX_PACK_BYTES, RemotePackReader, RemotePackWriter
+from ciuic.remote.pack import (
+    MAX_PACK_BYTES,
+    PackLimit,
+    RemotePackReader,
+    RemotePackWriter,
+    pack_bytes_of,
+    store_pack,
+)
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
@@ -137,19 +144,20 @@ def _store_again(
 ) -> int:
     """Store chunks in new packs, of these kinds; return how many. Nothing has to be committed: live snapshots refer to them."""
     writers: dict[PackKind, RemotePackWriter] = {}
+    limit = PackLimit()
+    sealer = reader.space.sealer
     number = 0
 
     def send(kind: PackKind) -> None:
-        writer = writers.pop(kind)
-        parts = writer.finish()
-        reader.space.objects.put(writer.name, parts)
+        store_pack(reader.space.objects, sealer, writers.pop(kind), limit, lambda: new_pack_ref(kind))
 
     for chunk, content in contents:
         kind = kinds[chunk]
         if kind in writers and not writers[kind].fits(len(content)):
             send(kind)
         if kind not in writers:
-            writers[kind] = RemotePackWriter(reader.space.sealer, new_pack_ref(kind))
+            room = max(limit.max_bytes, pack_bytes_of(len(content)))
+            writers[kind] = RemotePackWriter(sealer, new_pack_ref(kind), capacity_bytes=room)
         record = PackRecord(chunk, 0, len(content), len(content), 0, checksum(content), b"")
         if writers[kind].add(record, content) is None:
             raise AssertionError("a new pack has room for a chunk")

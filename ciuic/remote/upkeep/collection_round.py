@@ -74,8 +74,16 @@ from ciuic.remote.object_names import (
     split_ref,
     table_name,
 )
-from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
-from ciuic.remote.pack import DEFAULT_PACK_BYTES, ROW_BYTES, RemotePackReader, RemotePackWriter, in_runs
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects, RefusedBody
+from ciuic.remote.pack import (
+    ROW_BYTES,
+    PackLimit,
+    RemotePackReader,
+    RemotePackWriter,
+    in_runs,
+    pack_bytes_of,
+    store_pack,
+)
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
 from ciuic.remote.remote_index import ChunkCopy, RemoteIndex, cold_packs
@@ -226,6 +234,12 @@ class Repacker:
 
     Nothing is committed for a new pack: until a round condemns the old one both have the chunks, and any round that
     condemns either sees the other.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        limit: Size of packs that the store takes; None for the usual one.
+        new_ref: For tests.
     """
 
     def __init__(
@@ -233,12 +247,12 @@ class Repacker:
         objects: Objects,
         sealer: Sealer,
         *,
-        pack_bytes: int = DEFAULT_PACK_BYTES,
+        limit: PackLimit | None = None,
         new_ref: Callable[[PackKind], PackRef] = new_pack_ref,
     ) -> None:
         self._objects = objects
         self._sealer = sealer
-        self._pack_bytes = pack_bytes
+        self._limit = limit or PackLimit()
         self._new_ref = new_ref
         self._open: dict[PackKind, RemotePackWriter] = {}
         # Packs whose chunks are partly in a pack that was not sent yet.
@@ -269,24 +283,22 @@ class Repacker:
         for start in range(0, len(records), _REPACKED_AT_ONCE):
             some = records[start : start + _REPACKED_AT_ONCE]
             for record, stored in zip(some, reader.read_records(self._objects, some), strict=True):
-                if not self._writer(kind).fits(record.stored_bytes):
+                if kind in self._open and not self._open[kind].fits(record.stored_bytes):
                     self._send(kind)
-                if self._writer(kind).add(record, stored) is None:
-                    raise DamagedRemote(reader.name, "it has a record that is larger than a pack")
+                self._writer(kind, record.stored_bytes).add(record, stored)
                 self.bytes += record.stored_bytes
 
-    def _writer(self, kind: PackKind) -> RemotePackWriter:
+    def _writer(self, kind: PackKind, stored_bytes: int) -> RemotePackWriter:
         if kind not in self._open:
-            self._open[kind] = RemotePackWriter(
-                self._sealer, self._new_ref(kind), capacity_bytes=self._pack_bytes
-            )
+            room = max(self._limit.max_bytes, pack_bytes_of(stored_bytes))
+            self._open[kind] = RemotePackWriter(self._sealer, self._new_ref(kind), capacity_bytes=room)
         return self._open[kind]
 
     def _send(self, kind: PackKind) -> None:
         writer = self._open.pop(kind, None)
         if writer is not None and writer.records:
-            self._objects.put(writer.name, writer.finish())
-            self.written.append(PackRef(writer.ref))
+            packs = store_pack(self._objects, self._sealer, writer, self._limit, lambda: self._new_ref(kind))
+            self.written += [PackRef(pack.ref) for pack in packs]
 
 
 class _CountingRepacker(Repacker):
@@ -588,7 +600,9 @@ class Collector:
         self._mark = mark
         self._policy = policy
         self._upkeep = upkeep or LogUpkeep(objects, sealer, reader)
-        self._repacker = repacker or (lambda: Repacker(objects, sealer))
+        # One for all rounds: what the first one was refused is not tried again.
+        limit = PackLimit()
+        self._repacker = repacker or (lambda: Repacker(objects, sealer, limit=limit))
         self._new_id = new_id
         self._preview_ns: int | None = None
         self._threads = threads
@@ -678,8 +692,24 @@ class Collector:
         )
 
     def _begin(self, proposal: StoredRound) -> None:
-        """Create the next round, unless another collector does; then its round stands."""
-        create_round(self._objects, self._sealer, self._log.rounds.last + 1, "begun", proposal)
+        """Create the next round, unless another collector does; then its round stands.
+
+        Where the store refuses the size of the round, it is begun with a part of what was proposed: another one has the rest.
+        One in the place of others has all that they may have deleted, and is never cut.
+        """
+        round_ = self._log.rounds.last + 1
+        while True:
+            try:
+                create_round(self._objects, self._sealer, round_, "begun", proposal)
+                return
+            except RefusedBody:
+                if proposal.whole is True or len(proposal.condemned) + len(proposal.manifests) < 2:
+                    raise
+                proposal = msgspec.structs.replace(
+                    proposal,
+                    condemned=proposal.condemned[: -(-len(proposal.condemned) // 2)],
+                    manifests=proposal.manifests[: len(proposal.manifests) // 2],
+                )
 
     def _end(self, round_: int) -> CollectionResult:
         part, content = self._log.rounds.content(round_)
