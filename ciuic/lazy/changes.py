@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import IntEnum
+from itertools import islice
 from typing import Final, NamedTuple
 
 END: Final = (1 << 63) - 1
@@ -26,50 +27,82 @@ _RECORD: Final = struct.Struct("<QQqII")
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+# Ranges of one run at most: adding one copies a run and the list of runs, which has 4,000 for a million ranges.
+_RUN: Final = 256
+
+
 class ByteRanges:
-    """Immutable set of byte offsets, as ranges in ascending order that do not touch."""
+    """Immutable set of byte offsets, as ranges in ascending order that do not touch.
 
-    __slots__ = ("_ends", "_starts")
+    Adding a range costs the square root of their number: they lie in runs, which the sets before and after share. Threads
+    may read one set while others are made from it.
+    """
 
-    def __init__(self, ranges: list[tuple[int, int]] | None = None) -> None:
-        self._starts = [start for start, _ in ranges or ()]
-        self._ends = [end for _, end in ranges or ()]
+    __slots__ = ("_firsts", "_runs")
+
+    def __init__(self) -> None:
+        # Starts and ends of the ranges of each run, and the first start of each.
+        self._runs: list[tuple[list[int], list[int]]] = []
+        self._firsts: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self._starts)
+        return bool(self._runs)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._starts, self._ends, strict=True)
+        return self._from(0)
+
+    def _from(self, run: int) -> Iterator[tuple[int, int]]:
+        for starts, ends in islice(self._runs, run, None):
+            yield from zip(starts, ends, strict=True)
+
+    def _run_of(self, start: int) -> int:
+        """Return the number of the run with the last range that begins at ``start`` or before; -1 if none does."""
+        return bisect_right(self._firsts, start) - 1
 
     def add(self, start: int, end: int) -> ByteRanges:
         """Return the set with one more range."""
         if start >= end or self.covers(start, end):
             return self
-        first = bisect_right(self._ends, start - 1)
-        last = bisect_right(self._starts, end)
-        if first < last:
-            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
         made = ByteRanges()
-        made._starts = [*self._starts[:first], start, *self._starts[last:]]
-        made._ends = [*self._ends[:first], end, *self._ends[last:]]
+        if not self._runs:
+            made._runs, made._firsts = [([start], [end])], [start]
+            return made
+        # All that the range touches lies between the end of one run's beginning and the beginning of another's end.
+        first = max(self._run_of(start), 0)
+        last = max(self._run_of(end), 0)
+        starts, ends = self._runs[first]
+        later_starts, later_ends = self._runs[last]
+        before = bisect_right(ends, start - 1)
+        after = bisect_right(later_starts, end)
+        if before < len(starts):
+            start = min(start, starts[before])
+        if after:
+            end = max(end, later_ends[after - 1])
+        starts = [*starts[:before], start, *later_starts[after:]]
+        ends = [*ends[:before], end, *later_ends[after:]]
+        half = len(starts) if len(starts) <= _RUN else _RUN // 2
+        parts = [(starts[at : at + half], ends[at : at + half]) for at in range(0, len(starts), half)]
+        made._runs = [*self._runs[:first], *parts, *self._runs[last + 1 :]]
+        made._firsts = [*self._firsts[:first], *(part[0][0] for part in parts), *self._firsts[last + 1 :]]
         return made
 
     def covers(self, start: int, end: int) -> bool:
         """Return whether all of a range is in the set."""
-        at = bisect_right(self._starts, start) - 1
-        return at >= 0 and self._ends[at] >= end
+        run = self._run_of(start)
+        if run < 0:
+            return False
+        starts, ends = self._runs[run]
+        return ends[bisect_right(starts, start) - 1] >= end
 
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the parts of a range that are not in the set."""
         found: list[tuple[int, int]] = []
-        at = max(bisect_right(self._starts, start) - 1, 0)
-        while start < end and at < len(self._starts):
-            if self._starts[at] >= end:
+        for first, last in self._from(max(self._run_of(start), 0)):
+            if first >= end or start >= end:
                 break
-            if self._starts[at] > start:
-                found.append((start, self._starts[at]))
-            start = max(start, self._ends[at])
-            at += 1
+            if first > start:
+                found.append((start, first))
+            start = max(start, last)
         if start < end:
             found.append((start, end))
         return found

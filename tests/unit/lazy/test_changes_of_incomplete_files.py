@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.lazy.changes import ByteRanges, Change, ChangeJournals, Kind, decode, durable_part, replay
+from ciuic.lazy.changes import END, ByteRanges, Change, ChangeJournals, Kind, decode, durable_part, replay
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda it: (it[0], it[0] + it[1])))
 WRITES = st.builds(lambda at, n: Change(Kind.WRITE, at, at + n, n), st.integers(0, 40), st.integers(0, 12))
@@ -30,6 +31,27 @@ def test_ranges_are_a_set_of_offsets(added: list[tuple[int, int]], start: int, e
         wanted = set(range(start, end))
         assert ranges.covers(start, end) == (wanted <= model)
         assert {at for gap in ranges.gaps(start, end) for at in range(*gap)} == wanted - model
+
+
+@given(st.randoms(use_true_random=False), st.integers(300, 2000))
+def test_many_ranges_are_a_set_of_offsets(random: Random, count: int) -> None:
+    """Sets of more ranges than one run has agree with a plain one, and a set is what it was after others were made from it."""
+    ranges, model = ByteRanges(), set[int]()
+    for number in range(count):
+        start = 3 * random.randrange(count)
+        end = start + (random.randrange(600) if not number % 97 else 2)
+        before, listed = ranges, list(ranges) if not number % 97 else []
+        ranges = ranges.add(start, end)
+        model |= set(range(start, end))
+        assert not listed or list(before) == listed
+    found = list(ranges)
+    assert {at for one in found for at in range(*one)} == model
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
+    for start in range(0, 3 * count, 50):
+        wanted = set(range(start, start + 70))
+        assert ranges.covers(start, start + 70) == (wanted <= model)
+        assert {at for gap in ranges.gaps(start, start + 70) for at in range(*gap)} == wanted - model
+    assert list(ranges.add(1, END)) == ([(0, END)] if 0 in model else [(1, END)])
 
 
 @given(st.lists(WRITES | SIZES, max_size=12), st.integers(1, 40))
