@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import ipaddress
 import itertools
 import os
 import random
@@ -18,10 +19,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from support.cli_repository import FIRST_NS, CliRepository, Host
 from support.object_servers import (
     ACCESS_KEY,
     SECRET_KEY,
+    Authority,
     Fault,
     FaultProxy,
     Request,
@@ -36,10 +39,11 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
 from ciuic.remote.log_reader import LogReader
-from ciuic.remote.objects import credentials
-from ciuic.remote.objects.failures import failure
+from ciuic.remote.objects import credentials, obstore_objects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
+from ciuic.remote.objects.s3_botocore import S3Client
+from ciuic.remote.objects.urls import StoreSettings, parse_url
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.upkeep.check import repair_remote
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, open_collector, resolve_snapshots
@@ -507,19 +511,78 @@ def test_a_store_with_an_ipv6_address_alone(
         serving.join(10)
 
 
+LOOPBACK = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("name", "until", "named"),
     [
-        "invalid peer certificate: Expired",
-        "invalid peer certificate: certificate expired: verification time 1",
+        (LOOPBACK, -timedelta(days=1), "has expired: renew it"),
+        (x509.DNSName("other.example"), timedelta(days=1), "is for another host name: check the endpoint"),
     ],
 )
-def test_an_expired_certificate_is_called_so(text: str) -> None:
-    """What is told of a store whose certificate has expired names that, and the clock of this machine."""
-    error = failure(Exception(f"error sending request: {text}"), "store", "a", writes=True)
-    assert isinstance(error, RemoteUnreachable)
-    assert "has expired" in error.message
-    assert "clock" in error.message
+def test_an_upload_waits_for_a_certificate(
+    seaweedfs: SeaweedFS,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: x509.GeneralName,
+    until: timedelta,
+    named: str,
+) -> None:
+    """A certificate that is none for this store is told with its remedy, and the upload ends by itself once it is renewed."""
+    authority = Authority(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 1)
+    with FaultProxy(seaweedfs.endpoint, authority.certify(name, until=until)) as proxy:
+        url = seaweedfs.new_url()
+        made = new_remote(seaweedfs.connect(url))
+        host = RemoteHost(tmp_path / "host", made._replace(objects=proxy.connect(url)))
+        write(host.root / "file", os.urandom(9 * BLOCK))
+        id_ = str(host.snapshot().id)
+        told: list[str] = []
+
+        def problem(text: str) -> None:
+            if not told:
+                proxy.show_certificate(authority.certify(LOOPBACK))
+            told.append(text)
+
+        host.upload(problem=problem)
+        assert named in told[0]
+        assert told[-1] == ""
+        assert_whole(made._replace(objects=proxy.connect(url)), tmp_path / "reader", id_)
+
+
+def test_a_private_authority_is_trusted_by_every_client(
+    seaweedfs: SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SSL_CERT_FILE counts for both clients of S3; without it the message names it."""
+    authority = Authority(tmp_path)
+    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 1)
+    with FaultProxy(seaweedfs.endpoint, authority.certify(LOOPBACK)) as proxy:
+        url = seaweedfs.new_url()
+
+        def versions_client() -> S3Client:
+            settings = StoreSettings(endpoint=proxy.endpoint, region="us-east-1")
+            return S3Client(parse_url(url), settings, seaweedfs.environment(proxy.endpoint))
+
+        def listing() -> None:
+            client = versions_client()
+            with client.request("list", "a") as requests:
+                requests.list_objects_v2(Bucket=client.bucket)
+
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        for ask in (lambda: proxy.connect(url).put("a", [b"1"]), listing):
+            with pytest.raises(RemoteUnreachable, match="SSL_CERT_FILE"):
+                ask()
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        proxy.connect(url).put("a", [b"1"])
+        listing()
+        proxy.show_certificate(authority.certify(LOOPBACK, until=-timedelta(days=1)))
+        with pytest.raises(RemoteUnreachable, match="has expired"):
+            listing()
+        proxy.show_certificate(authority.certify(x509.DNSName("other.example")))
+        with pytest.raises(RemoteUnreachable, match="another host name"):
+            listing()
 
 
 def test_keys_that_rotate_while_an_upload_runs(

@@ -12,6 +12,7 @@ import http.server
 import json
 import shutil
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -20,12 +21,17 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta, timezone
 from importlib import metadata
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from support.ci import needs
 
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
@@ -222,6 +228,49 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
         server.stop()
 
 
+class Authority:
+    """Private certificate authority.
+
+    Args:
+        place: Directory for its files.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
+        own = self._build(self._name, self._key, timedelta(days=9))
+        own = own.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        self.file = place / "authority.pem"
+        """Its certificate, as ``SSL_CERT_FILE`` takes it."""
+        self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+
+    def _build(
+        self, name: x509.Name, key: ec.EllipticCurvePrivateKey, until: timedelta
+    ) -> x509.CertificateBuilder:
+        now = datetime.now(timezone.utc)
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(self._name)
+        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        return builder.not_valid_before(now - timedelta(days=8)).not_valid_after(now + until)
+
+    def certify(self, *names: x509.GeneralName, until: timedelta = timedelta(days=1)) -> Path:
+        """Return a file with a new key and its certificate for these names, which is valid for so long from now on."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "store")])
+        builder = self._build(subject, key, until)
+        made = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        file = self._place / f"{uuid.uuid4().hex}.pem"
+        file.write_bytes(
+            made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+            + key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return file
+
+
 class Fault(NamedTuple):
     """Fault that the proxy adds to one request; by default none."""
 
@@ -259,7 +308,8 @@ class FaultProxy:
     signature with the proxy's own address.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, certificate: Path | None = None) -> None:
+        self._tls = None if certificate is None else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._upstream = endpoint.removeprefix("http://")
         self.fault: Callable[[Request], Fault | None] = lambda _request: None
         self.requests: list[Request] = []
@@ -280,13 +330,24 @@ class FaultProxy:
         # Connections inherit it: a client that is killed has not handed over much more than was received.
         self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * _PIECE_BYTES)
         self._server.block_on_close = False
+        if self._tls is not None and certificate is not None:
+            self.show_certificate(certificate)
+            # Each connection shakes hands in its own thread.
+            self._server.socket = self._tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
         """URL of the proxy."""
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self._server.server_port}"
+
+    def show_certificate(self, file: Path) -> None:
+        """Show this certificate on connections that are made from now on."""
+        assert self._tls is not None
+        self._tls.load_cert_chain(file)
 
     def methods(self) -> Counter[str]:
         """Return how many requests of each method came, those that were not passed on included."""
@@ -362,13 +423,13 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
 
     def handle(self) -> None:
         """Serve the connection; a client that ends in the middle of anything is part of the tests."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
             super().handle()
 
     def _serve(self) -> None:
         try:
             self._answer()
-        except (ConnectionError, http.client.HTTPException, TimeoutError):
+        except (ConnectionError, http.client.HTTPException, TimeoutError, ssl.SSLError):
             self.close_connection = True
 
     def do_GET(self) -> None:

@@ -193,14 +193,34 @@ def _provider_message(text: str) -> str:
     return match[1] if match else "the credentials could not be read"
 
 
+_EXPIRED = "its TLS certificate has expired: renew it there, or set the clock of this machine"
+_NOT_YET_VALID = "its TLS certificate is not valid yet: set the clock of this machine"
+_OTHER_NAME = (
+    "its TLS certificate is for another host name: check the endpoint, or name it in the certificate"
+)
+_UNKNOWN_ISSUER = (
+    "its TLS certificate is signed by nobody whom this machine trusts: "
+    "SSL_CERT_FILE names a file with the certificate of a private authority"
+)
+
+
 def _transport(text: str) -> str:
     """Return what broke, in a few words."""
     lower = text.lower()
     for mark, words in (
-        # rustls: "invalid peer certificate: Expired", or "certificate expired: verification time …".
-        ("certificate: expired", "its TLS certificate has expired, or the clock of this machine is wrong"),
-        ("certificate expired", "its TLS certificate has expired, or the clock of this machine is wrong"),
-        ("certificate", "its TLS certificate is not trusted"),
+        # Words of rustls, as obstore shows them (ExpiredContext { … }), and of OpenSSL and urllib3, by way of botocore.
+        ("expiredcontext", _EXPIRED),
+        ("certificate: expired", _EXPIRED),
+        ("certificate expired", _EXPIRED),
+        ("certificate has expired", _EXPIRED),
+        ("notvalidyet", _NOT_YET_VALID),
+        ("not yet valid", _NOT_YET_VALID),
+        ("notvalidforname", _OTHER_NAME),
+        ("not valid for name", _OTHER_NAME),
+        ("hostname mismatch", _OTHER_NAME),
+        ("ip address mismatch", _OTHER_NAME),
+        (" doesn't match ", _OTHER_NAME),
+        ("certificate", _UNKNOWN_ISSUER),
         ("dns error", "its host name has no address"),
         ("connection refused", "connection refused"),
         ("timed out", "timed out"),

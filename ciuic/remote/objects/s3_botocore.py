@@ -193,7 +193,23 @@ def _make_client(url: RemoteUrl, place: S3Place, environment: Mapping[str, str])
         region_name=place.region,
         endpoint_url=place.without_bucket(url.bucket) or None,
         config=config,
+        verify=_authorities(),
     )
+
+
+# Where distributions have them: Debian, Red Hat, SUSE, Alpine.
+_SYSTEM_AUTHORITIES: Final = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+
+
+def _authorities() -> str | None:
+    """Return the file with the authorities that obstore trusts, of this process's environment; None for botocore's own."""
+    chosen = os.environ.get("SSL_CERT_FILE")
+    return chosen or next((path for path in _SYSTEM_AUTHORITIES if os.path.exists(path)), None)
 
 
 def _refreshable(provider: Callable[[], Credential]) -> Any:
