@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import ipaddress
 import itertools
+import json
 import os
 import random
 import re
@@ -13,9 +14,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from support.object_servers import (
     FaultProxy,
     Request,
     SeaweedFS,
+    TokenProxy,
+    Triple,
     _ProxyHandler,
     connect_s3,
 )
@@ -39,7 +42,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
 from ciuic.remote.log_reader import LogReader
-from ciuic.remote.objects import credentials, obstore_objects
+from ciuic.remote.objects import obstore_objects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
 from ciuic.remote.objects.s3_botocore import S3Client
@@ -591,7 +594,6 @@ def test_keys_that_rotate_while_an_upload_runs(
     """An upload whose key is refused says so, takes the key that replaces it in the shared file, and ends well."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(credentials, "_FILE_LIFETIME", timedelta(0))
     file = tmp_path / "credentials"
 
     def rotate(key: str) -> None:
@@ -615,3 +617,81 @@ def test_keys_that_rotate_while_an_upload_runs(
     assert "the store answered 403" in told[0]
     assert told[-1] == ""
     assert_whole(made, tmp_path / "reader", id_)
+
+
+class Rotation:
+    """Credentials that are replaced every one and a half seconds by others; each set is taken until the next but one comes."""
+
+    def __init__(self, proxy: TokenProxy, put: Callable[[Triple], None]) -> None:
+        self._proxy = proxy
+        self._put = put
+        self._end = threading.Event()
+        self.count = 0
+        self._rotate()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _rotate(self) -> None:
+        self.count += 1
+        made = Triple(*(f"{part}-{self.count:04d}-{os.urandom(20).hex()}" for part in Triple._fields))
+        self._proxy.known[made.key] = made
+        self._proxy.valid = {*list(self._proxy.known)[-2:]}
+        self._put(made)
+
+    def _run(self) -> None:
+        while not self._end.wait(1.5):
+            self._rotate()
+
+    def __enter__(self) -> Rotation:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("source", ["renamed", "written in place", "process"])
+def test_session_tokens_that_rotate_while_uploads_run(
+    seaweedfs: SeaweedFS, tmp_path: Path, source: str
+) -> None:
+    """No request mixes parts of two credentials, however they are replaced, and no upload is lost."""
+    file, printed = tmp_path / "credentials", tmp_path / "printed"
+
+    def put(made: Triple) -> None:
+        if source == "process":
+            end = (datetime.now(timezone.utc) + timedelta(seconds=2)).isoformat()
+            names = ("AccessKeyId", "SecretAccessKey", "SessionToken")
+            document = {"Version": 1, "Expiration": end, **dict(zip(names, made, strict=True))}
+            (tmp_path / "new").write_text(json.dumps(document))
+            (tmp_path / "new").rename(printed)
+            return
+        names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+        lines = ["[default]\n", *(f"{name}={part}\n" for name, part in zip(names, made, strict=True))]
+        place = file if source == "written in place" else tmp_path / "new"
+        with open(place, "w", buffering=1) as written:
+            for line in lines:
+                written.write(line)
+                # A slow writer, whose lines are seen one by one.
+                threading.Event().wait(0.02)
+        if source == "renamed":
+            place.rename(file)
+
+    if source == "process":
+        file.write_text(f"[default]\ncredential_process = cat {printed}\n")
+    url = seaweedfs.new_url()
+    made = new_remote(seaweedfs.connect(url))
+    environment = {
+        "HOME": str(tmp_path),
+        "AWS_SHARED_CREDENTIALS_FILE": str(file),
+        "AWS_CONFIG_FILE": "/dev/null",
+    }
+    ids: list[str] = []
+    with TokenProxy(seaweedfs.endpoint) as proxy, Rotation(proxy, put) as rotation:
+        objects = connect_s3(url, proxy.endpoint, environment=environment)
+        host = RemoteHost(tmp_path / "host", made._replace(objects=objects))
+        while rotation.count < 6:
+            write(host.root / "file", os.urandom(9 * BLOCK))
+            ids.append(str(host.snapshot().id))
+            host.upload()
+        assert proxy.mixed == []
+    assert_whole(made, tmp_path / "reader", *ids)

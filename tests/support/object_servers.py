@@ -7,9 +7,12 @@ for one. It ends with the session, and with this process however that ends.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import http.client
 import http.server
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -493,6 +496,77 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class Triple(NamedTuple):
+    """Temporary credentials, whose parts belong together."""
+
+    key: str
+    secret: str
+    token: str
+
+
+class TokenProxy(FaultProxy):
+    """Proxy that takes requests only with one of these credentials, and signs them anew for the server.
+
+    A request whose key, token and signature do not belong together is noted in ``mixed``.
+
+    References:
+        "Create a signed AWS API request" (Signature Version 4), AWS Identity and Access Management User Guide
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.known: dict[str, Triple] = {}
+        """All credentials that there ever were, by their keys."""
+        self.valid: set[str] = set()
+        """Keys of those that are taken now."""
+        self.mixed: list[str] = []
+        super().__init__(endpoint)
+        self.fault = self._check
+
+    def _check(self, request: Request) -> Fault | None:
+        given = re.fullmatch(
+            r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\S+), ?SignedHeaders=(\S+), ?Signature=(\w+)",
+            request.headers["authorization"],
+        )
+        assert given is not None
+        triple = self.known[given[1]]
+        signature = sign(request.method, request.path, request.headers, given[2], given[3], triple.secret)
+        if request.headers.get("x-amz-security-token") != triple.token or signature != given[4]:
+            self.mixed.append(f"{request.method} {request.path}")
+        elif triple.key in self.valid:
+            return None
+        return Fault(status=403, body=b"<Error><Code>ExpiredToken</Code></Error>")
+
+    def ask(
+        self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Pass a request on as one of the server's own user."""
+        sent = {
+            name.lower(): value
+            for name, value in headers
+            if name.lower() not in ("authorization", "x-amz-security-token")
+        }
+        scope = f"{sent['x-amz-date'][:8]}/us-east-1/s3/aws4_request"
+        names = ";".join(sorted(name for name in sent if name == "host" or name.startswith("x-amz-")))
+        signature = sign(method, path, sent, scope, names, SECRET_KEY)
+        sent["authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/{scope}, SignedHeaders={names}, Signature={signature}"
+        )
+        return super().ask(method, path, list(sent.items()), body)
+
+
+def sign(method: str, path: str, headers: Mapping[str, str], scope: str, names: str, secret: str) -> str:
+    """Return the signature of a request; ``path`` is encoded as it was sent."""
+    place, _, query = path.partition("?")
+    pairs = sorted(part if "=" in part else f"{part}=" for part in query.split("&") if part)
+    lines = [f"{name}:{' '.join(headers[name].split())}" for name in names.split(";")]
+    parts = [method, place, "&".join(pairs), *lines, "", names, headers["x-amz-content-sha256"]]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    key = f"AWS4{secret}".encode()
+    for word in (*scope.split("/"), f"AWS4-HMAC-SHA256\n{headers['x-amz-date']}\n{scope}\n{digest}"):
+        key = hmac.digest(key, word.encode(), "sha256")
+    return key.hex()
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ import json
 import os
 import shlex
 import subprocess
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -28,10 +30,16 @@ from ciuic.system.child_process import program_environment
 _MAX_FILE_BYTES = 1 << 20
 _MAX_REPLY_BYTES = 1 << 16
 _PROCESS_TIMEOUT_SECONDS = 30
-# Files are read again, so that rotated keys are taken without a restart: an upload whose token has ended waits so long.
-_FILE_LIFETIME = timedelta(minutes=1)
-# obstore asks again when a key has less time left than a request may take.
+# Keys of files, which may be replaced at any time. obstore asks a provider ten times a second while a key has less than
+# five minutes left, botocore at each request within half a minute: what costs more than two stats is kept by `AwsProvider`.
+_FILE_LIFETIME = timedelta(seconds=20)
+# A program or service that says nothing of an end is asked again after this time.
+_ANSWER_LIFETIME = timedelta(minutes=1)
+# Keys that end are asked for again when a request may take longer than they have left.
 _REFRESH_BEFORE = timedelta(minutes=5)
+# A file that was changed within this time may be in the middle of it: it is read again, so often at most.
+_SETTLED_SECONDS: Final = 0.5
+_MAX_READS: Final = 16
 _ALIBABA_METADATA = "http://100.100.100.200"
 _METADATA_TIMEOUT_SECONDS = 3
 
@@ -60,13 +68,23 @@ class Secret:
 
     def as_credential(self, now: datetime) -> Credential:
         """Return the form that obstore takes, with the time at which it is to ask again."""
-        until = now + _FILE_LIFETIME if self.expires is None else self.expires - _REFRESH_BEFORE
+        until = now + _FILE_LIFETIME if self.expires is None else self._asked_again(now)
         return Credential(
             access_key_id=self.access_key_id,
             secret_access_key=self.secret_access_key,
             token=self.token,
             expires_at=max(until, now + timedelta(seconds=5)),
         )
+
+    def _asked_again(self, now: datetime) -> datetime:
+        """Return the time at which who gave the key is to be asked for the next one."""
+        if self.expires is None:
+            return now + _ANSWER_LIFETIME
+        return self.expires - max(min(_REFRESH_BEFORE, (self.expires - now) / 2), timedelta(0))
+
+    def kept_until(self, now: datetime) -> datetime:
+        """Return the time until which a program that printed the key now is not run again."""
+        return max(self._asked_again(now), now + timedelta(seconds=1))
 
 
 class AwsProfile:
@@ -83,11 +101,17 @@ class AwsProfile:
 
     def values(self) -> dict[str, str]:
         """Return the keys of the profile from both files, `credentials` first; empty if there is none."""
+        in_credentials, in_config = self._sections()
+        return {**in_config, **in_credentials}
+
+    def _sections(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the keys of the profile in `credentials` and in `config`."""
         section = self.name if self.name == "default" else f"profile {self.name}"
-        return {
-            **_section(self._config_file, section),
-            **_section(self._credentials_file, self.name),
-        }
+        return _section(self._credentials_file, self.name), _section(self._config_file, section)
+
+    def version(self) -> tuple[object, ...]:
+        """Return what differs once either file was changed."""
+        return tuple(map(_version_of, (self._credentials_file, self._config_file)))
 
     def secret(self) -> Secret | None:
         """Return the profile's access key, or None where it has none.
@@ -95,10 +119,13 @@ class AwsProfile:
         Raises:
             NoCredentials: the profile is named but missing, or of a kind that only AWS's tools resolve.
         """
-        values = self.values()
-        if "aws_access_key_id" in values and "aws_secret_access_key" in values:
-            token = values.get("aws_session_token") or None
-            return Secret(values["aws_access_key_id"], values["aws_secret_access_key"], token)
+        in_credentials, in_config = self._sections()
+        # Of one file: a token belongs to the key beside it.
+        for own in (in_credentials, in_config):
+            if own.get("aws_access_key_id") and own.get("aws_secret_access_key"):
+                token = own.get("aws_session_token") or None
+                return Secret(own["aws_access_key_id"], own["aws_secret_access_key"], token)
+        values = {**in_config, **in_credentials}
         if command := values.get("credential_process"):
             return _ask_process(command, self.name)
         if not values and self.is_chosen:
@@ -115,17 +142,32 @@ class AwsProfile:
 
 
 class AwsProvider:
-    """Credential provider of obstore over the shared files of AWS."""
+    """Credential provider of obstore over the shared files of AWS. May be used by several threads at once."""
 
     def __init__(self, profile: AwsProfile) -> None:
         self._profile = profile
+        self._lock = threading.Lock()
+        self._known: _KnownSecret | None = None
 
     def __call__(self) -> Credential:
-        """Return the key as it is in the files now."""
-        secret = self._profile.secret()
-        if secret is None:
-            raise NoCredentials(f"profile {self._profile.name!r} has no access key any more")
-        return secret.as_credential(datetime.now(timezone.utc))
+        """Return the key as it is in the files now; a program is asked when it is time."""
+        now = datetime.now(timezone.utc)
+        # Before the files are read: a change meanwhile has them read again.
+        version = self._profile.version()
+        with self._lock:
+            known = self._known
+            if known is None or known.version != version or now >= known.until:
+                secret = self._profile.secret()
+                if secret is None:
+                    raise NoCredentials(f"profile {self._profile.name!r} has no access key any more")
+                known = self._known = _KnownSecret(secret, version, secret.kept_until(now))
+        return known.secret.as_credential(now)
+
+
+class _KnownSecret(NamedTuple):
+    secret: Secret
+    version: tuple[object, ...]
+    until: datetime
 
 
 def aws_provider(environment: Mapping[str, str] = os.environ) -> AwsProvider | None:
@@ -230,8 +272,7 @@ def azure_connection(environment: Mapping[str, str] = os.environ) -> dict[str, s
 def _section(path: str, section: str) -> dict[str, str]:
     """Return a section of an INI file, keys in lower case; empty if file or section are not there."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_FILE_BYTES)
+        text = _read_settled(path)
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeError) as exc:
@@ -245,6 +286,31 @@ def _section(path: str, section: str) -> dict[str, str]:
         # The parser's message repeats the line, which may be a key.
         raise NoCredentials(f"cannot read the credentials in {path}: not sections of KEY = VALUE") from None
     return dict(parser[section]) if parser.has_section(section) else {}
+
+
+def _version_of(path: str) -> tuple[int, ...]:
+    """Return what differs once the file was replaced or written; empty if it cannot be looked at."""
+    try:
+        st = os.stat(path)
+    except OSError:
+        return ()
+    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
+
+
+def _read_settled(path: str) -> str:
+    """Return the content of a file, not that of one moment while it is written anew.
+
+    A program that rewrites a file in place leaves it empty or cut short for a moment: a key with the token of another one.
+    """
+    for _ in range(_MAX_READS):
+        with open(path, encoding="utf-8") as file:
+            changed = os.fstat(file.fileno()).st_ctime
+            text = file.read(_MAX_FILE_BYTES)
+        # Of a clock that is ahead, such as a file server's, nothing is known: then the reads come to an end.
+        if not -60 < time.time() - changed < _SETTLED_SECONDS:
+            break
+        time.sleep(_SETTLED_SECONDS / 4)
+    return text
 
 
 def _ask_process(command: str, profile: str) -> Secret:

@@ -66,6 +66,21 @@ def test_the_shared_files_of_aws(home: dict[str, str]) -> None:
         default()
 
 
+def test_the_parts_of_a_key_come_from_one_file(home: dict[str, str]) -> None:
+    """A token in the other file belongs to another key; and while a file is written in place, nothing of it is taken."""
+    config, file = (Path(home["HOME"], ".aws", name) for name in ("config", "credentials"))
+    triple = "aws_access_key_id=K\naws_secret_access_key=S\naws_session_token=T\n"
+    config.write_text(f"[default]\n{triple}")
+    file.write_text(f"[default]\n{triple.partition('aws_session')[0].replace('=', '=other-')}")
+    secret = AwsProfile(home).secret()
+    assert secret is not None
+    assert (secret.access_key_id, secret.token) == ("other-K", None)
+    file.write_text("[default]\naws_access_key_id=half\n")
+    secret = AwsProfile(home).secret()
+    assert secret is not None
+    assert (secret.access_key_id, secret.token) == ("K", "T")
+
+
 def test_the_order_of_places(home: dict[str, str], tmp_path: Path) -> None:
     """The environment and a web identity come before the files, and files that are not there are no error."""
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
@@ -87,7 +102,7 @@ def test_a_profile_that_cannot_be_used_is_told(home: dict[str, str], profile: st
 
 
 def test_a_program_gives_the_key(home: dict[str, str], tmp_path: Path) -> None:
-    """`credential_process` is run without a shell; its key expires; what else it does is an error without its output."""
+    """`credential_process` is run without a shell, once until its key is about to expire; what else it does is an error without its output."""
     environment = {**home, "AWS_PROFILE": "program"}
     program = tmp_path / "program.py"
     reply = {
@@ -102,6 +117,8 @@ def test_a_program_gives_the_key(home: dict[str, str], tmp_path: Path) -> None:
     credential = provider()
     assert (credential["access_key_id"], credential["secret_access_key"]) == ("AK", SECRET)
     assert credential["expires_at"] == datetime(2099, 1, 1, tzinfo=timezone.utc) - timedelta(minutes=5)
+    program.write_text("raise SystemExit(1)")
+    assert provider() == credential
     for text in (
         f"print('{SECRET}')",
         f"raise SystemExit('{SECRET}')",
@@ -109,7 +126,7 @@ def test_a_program_gives_the_key(home: dict[str, str], tmp_path: Path) -> None:
     ):
         program.write_text(text)
         with pytest.raises(NoCredentials, match="credential_process of profile 'program'") as error:
-            provider()
+            AwsProfile(environment).secret()
         assert SECRET not in f"{error.value!r} {error.value.hint} {error.value.__cause__!r}"
 
 
