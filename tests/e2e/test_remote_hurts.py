@@ -24,6 +24,7 @@ from cryptography import x509
 from support.cli_repository import FIRST_NS, CliRepository, Host
 from support.object_servers import (
     ACCESS_KEY,
+    S3_DOMAIN,
     SECRET_KEY,
     Authority,
     Fault,
@@ -617,6 +618,33 @@ def test_keys_that_rotate_while_an_upload_runs(
     assert "the store answered 403" in told[0]
     assert told[-1] == ""
     assert_whole(made, tmp_path / "reader", id_)
+
+
+def test_a_bucket_in_the_host_name(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that wants bucket.host is reached as the profile says, by both clients of S3."""
+    config = tmp_path / "config"
+    config.write_text("[default]\nregion = us-east-1\ns3 =\n    addressing_style = virtual\n")
+    monkeypatch.setenv("HTTP_PROXY", fault_proxy.endpoint)
+    monkeypatch.setenv("http_proxy", fault_proxy.endpoint)
+    endpoint = f"http://{S3_DOMAIN}"
+    environment = {**seaweedfs.environment(endpoint), "AWS_CONFIG_FILE": str(config)}
+    url = seaweedfs.new_url()
+    remote = new_remote(connect_s3(url, endpoint, environment=environment))
+    host = RemoteHost(tmp_path / "host", remote)
+    write(host.root / "file", os.urandom(9 * BLOCK))
+    first = str(host.snapshot().id)
+    write(host.root / "file", os.urandom(9 * BLOCK))
+    id_ = str(host.snapshot().id)
+    host.upload()
+    collect(remote, tmp_path / "operator", first)
+    assert_whole(remote, tmp_path / "reader", id_)
+    client = S3Client(parse_url(url), StoreSettings(endpoint=endpoint), environment)
+    with client.request("list", "a") as requests:
+        assert requests.list_objects_v2(Bucket=client.bucket)["KeyCount"]
+    assert {request.headers["host"] for request in fault_proxy.requests} == {f"tests.{S3_DOMAIN}"}
+    assert not any(request.path.startswith("/tests") for request in fault_proxy.requests)
 
 
 class Rotation:

@@ -44,6 +44,7 @@ from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key-that-no-message-may-show"
+S3_DOMAIN = "store.example"
 _START_TIMEOUT_SECONDS = 60
 _MAX_STARTS = 3
 _PIECE_BYTES = 64 << 10
@@ -130,6 +131,8 @@ class SeaweedFS:
             "filer": "true",
             "s3": "true",
             "s3.config": str(config),
+            # Of names such as tests.store.example, which only a proxy finds.
+            "s3.domainName": S3_DOMAIN,
             "s3.port.iceberg": 0,
             "s3.port.lance": 0,
         }
@@ -453,7 +456,9 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
     def _answer(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         headers = {name.lower(): value for name, value in self.headers.items()}
-        fault = self.owner.decide(Request(self.command, self.path, headers))
+        # Where the client takes it for an HTTP proxy, the address is before the path.
+        path = re.sub(r"^http://[^/]+", "", self.path)
+        fault = self.owner.decide(Request(self.command, path, headers))
         cut_at = fault.cuts_request_at
         body = self.owner.receive(self.rfile, length if cut_at is None else min(length, cut_at))
         if fault.delay is not None:
@@ -464,9 +469,7 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         elif fault.status:
             self._send(fault.status, [], fault.body, None)
         else:
-            status, answered, reply = self.owner.ask(
-                self.command, self.path, list(self.headers.items()), body
-            )
+            status, answered, reply = self.owner.ask(self.command, path, list(self.headers.items()), body)
             if fault.drops_reply:
                 self._drop()
             else:

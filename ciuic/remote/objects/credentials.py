@@ -14,6 +14,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import shlex
 import subprocess
 import threading
@@ -414,6 +415,7 @@ def s3_place(url: RemoteUrl, settings: StoreSettings, environment: Mapping[str, 
     """
     if url.scheme == "oss":
         region, endpoint = _oss_place(settings, environment)
+        profile: dict[str, str] = {}
     else:
         profile = AwsProfile(environment).values()
         region = (
@@ -432,11 +434,23 @@ def s3_place(url: RemoteUrl, settings: StoreSettings, environment: Mapping[str, 
             or profile.get("endpoint_url", "")
         )
     virtual = settings.virtual_hosted
+    if virtual is None and url.scheme != "oss":
+        virtual = _addressing(profile)
     if virtual is None:
         virtual = url.scheme == "oss" or not endpoint
     signs = settings.sign_payloads
     # Over TLS the SDKs of AWS do not hash bodies either.
     return S3Place(region, endpoint, virtual, endpoint.startswith("http://") if signs is None else signs)
+
+
+def _addressing(profile: Mapping[str, str]) -> bool | None:
+    """Return whether the profile has the bucket in the host name (``addressing_style`` below ``s3``); None where it does not say.
+
+    References: "Settings for Amazon S3", AWS CLI User Guide.
+    """
+    # A setting with settings of its own, one a line.
+    found = re.search(r"^\s*addressing_style\s*=\s*(virtual|path)\s*$", profile.get("s3", ""), re.MULTILINE)
+    return None if found is None else found[1] == "virtual"
 
 
 def _oss_place(settings: StoreSettings, environment: Mapping[str, str]) -> tuple[str, str]:
