@@ -69,6 +69,15 @@ STATE_TAGS = frozenset({"training", "dcp"})
 """Tags of snapshots of a training state; each has one of them."""
 
 
+FACT_TAGS = STATE_TAGS | {
+    *(TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY),
+    *("verified", "damaged"),
+}
+"""Tags that say what a snapshot is, or what was found in it; people neither add nor remove them."""
+EXPLAINED_TAGS = frozenset({TAG_INCOMPLETE, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY})
+"""Tags of snapshots whose message says more of it."""
+
+
 def is_safety(tags: Collection[str], message: str) -> bool:
     """Return whether this is a safety snapshot, which a restore took so that it can be undone.
 

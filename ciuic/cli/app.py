@@ -56,6 +56,7 @@ GROUPS: Final = {
     "Repository": {
         "hold": "Exempt snapshots from prune and forget",
         "release": "End a hold: retention decides again",
+        "tag": "Change tags and messages of snapshots",
         "forget": "Delete the snapshots that are named",
         "prune": "Delete by the retention policy, free space",
         "verify": "Can snapshots be restored? Read their data",
@@ -86,6 +87,7 @@ COMMANDS: Final = tuple(name for group in GROUPS.values() for name in group)
 _MODULES: Final = {
     "hold": "forget",
     "release": "forget",
+    "tag": "forget",
     "check": "verify",
     "unprotect": "protect",
     "undo": "restore",

@@ -51,6 +51,8 @@ class StoredMarks(msgspec.Struct, frozen=True, kw_only=True):
     """Tags now; None: as in the snapshot file."""
     hold_uid: int | msgspec.UnsetType = msgspec.UNSET
     """Uid that the hold was made for; not in the file if the hold is that of the repository's owner."""
+    message: str | msgspec.UnsetType = msgspec.UNSET
+    """Message now; not in the file: as in the snapshot file."""
 
 
 _T = TypeVar("_T", StoredSnapshot, StoredMarks)
@@ -183,7 +185,7 @@ def apply_marks(stored: StoredSnapshot, marks: StoredMarks) -> Snapshot:
         host=stored.host,
         roots=stored.roots,
         tags=stored.tags if marks.tags is None else marks.tags,
-        message=stored.message,
+        message=marks.message if isinstance(marks.message, str) else stored.message,
         parent=stored.parent,
         size_bytes=stored.size_bytes,
         new_bytes=stored.new_bytes,

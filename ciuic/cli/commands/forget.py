@@ -1,8 +1,8 @@
-"""``ciuic forget``, ``hold`` and ``release``: delete snapshots by name, exempt them from that and from pruning, end the exemption.
+"""``ciuic forget``, ``hold``, ``release`` and ``tag``: delete snapshots by name, exempt them from that and from pruning, rename what they are for.
 
 Guarantees: nothing is deleted before every id is resolved, no held snapshot is among them, and a person (or ``-y``) has
 said yes. The space comes back with the next prune. Works on a full disk, and on a snapshot file that cannot be read, if its
-full id is given. Each hold is durable when it is reported. With ``--remote`` snapshots of a remote are given up, of any host.
+full id is given. Each change is durable when it is reported. With ``--remote`` snapshots of a remote are given up, of any host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ciuic.cli.shared.output import json_option, note, out_json
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.repository import promised
-from ciuic.types import SnapshotId
+from ciuic.types import EXPLAINED_TAGS, FACT_TAGS, SnapshotId
 
 
 @click.command("forget", cls=FrameCommand)
@@ -179,5 +179,61 @@ def _change_hold(texts: Sequence[str], *, hold: bool, reason: str, as_json: bool
             done.append({"id": str(snapshot_id), "held": marked.held, "hold_reason": marked.hold_reason})
             # Within the loop: should a later one fail, what was done is known.
             note(f"{snapshot_id} {word}")
+    if as_json:
+        out_json({"snapshots": done})
+
+
+@click.command("tag", cls=FrameCommand)
+@click.argument("ids", metavar="ID...", nargs=-1, required=True, type=ID)
+@click.option(
+    "--add",
+    "added",
+    multiple=True,
+    type=Text(),
+    metavar="TAG",
+    help="Give them this tag; may be given several times.",
+)
+@click.option(
+    "--remove",
+    "removed",
+    multiple=True,
+    type=Text(),
+    metavar="TAG",
+    help="Take this tag from those that have it; may be given several times.",
+)
+@click.option(
+    "-m", "--message", type=Text(), metavar="TEXT", help="In place of their messages; empty for none."
+)
+@json_option
+def tag_command(
+    ids: tuple[str, ...], added: tuple[str, ...], removed: tuple[str, ...], message: str | None, as_json: bool
+) -> None:
+    """Change tags and messages of snapshots; prune keeps by the new tags.
+
+    Tags that say what a snapshot is, such as safety or incomplete, stay as they are. A remote has those of the time of the upload.
+    """
+    if not added and not removed and message is None:
+        raise UsageError("nothing to change", hint="give --add, --remove or -m")
+    fixed = sorted(FACT_TAGS.intersection((*added, *removed)))
+    if fixed:
+        raise UsageError(f"{', '.join(fixed)} says what a snapshot is, and is neither added nor removed")
+    session = current()
+    chosen = resolve_all(session, ids)
+    if message is not None:
+        # Before the first is changed.
+        for snapshot_id in chosen:
+            explained = EXPLAINED_TAGS.intersection(session.own_repository.snapshots.load(snapshot_id).tags)
+            if explained:
+                raise CiuicError(
+                    f"the message of {snapshot_id} says why it is {min(explained)}; nothing was changed"
+                )
+    done = []
+    with session.own_repository.writer(wait_seconds=LOCK_WAIT_SECONDS, command="ciuic tag") as writer:
+        for snapshot_id in chosen:
+            tags = session.repository.snapshots.load(snapshot_id).tags
+            kept = [tag for tag in tags if tag not in removed]
+            marked = writer.set_marks(snapshot_id, tags=(*kept, *added), message=message)
+            done.append({"id": str(snapshot_id), "tags": list(marked.tags), "message": marked.message})
+            note(f"{snapshot_id} {shown_text(', '.join(marked.tags)) or 'has no tags'}")
     if as_json:
         out_json({"snapshots": done})

@@ -143,6 +143,7 @@ def _changed_marks(
     reason: str | None = None,
     tags: Iterable[str] | None = None,
     hold_uid: int | None = None,
+    message: str | None = None,
 ) -> StoredMarks:
     """Return ``old`` with the given marks changed; see `Writer.set_marks`."""
     held = old.held if hold is None else hold
@@ -155,6 +156,7 @@ def _changed_marks(
         hold_reason=kept_reason if held else "",
         tags=old.tags if tags is None else tuple(dict.fromkeys(tags)),
         hold_uid=(kept_uid if hold_uid is None else hold_uid) if held else msgspec.UNSET,
+        message=old.message if message is None else message,
     )
 
 
@@ -236,7 +238,13 @@ class _WriterCatalogue:
         """
         for info in self._index.catalogue_infos() if ids else ():
             if info.id in ids:
-                marks = StoredMarks(id=info.id, held=info.held, hold_reason=info.hold_reason, tags=info.tags)
+                marks = StoredMarks(
+                    id=info.id,
+                    held=info.held,
+                    hold_reason=info.hold_reason,
+                    tags=info.tags,
+                    message=info.message,
+                )
                 log.warning("marks_brought_back", snapshot=info.id, held=info.held)
                 # A full disk must not keep this writer from freeing space.
                 with suppress(OSError):
@@ -511,6 +519,7 @@ class Writer:
         reason: str | None = None,
         tags: Iterable[str] | None = None,
         hold_uid: int | None = None,
+        message: str | None = None,
     ) -> Snapshot:
         """Change the given marks and keep the rest; durable on return. Releasing a hold clears its reason.
 
@@ -520,7 +529,7 @@ class Writer:
         if id_ not in self._snapshots.names():
             raise NotFound(f"there is no snapshot {id_}", hint="ciuic list shows those there are.")
         old = _read_marks(id_, self._snapshots.marks_path(id_))
-        marks = _changed_marks(old, hold=hold, reason=reason, tags=tags, hold_uid=hold_uid)
+        marks = _changed_marks(old, hold=hold, reason=reason, tags=tags, hold_uid=hold_uid, message=message)
         self._catalogue.changed = True
         self._disk.replace_file(self._snapshots.marks_path(id_), encode_marks(marks))
         snapshot = self._snapshots.load(id_)

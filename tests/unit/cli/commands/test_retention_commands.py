@@ -52,6 +52,61 @@ def test_a_hold_stays_until_it_is_released(repository: CliRepository) -> None:
     assert list(held(repository)) == ["cs-000005"]
 
 
+def test_tags_and_messages_change_afterwards(repository: CliRepository) -> None:
+    """They are durable, are shown at once, survive a lost catalogue and a hold, and retention keeps by them."""
+    made = str(repository.snapshot({b"a": b"x"}, tags=("old", "kept"), message="before"))
+    result = repository.run(
+        "tag", made, "latest~1", "--add", "best", "--remove", "old", "-m", "loss 0.1", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["snapshots"][0] == {
+        "id": made,
+        "tags": ["kept", "best"],
+        "message": "loss 0.1",
+    }
+    repository.run("hold", made, "-m", "why")
+    repository.run("release", made)
+
+    def shown() -> list[tuple[list[str], str]]:
+        listed = json.loads(repository.run("list", "--json").stdout)["snapshots"]
+        return [(one["tags"], one["message"]) for one in listed[:2]]
+
+    assert shown() == [(["kept", "best"], "loss 0.1"), (["best"], "loss 0.1")]
+    for file in repository.path.glob("index.sqlite*"):
+        file.unlink()
+    assert shown() == [(["kept", "best"], "loss 0.1"), (["best"], "loss 0.1")]
+    assert (
+        next(
+            line.split("|")[0]
+            for line in repository.run("list", "--tag", "best", "--machine-readable").stdout.split()
+        )
+        == made
+    )
+    assert repository.run("tag", made, "-m", "").exit_code == 0
+    assert shown()[0] == (["kept", "best"], "")
+
+
+def test_facts_are_not_rewritten(repository: CliRepository) -> None:
+    """Tags that say what a snapshot is cannot be given or taken, nor can its explanation; nothing of the call is done then."""
+    safety = str(
+        repository.snapshot({b"a": b"x"}, tags=("safety",), message="before the restore from cs-000001")
+    )
+    for words in (
+        ("--add", "verified"),
+        ("--remove", "safety"),
+        ("-m", "nothing special"),
+        (),
+    ):
+        result = repository.run("tag", "cs-000001", safety, *words)
+        assert result.exit_code in (1, 2), result.output
+    listed = json.loads(repository.run("list", "--all", "--json").stdout)["snapshots"]
+    assert {one["id"]: (one["tags"], one["message"]) for one in listed}[safety] == (
+        ["safety"],
+        "before the restore from cs-000001",
+    )
+    assert all(not one["tags"] for one in listed if one["id"] != safety)
+
+
 def test_one_unknown_id_changes_nothing(repository: CliRepository) -> None:
     """An unknown id among several makes the command change nothing."""
     assert repository.run("hold", "latest", "cs-ffffff").exit_code == 3
