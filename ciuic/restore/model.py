@@ -17,6 +17,7 @@ from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
+    from ciuic.restore.selection import Selection
     from ciuic.types import Snapshot
 
 
@@ -88,11 +89,24 @@ class RestoreTarget(NamedTuple):
     """Absolute path in the destination."""
     in_place: bool
     """The destination is the original path: below the root, no symbolic link is followed on the way."""
+    selection: Selection | None = None
+    """Choice among what is below it; None for everything."""
 
     @property
     def is_root(self) -> bool:
         """The source is a root itself, which is restored into whatever is mounted at the destination."""
         return self.source.path == self.source.root.path
+
+    @property
+    def mark(self) -> bytes:
+        """Bytes that tell this restore from others into the same directory, for its journal."""
+        return (
+            self.source.path if self.selection is None else self.source.path + b"\0" + self.selection.digest
+        )
+
+    def wants(self, source_path: bytes, is_dir: bool) -> bool:
+        """Return whether what the snapshot has at this path, below the source, is restored."""
+        return self.selection is None or self.selection.has(source_path, is_dir)
 
 
 class Kept(NamedTuple):

@@ -12,7 +12,7 @@ import msgspec
 from ciuic.errors import Damaged, DestinationExists
 from ciuic.repository import Repository
 from ciuic.repository.directory_trees import Lineage
-from ciuic.repository.lookup import join, resolve
+from ciuic.repository.lookup import is_within, join, resolve
 from ciuic.restore import journal
 from ciuic.restore.destination import open_directory, stat_at
 from ciuic.restore.destination_directories import (
@@ -23,6 +23,7 @@ from ciuic.restore.destination_directories import (
     open_parent,
 )
 from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget, believed_equal
+from ciuic.restore.selection import Selection
 from ciuic.system.linked_path import LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.system.shell_quoting import shown
@@ -43,6 +44,8 @@ def plan_restore(
     check: bool = True,
     keep: Callable[[bytes, bool], bool] | None = None,
     special: bool | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> RestorePlan:
     """Return the plan of a restore. Reads metadata only, changes nothing.
 
@@ -57,8 +60,11 @@ def plan_restore(
         keep: ``keep(path, is_dir)`` returns True for what ``delete`` must spare, by its path at the snapshot; for excluded paths.
         special: restore special files and attributes (attributes.py). None: restore them unless another user may have
             written to the repository; what is left out counts as a failure then.
+        include: patterns of what is restored below each path (selection.py); none: everything.
+        exclude: patterns of what is left alone.
 
     Raises:
+        ValueError: a pattern cannot match anything.
         DestinationExists: ``overwrite`` is None and something exists; names every conflict.
         NotFound: the snapshot does not have a path.
         UsageError: two paths would get the same destination.
@@ -68,6 +74,11 @@ def plan_restore(
     targets = make_targets(repository, snapshot, list(paths), dest)
     for target in targets:
         check_usable(target)
+    if include or exclude:
+        targets = tuple(
+            target._replace(selection=Selection(repository, target.source, include, exclude))
+            for target in targets
+        )
     conflicts: list[bytes] = []
     if overwrite is None:
         with many_descriptors():
@@ -84,13 +95,34 @@ def plan_restore(
         targets=targets,
         overwrite=overwrite,
         delete=delete,
-        kept=Kept(frozenset({(own.st_dev, own.st_ino)}), keep),
+        kept=Kept(frozenset({(own.st_dev, own.st_ino)}), _keeps(targets, keep)),
         conflicts=tuple(conflicts),
-        bytes_total=sum(_bytes(target) for target in targets),
-        files_total=sum(_files(target) for target in targets),
+        # Not known where there is a choice.
+        bytes_total=0 if include or exclude else sum(_bytes(target) for target in targets),
+        files_total=0 if include or exclude else sum(_files(target) for target in targets),
         special=not foreign if special is None else special,
         foreign_reason=foreign,
     )
+
+
+def _keeps(
+    targets: Sequence[RestoreTarget], keep: Callable[[bytes, bool], bool] | None
+) -> Callable[[bytes, bool], bool] | None:
+    """Return the rule for what ``delete`` spares: what the caller keeps, and what the targets' selections leave out."""
+    chosen = [target for target in targets if target.selection is not None]
+    if not chosen:
+        return keep
+
+    def spares(path: bytes, is_dir: bool) -> bool:
+        if keep is not None and keep(path, is_dir):
+            return True
+        return any(
+            target.selection is not None and target.selection.spares(path, is_dir)
+            for target in chosen
+            if is_within(path, target.source.path)
+        )
+
+    return spares
 
 
 def plan_nothing(repository: Repository, snapshot: Snapshot) -> RestorePlan:
@@ -141,7 +173,7 @@ def _conflicts(repository: Repository, snapshot: Snapshot, target: RestoreTarget
             return
         entry = msgspec.structs.replace(target.source.entry, name=posixpath.basename(target.path))
         # Results of an earlier run of the same restore are no conflicts.
-        resumed = _is_resumed(parent.fd, entry.name, str(snapshot.id), target.source.path)
+        resumed = _is_resumed(parent.fd, entry.name, str(snapshot.id), target.mark)
         yield from _in_the_way(repository, target, parent.fd, entry, resumed)
     finally:
         for folder in chain:
@@ -186,6 +218,8 @@ def _in_the_way(
             if st is None or (len(stack) == 1 and entry.name == journal.JOURNAL_NAME):
                 continue
             here = join(bytes(path), entry.name)
+            if stack and not target.wants(target.source.path + here[len(target.path) :], entry.is_dir):
+                continue
             # Left alone by the restore, which says so; nothing in it is in the way.
             if (stack or not target.is_root) and borders.at(entry.name):
                 continue

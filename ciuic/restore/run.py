@@ -300,7 +300,15 @@ class Walk:
             if folder is not None:
                 self._outcomes.release(folder)
             return None
-        if folder.fresh or existing is None or attempt.rules.sets_directory_attributes(entry, existing):
+        selection = attempt.target.selection
+        if (
+            folder.fresh
+            or existing is None
+            or (
+                attempt.rules.sets_directory_attributes(entry, existing)
+                and not (selection is not None and selection.only_leads(source_path))
+            )
+        ):
             entry, xattrs = self._special.permitted(path, entry, xattrs)
             if not self._dry_run:
                 folder.entry, folder.xattrs = entry, xattrs
@@ -339,12 +347,14 @@ class Walk:
         # The journal of a restore that was running when the snapshot was made means nothing now.
         if entry.name == JOURNAL_NAME and len(self._stack) == 1:
             return
+        source_path = join(frame.folder.source_path, entry.name)
+        if not attempt.target.wants(source_path, entry.is_dir):
+            return
         if self.is_left_out(attempt, frame.folder, entry):
             return
         if not entry.is_dir:
             self._dispatcher.restore(attempt, frame.folder, entry)
             return
-        source_path = join(frame.folder.source_path, entry.name)
         folder = self.restore_directory(attempt, frame.folder, entry, source_path, frame.inodes)
         if folder is None:
             return
@@ -578,7 +588,7 @@ class RestoreRun:
 
     def _begin_journal(self, attempt: Attempt, folder: Folder) -> journals.Journal | None:
         """Mark the directory as being restored; an earlier run of the same restore is resumed."""
-        source, snapshot = attempt.target.source.path, str(self._plan.snapshot.id)
+        source, snapshot = attempt.target.mark, str(self._plan.snapshot.id)
         journal, resumed = None, False
         if not self._is_durable:
             # The caller has a record of its own.

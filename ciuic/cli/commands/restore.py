@@ -19,10 +19,11 @@ import click
 from ciuic.cli.shared.contents import as_recorded
 from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
 from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text, warn
-from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
+from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, DestinationExists, NotFound, Partial, UsageError
+from ciuic.excludes import check_pattern
 from ciuic.types import FLAG_MOUNTPOINT, SAFETY_MESSAGE, TAG_INCOMPLETE, is_safety
 
 if TYPE_CHECKING:
@@ -60,7 +61,24 @@ _SHOWN_OPEN_FILES = 5
     multiple=True,
     metavar="PATH",
     type=SNAPSHOT_PATH,
-    help="What: the absolute path as it was at the snapshot; may be given several times. Needed, but for --last-good and --status.",
+    help="What: the absolute path as it was at the snapshot; may be given several times. Needed, but for --all, --last-good and --status.",
+)
+@click.option("--all", "everything", is_flag=True, help="In place of -p: every root of the snapshot.")
+@click.option(
+    "--include",
+    "include",
+    multiple=True,
+    metavar="PATTERN",
+    type=Text(),
+    help="Below PATH only names that match, as in gitignore, with all below them; may be given several times.",
+)
+@click.option(
+    "--exclude",
+    "exclude",
+    multiple=True,
+    metavar="PATTERN",
+    type=Text(),
+    help="Below PATH leave alone names that match, with all below them, also with --delete; may be given several times.",
 )
 @click.option(
     "-d",
@@ -106,6 +124,9 @@ def restore_command(
     snapshot: str | None,
     last_good: bool,
     paths: tuple[bytes, ...],
+    everything: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
     dest: bytes | None,
     overwrite: str | None,
     delete: bool,
@@ -122,12 +143,19 @@ def restore_command(
     """
     if snapshot is not None and last_good:
         raise UsageError("-s names a snapshot, and --last-good chooses one: give one of them")
-    if not last_good and (snapshot is None or not paths):
+    if everything and (paths or last_good):
+        raise UsageError("--all means every root of the snapshot of -s: leave out -p and --last-good")
+    if not last_good and (snapshot is None or not (paths or everything)):
         raise UsageError(
             "which snapshot, and what? -s names the snapshot, -p the path",
             hint="such as: -s latest -p DIR, or --last-good -p DIR",
         )
     session = current()
+    if everything and snapshot is not None:
+        store = session.snapshots
+        paths = tuple(root.path for root in store.load(store.resolve(snapshot)).roots)
+    if lazy and (include or exclude):
+        raise UsageError("--lazy restores a whole directory: leave out --include and --exclude")
     if lazy or foreground:
         _require_only_lazy(lazy, paths, overwrite, delete, dry_run)
     chosen = _last_good(session, paths) if last_good else {}
@@ -142,7 +170,18 @@ def restore_command(
         wanted.setdefault(named, []).append(path)
     # All before the first: a conflict or a mistake ends the command while nothing has been made or changed.
     plans = [
-        _planned(session, named, some, dest, overwrite, delete=delete, dry_run=dry_run, special=special)
+        _planned(
+            session,
+            named,
+            some,
+            dest,
+            overwrite,
+            delete=delete,
+            dry_run=dry_run,
+            special=special,
+            include=include,
+            exclude=exclude,
+        )
         for named, some in wanted.items()
     ]
     if not last_good:
@@ -259,12 +298,19 @@ def _planned(
     delete: bool,
     dry_run: bool,
     special: bool | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
 ) -> RestorePlan:
     """Return the plan of a restore from one snapshot; its options are those of the command."""
     from ciuic.restore import Overwrite, plan_restore
 
     store = session.snapshots
     source = store.load(store.resolve(snapshot))
+    for pattern in (*include, *exclude):
+        try:
+            check_pattern(pattern)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     plan = plan_restore(
         session.repository_of(source.id),
         source,
@@ -278,6 +324,8 @@ def _planned(
         keep=excluded(session) if delete else None,
         # None leaves the decision to the owners of the repository, which the operator may have overridden.
         special=True if special is None and session.trusts_repository else special,
+        include=include,
+        exclude=exclude,
     )
     _refuse_incomplete(plan)
     if delete and TAG_INCOMPLETE in source.tags:

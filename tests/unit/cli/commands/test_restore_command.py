@@ -18,6 +18,7 @@ from support.cli_repository import FIRST_NS, CliRepository
 
 from ciuic.cli.shared import safety_snapshot
 from ciuic.repository import Repository
+from ciuic.restore import Overwrite, journal, plan_restore
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, not_held
 
 NOISE = os.urandom(300_000)
@@ -430,3 +431,43 @@ def test_nothing_is_restored_without_a_good_checkpoint(repository: CliRepository
     assert result.exit_code == 3
     assert "no checkpoint of a known format" in result.stderr
     assert list(repository.root.iterdir()) == []
+
+
+def test_restore_of_what_matches(repository: CliRepository, tmp_path: Path) -> None:
+    """--include brings names that match with the directories that lead to them, --exclude leaves names out, --all takes every root."""
+    dest = tmp_path / "dest"
+    words = ("restore", "-s", "latest", "--all", "-d", str(dest))
+    assert repository.run(*words, "--include", "a").exit_code == 0
+    assert sorted(str(path.relative_to(dest)) for path in dest.rglob("*")) == [
+        "root",
+        "root/ckpt",
+        "root/ckpt/a",
+    ]
+    # What is left out is not in the way, and stays.
+    (dest / "root" / "ckpt" / "b").write_text("mine")
+    (dest / "root" / "ckpt" / "c").write_text("extra")
+    done = repository.run(*words, "--exclude", "b", "--exclude", "c", "--overwrite", "--delete", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert (dest / "root" / "ckpt" / "b").read_text() == "mine"
+    assert (dest / "root" / "ckpt" / "c").read_text() == "extra"
+    assert (dest / "root" / "log").read_bytes() == b"line\n"
+    for wrong in (("--include", ""), ("-p", str(repository.root)), ("--lazy", "--include", "a")):
+        assert repository.run(*words, *wrong).exit_code == 2
+
+
+def test_a_choice_is_no_other_restore_that_was_cut_short(repository: CliRepository) -> None:
+    """The journal of an interrupted restore of a choice makes no file fair game for a restore of everything."""
+    (repository.root / "ckpt").mkdir()
+    (repository.root / "ckpt" / "b").write_bytes(b"bbb")
+    os.utime(repository.root / "ckpt" / "b", ns=(FIRST_NS, FIRST_NS))
+    with Repository.open(repository.path) as opened:
+        snapshot = opened.snapshots.load(opened.snapshots.resolve("latest"))
+        plan = plan_restore(opened, snapshot, [os.fsencode(repository.root)], include=("a",))
+        whole = plan_restore(opened, snapshot, [os.fsencode(repository.root)], overwrite=Overwrite.ALWAYS)
+    for mark, code in ((plan.targets[0].mark, 6), (whole.targets[0].mark, 0)):
+        folder = os.open(repository.root, os.O_RDONLY | os.O_DIRECTORY)
+        cut_short = journal.Journal.begin(folder, os.fsencode(repository.root), str(snapshot.id), mark)
+        assert cut_short is not None
+        cut_short.close()
+        os.close(folder)
+        assert repository.run("restore", "-s", "latest", "-p", str(repository.root)).exit_code == code
