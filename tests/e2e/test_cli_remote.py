@@ -295,6 +295,26 @@ def test_keys_are_listed_added_and_removed(
     host.run("remote", "keys", "remove", "host", "nowhere", "-y", expect=3)
 
 
+def test_keys_of_the_remote_that_is_named(
+    host: Host, made: dict[str, Any], url: str, short_tmp: Path
+) -> None:
+    """--repo, as CIUIC_REPO, names the remote whose keys are listed and removed; the configured one keeps its own."""
+    elsewhere = f"file://{short_tmp}/elsewhere"
+    third = Host(short_tmp / "third")
+    third.run("remote", "init", elsewhere)
+    third.env["CIUIC_REMOTE_PASSPHRASE"] = "another one"
+    third.run("remote", "keys", "add", "--passphrase", "--slot", "spare")
+    host.env["CIUIC_REMOTE_KEY_FILE"] = str(third.key_file)
+    kept = slots_at(url)
+    assert "spare" in host.run("--repo", elsewhere, "remote", "keys", "list").stdout.decode()
+    host.run("--repo", elsewhere, "remote", "keys", "remove", "spare", "-y")
+    assert "spare" not in slots_at(elsewhere)
+    host.env["CIUIC_REPO"] = elsewhere
+    host.run("remote", "keys", "remove", "recovery", "-y")
+    assert set(slots_at(elsewhere)) == {"host"}
+    assert slots_at(url) == kept
+
+
 def test_a_bad_object_among_the_keys_stops_no_command(host: Host, made: dict[str, Any], url: str) -> None:
     """Beside objects that are no key slots a host uploads, checks and repairs; they are listed, named and removed."""
     keys = Path(url.removeprefix("file://")) / "keys"

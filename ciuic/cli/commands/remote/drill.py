@@ -71,10 +71,7 @@ def drill(
     """
     session = current()
     sample_bytes = _size(sample)
-    chosen = [targets.find_remote(session.config, place)] if place else list(session.config.remotes)
-    if not chosen:
-        # The same words and exit code as for a name.
-        targets.find_remote(session.config, place)
+    chosen = targets.find_remotes(session.config, place)
     if id_ is not None and len(chosen) > 1:
         raise UsageError("--snapshot goes with one remote: name it", hint="ciuic remote drill REMOTE")
     seed = random.SystemRandom().randrange(_MAX_SEED) if seed is None else seed

@@ -79,7 +79,9 @@ def init(
     from ciuic.remote.access import configured_objects
 
     session = current()
-    config = targets.find_remote(session.config, place, name=name, endpoint=endpoint, region=region)
+    config = targets.find_remote(
+        session.config, place, name=name, endpoint=endpoint, region=region, is_new=True
+    )
     sealed = _is_sealed(config, config in session.config.remotes, no_encryption)
     if not sealed and (passphrase or key_file):
         raise UsageError(
@@ -293,7 +295,9 @@ def join(
     from ciuic.remote.access import configured_objects
 
     session = current()
-    config = targets.find_remote(session.config, place, name=name, endpoint=endpoint, region=region)
+    config = targets.find_remote(
+        session.config, place, name=name, endpoint=endpoint, region=region, is_new=True
+    )
     if no_encryption:
         config = replace(config, encryption=False)
     file = _require_writable_config(session)
@@ -603,7 +607,9 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
     from ciuic.remote.access import configured_objects
     from ciuic.remote.objects import prove
 
-    config = targets.find_remote(current().config, place, name=name, endpoint=endpoint, region=region)
+    config = targets.find_remote(
+        current().config, place, name=name, endpoint=endpoint, region=region, is_new=True
+    )
     count = min(8, size)
     found = prove.measure(
         lambda: configured_objects(config),

@@ -45,24 +45,40 @@ place_argument: Final = click.argument("place", metavar="[REMOTE]", default="")
 """Adds the argument REMOTE: a name of the configuration, or a URL."""
 
 
+def find_remotes(config: Config, place: str) -> list[RemoteConfig]:
+    """Return the remote that is meant, as `find_remote`, or all that are configured where none is."""
+    if place or _repo_url() or not config.remotes:
+        # The same words and exit code for no remote as for a wrong name.
+        return [find_remote(config, place)]
+    return list(config.remotes)
+
+
 def find_remote(
-    config: Config, place: str, *, name: str = "", endpoint: str = "", region: str = ""
+    config: Config,
+    place: str,
+    *,
+    name: str = "",
+    endpoint: str = "",
+    region: str = "",
+    is_new: bool = False,
 ) -> RemoteConfig:
     """Return the remote that is meant.
 
     Args:
         config: Configuration.
-        place: URL, or name of a configured remote; empty for the only one that is configured.
+        place: URL, or name of a configured remote; empty for that of --repo or CIUIC_REPO, else the only one that is configured.
         name: Name of the remote.
         endpoint: Server of the URL.
         region: Region of the URL.
+        is_new: It may get a table of its own in the configuration, and needs a name if there are others.
 
     Raises:
         NotFound: it is not configured.
         UsageError: the URL or an option is wrong, contradicts the configuration, or a name is missing.
     """
+    place = place or ("" if name else _repo_url())
     if "://" in place:
-        return _of_url(config, place, name, endpoint, region)
+        return _of_url(config, place, name, endpoint, region, is_new=is_new)
     name = place or name
     known = {remote.name: remote for remote in config.remotes}
     if not known:
@@ -80,14 +96,26 @@ def find_remote(
     return known[name] if name else next(iter(known.values()))
 
 
+def _session() -> Session | None:
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.find_object(Session)
+
+
+def _repo_url() -> str:
+    """Return the URL of --repo or CIUIC_REPO; empty where it is none of a remote."""
+    session = _session()
+    return "" if session is None else session.remote_url or ""
+
+
 def _packs_option() -> str:
     """Return what was given with --packs-url."""
-    context = click.get_current_context(silent=True)
-    session = None if context is None else context.find_object(Session)
+    session = _session()
     return "" if session is None else session.packs_option or ""
 
 
-def _of_url(config: Config, place: str, name: str, endpoint: str, region: str) -> RemoteConfig:
+def _of_url(
+    config: Config, place: str, name: str, endpoint: str, region: str, *, is_new: bool
+) -> RemoteConfig:
     from ciuic.config import REMOTE_KEYS, RemoteConfig
     from ciuic.config.keys import DEFAULT_REMOTE_NAME
     from ciuic.remote.access import PACKS_VARIABLE
@@ -114,7 +142,7 @@ def _of_url(config: Config, place: str, name: str, endpoint: str, region: str) -
                     hint=f"leave --{key.replace('_', '-')} out, or change the configuration",
                 )
         return remote
-    if config.remotes and not name:
+    if config.remotes and not name and is_new:
         raise UsageError(
             f"other remotes are configured ({', '.join(one.name for one in config.remotes)}): this one needs a name",
             hint="--name NAME",

@@ -59,10 +59,7 @@ def status(place: str, contact: bool, as_json: bool) -> None:
     Without --contact this is what this host knows, also while no network is there.
     """
     session = current()
-    chosen = [targets.find_remote(session.config, place)] if place else list(session.config.remotes)
-    if not chosen:
-        # The same words and exit code as for a name.
-        targets.find_remote(session.config, place)
+    chosen = targets.find_remotes(session.config, place)
     documents, failures = [], []
     for config in chosen:
         document = _facts(session, config)
