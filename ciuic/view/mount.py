@@ -9,6 +9,7 @@ References:
 from __future__ import annotations
 
 import array
+import errno
 import os
 import shutil
 import socket
@@ -58,7 +59,10 @@ class MountedView:
                         hint="name a directory that is empty, or a new one",
                     )
         except OSError as error:
-            raise CiuicError(f"cannot mount at {one_line(directory)}: {error.strerror}") from None
+            hint = ""
+            if error.errno == errno.ENOTCONN:
+                hint = f"what was mounted there is dead; take it away: umount -l {one_line(directory)}"
+            raise CiuicError(f"cannot mount at {one_line(directory)}: {error.strerror}", hint=hint) from None
         self._fuse_fd = (_mount_by_user if self._by_user else _mount_by_root)(directory, for_others)
         try:
             negotiate(self._fuse_fd, passthrough=False)

@@ -27,7 +27,7 @@ from ciuic.view.mount import MountedView
 from ciuic.view.tree import ViewTree
 
 # The mounts are made by a process of its own: one that serves a view must not wait for it. $1 is the scratch directory, $2
-# mount(8), $3 the number of roots, then the roots, the directory to begin in, and the program.
+# mount(8), $3 the number of roots, then the roots, the directory to begin in, another where that is not there, and the program.
 _SCRIPT: Final = """
 scratch=$1 mount=$2 roots=$3; shift 3
 number=0
@@ -37,8 +37,8 @@ while [ $number -lt $roots ]; do
     "$mount" -t overlay -o "$layers" -- ciuic-snapshot "$1" || exit 125
     shift; number=$((number + 1))
 done
-cd -- "$1" || exit 125
-shift
+cd -- "$1" 2> /dev/null || cd -- "$2" || exit 125
+shift 2
 exec "$@"
 """
 _NO_MOUNT: Final = 125
@@ -60,7 +60,7 @@ def run_at(
         snapshot: The snapshot.
         roots: Paths of those of its roots that are shown.
         command: Program and arguments.
-        begin_in: Its working directory.
+        begin_in: Its working directory; the first root where the snapshot does not have it.
         problem: Told in words what of the snapshot cannot be read.
         scratch: Directory for what the program writes; None: TMPDIR, or /var/tmp.
 
@@ -128,6 +128,7 @@ def _run(
                 str(len(roots)),
                 *roots,
                 begin_in,
+                roots[0],
                 *command,
             ],
             env={**os.environ, "CIUIC_SNAPSHOT": str(snapshot.id)},

@@ -416,3 +416,23 @@ def test_a_shell_that_cannot_be(place: Place) -> None:
     done = subprocess.run(place.command("shell", "true"), capture_output=True, text=True, check=False)
     assert (done.returncode, "is no directory now" in done.stderr) == (1, True)
     place.root.mkdir()
+
+
+def test_a_shell_begins_where_the_caller_is(place: Place) -> None:
+    """Outside of the roots too; in the first root where the snapshot has no such directory."""
+    write(place.root / "sub" / "a", b"a")
+    place.snapshot()
+    write(place.root / "later" / "b", b"b")
+    for here, expected in (
+        (place.top, place.top),
+        (place.root / "sub", place.root / "sub"),
+        (place.root / "later", place.root),
+    ):
+        done = subprocess.run(
+            place.command("shell", "--scratch", place.top, "pwd"),
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.stdout.strip(), done.returncode) == (str(expected), 0), done.stderr

@@ -13,7 +13,6 @@ from ciuic.cli.shared.messages import shown, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import note
 from ciuic.cli.shared.session import current
-from ciuic.repository.lookup import is_within
 
 _WAIT_SECONDS = 0.5
 _MAX_TOLD = 100
@@ -115,7 +114,7 @@ def shell_command(
     """Run COMMAND, or a shell, for which the directories are as in the snapshot.
 
     It sees them at their paths, and may write: what it writes is kept aside and gone with it. Everything else, other programs included, is as
-    it is. Ends with the exit code of COMMAND. Needs root.
+    it is. It begins in the current directory, or in the first root where the snapshot does not have that. Ends with the exit code of COMMAND. Needs root.
     """
     from ciuic.errors import NotFound
     from ciuic.view.namespace import run_at
@@ -132,12 +131,18 @@ def shell_command(
                 hint=f"its roots are: {', '.join(map(shown, known))}",
             )
     roots = list(paths) or known
-    here = os.getcwdb()
-    begin_in = here if any(is_within(here, root) for root in roots) else roots[0]
     program = command or (os.environ.get("SHELL") or "/bin/sh",)
     if not command:
         note(
             f"{', '.join(map(shown, roots))} as in {snapshot.id}, {times.clock(snapshot.time_ns)}; what is written here is gone at the end"
         )
     tree = ViewTree(store, session.repository_of, snapshot.id)
-    session.exit_code = run_at(tree, snapshot, roots, program, begin_in, _Teller(), scratch)
+    session.exit_code = run_at(tree, snapshot, roots, program, _here(), _Teller(), scratch)
+
+
+def _here() -> bytes:
+    try:
+        return os.getcwdb()
+    except FileNotFoundError:
+        # It was removed: perhaps the snapshot has it, but its path is not known.
+        return b"/"

@@ -258,7 +258,7 @@ def _print_verified(result: VerifyResult, everything: bool, share: float | None)
     if result.checksum or share is not None:
         looked += f", {human_size(result.bytes_read)} read"
     if result.damaged:
-        verdict = f"{len(result.damages)} damaged"
+        verdict = plural(len(result.damages), "damaged place")
     elif share is not None:
         verdict = f"everything is there, and {100 * share:.3g} % of the blocks, chosen at random, are right"
     else:
@@ -314,7 +314,11 @@ def _slice_document(state: Pass, stored_bytes: int) -> dict[str, Any]:
 
 def _print_slice(result: VerifyResult, state: Pass, stored_bytes: int) -> None:
     print_damages(result)
-    verdict = f"{len(result.damages)} damaged" if result.damaged else "every byte that was read is right"
+    verdict = (
+        plural(len(result.damages), "damaged place")
+        if result.damaged
+        else "every byte that was read is right"
+    )
     colour = "red" if result.damaged else "green"
     if not state.began_ns:
         out(f"{verdict}; that completes a pass over {human_size(state.bytes_read)}", fg=colour)

@@ -186,15 +186,16 @@ class SplitObjects:
         if here is None:
             raise PacksElsewhere(
                 f"there is no remote at {self._log.url}, but the packs of one at {self._packs.url}",
-                hint="check the URL; if the log was deleted: ciuic check --behind-deletions --repair; "
-                "for a new remote choose another prefix for packs_url",
+                hint=f"check the URL; if {_REMOTE_JSON} alone was deleted, copy it from {self._packs.url}; if the log was: "
+                "ciuic check --behind-deletions --repair; for a new remote choose another prefix for packs_url",
             )
         if copy is None:
             raise _no_part(self._packs.url, self._log.url)
         if here != copy:
             raise PacksElsewhere(
-                f"{self._packs.url} has the packs of another remote than {self._log.url}",
-                hint="check packs_url",
+                f"{self._packs.url} has the packs of another remote than {self._log.url}, or one of their {_REMOTE_JSON} was altered",
+                hint="check packs_url; if it is right, copy the one that an earlier version or another host's backup shows to be "
+                "whole over the other: both have the same bytes",
             )
         return here
 
@@ -209,8 +210,8 @@ def _unless_missing(read: Callable[[Objects], _Result], objects: Objects) -> _Re
 def _no_part(packs_url: str, url: str) -> PacksElsewhere:
     return PacksElsewhere(
         f"{packs_url} has no part of the remote at {url}",
-        hint="check packs_url, and leave it out if the remote has its packs beside its log; "
-        f"if `remote init` was interrupted, remove {_REMOTE_JSON} from {url}",
+        hint=f"check packs_url, and leave it out if the remote has its packs beside its log; if {_REMOTE_JSON} was deleted there, "
+        f"copy it from {url}; only if `remote init` was interrupted and nothing was ever uploaded, remove it from {url}",
     )
 
 

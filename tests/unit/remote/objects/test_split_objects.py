@@ -167,7 +167,7 @@ def test_an_init_that_is_interrupted_between_the_places(pair: Pair) -> None:
         made(objects)
     with pytest.raises(PacksElsewhere) as refused:
         open_remote(objects, [SECRET], packs_url=PACKS_URL)
-    assert "remove remote.json from" in refused.value.hint
+    assert "was interrupted and nothing was ever uploaded, remove it from" in refused.value.hint
     pair.log.delete(["remote.json"])
     packs.fails = False
     remote = init_remote(objects, master=MasterKey.generate(), block_size=BLOCK, packs_url=PACKS_URL)
