@@ -22,6 +22,7 @@ import msgspec
 from ciuic.config.places import mount_holding
 from ciuic.errors import CiuicError
 from ciuic.protocol.state_directory import find_state
+from ciuic.structs import decode_msgpack
 from ciuic.system.mountinfo import Mount
 
 _NAME = "repository"
@@ -60,7 +61,7 @@ def read_mark(root_fd: int) -> RepositoryMark | None:
         with _state_directory(root_fd) as directory:
             fd = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
             with open(fd, "rb") as file:
-                return msgspec.msgpack.decode(file.read(_MAX_MARK_BYTES), type=RepositoryMark)
+                return decode_msgpack(file.read(_MAX_MARK_BYTES), RepositoryMark)
     except (OSError, CiuicError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

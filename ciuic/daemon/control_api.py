@@ -47,6 +47,7 @@ from ciuic.protocol.control_types import (
     StatusDocument,
 )
 from ciuic.protocol.peer_socket import caller_of
+from ciuic.structs import decode_json
 
 # Far more than a request needs, so that no caller fills the daemon's memory.
 MAX_BODY_BYTES = 64 * 1024
@@ -235,7 +236,7 @@ async def _event_lines(bus: EventBus) -> AsyncGenerator[bytes, None]:
 def _decode(request: Request, kind: type[_T]) -> _T:
     try:
         # No body is a request in which no field is set, as `curl -X POST` sends it.
-        return msgspec.json.decode(request.body or b"{}", type=kind)
+        return decode_json(request.body or b"{}", kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # msgspec lets two errors through as they are: for text that is not UTF-8, and for nesting without
         # end.

@@ -13,6 +13,8 @@ from typing import Final
 
 import msgspec
 
+from ciuic.structs import msgpack_decoder
+
 # Longest message. The longest of a caller has 32 KiB; the answer to a thousand ids has about as much.
 MAX_MESSAGE_BYTES: Final = 64 << 10
 
@@ -79,8 +81,8 @@ class KnownUsers(msgspec.Struct, tag="Known", frozen=True):
 
 FromReceiver = Ready | Beat | Arrived | Said | Hung
 FromDaemon = Admit | AnswerCaller | KnownUsers
-_FROM_RECEIVER: Final[msgspec.msgpack.Decoder[FromReceiver]] = msgspec.msgpack.Decoder(FromReceiver)
-_FROM_DAEMON: Final[msgspec.msgpack.Decoder[FromDaemon]] = msgspec.msgpack.Decoder(FromDaemon)
+_FROM_RECEIVER: Final[msgspec.msgpack.Decoder[FromReceiver]] = msgpack_decoder(FromReceiver)
+_FROM_DAEMON: Final[msgspec.msgpack.Decoder[FromDaemon]] = msgpack_decoder(FromDaemon)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 

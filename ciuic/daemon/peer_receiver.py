@@ -41,8 +41,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, NoReturn
 
-import msgspec
-
 from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
     Admit,
@@ -62,6 +60,7 @@ from ciuic.protocol import peer_socket
 from ciuic.protocol.heartbeat_page import check_page
 from ciuic.protocol.peer_socket import Caller, Queued, is_safe_to_close
 from ciuic.protocol.watch_client import MAX_FDS
+from ciuic.structs import decode_json
 from ciuic.system import privileges, processes
 from ciuic.system.syscall_profiles import limit_receiver
 
@@ -728,7 +727,7 @@ def main(arguments: list[str]) -> int:
     # A terminal's Ctrl-C is for the daemon, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=int(arguments[0]))
-    options = msgspec.json.decode(arguments[1], type=ReceiverOptions)
+    options = decode_json(arguments[1], ReceiverOptions)
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CHANNEL_BUFFER_BYTES)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

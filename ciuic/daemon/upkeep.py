@@ -25,6 +25,7 @@ from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.errors import BY_EXIT_CODE, CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
+from ciuic.structs import decode_json
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.urgency import Urgency
 from ciuic.units import plural
@@ -230,8 +231,8 @@ class Upkeep:
                 await process.stdout.aclose()
         try:
             if status == 0:
-                return msgspec.json.decode(answer, type=PruneReport)
-            refusal = msgspec.json.decode(answer, type=ErrorDocument)
+                return decode_json(answer, PruneReport)
+            refusal = decode_json(answer, ErrorDocument)
         except msgspec.DecodeError as error:
             raise CiuicError(
                 f"the upkeep process ended without a result ({describe_exit(status)})"

@@ -27,6 +27,7 @@ from ciuic.protocol.control_types import (
     rfc3339,
 )
 from ciuic.retention import RetentionPolicy
+from ciuic.structs import decode_json
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.urgency import Urgency
 
@@ -108,7 +109,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
         job_input = JobInput(0)
-        job = msgspec.json.decode(job_input.first_line(), type=UpkeepJob)
+        job = decode_json(job_input.first_line(), UpkeepJob)
         # Before privileges are dropped: to raise the priority again as the deadline nears takes RLIMIT_NICE,
         # which is set here (docs/decisions/deadlines.md).
         precedence = yield_to_others(job.io_priority, job.urgency.least_share(0))

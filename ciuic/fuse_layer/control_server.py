@@ -29,6 +29,7 @@ from ciuic.protocol.worker_frames import (
     send_frame,
     socket_address,
 )
+from ciuic.structs import convert
 
 log = structlog.get_logger(__name__)
 
@@ -275,7 +276,7 @@ class ControlServer:
         if len(fds) != 1:
             raise RequestRefused(f"share must come with 1 descriptor, got {len(fds)}", errno.EINVAL)
         try:
-            wanted = msgspec.convert(request, Share)
+            wanted = convert(request, Share)
         except msgspec.ValidationError as error:
             raise RequestRefused(str(error), errno.EINVAL) from error
         on_share(wanted, fds[0])

@@ -16,6 +16,7 @@ from typing import BinaryIO, Final, NamedTuple
 import msgspec
 
 from ciuic.fuse_layer.undo_format import SealedChange, UndoDamaged, sealed_name
+from ciuic.structs import msgpack_decoder
 from ciuic.system.spill import NameTable, NumberTable, Spill
 
 SEALED_VERSION: Final = 2
@@ -90,10 +91,10 @@ class _Version(msgspec.Struct):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_head_decoder = msgspec.msgpack.Decoder(SealedHead)
-_version_decoder = msgspec.msgpack.Decoder(_Version)
-_frame_decoder = msgspec.msgpack.Decoder(_Changes | _Names | Totals)
-_change_decoder = msgspec.msgpack.Decoder(SealedChange)
+_head_decoder = msgpack_decoder(SealedHead)
+_version_decoder = msgpack_decoder(_Version)
+_frame_decoder = msgpack_decoder(_Changes | _Names | Totals)
+_change_decoder = msgpack_decoder(SealedChange)
 
 
 def write_sealed(

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ciuic.structs import msgpack_decoder
 from ciuic.types import recorded_time
 
 LOG_NAME = "log"
@@ -180,7 +181,7 @@ class AbandonedRecord(msgspec.Struct, array_like=True, frozen=True, tag="x"):
 
 Record = InodeRecord | NameRecord | BlocksRecord | SwappedRecord | AbandonedRecord
 
-_record_decoder = msgspec.msgpack.Decoder(Record)
+_record_decoder = msgpack_decoder(Record)
 
 
 def encode(record: Record) -> bytes:

@@ -19,6 +19,7 @@ from typing import Final, Literal
 import msgspec
 
 from ciuic.errors import Partial
+from ciuic.structs import decode_json
 
 DEFAULT_DIRECTORY: Final = Path("/run/ciuic/restores")
 _MAX_BYTES: Final = 4 << 20
@@ -148,7 +149,7 @@ class StatusFile:
 def decode_status(data: bytes) -> LazyStatus | None:
     """Decode a status file; None for anything else."""
     try:
-        return msgspec.json.decode(data, type=LazyStatus)
+        return decode_json(data, LazyStatus)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
 

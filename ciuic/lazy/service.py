@@ -58,6 +58,7 @@ from ciuic.restore.destination import Remover, open_way, rename_new, unlink_if_t
 from ciuic.restore.destination_directories import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
+from ciuic.structs import decode_json
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
 from ciuic.system.xattrs import read_xattrs
@@ -117,7 +118,7 @@ class LazyRecord(msgspec.Struct):
     def decode(cls, data: bytes) -> LazyRecord:
         """Decode a record. ValueError for anything else."""
         try:
-            record = msgspec.json.decode(data, type=cls)
+            record = decode_json(data, cls)
             bytes.fromhex(record.source)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not the record of a lazy restore: {error}") from None

@@ -46,6 +46,7 @@ from ciuic.repository.snapshot_walk import Reached
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker
 from ciuic.restore.pool import Pool
+from ciuic.structs import decode_json
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 # Comparisons that a commit may disturb before the result is given up as unknown.
@@ -615,7 +616,7 @@ class ScrubBook:
     def _read(self, repository_id: str) -> Pass:
         nothing = Pass(repository=repository_id)
         try:
-            state = msgspec.json.decode(os.pread(self._fd, _MAX_BYTES, 0), type=Pass)
+            state = decode_json(os.pread(self._fd, _MAX_BYTES, 0), Pass)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return nothing
         return state if (state.version, state.repository) == (_VERSION, repository_id) else nothing

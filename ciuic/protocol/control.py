@@ -25,6 +25,7 @@ from ciuic.protocol.control_types import (
     StatusDocument,
 )
 from ciuic.protocol.socket_http import Answer, Connection
+from ciuic.structs import decode_json, json_decoder
 
 DEFAULT_SOCKET = Path("/run/ciuic/control.sock")
 # Status codes from here on are errors (RFC 9110).
@@ -120,7 +121,7 @@ class ControlClient:
 
     def events(self) -> Iterator[Event]:
         """Yield state changes as they happen, until the daemon stops or the caller closes the generator."""
-        decoder = msgspec.json.Decoder(Event)
+        decoder = json_decoder(Event)
         with self._connect() as connection:
             status, lines = connection.lines("/v1/events")
             if status >= _FIRST_ERROR:
@@ -151,7 +152,7 @@ class ControlClient:
     ) -> T:
         response = self._request(method, path, body, answer_seconds=answer_seconds)
         try:
-            return msgspec.json.decode(response.body, type=reply)
+            return decode_json(response.body, reply)
         except msgspec.DecodeError as error:
             raise CiuicError(
                 f"the daemon's answer to {method} {path} cannot be read: {error}",
@@ -186,7 +187,7 @@ class ControlClient:
 def _refusal(answer: Answer) -> CiuicError:
     """Return the daemon's error as the class that has its exit code."""
     try:
-        document = msgspec.json.decode(answer.body, type=ErrorDocument)
+        document = decode_json(answer.body, ErrorDocument)
     except msgspec.DecodeError:
         return CiuicError(f"the daemon answered {answer.status}")
     return BY_EXIT_CODE.get(document.code, CiuicError)(document.error, hint=document.hint)

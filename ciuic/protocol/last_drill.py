@@ -17,6 +17,7 @@ from ciuic.protocol.stored_remotely import (
     upload_state_dir,
     write_state_file,
 )
+from ciuic.structs import decode_json
 from ciuic.types import MAX_TIME_NS
 
 _NAME: Final = "drill"
@@ -61,7 +62,7 @@ def read_last_drill(name: str, state_dir: Path | None = None) -> LastDrill | Non
 def decode_drill(data: bytes) -> LastDrill:
     """Return the record in ``data``. StoredRecordDamaged for anything else."""
     try:
-        return msgspec.json.decode(data, type=LastDrill)
+        return decode_json(data, LastDrill)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoredRecordDamaged(f"it is no record of a drill: {error}") from error
 

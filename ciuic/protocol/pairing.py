@@ -28,6 +28,7 @@ import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable, UsageError
 from ciuic.protocol.peer_socket import runtime_dir
+from ciuic.structs import msgpack_decoder
 from ciuic.system.poll import readable, receive_answer
 from ciuic.types import Pair
 
@@ -99,8 +100,8 @@ class States(msgspec.Struct, tag=True, frozen=True):
 T = TypeVar("T")
 Question = Cut | Known
 Answer = Taken | PairRefused | States
-_QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
-_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+_QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgpack_decoder(Question)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgpack_decoder(Answer)
 
 
 def decode_question(data: bytes) -> Question:

@@ -27,6 +27,7 @@ from typing import Annotated, Final, NamedTuple, Protocol
 import msgspec
 
 from ciuic.errors import Damaged
+from ciuic.structs import decode_json
 
 STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
 DEFAULT_STATE_DIR: Final = Path("/var/lib/ciuic-upload")
@@ -74,7 +75,7 @@ def decode_record(data: bytes) -> StoredRecord:
     if len(data) > MAX_RECORD_BYTES:
         raise StoredRecordDamaged(f"it has more than {MAX_RECORD_BYTES} bytes")
     try:
-        return msgspec.json.decode(data, type=StoredRecord)
+        return decode_json(data, StoredRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoredRecordDamaged(f"it is no such record: {error}") from error
 

@@ -25,6 +25,7 @@ import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
 from ciuic.protocol.peer_socket import runtime_dir
+from ciuic.structs import msgpack_decoder
 from ciuic.system import service_manager
 from ciuic.system.poll import readable, receive_answer
 
@@ -70,7 +71,7 @@ class WatchRefused(msgspec.Struct, tag="Refused", frozen=True):
 
 
 Answer = Welcome | WatchRefused
-_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgpack_decoder(Answer)
 
 
 def watch_socket(environment: Mapping[str, str]) -> str:

@@ -30,6 +30,7 @@ from ciuic.protocol.worker_frames import (
     receive_frame,
     send_frame,
 )
+from ciuic.structs import convert
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 
@@ -93,7 +94,7 @@ class WorkerControlClient:
 
     def status(self) -> WorkerStatus:
         """Return the worker's status."""
-        return msgspec.convert(self._ask("status"), WorkerStatus, strict=False)
+        return convert(self._ask("status"), WorkerStatus, strict=False)
 
     def alive(self) -> None:
         """Return if the worker answers, which it does without touching its disk."""
@@ -171,7 +172,7 @@ class WorkerControlClient:
             WorkerRefused: with ETIMEDOUT when the hold has run out. The cut is then not made, because it would not show the
                 same instant as the cuts of other roots.
         """
-        return msgspec.convert(self._ask("cut"), CutReply, strict=False)
+        return convert(self._ask("cut"), CutReply, strict=False)
 
     def release(self) -> None:
         """End the hold of this connection; does nothing without one."""

@@ -19,6 +19,8 @@ from typing import Annotated, Any, Final
 import msgspec
 import xxhash
 
+from ciuic.structs import decode_msgpack
+
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REPLY_BYTES = 256 << 20
 """Limit of a reply: ``writers`` names every file open for writing, and a hundred thousand long paths still fit."""
@@ -144,7 +146,7 @@ def receive_frame(
 
 def _decode(body: bytes) -> dict[str, Any]:
     try:
-        return msgspec.msgpack.decode(body, type=dict[str, Any])
+        return decode_msgpack(body, dict[str, Any])
     # msgspec passes on UnicodeDecodeError and RecursionError as they are.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"not a msgpack map: {error}") from error

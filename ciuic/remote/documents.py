@@ -38,6 +38,7 @@ from ciuic.remote.sealing.sealer import Check, MasterKey, Sealer, add_check, spl
 from ciuic.repository.config import MAX_FILE_BYTES, check_block_size
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import HashName, Identity
+from ciuic.structs import convert, decode_json, decode_msgpack
 
 _T = TypeVar("_T")
 MAX_DOCUMENT_BYTES: Final = 64 << 20
@@ -82,7 +83,7 @@ def _decode_document(sealer: Sealer, name: str, data: bytes, kind: type[_T], *, 
 
 
 def _decode(content: bytes, kind: Any, *, msgpack: bool) -> Any:
-    return msgspec.msgpack.decode(content, type=kind) if msgpack else msgspec.json.decode(content, type=kind)
+    return decode_msgpack(content, kind) if msgpack else decode_json(content, kind)
 
 
 MAX_PACKS: Final = 1 << 19
@@ -474,7 +475,7 @@ def encode_repository(
 def _encode(stored: StoredRemote, master: MasterKey | None) -> bytes:
     try:
         # A struct that is made does not check its fields; one that is converted does.
-        msgspec.convert(msgspec.to_builtins(stored), StoredRemote)
+        convert(msgspec.to_builtins(stored), StoredRemote)
         check_block_size(stored.block_size)
     except msgspec.ValidationError as error:
         raise ValueError(f"invalid remote.json: {error}") from None
@@ -538,11 +539,11 @@ def _decode_remote(data: bytes) -> StoredRemote:
         raise DamagedRemote(REMOTE_JSON, f"it has {len(data)} bytes; {MAX_REMOTE_JSON_BYTES} are the limit")
     try:
         # The version before everything else: a later one may have other fields.
-        fields = msgspec.json.decode(data, type=dict[str, Any])
+        fields = decode_json(data, dict[str, Any])
         version, known = fields.get("version"), _SPLIT_VERSION if "packs_url" in fields else _VERSION
         if version != known:
             raise UnsupportedFormat(f"the remote has version {version}; this ciuic reads version {known}")
-        stored = msgspec.json.decode(data, type=StoredRemote)
+        stored = decode_json(data, StoredRemote)
         check_block_size(stored.block_size)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DamagedRemote(REMOTE_JSON, f"its content is invalid: {error}") from None
@@ -558,7 +559,7 @@ def _identity(stored: StoredRemote, sealer: Sealer, master: MasterKey | None) ->
     if stored.identity is not None:
         try:
             inner = sealer.open(REMOTE_JSON, base64.b64decode(stored.identity, validate=True))
-            found = msgspec.json.decode(inner, type=_StoredIdentity)
+            found = decode_json(inner, _StoredIdentity)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise DamagedRemote(REMOTE_JSON, f"its identity is invalid: {error}") from None
     elif master is None:

@@ -78,6 +78,7 @@ from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
 from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
+from ciuic.structs import decode_msgpack
 from ciuic.units import plural
 
 
@@ -789,7 +790,7 @@ def read_log_cache(path: str) -> dict[str, LogSummary]:
         # A flipped bit in a number would say that the remote is older than it was.
         if xxhash.xxh3_128_digest(content) != data[:_CHECKSUM_BYTES]:
             raise msgspec.DecodeError("it does not match its checksum")
-        return dict(msgspec.msgpack.decode(content, type=_Cache))
+        return dict(decode_msgpack(content, _Cache))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # A cache: the logs say all that is in it.
         log.warning("remote_log_cache_unreadable", path=path, error=str(error))

@@ -93,9 +93,8 @@ class PackSize:
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         """Begin; ``bytes_per_second`` is the limit of the rate, which small packs keep more evenly."""
-        self._limit = PackLimit()
-        if bytes_per_second is not None:
-            self._limit = PackLimit(min(LARGEST_PACK_BYTES, steady_object_bytes(bytes_per_second)))
+        steady = LARGEST_PACK_BYTES if bytes_per_second is None else steady_object_bytes(bytes_per_second)
+        self._limit = PackLimit(min(LARGEST_PACK_BYTES, steady))
         self._lock = threading.Lock()
         self._size_bytes = FIRST_PACK_BYTES
         self._stored_bytes = 0

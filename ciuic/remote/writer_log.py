@@ -61,6 +61,7 @@ from ciuic.repository import log
 from ciuic.repository import log as events
 from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
+from ciuic.structs import convert, decode_json
 
 _MAX_BYTES: Final = 4096
 # 35 bytes each: they fit into the file. A host begins another log after 32,768 snapshots, and where it lost one.
@@ -92,7 +93,7 @@ class WriterState:
         with open(fd, "rb") as file:
             data = file.read(_MAX_BYTES + 1)
         try:
-            return msgspec.json.decode(data, type=WriterPosition)
+            return decode_json(data, WriterPosition)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             # Without the file the host takes a new name, which is always allowed.
             log.warning("remote_writer_state_unreadable", path=self._path, error=str(error))
@@ -354,7 +355,7 @@ class WriterLog:
                 getattr(entry, name) == value for name, value in fields.items()
             ):
                 return entry
-        return msgspec.convert({"kind": "commit", "nonce": self._new_id(), **fields}, LogCommit)
+        return convert({"kind": "commit", "nonce": self._new_id(), **fields}, LogCommit)
 
     def _append(self, entry: LogEntry) -> bool:
         """Try to create the entry at the end of the log as it is known, and pass over what stands there.

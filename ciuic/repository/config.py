@@ -17,6 +17,7 @@ from ciuic.errors import NotFound, NotPermitted
 from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import DamagedRepository, UnsupportedFormat
 from ciuic.repository.identity import BLAKE3, KEY_BYTES, XXH3, HashName, Identity
+from ciuic.structs import decode_json
 
 CONFIG_NAMES = ("config", "config.copy")
 FORMAT_VERSION = 1
@@ -87,13 +88,13 @@ def decode_config(data: bytes) -> StoredConfig:
     try:
         # The format before everything else: a later one may have other fields, and must be named as what it
         # is instead of as damage.
-        version = msgspec.json.decode(body, type=dict[str, object]).get("format")
+        version = decode_json(body, dict[str, object]).get("format")
         if version not in _VERSIONS:
             raise UnsupportedFormat(
                 f"the repository has format {version}; this ciuic reads formats up to {_VERSIONS[-1]}",
                 hint="Use the version of ciuic that wrote it, or a later one.",
             )
-        config = msgspec.json.decode(body, type=StoredConfig)
+        config = decode_json(body, StoredConfig)
         _check_identity(config)
         check_block_size(config.block_size)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

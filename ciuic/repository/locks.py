@@ -22,6 +22,7 @@ import msgspec
 
 from ciuic.errors import Busy
 from ciuic.repository.disk import open_to_write
+from ciuic.structs import decode_json
 
 LOCK_NAME = "lock"
 # First pause, doubled up to `_POLL_SECONDS`: writers that take turns wait for no more than each other's last
@@ -114,7 +115,7 @@ def _busy(directory: str, fd: int, clock: Clock) -> Busy:
     text = ""
     # UnicodeDecodeError and RecursionError: msgspec passes on what is not UTF-8, or nested without end.
     with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        owner = msgspec.json.decode(os.pread(fd, 4096, 0), type=Owner)
+        owner = decode_json(os.pread(fd, 4096, 0), Owner)
         seconds = max(0, clock.time_ns() - owner.since_ns) // 10**9
         text = f" by {owner.command!r} (process {owner.pid} on {owner.host}, for {seconds} s)"
     return Busy(f"the repository {directory} is being written to{text}", hint="Try again when it is done.")

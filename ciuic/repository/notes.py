@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from ciuic.repository.config import read_file
+from ciuic.structs import decode_json
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
 
@@ -60,7 +61,7 @@ def read_note(directory: str, name: str, kind: type[_Note]) -> _Note | None:
         body, checksum, end = read_file(f"{directory}/{name}").split(b"\n")
         if end or checksum != _checksum(body):
             return None
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     # The errors of msgspec and of UTF-8 decoding are ValueErrors.
     except (OSError, ValueError, RecursionError):
         return None

@@ -12,6 +12,7 @@ import xxhash
 from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.tree_format import attributes_problem
+from ciuic.structs import decode_msgpack
 from ciuic.types import CHUNK_ID_BYTES, LeftOut, Pair, RootRecord, Snapshot, SnapshotId
 
 VERSION = 1
@@ -114,7 +115,7 @@ def decode_any_snapshot(data: bytes) -> StoredSnapshot:
         UnsupportedFormat: a later version of ciuic wrote it.
     """
     try:
-        owner = msgspec.msgpack.decode(data[_HEAD.size :], type=_Owner)
+        owner = decode_msgpack(data[_HEAD.size :], _Owner)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedSnapshot("?", str(error)) from None
     return decode_snapshot(owner.id, data, owner.repository)
@@ -223,7 +224,7 @@ def _unwrap(id_: str, magic: bytes, data: bytes, kind: type[_T]) -> _T:
     if version != VERSION:
         raise UnsupportedFormat(f"snapshot {id_} has format {version}; this ciuic reads format {VERSION}")
     try:
-        value = msgspec.msgpack.decode(payload, type=kind)
+        value = decode_msgpack(payload, kind)
     # msgspec raises the latter two for bytes that are no text, and for values nested without end.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedSnapshot(id_, str(error)) from None

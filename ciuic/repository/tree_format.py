@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from ciuic.repository.errors import DamagedTree
+from ciuic.structs import msgpack_decoder
 from ciuic.types import CHUNK_ID_BYTES, FLAG_XATTRS_CHUNK, ChunkId, Entry
 
 # 64**9 leaves hold more names than any directory has.
@@ -46,9 +47,9 @@ class NodeRef(msgspec.Struct, frozen=True, array_like=True):
     total_bytes: int
 
 
-_entries_decoder = msgspec.msgpack.Decoder(list[Entry])
-_refs_decoder = msgspec.msgpack.Decoder(list[NodeRef])
-_pairs_decoder = msgspec.msgpack.Decoder(tuple[tuple[bytes, bytes], ...])
+_entries_decoder = msgpack_decoder(list[Entry])
+_refs_decoder = msgpack_decoder(list[NodeRef])
+_pairs_decoder = msgpack_decoder(tuple[tuple[bytes, bytes], ...])
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ciuic.structs import decode_msgpack
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.tensors import Array, ArrayBuffer
 from ciuic.training.logs import log
@@ -80,7 +81,7 @@ def decode(data: bytes | bytearray) -> Any:
         ValueError: `encode` did not write the message.
     """
     try:
-        message = msgspec.msgpack.decode(data, type=_Message)
+        message = decode_msgpack(data, _Message)
         made = _Made(message.tensors)
         # Tensors that are created in torch's inference mode cannot be changed by the training later.
         with tensors.outside_inference_mode():

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, UsageError
+from ciuic.structs import decode_json, decode_msgpack
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.privileges import limit_resources
 from ciuic.training.arguments import ManagerOptions, is_value_name
@@ -116,7 +117,7 @@ def import_state(
         raise UsageError(f"{source} takes far more processor time to read than files of its size do")
     if done.returncode:
         raise UsageError(f"{source} could not be read: its reader ended with status {done.returncode}")
-    answer = msgspec.json.decode(done.stdout, type=ImportAnswer)
+    answer = decode_json(done.stdout, ImportAnswer)
     if answer.done is not None:
         return answer.done
     if answer.exit_code:
@@ -141,9 +142,7 @@ class ImportOrder(NamedTuple):
     @classmethod
     def decode(cls, data: bytes) -> ImportOrder:
         """Return the order that `encode` wrote."""
-        path, save_dir, name, tags = msgspec.msgpack.decode(
-            data, type=tuple[bytes, bytes, str, tuple[str, ...]]
-        )
+        path, save_dir, name, tags = decode_msgpack(data, tuple[bytes, bytes, str, tuple[str, ...]])
         return cls(os.fsdecode(path), os.fsdecode(save_dir), name, tags)
 
 

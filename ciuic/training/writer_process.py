@@ -30,6 +30,7 @@ from ciuic.protocol.heartbeat_page import Goodbye, read_page
 from ciuic.protocol.watch_client import Hello, Registration, watch_socket
 from ciuic.repository import Repository, Writer
 from ciuic.repository.locks import Claim
+from ciuic.structs import decode_msgpack
 from ciuic.system.poll import readable
 from ciuic.training import cloud_notices
 from ciuic.training.arena import ReadArena
@@ -330,7 +331,7 @@ class _Writer:
         try:
             memory = self._arenas[save.arena].memory
             packed = memory[save.manifest_offset : save.manifest_offset + save.manifest_bytes]
-            manifest = msgspec.msgpack.decode(packed, type=Manifest)
+            manifest = decode_msgpack(packed, Manifest)
             if not save.commit:
                 self._store_part(save.number, memory, manifest, began)
                 return False

@@ -29,6 +29,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ciuic.printable import one_line
+from ciuic.structs import decode_json, json_decoder
 from ciuic.units import plural
 from ciuic.verdicts.formats.pickles import Opcode, PickleStream
 from ciuic.verdicts.formats.tensor_bundle import SUFFIX, crc32c, read_index
@@ -87,7 +88,7 @@ class _ShardIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-_shard_index = msgspec.json.Decoder(_ShardIndex)
+_shard_index = json_decoder(_ShardIndex)
 
 
 def _recognise_sharded(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
@@ -168,7 +169,7 @@ def _training_document(text: bytes | None, kind: type[Any], what: str) -> Any:
     if text is None:
         raise TornContent(f"{what} is missing")
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decode_json(text, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TornContent(f"{what} is not the JSON of one: {error}") from None
 
@@ -366,7 +367,7 @@ def _check_orbax_marker(directory: DirectorySource) -> None:
     if text is None:
         return
     try:
-        marker = msgspec.json.decode(text, type=_OrbaxMarker)
+        marker = decode_json(text, _OrbaxMarker)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise TornContent("_CHECKPOINT_METADATA is not the JSON of one") from None
     if marker.commit_timestamp_nsecs is None:

@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from ciuic.structs import json_decoder
 from ciuic.system.io_throttle import Pace
 from ciuic.system.precedence import Precedence
 from ciuic.system.urgency import Urgency
@@ -31,7 +32,7 @@ from ciuic.system.urgency import Urgency
 _PERIOD_SECONDS: Final = 1.0
 _PIECE_BYTES: Final = 65536
 _log = structlog.get_logger(__name__)
-_decoder: Final = msgspec.json.Decoder(Urgency)
+_decoder: Final = json_decoder(Urgency)
 
 # Adjustment of the out-of-memory score: 0 is the job's, 1000 is killed before everything else
 # (proc_pid_oom_score_adj(5)).

@@ -20,6 +20,7 @@ import structlog
 from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.peer_socket import allow_descriptors
 from ciuic.protocol.worker_frames import worker_socket
+from ciuic.structs import decode_json
 from ciuic.types import Pair
 
 # Connections that the kernel queues: a command that finds the queue full takes the daemon for absent.
@@ -189,7 +190,7 @@ class RuntimeDirectory:
         Return None when it cannot be read, and then every root may have a gap.
         """
         try:
-            return msgspec.json.decode((self.path / "untrusted.json").read_bytes(), type=set[str])
+            return decode_json((self.path / "untrusted.json").read_bytes(), set[str])
         except FileNotFoundError:
             return set()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -210,7 +211,7 @@ class RuntimeDirectory:
     def read_pending(self) -> list[PendingRecord]:
         """Return the predecessor's pending snapshots; empty when there is no journal or it cannot be read."""
         try:
-            return msgspec.json.decode((self.path / "pending.json").read_bytes(), type=list[PendingRecord])
+            return decode_json((self.path / "pending.json").read_bytes(), list[PendingRecord])
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return []  # the epochs of an unreadable journal are aborted, and their changes captured with the next snapshot
 

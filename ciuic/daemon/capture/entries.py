@@ -22,6 +22,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.fuse_layer.sealed_format import Sealed, Unheld
 from ciuic.repository import Repository, Trees, Writer
 from ciuic.repository.tree_format import attributes_problem
+from ciuic.structs import msgpack_decoder
 from ciuic.system.spill import Spill
 from ciuic.types import (
     FLAG_MOUNTPOINT,
@@ -42,7 +43,7 @@ _ABSENT = 0
 # Value in `Change.names`: the name leads to the same inode as when the epoch began.
 _THE_SAME: Final = -1
 _entry_encoder: Final = msgspec.msgpack.Encoder()
-_entry_decoder: Final = msgspec.msgpack.Decoder(Entry)
+_entry_decoder: Final = msgpack_decoder(Entry)
 
 
 class Base(NamedTuple):

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ciuic.structs import json_decoder
 from ciuic.system.io_throttle import PaceState
 from ciuic.system.urgency import Urgency
 from ciuic.types import LeftOut, Pair
@@ -161,8 +162,8 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="
 Message = CaptureProgress | Done | Failed
 
 _encoder = msgspec.json.Encoder()
-_job_decoder = msgspec.json.Decoder(CaptureJob)
-_message_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+_job_decoder = json_decoder(CaptureJob)
+_message_decoder: msgspec.json.Decoder[Message] = json_decoder(Message)
 
 
 _T = TypeVar("_T")

@@ -29,6 +29,7 @@ from ciuic.errors import Busy
 from ciuic.printable import escaped
 from ciuic.protocol.control_types import Incident, TrainerStatus
 from ciuic.protocol.watch_client import Hello, Kind
+from ciuic.structs import decode_json
 from ciuic.system import processes
 from ciuic.system.privileges import may_trace
 from ciuic.units import plural
@@ -75,7 +76,7 @@ class WatchJournal(msgspec.Struct, kw_only=True):
 def read_journal(runtime_dir: Path) -> WatchJournal:
     """Return the predecessor's journal; empty when there is none or it cannot be read."""
     try:
-        return msgspec.json.decode((runtime_dir / JOURNAL_NAME).read_bytes(), type=WatchJournal)
+        return decode_json((runtime_dir / JOURNAL_NAME).read_bytes(), WatchJournal)
     except FileNotFoundError:
         return WatchJournal()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -65,12 +65,13 @@ from ciuic.protocol.watch_client import (
     WatchRefused,
     Welcome,
 )
+from ciuic.structs import msgpack_decoder
 from ciuic.system import processes
 
 # Connections, which trainers keep open. 512 trainers are watched at most, some with several managers.
 MAX_CONNECTIONS: Final = 1024
 _MAX_CONNECTIONS_OF_A_USER: Final = 256
-_HELLO: Final[msgspec.msgpack.Decoder[Hello]] = msgspec.msgpack.Decoder(Hello)
+_HELLO: Final[msgspec.msgpack.Decoder[Hello]] = msgpack_decoder(Hello)
 log = structlog.get_logger(__name__)
 
 

@@ -26,6 +26,7 @@ from ciuic.fuse_layer.tracking.changes import BlockSet, ChangeSet, InodeChange
 from ciuic.fuse_layer.tracking.gate import HoldExpired
 from ciuic.fuse_layer.tracking.undo_log import InheritedUndo
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
+from ciuic.structs import decode_msgpack
 
 # Every status reply has all of them.
 _MAX_ABANDONED: Final = 100
@@ -292,8 +293,8 @@ class Epochs:
         Return the session's name; None when the dump is of another version.
         """
         try:
-            version, session, epoch, since, current_since, complete, records = msgspec.msgpack.decode(
-                data, type=tuple[int, str, int, int, int, bool, dict[int, undo_format.SealedChange]]
+            version, session, epoch, since, current_since, complete, records = decode_msgpack(
+                data, tuple[int, str, int, int, int, bool, dict[int, undo_format.SealedChange]]
             )
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
@@ -331,9 +332,7 @@ class Epochs:
         not decode is left out, for the same reason without loss.
         """
         try:
-            version, records = msgspec.msgpack.decode(
-                data, type=tuple[int, dict[int, undo_format.SealedChange]]
-            )
+            version, records = decode_msgpack(data, tuple[int, dict[int, undo_format.SealedChange]])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
         if version != _DUMP_VERSION:

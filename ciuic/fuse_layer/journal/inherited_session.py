@@ -37,6 +37,7 @@ from ciuic.fuse_layer.journal.records import (
     node_record,
     unlinked_record,
 )
+from ciuic.structs import decode_msgpack
 
 _VERSIONS_READ: Final = (1, 2, 3, 4, VERSION)
 """Version 1 had no archive, version 2 no write-ahead records of names, version 3 did not say who opened a
@@ -433,7 +434,7 @@ class JournalArchive:
     def restore(self, to: InheritedSession) -> None:
         """Fill the tables of a session, all but the nodes."""
         if self._rest:
-            rest = msgspec.msgpack.decode(self._rest, type=_Rest)
+            rest = decode_msgpack(self._rest, _Rest)
             to.files = {opened.handle: opened for opened in rest.files}
             to.directories = {opened.handle: opened for opened in rest.directories}
             to.listings, to.intents, to.lingering = rest.listings, rest.intents, rest.lingering

@@ -35,6 +35,7 @@ import msgspec
 import structlog
 
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
+from ciuic.structs import decode_msgpack
 
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -133,7 +134,7 @@ class OpenRules:
             with os.fdopen(fd, "rb") as file:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     return
-                learned = msgspec.msgpack.decode(file.read(_MAX_FILE_BYTES), type=_Learned)
+                learned = decode_msgpack(file.read(_MAX_FILE_BYTES), _Learned)
             self._names = dict.fromkeys(learned.names[-MAX_LEARNED_NAMES:])
             self._inodes = dict.fromkeys(learned.inodes[-MAX_LEARNED_INODES:])
 

@@ -31,6 +31,7 @@ from ciuic.remote.objects.model import (
     RemoteUnreachable,
     TooLargeObject,
 )
+from ciuic.structs import msgpack_decoder
 
 VERSION: Final = 1
 MAGIC: Final = b"\0ciuic-objects\n"
@@ -101,8 +102,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
-_REPLIES: Final = msgspec.msgpack.Decoder(Reply)
+_REQUESTS: Final = msgpack_decoder(Request)
+_REPLIES: Final = msgpack_decoder(Reply)
 
 ERRORS: Final[dict[str, Callable[[Reply, str], CiuicError]]] = {
     "NoSuchObject": lambda reply, name: NoSuchObject(name),

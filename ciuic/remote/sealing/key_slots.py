@@ -39,6 +39,7 @@ from ciuic.remote.sealing.passphrase_key import KEY_BYTES, Argon2Cost, derive_ke
 from ciuic.remote.sealing.sealer import MasterKey, add_check, hkdf, split_check, xxh3_check
 from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
+from ciuic.structs import convert, decode_json
 from ciuic.system.child_process import program_environment
 from ciuic.system.poll import readable
 
@@ -475,7 +476,7 @@ def wrap_master_key(
     )
     try:
         # A struct that is made does not check its fields; one that is converted does.
-        msgspec.convert(msgspec.to_builtins(empty), KeySlot)
+        convert(msgspec.to_builtins(empty), KeySlot)
     except msgspec.ValidationError as error:
         raise ValueError(f"invalid key slot: {error}") from None
     sealed = AESGCM(_slot_key(empty, secret)).encrypt(nonce, master.reveal(), _bound(remote_id, slot))
@@ -495,12 +496,12 @@ def decode_slot(slot: str, data: bytes) -> KeySlot:
         raise DamagedRemote(name, f"it has {len(data)} bytes; {MAX_SLOT_BYTES} are the limit")
     body = split_check(name, data, xxh3_check)
     try:
-        version = msgspec.json.decode(body, type=dict[str, object]).get("version")
+        version = decode_json(body, dict[str, object]).get("version")
         if version != SLOT_VERSION:
             raise UnsupportedFormat(
                 f"{name} in the remote has version {version}; this ciuic reads {SLOT_VERSION}"
             )
-        found = msgspec.json.decode(body, type=KeySlot)
+        found = decode_json(body, KeySlot)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedRemote(name, str(error)) from None
     if found.slot != slot:

@@ -120,6 +120,7 @@ from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import checksum
 from ciuic.repository.repository import PACKS_DIR
 from ciuic.repository.snapshot_format import decode_any_snapshot
+from ciuic.structs import convert
 from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import plural
 
@@ -319,7 +320,7 @@ def _read_lost_commit(reader: SpaceReader, name: str) -> _LostCommit | None:
         )
         stored = decode_any_snapshot(manifest.snapshot)
         fields = (stored.repository, stored.id, name, digest)
-        live = msgspec.convert(fields, LiveManifest)
+        live = convert(fields, LiveManifest)
     except (NoSuchObject, Damaged, UnsupportedFormat, msgspec.ValidationError):
         return None
     return _LostCommit(live, manifest, tuple(manifest.packs))

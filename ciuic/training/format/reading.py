@@ -23,6 +23,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
+from ciuic.structs import json_decoder
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.layout import SUFFIX, TensorInFile
 from ciuic.training.format.shards import TemplateLookup, is_whole, parse_piece
@@ -264,7 +265,7 @@ def encode_facts(facts: Facts) -> bytes:
 
 def _decode_facts(data: bytes | bytearray) -> Facts:
     try:
-        facts = msgspec.json.decode(data, type=Facts)
+        facts = json_decoder(Facts).decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"{FACTS_FILE} is malformed: {error}") from None
     others = {name: float(kind) for name, kind in facts.nonfinite.items() if kind in _NONFINITE}

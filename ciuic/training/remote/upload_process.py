@@ -17,12 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from ciuic.config import Config
 from ciuic.errors import CiuicError
 from ciuic.remote.replication import read_status, run
 from ciuic.repository import Repository
+from ciuic.structs import decode_json
 from ciuic.training.remote.uploads import LOG_NAME, UploadLock, UploadOrder, labels_of, record_of, state_dir
 
 _POLL_SECONDS: Final = 0.5
@@ -130,4 +129,4 @@ def _watch(end: _End, stop: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=UploadOrder))
+    main(sys.argv[1], decode_json(sys.argv[2], UploadOrder))

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from ciuic.protocol.watch_client import Hello
+from ciuic.structs import msgpack_decoder
 from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.remote.uploads import UploadOrder
 from ciuic.training.rules import Keep
@@ -234,8 +235,8 @@ class PreemptionNotice(msgspec.Struct, tag=True, frozen=True):
 
 FromTrainer = Begin | Attach | SaveRequest | Awaited | Finish
 FromWriter = Saved | NotSaved | StoredFiles | Put | Note | PreemptionNotice | Measured
-_TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgspec.msgpack.Decoder(FromTrainer)
-_WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgspec.msgpack.Decoder(FromWriter)
+_TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgpack_decoder(FromTrainer)
+_WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgpack_decoder(FromWriter)
 
 
 def send(sock: socket.socket, message: FromTrainer | FromWriter, fds: tuple[int, ...] = ()) -> None:

@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from ciuic.structs import decode_msgpack
 from ciuic.training.writer.messages import JointSave, StoredFile
 
 PARTS_DIR: Final = "parts"
@@ -160,7 +161,7 @@ def _read_report(path: str, rank: int, deadline: _Deadline) -> list[StoredFile]:
         # Polled: the directory may lie on a shared file system, where inotify(7) does not see other hosts.
         pause = min(2 * pause, longest)
     try:
-        report = msgspec.msgpack.decode(data, type=_ReportRecord)
+        report = decode_msgpack(data, _ReportRecord)
     # Unlocked and incomplete: the writer died, and the kernel released its lock.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise OSError(f"the writer of rank {rank} died") from None

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from ciuic.structs import json_decoder
 from ciuic.units import plural
 from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
 
@@ -35,9 +36,9 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_tensor = msgspec.json.Decoder(_Tensor)
-_metadata = msgspec.json.Decoder(dict[str, str])
+_header = json_decoder(dict[str, msgspec.Raw])
+_tensor = json_decoder(_Tensor)
+_metadata = json_decoder(dict[str, str])
 
 
 def read_safetensors(reader: BoundedReader) -> Structure:
