@@ -60,6 +60,7 @@ GROUPS: Final = {
         "forget": "Delete the snapshots that are named",
         "prune": "Delete by the retention policy, free space",
         "verify": "Can snapshots be restored? Read their data",
+        "drill": "Prove that a restore works: do a part of it",
         "check": "Is the repository consistent? Repair it",
         "copy": "Copy the repository while it is in use",
         "remote": "Copies on object stores or other machines",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import posixpath
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, NamedTuple
@@ -392,17 +392,36 @@ def diff_live(repository: Repository, old: Snapshot, path: bytes | None = None) 
     yield from _LiveWalk(repository, in_root).pair(path, before and before.entry)
 
 
+def diff_restored(
+    repository: Repository, source: Located, path: bytes, check: Callable[[], None] = lambda: None
+) -> Iterator[PathChange]:
+    """Yield the changes from a file or directory of a snapshot to what was restored from it, as `diff_live` does.
+
+    Args:
+        repository: Repository of the snapshot.
+        source: File or directory in the snapshot.
+        path: Absolute path at which it was restored; the paths of the changes are this one and those below it.
+        check: Called between blocks.
+
+    Raises:
+        Damaged: a tree or block map cannot be read.
+    """
+    yield from _LiveWalk(repository, source.root, check).pair(path, source.entry)
+
+
 _Names = Iterator[tuple[bytes, Entry | None]]
 
 
 class _LiveWalk:
     """Walk of a snapshot's tree and the files below a directory, side by side."""
 
-    def __init__(self, repository: Repository, root: RootRecord) -> None:
+    def __init__(
+        self, repository: Repository, root: RootRecord, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._repository = repository
         self._side = _Side(repository, root)
         self._root_path = root.path
-        self._worker = BlockWorker(repository, lambda: None)
+        self._worker = BlockWorker(repository, check)
 
     def pair(self, path: bytes, old: Entry | None) -> Iterator[PathChange]:
         with LiveNode.at(path) as top:
@@ -505,4 +524,4 @@ class _LiveWalk:
             )
 
 
-__all__ = ["ChangeKind", "PathChange", "attribute_details", "diff_live", "diff_snapshots"]
+__all__ = ["ChangeKind", "PathChange", "attribute_details", "diff_live", "diff_restored", "diff_snapshots"]

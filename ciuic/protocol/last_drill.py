@@ -1,11 +1,13 @@
-"""Record of the last drill of a remote: written by `ciuic remote drill`, read by the status and the metrics.
+"""Records of drills: written by `ciuic drill` and `ciuic remote drill`, read by the daemon, the status and the metrics.
 
-The record is ``<state directory>/<name of the remote>/drill``, JSON. The writer replaces it atomically and durably. The reader
-takes it for hostile, as `ciuic.protocol.stored_remotely` does; a record that cannot be read is none.
+The last drill of a remote is ``<state directory>/<name of the remote>/drill``, the last ones of a repository are `drills` beside its
+own files; JSON. The writer replaces them atomically and durably. The reader takes them for hostile, as
+`ciuic.protocol.stored_remotely` does; a record that cannot be read is none.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -23,6 +25,9 @@ from ciuic.types import MAX_TIME_NS
 _NAME: Final = "drill"
 _MAX_BYTES: Final = 1 << 16
 _MAX_TEXT: Final = 1000
+_HISTORY_NAME: Final = "drills"
+_KEPT: Final = 30
+"""Number of drills of a repository that are kept: the records of half a year with a drill each week."""
 
 DrillVerdict = Literal["good", "damaged", "failed"]
 """good: the sample came back as it was. damaged: something did not. failed: the drill did not get that far."""
@@ -81,3 +86,32 @@ def write_last_drill(name: str, drill: LastDrill, state_dir: Path | None = None)
     place = upload_state_dir() if state_dir is None else state_dir
     short = msgspec.structs.replace(drill, reason=drill.reason[:_MAX_TEXT])
     write_state_file(place, name, _NAME, encode_drill(short))
+
+
+def read_drills(repository: Path) -> list[LastDrill]:
+    """Return the last drills of a repository, newest first; none if there is no record that can be read."""
+    place = Path(os.path.realpath(repository))
+    try:
+        return decode_drills(read_state_file(place.parent, place.name, _HISTORY_NAME, _MAX_BYTES))
+    except (OSError, StoredRecordDamaged):
+        return []
+
+
+def decode_drills(data: bytes) -> list[LastDrill]:
+    """Return the records in ``data``, newest first. StoredRecordDamaged for anything else."""
+    try:
+        return msgspec.json.decode(data, type=list[LastDrill])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoredRecordDamaged(f"it is no record of drills: {error}") from error
+
+
+def add_drill(repository: Path, drill: LastDrill) -> None:
+    """Add a drill to the records of a repository, durably on return.
+
+    Raises:
+        OSError: the records cannot be written.
+    """
+    place = Path(os.path.realpath(repository))
+    short = msgspec.structs.replace(drill, reason=drill.reason[:_MAX_TEXT])
+    kept = [short, *read_drills(repository)][:_KEPT]
+    write_state_file(place.parent, place.name, _HISTORY_NAME, msgspec.json.encode(kept))

@@ -45,7 +45,7 @@ _ACLS = (_ACCESS, b"system.posix_acl_default")
 _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 2, 4, 8, 16, 32
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 # Other attributes belong to the kernel or a security module: they are set where recorded, never removed.
-_REMOVABLE = (b"user.", b"trusted.", b"system.posix_acl_", b"security.capability")
+REMOVABLE: Final = (b"user.", b"trusted.", b"system.posix_acl_", b"security.capability")
 
 Xattrs = tuple[tuple[bytes, bytes], ...]
 
@@ -121,7 +121,7 @@ def differ(at: int | bytes, now: os.stat_result, entry: Entry, xattrs: Xattrs) -
         return True
     found, wanted = read_xattrs(at), dict(xattrs)
     return any(found.get(name) != value for name, value in xattrs) or any(
-        name not in wanted and name.startswith(_REMOVABLE) for name in found
+        name not in wanted and name.startswith(REMOVABLE) for name in found
     )
 
 
@@ -213,7 +213,7 @@ def denied_to_nobody(acl: bytes) -> int:
 def _remove_extra(at: int | bytes, found: dict[bytes, bytes], wanted: Xattrs, problems: list[str]) -> None:
     names = {name for name, _ in wanted}
     for name in found:
-        if name not in names and name.startswith(_REMOVABLE):
+        if name not in names and name.startswith(REMOVABLE):
             try:
                 os.removexattr(at, name)
             except OSError as error:

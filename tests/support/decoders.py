@@ -75,7 +75,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "ciuic/training/writer_process.py": ("manifest of a save",),
     "ciuic/protocol/heartbeat_page.py": ("heartbeat page",),
-    "ciuic/protocol/last_drill.py": ("record of a drill",),
+    "ciuic/protocol/last_drill.py": ("record of a drill", "records of drills"),
     "ciuic/protocol/stored_remotely.py": ("record of a remote",),
     "ciuic/daemon/control_api.py": ("request for a snapshot",),
     "ciuic/daemon/capture/job.py": ("capture job", "capture message"),

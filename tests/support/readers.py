@@ -49,7 +49,7 @@ from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.maintenance.verify import Pass
 from ciuic.protocol import control_types
 from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_page
-from ciuic.protocol.last_drill import LastDrill, decode_drill, encode_drill
+from ciuic.protocol.last_drill import LastDrill, decode_drill, decode_drills, encode_drill
 from ciuic.protocol.pairing import Cut, Taken, decode_answer, decode_question
 from ciuic.protocol.stored_remotely import StoredRecord, decode_record, encode_record
 from ciuic.protocol.watch_client import Hello
@@ -649,6 +649,7 @@ def more_readers() -> list[Reader]:
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
         Reader("record of a drill", decode_drill, encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
+        Reader("records of drills", decode_drills, b"[" + encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
         Reader("record of a remote", decode_record, encode_record(StoredRecord(repository="ab" * 16, stored=frozenset({"cs-abcdef"}), tail_ns=5))),
         Reader("pass of a scrub", _json(Pass), b"{}"),
         Reader("promise of a snapshot", _json(Promise), msgspec.json.encode(Promise(id="cs-abcdef", time_ns=1, reason="r"))),

@@ -8,7 +8,6 @@ status`` and the metrics, also where the drill fails.
 from __future__ import annotations
 
 import os
-import random
 import socket
 import time
 from pathlib import Path
@@ -17,48 +16,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.commands.remote import targets
-from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import complain, json_name, plural, shown_text, warn
+from ciuic.cli.shared import drills
+from ciuic.cli.shared.drills import say
+from ciuic.cli.shared.messages import complain, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand
-from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.output import json_option, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, NotFound, UsageError
-from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ciuic.config import RemoteConfig
     from ciuic.protocol.last_drill import LastDrill
     from ciuic.remote.reading.opening import ReadableRemote
-    from ciuic.remote.upkeep.drill import DrillResult
     from ciuic.types import Snapshot
-
-_LABEL_WIDTH = 11
-_SHOWN_DAMAGES = 20
-_MAX_SEED = 1 << 32
 
 
 @click.command("drill", cls=FrameCommand)
 @targets.place_argument
-@click.option(
-    "--sample",
-    metavar="SIZE",
-    help="Limit of the files that are chosen at random, at most 1,000 of them; default: 1GiB.",
-)
+@drills.sample_options
 @click.option(
     "--snapshot", "id_", metavar="ID", help="Snapshot to restore from; default: the newest of this host."
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0, _MAX_SEED - 1),
-    help="Choose the same files again as the drill that printed it.",
-)
-@click.option(
-    "--scratch",
-    metavar="DIR",
-    type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="Where files are restored, and removed again; default: TMPDIR, or /var/tmp.",
 )
 @json_option
 def drill(
@@ -70,11 +47,11 @@ def drill(
     Exit 4 on damage, 1 if the store does not answer.
     """
     session = current()
-    sample_bytes = _size(sample)
+    sample_bytes = drills.sample_bytes(sample)
     chosen = targets.find_remotes(session.config, place)
     if id_ is not None and len(chosen) > 1:
         raise UsageError("--snapshot goes with one remote: name it", hint="ciuic remote drill REMOTE")
-    seed = random.SystemRandom().randrange(_MAX_SEED) if seed is None else seed
+    seed = drills.new_seed() if seed is None else seed
     documents: list[dict[str, Any]] = []
     failures: list[CiuicError] = []
     for config in chosen:
@@ -104,16 +81,6 @@ def drill(
     return 0
 
 
-def _size(text: str | None) -> int:
-    from ciuic.remote.upkeep.drill import DEFAULT_SAMPLE_BYTES
-    from ciuic.units import parse_size
-
-    try:
-        return DEFAULT_SAMPLE_BYTES if text is None else parse_size(text)
-    except ValueError as error:
-        raise click.UsageError(f"--sample: {error}") from error
-
-
 def _drilled(
     session: Session,
     config: RemoteConfig,
@@ -123,8 +90,6 @@ def _drilled(
     sample_bytes: int,
 ) -> dict[str, Any]:
     """Drill one remote, note the outcome, and return its document."""
-    from ciuic.protocol.last_drill import LastDrill
-
     began = time.monotonic()
     try:
         document = _drill(session, config, scratch, id_, seed, sample_bytes, began)
@@ -132,33 +97,9 @@ def _drilled(
         # The drill did not begin.
         raise
     except CiuicError as error:
-        verdict = "damaged" if isinstance(error, Damaged) else "failed"
-        _note(
-            session,
-            config,
-            LastDrill(
-                time_ns=time.time_ns(),
-                verdict=verdict,  # type: ignore[arg-type]
-                seconds=time.monotonic() - began,
-                reason=error.message,
-            ),
-        )
+        _note(session, config, drills.failed_outcome(error, time.monotonic() - began))
         raise
-    damages = document["damages"]
-    _note(
-        session,
-        config,
-        LastDrill(
-            time_ns=time.time_ns(),
-            verdict=document["verdict"],
-            seconds=document["seconds"],
-            reason=f"{damages[0]['path']}: {damages[0]['reason']}" if damages else "",
-            snapshot=document["snapshot"],
-            files=document["files"],
-            bytes_read=document["bytes_read"],
-            estimated_seconds=document["estimated_seconds"],
-        ),
-    )
+    _note(session, config, drills.outcome(document, document["seconds"]))
     return document
 
 
@@ -172,13 +113,11 @@ def _drill(
     began: float,
 ) -> dict[str, Any]:
     from ciuic.cli.shared.progress import progress
+    from ciuic.maintenance.drill import run_drill, scratch_directory
     from ciuic.remote.access import configured_objects
     from ciuic.remote.reading.opening import read_remote
-    from ciuic.remote.upkeep.drill import run_drill, scratch_directory
 
-    # Not the usual place for temporary files, which often is in memory.
-    parent = scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")
-    with scratch_directory(parent.absolute()) as place:
+    with scratch_directory(drills.scratch_parent(scratch)) as place:
         objects = configured_objects(config)
         try:
             remote = targets.opened(config, objects)
@@ -202,7 +141,20 @@ def _drill(
                 log_damage = [(os.fsencode(one.name), one.reason) for one in opened.log_damage]
         finally:
             objects.close()
-    return _document(config, session, snapshot, result, local, log_damage, began, open_seconds)
+    if local is False:
+        log_damage.append(
+            (b"/", "the repository of this host has other trees in this snapshot than the remote")
+        )
+    document = drills.result_document(session, snapshot, result, log_damage)
+    return {
+        "remote": config.name,
+        "url": config.url,
+        **document,
+        "open_seconds": open_seconds,
+        "seconds": time.monotonic() - began,
+        "estimated_seconds": open_seconds + document["estimated_seconds"],
+        "same_as_local": local,
+    }
 
 
 def _snapshot(session: Session, opened: ReadableRemote, text: str | None) -> Snapshot:
@@ -241,43 +193,6 @@ def _trees(snapshot: Snapshot) -> list[tuple[bytes, bytes, bytes]]:
     return [(root.path, root.entry.content, root.links) for root in snapshot.roots]
 
 
-def _document(
-    config: RemoteConfig,
-    session: Session,
-    snapshot: Snapshot,
-    result: DrillResult,
-    is_same: bool | None,
-    damages: Sequence[tuple[bytes, str]],
-    began: float,
-    open_seconds: float,
-) -> dict[str, Any]:
-    found = [*((one.path, one.reason) for one in result.damages), *damages]
-    if is_same is False:
-        found.append((b"/", "the repository of this host has other trees in this snapshot than the remote"))
-    return {
-        "remote": config.name,
-        "url": config.url,
-        "verdict": "damaged" if found else "good",
-        "snapshot": str(snapshot.id),
-        "host": snapshot.host,
-        "time": times.rfc3339(snapshot.time_ns),
-        "age_seconds": max(0.0, (session.now_ns - snapshot.time_ns) / 1e9),
-        "seed": result.seed,
-        **(json_name("checkpoint", result.checkpoint) if result.checkpoint else {"checkpoint": None}),
-        "files": result.files,
-        "bytes_read": result.bytes_read,
-        "files_total": result.files_total,
-        "bytes_total": result.bytes_total,
-        "open_seconds": open_seconds,
-        "restore_seconds": result.seconds,
-        "seconds": time.monotonic() - began,
-        "bytes_per_second": result.bytes_per_second,
-        "estimated_seconds": open_seconds + result.estimated_seconds,
-        "same_as_local": is_same,
-        "damages": [{**json_name("path", path), "reason": reason} for path, reason in found],
-    }
-
-
 def _note(session: Session, config: RemoteConfig, drill: LastDrill) -> None:
     """Keep the outcome for the status and the metrics, if the remote is one of the configuration."""
     from ciuic.protocol.last_drill import write_last_drill
@@ -296,38 +211,19 @@ def _note(session: Session, config: RemoteConfig, drill: LastDrill) -> None:
         )
 
 
-def _say(text: str, **style: Any) -> None:
-    out_prose(text, _LABEL_WIDTH, **style)
-
-
 def _print(document: dict[str, Any], *, is_first: bool) -> None:
     if not is_first:
         out()
-    _say(f"remote     {document['remote']}: {document['url']}")
+    say(f"remote     {document['remote']}: {document['url']}")
     if document["verdict"] == "failed":
-        _say(f"verdict    failed: {shown_text(document['error'])}", fg="red")
+        say(f"verdict    failed: {shown_text(document['error'])}", fg="red")
         return
-    age = human_duration(document["age_seconds"])
-    _say(
-        f"snapshot   {document['snapshot']} of {shown_text(document['host'])}, "
-        f"{times.clock_of(document['time'])}, {age} old"
-    )
-    if document["checkpoint"]:
-        _say(f"checkpoint {shown_text(document['checkpoint'])}, restored whole")
-    _say(
-        f"restored   {document['files']} of {plural(document['files_total'], 'file')}, "
-        f"{human_size(document['bytes_read'])} of {human_size(document['bytes_total'])}, "
-        f"in {document['restore_seconds']:.1f} s, {human_size(document['bytes_per_second'])}/s; seed {document['seed']}"
-    )
-    _say(f"estimate   about {human_duration(document['estimated_seconds'])} for a restore of everything")
+    drills.print_result(document)
+    drills.print_verdicts(document)
     if document["same_as_local"]:
-        _say("local      the repository of this host has the same trees")
-    damages = document["damages"]
-    for damage in damages[:_SHOWN_DAMAGES]:
-        _say(f"damaged    {shown_text(damage['path'])}: {shown_text(damage['reason'])}", fg="red")
-    if len(damages) > _SHOWN_DAMAGES:
-        note(f"and {len(damages) - _SHOWN_DAMAGES} more; --json lists them all")
-    if damages:
-        _say("verdict    DAMAGED: ciuic check --remote --read-data says how far it goes", fg="red")
+        say("local      the repository of this host has the same trees")
+    drills.print_damages(document)
+    if document["damages"]:
+        say("verdict    DAMAGED: ciuic check --remote --read-data says how far it goes", fg="red")
     else:
-        _say("verdict    good: what was restored is what the snapshot has", fg="green")
+        say("verdict    good: what was restored is what the snapshot has", fg="green")

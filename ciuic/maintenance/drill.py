@@ -1,10 +1,12 @@
-"""Drill of a rescue: files of a snapshot restored from a remote alone, and compared with what the snapshot says of them.
+"""Drill of a rescue: files of a snapshot restored into a scratch directory, and compared with what the snapshot says of them.
 
 Guarantees: every directory tree of the snapshot is read. Content is read back from the restored files, and each block is
-compared with its chunk id. A seed chooses the same files of the same snapshot. The space that restored files take is that of
-the largest of them, or `_BATCH_BYTES`: they are restored in batches and removed after the comparison.
+compared with its chunk id; so are type, mode, modification time, extended attributes, targets of symbolic links, and that names of
+one inode are one again. A seed chooses the same files of the same snapshot. The space that restored files of a sample take is that
+of the largest of them, or `_BATCH_BYTES`: they are restored in batches and removed after the comparison.
 
-Owners and other attributes, which depend on who runs the drill, are not compared. Special files are not restored.
+Not compared is what the drill may not restore: owners where it is not root's, times and attributes that the scratch directory's file
+system does not hold, device nodes and other special attributes (ciuic.restore.attributes).
 """
 
 from __future__ import annotations
@@ -15,27 +17,29 @@ import os
 import posixpath
 import random
 import shutil
+import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ciuic.compare.diff import PathChange, diff_restored
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.printable import one_line
 from ciuic.repository import Repository
-from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.errors import Archived
 from ciuic.repository.lookup import Located, children, find, is_within, join
-from ciuic.restore import RestorePlan, RestoreTarget, execute
+from ciuic.restore import RestorePlan, RestoreTarget, Result, execute
+from ciuic.restore.attributes import REMOVABLE, SpecialFilter, kind_of
 from ciuic.restore.model import Kept
-from ciuic.types import Entry, Snapshot
+from ciuic.types import FLAG_MOUNTPOINT, Entry, Snapshot
 from ciuic.units import human_size
 from ciuic.verdicts.model import Verdict
 from ciuic.verdicts.sources import SnapshotDirectory
-from ciuic.verdicts.verdict import checkpoints_in, may_hold_checkpoints
+from ciuic.verdicts.verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
 
 DEFAULT_SAMPLE_BYTES: Final = 1 << 30
 DEFAULT_SAMPLE_FILES: Final = 1000
@@ -70,6 +74,8 @@ class DrillResult(NamedTuple):
     seconds: float
     """Time that restoring and comparing took."""
     damages: tuple[DrillDamage, ...]
+    verdicts: tuple[Checkpoint, ...] = ()
+    """Checkpoints of which something was restored, with the verdict on each."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -92,6 +98,8 @@ def run_drill(
     seed: int,
     sample_bytes: int = DEFAULT_SAMPLE_BYTES,
     sample_files: int = DEFAULT_SAMPLE_FILES,
+    within: Sequence[bytes] = (),
+    between: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done_bytes, all_bytes: None,
 ) -> DrillResult:
     """Restore a sample of a snapshot into a directory, and compare it with the snapshot.
@@ -103,25 +111,31 @@ def run_drill(
         seed: Chooses the files.
         sample_bytes: Limit of the sizes of the files that are chosen at random; the newest checkpoint is added, whatever its size.
         sample_files: Limit of their number.
+        within: Absolute paths to which the choice is restricted; empty for the whole snapshot.
+        between: Called often, from any thread, so that the caller can pause.
         progress: Called with (bytes compared, bytes to compare).
 
     Raises:
         CiuicError: the sample cannot be restored here, or the store does not answer.
+        NotFound: the snapshot does not have one of the paths.
         Archived: a file of the sample lies in an archive of the store.
     """
-    chosen = _Choice(repository, snapshot, seed, sample_files)
+    chosen = _Choice(repository, snapshot, seed, sample_files, within)
     sample = chosen.sample(sample_bytes)
     # After the choice: reading directories takes no more time for a larger sample.
     began = time.monotonic()
-    _require_space(scratch, sample)
+    require_space(scratch, max((file.entry.size_bytes for file in sample), default=0))
     damages = list(chosen.damages)
     all_bytes = sum(one.entry.size_bytes for one in sample)
     done_bytes = 0
     for batch in _batches(sample):
         with tempfile.TemporaryDirectory(prefix="batch-", dir=scratch) as place:
-            damages += _restore_and_compare(repository, snapshot, batch, place)
+            targets = {os.fsencode(f"{place}/{number}"): file for number, file in enumerate(batch)}
+            damages += restore_and_compare(repository, snapshot, targets, between)
         done_bytes += sum(one.entry.size_bytes for one in batch)
         progress(done_bytes, all_bytes)
+    seconds = time.monotonic() - began
+    verdicts, unread = chosen.verdicts(sample)
     return DrillResult(
         seed=seed,
         checkpoint=chosen.checkpoint,
@@ -129,17 +143,30 @@ def run_drill(
         bytes_read=all_bytes,
         files_total=chosen.files_total,
         bytes_total=chosen.bytes_total,
-        seconds=time.monotonic() - began,
-        damages=tuple(damages),
+        seconds=seconds,
+        damages=tuple(dict.fromkeys([*damages, *unread])),
+        verdicts=verdicts,
     )
 
 
 class _Choice:
     """Files of a snapshot to restore: its newest checkpoint, and others at random."""
 
-    def __init__(self, repository: Repository, snapshot: Snapshot, seed: int, sample_files: int) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        snapshot: Snapshot,
+        seed: int,
+        sample_files: int,
+        within: Sequence[bytes] = (),
+    ) -> None:
         self._repository = repository
         self._snapshot = snapshot
+        self._tops = [find(repository, snapshot, path) for path in within] or [
+            Located(root, root.path, root.entry) for root in snapshot.roots
+        ]
+        self._places: dict[bytes, Located] = {}
+        """Directories that may hold checkpoints."""
         self.files_total = 0
         self.bytes_total = 0
         self.damages: list[DrillDamage] = []
@@ -163,11 +190,13 @@ class _Choice:
                     heapq.heappushpop(self._ranked, ranked)
                 if may_hold_checkpoints([posixpath.basename(file.path)]):
                     newest_ns = max(newest_ns, file.entry.mtime_ns, 1)
-            if snapshot.is_state:
+            if newest_ns:
+                self._places[directory.path] = directory
+            if snapshot.is_state and not within:
                 self._of_checkpoint += files
             elif newest_ns:
                 places.append((newest_ns, directory.path, directory))
-        if snapshot.is_state:
+        if snapshot.is_state and not within:
             self.checkpoint = snapshot.roots[0].path
         else:
             self._find_checkpoint([place for _, _, place in heapq.nlargest(_CHECKPOINT_DIRECTORIES, places)])
@@ -183,15 +212,55 @@ class _Choice:
                 found.append(file)
         if not found and self._ranked:
             found.append(min((file for _, _, file in self._ranked), key=lambda one: one.entry.size_bytes))
-        return found
+        # Names of one inode side by side: restored in one batch they have to be one inode again.
+        return sorted(found, key=lambda one: (one.root.path, one.entry.link) if one.entry.link else (b"", 0))
+
+    def verdicts(self, sample: Sequence[Located]) -> tuple[tuple[Checkpoint, ...], list[DrillDamage]]:
+        """Return the checkpoints that have a file in the sample, judged, and directories that cannot be read."""
+        judged: list[Checkpoint] = []
+        unread: list[DrillDamage] = []
+        paths = {file.path for file in sample}
+        # A part may lie in a directory below the one with the index.
+        above = {path for file in sample for path in _directories_above(file.path)}
+        for path in sorted(above & self._places.keys()):
+            place = self._places[path]
+            directory = SnapshotDirectory(self._repository, self._snapshot, place, self._earlier(place))
+            try:
+                found = checkpoints_in(directory)
+            except Damaged as error:
+                unread.append(DrillDamage(path, error.message))
+                continue
+            judged += [one for one in found if not paths.isdisjoint(join(path, name) for name in one.files)]
+        return tuple(judged), unread
+
+    def _earlier(self, place: Located) -> Callable[[int], Snapshot | None]:
+        """Return the function that finds the newest snapshot of a directory's root before a time."""
+
+        def before(time_ns: int) -> Snapshot | None:
+            for one in self._repository.snapshots.list():
+                if one.time_ns < time_ns and one.host == self._snapshot.host:
+                    with suppress(NotFound, Damaged):
+                        snapshot = self._repository.snapshots.load(one.id)
+                        if any(root.path == place.root.path for root in snapshot.roots):
+                            return snapshot
+            return None
+
+        return before
 
     def _walk(self) -> Iterator[tuple[Located, list[Located]]]:
         """Yield each directory with its regular files, depth first."""
-        for root in self._snapshot.roots:
+        for top in self._tops:
+            if not top.entry.is_dir:
+                above = posixpath.dirname(top.path)
+                yield (
+                    find(self._repository, self._snapshot, above),
+                    [top] if _is_restorable(top.entry) else [],
+                )
+                continue
             lineage = Lineage()
-            # For the frame of the root alone.
+            # For the frame of the top alone.
             lineage.enter(b"")
-            stack = [iter([Located(root, root.path, root.entry)])]
+            stack = [iter([top])]
             while stack:
                 at = next(stack[-1], None)
                 if at is None:
@@ -200,14 +269,14 @@ class _Choice:
                     continue
                 try:
                     below = [
-                        Located(root, join(at.path, entry.name), entry)
-                        for entry in children(self._repository, root, at.entry)
+                        Located(top.root, join(at.path, entry.name), entry)
+                        for entry in children(self._repository, top.root, at.entry)
                     ]
                     lineage.enter(at.entry.content)
                 except Damaged as error:
                     self.damages.append(DrillDamage(at.path, error.message))
                     continue
-                yield at, [one for one in below if one.entry.is_file]
+                yield at, [one for one in below if _is_restorable(one.entry)]
                 stack.append(iter([one for one in below if one.entry.is_dir and one.entry.content]))
 
     def _find_checkpoint(self, places: Iterable[Located]) -> None:
@@ -243,6 +312,17 @@ class _Choice:
         self._of_checkpoint = list({one.path: one for one in self._of_checkpoint}.values())
 
 
+def _is_restorable(entry: Entry) -> bool:
+    """Return whether the entry is a file or symbolic link whose content the snapshot has."""
+    return (entry.is_file or entry.is_symlink) and not entry.flags & FLAG_MOUNTPOINT and not kind_of(entry)
+
+
+def _directories_above(path: bytes) -> Iterator[bytes]:
+    while len(path) > 1:
+        path = posixpath.dirname(path)
+        yield path
+
+
 def _batches(sample: list[Located]) -> Iterator[list[Located]]:
     batch: list[Located] = []
     size_bytes = 0
@@ -256,83 +336,151 @@ def _batches(sample: list[Located]) -> Iterator[list[Located]]:
         yield batch
 
 
-def _require_space(scratch: Path, sample: list[Located]) -> None:
-    largest = max((file.entry.size_bytes for file in sample), default=0)
+def require_space(scratch: Path, size_bytes: int) -> None:
+    """Raise CiuicError if the file system of the scratch directory lacks the space for so many bytes, or for a batch."""
     status = os.statvfs(scratch)
     # A sparse file may take less; the restore says so when it does not fit.
-    if max(largest, _BATCH_BYTES) > (free_bytes := status.f_bavail * status.f_frsize):
+    if max(size_bytes, _BATCH_BYTES) > (free_bytes := status.f_bavail * status.f_frsize):
         raise CiuicError(
             f"{one_line(str(scratch.parent))} has {human_size(free_bytes)} free, and the drill needs "
-            f"{human_size(max(largest, _BATCH_BYTES))} for the files that it restores at a time",
+            f"{human_size(max(size_bytes, _BATCH_BYTES))} for the files that it restores at a time",
             hint="--scratch names a directory with more room",
         )
 
 
-def _restore_and_compare(
-    repository: Repository, snapshot: Snapshot, batch: list[Located], place: str
+def restore_and_compare(
+    repository: Repository,
+    snapshot: Snapshot,
+    targets: Mapping[bytes, Located],
+    between: Callable[[], None] = lambda: None,
 ) -> Iterator[DrillDamage]:
-    """Restore these files under numbers, and yield what is not as the snapshot says."""
-    by_path = {os.fsencode(f"{place}/{number}"): file for number, file in enumerate(batch)}
+    """Restore files or directories to these paths, and yield what is not as the snapshot says.
+
+    Raises:
+        CiuicError: something cannot be restored here, for a reason that lies in the destination.
+        Archived: a file lies in an archive of the store.
+    """
     plan = RestorePlan(
         repository=repository,
         snapshot=snapshot,
-        targets=tuple(RestoreTarget(file, path, in_place=False) for path, file in by_path.items()),
+        targets=tuple(RestoreTarget(source, path, in_place=False) for path, source in targets.items()),
         overwrite=None,
         delete=False,
         kept=Kept(frozenset(), None),
-        # Of no use here, and dangerous in a remote that others may write to.
+        # Of no use here, and dangerous in a repository that others may write to.
         special=False,
     )
-    result = execute(plan)
+    result = execute(plan, progress=lambda state: between())
     bad: set[bytes] = set()
     for failure in result.failed:
         if failure.attribute:
             continue
         if not failure.damaged:
             raise CiuicError(
-                f"the drill cannot restore {one_line(by_path[failure.path].path)} here: {failure.reason}",
+                f"the drill cannot restore {one_line(_source_path(targets, failure.path))} here: {failure.reason}",
                 hint="--scratch names another directory",
             )
         bad.add(failure.path)
-        yield DrillDamage(by_path[failure.path].path, failure.reason)
+        yield DrillDamage(_source_path(targets, failure.path), failure.reason)
     if result.stopped:
         raise CiuicError(f"the drill ended early: {result.stopped}", hint="--scratch names another directory")
-    for path, file in by_path.items():
+    compared = _Comparison(repository, result, between)
+    inodes: dict[tuple[bytes, int], tuple[int, int]] = {}
+    for path, source in targets.items():
         if path in bad:
             continue
         try:
-            reason = _difference(repository, file.entry, path)
+            for at, reason in compared.differences(source, path):
+                if not any(is_within(at, other) for other in bad):
+                    yield DrillDamage(_source_path(targets, at), reason)
         except Archived:
             raise
         except Damaged as error:
-            reason = error.message
-        if reason:
-            yield DrillDamage(file.path, reason)
+            yield DrillDamage(source.path, error.message)
+        if source.entry.link:
+            status = os.lstat(path)
+            inode = status.st_dev, status.st_ino
+            if inodes.setdefault(
+                (source.root.path, source.entry.link), inode
+            ) != inode and compared.has_links(path):
+                yield DrillDamage(
+                    source.path, "it was restored as a file of its own, and is a hard link in the snapshot"
+                )
 
 
-def _difference(repository: Repository, entry: Entry, path: bytes) -> str:
-    """Return what of a restored file is not as the snapshot says; empty for nothing."""
-    # The file may have been one that its owner cannot read.
-    os.chmod(path, 0o600)
-    with open(path, "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != entry.size_bytes:
-            return f"it was restored with {size_bytes} bytes, and has {entry.size_bytes} in the snapshot"
-        block_size = repository.block_size
-        blocks = blocks_of(entry.size_bytes, block_size)
-        ids = repository.block_maps.ids(entry.content, entry.map_height, blocks)
-        expected = next(ids, None)
-        for number in range(blocks):
-            data = file.read(block_size)
-            if expected is None or expected[0] != number:
-                # A hole.
-                is_right = not data.strip(b"\0")
-            else:
-                is_right = repository.identity.chunk_id(data) == expected[1]
-                expected = next(ids, None)
-            if not is_right:
-                return f"block {number} was restored with other content than the snapshot has"
-    return ""
+def _source_path(targets: Mapping[bytes, Located], path: bytes) -> bytes:
+    """Return the path in the snapshot of what is restored at a path."""
+    for top, source in targets.items():
+        if is_within(path, top):
+            return source.path + path[len(top) :]
+    return path
+
+
+class _Comparison:
+    """Compares what was restored with its snapshot, less what could not be restored here."""
+
+    def __init__(self, repository: Repository, result: Result, between: Callable[[], None]) -> None:
+        self._repository = repository
+        self._between = between
+        self._unset = {failure.path for failure in result.failed if failure.attribute}
+        self._has_owners = os.geteuid() == 0 and not result.owner_failures
+        self._has_times = not result.time_failures
+        self._special = SpecialFilter(False, lambda path, what: None)
+
+    def has_links(self, path: bytes) -> bool:
+        """Return whether the file system took hard links."""
+        return path not in self._unset
+
+    def differences(self, source: Located, path: bytes) -> Iterator[tuple[bytes, str]]:
+        """Yield (restored path, reason) for what is not as the snapshot says."""
+        for change in diff_restored(self._repository, source, path, self._between):
+            if reason := self._reason(source, change):
+                yield change.path, reason
+
+    def _reason(self, source: Located, change: PathChange) -> str:
+        old = change.old
+        if old is None:
+            return "it was restored, and is not in the snapshot"
+        if change.kind == "removed":
+            return "" if kind_of(old) else "it was not restored"
+        if change.kind == "retyped":
+            return "it was restored as a file of another type"
+        details = set(change.details)
+        if "unreadable" in details:
+            # The mode may withhold it from a user who is not root: content is what matters then.
+            return self._unreadable(source, change, change.details[-1])
+        if change.path in self._unset:
+            details &= {"content", "target"}
+        if "owner" in details and not self._has_owners:
+            # Where the owner is not set, neither are rights that only the recorded group has.
+            details -= {"owner", "mode"}
+        if not self._has_times:
+            details.discard("mtime")
+        new = change.new
+        if new is not None and details & {"mode", "xattrs"}:
+            wanted, xattrs = self._special.permitted(change.path, old, self._repository.trees.xattrs(old))
+            if stat.S_IMODE(wanted.mode) == stat.S_IMODE(new.mode):
+                details.discard("mode")
+            # Labels that the kernel gives to every new file are none of the snapshot.
+            found = {pair for pair in new.xattrs if pair in xattrs or pair[0].startswith(REMOVABLE)}
+            if found == set(xattrs):
+                details.discard("xattrs")
+        details.discard("device")
+        if not details:
+            return ""
+        return f"it was restored with other {', '.join(sorted(details))} than the snapshot has"
+
+    def _unreadable(self, source: Located, change: PathChange, reason: str) -> str:
+        old = change.old
+        assert old is not None
+        if os.geteuid() == 0 or old.mode & stat.S_IRUSR or not old.is_file:
+            return f"it was restored and cannot be read: {reason}"
+        os.chmod(change.path, 0o600)
+        again = Located(source.root, change.path, old)
+        for found in diff_restored(self._repository, again, change.path, self._between):
+            if "content" in found.details:
+                return "it was restored with other content than the snapshot has"
+        return ""
 
 
 @contextmanager

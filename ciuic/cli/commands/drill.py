@@ -1,0 +1,169 @@
+"""``ciuic drill``: would a restore from the repository work, and how long would it take?
+
+Guarantees: files are restored into a scratch directory, compared with the snapshot and removed again; nothing else is changed. It
+yields to processes that wait for the disk (ciuic.system.io_throttle). The outcome is noted beside the repository's own files for the
+status and the metrics, also where the drill fails. Exit 4 exactly when something did not come back as the snapshot has it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli.shared import drills
+from ciuic.cli.shared.drills import say
+from ciuic.cli.shared.messages import plural, shown_text, warn
+from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
+from ciuic.cli.shared.output import json_option, out, out_json
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import CiuicError, Damaged, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from ciuic.protocol.last_drill import LastDrill
+    from ciuic.types import Snapshot
+
+
+@click.command("drill", cls=FrameCommand)
+@click.argument("id_", metavar="[ID]", type=ID, required=False)
+@drills.sample_options
+@click.option(
+    "-p",
+    "--path",
+    "paths",
+    multiple=True,
+    metavar="PATH",
+    type=SNAPSHOT_PATH,
+    help="Only what is at or below PATH, as it was at the snapshot; may be given several times.",
+)
+@json_option
+def command(
+    id_: str | None,
+    sample: str | None,
+    seed: int | None,
+    scratch: Path | None,
+    paths: tuple[bytes, ...],
+    as_json: bool,
+) -> int:
+    """Prove that a restore works: restore a sample of a snapshot into a scratch directory, and compare it.
+
+    Without ID, the newest snapshot and one at random. The newest checkpoint is restored whole, other files are chosen at random.
+    Content, attributes and links are compared. Exit 4 on damage.
+    """
+    session = current()
+    if session.remote_url is not None:
+        raise UsageError(
+            "this drills the repository of this host, and --repo names a remote",
+            hint="ciuic remote drill URL drills a remote",
+        )
+    limit_bytes = drills.sample_bytes(sample)
+    seed = drills.new_seed() if seed is None else seed
+    began = time.monotonic()
+    documents: list[dict[str, Any]] = []
+    try:
+        for snapshot in _snapshots(session, id_, seed):
+            documents.append(_drill(session, snapshot, scratch, seed, limit_bytes, paths))
+            if not as_json:
+                _print(documents[-1], is_first=len(documents) == 1)
+    except (UsageError, NotFound):
+        # The drill did not begin.
+        raise
+    except CiuicError as error:
+        _note(session, drills.failed_outcome(error, time.monotonic() - began))
+        raise
+    worst = next((one for one in documents if one["verdict"] != "good"), documents[0])
+    seconds = time.monotonic() - began
+    _note(session, drills.outcome(worst, seconds))
+    if as_json:
+        out_json({"verdict": worst["verdict"], "seconds": seconds, "drills": documents})
+    return Damaged.exit_code if worst["verdict"] == "damaged" else 0
+
+
+def _snapshots(session: Session, id_: str | None, seed: int) -> list[Snapshot]:
+    """Return the snapshots to restore from: the one that is named, or the newest and another."""
+    store = session.snapshots
+    if id_ is not None:
+        return [store.load(store.resolve(id_))]
+    found = store.list(safety=False)
+    if not found:
+        raise NotFound("the repository has no snapshot to restore from", hint="ciuic snapshot takes one")
+    ids = [found[0].id]
+    if len(found) > 1:
+        # No secret: the seed has to choose the same one again.
+        ids.append(random.Random(seed).choice(found[1:]).id)
+    return [store.load(one) for one in ids]
+
+
+def _drill(
+    session: Session,
+    snapshot: Snapshot,
+    scratch: Path | None,
+    seed: int,
+    sample_bytes: int,
+    paths: Sequence[bytes],
+) -> dict[str, Any]:
+    from ciuic.cli.shared.progress import progress
+    from ciuic.maintenance.drill import run_drill, scratch_directory
+
+    began = time.monotonic()
+    with scratch_directory(drills.scratch_parent(scratch)) as place, progress("drill") as reporter:
+        result = run_drill(
+            session.repository,
+            snapshot,
+            place,
+            seed=seed,
+            sample_bytes=sample_bytes,
+            within=paths,
+            between=_pace(session),
+            progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
+        )
+    return {**drills.result_document(session, snapshot, result), "seconds": time.monotonic() - began}
+
+
+def _pace(session: Session) -> Callable[[], None]:
+    """Return the function that pauses while other processes wait for the disk."""
+    from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files
+    from ciuic.system.urgency import MIN_SHARE
+
+    try:
+        waits, share = waits_files(str(session.config.runtime_dir)), session.config.capture.min_share
+    except CiuicError:
+        # --repo works without any configuration.
+        waits, share = [], MIN_SHARE
+    return Pace(gauges(waits), min_share=share, processor_waits=processor_waits()).step
+
+
+def _note(session: Session, drill: LastDrill) -> None:
+    """Keep the outcome for the status and the metrics."""
+    from ciuic.protocol.last_drill import add_drill
+    from ciuic.repository.trust import foreign_flaw
+
+    place = session.repository_dir
+    # Nothing is written into a repository that belongs to another user.
+    if foreign_flaw(place) is not None and not session.trusts_repository:
+        return
+    try:
+        add_drill(place, drill)
+    except OSError as error:
+        warn(
+            f"the outcome could not be noted in {shown_text(os.fspath(place))}: {error.strerror}",
+            hint="run it as the owner of the repository: ciuic status shows it then",
+        )
+
+
+def _print(document: dict[str, Any], *, is_first: bool) -> None:
+    if not is_first:
+        out()
+    drills.print_result(document)
+    drills.print_verdicts(document)
+    drills.print_damages(document)
+    took = f"{document['seconds']:.0f} s, {plural(document['files'], 'file')}"
+    if document["damages"]:
+        say(f"verdict    DAMAGED, {took}; ciuic verify --checksum says how far it goes", fg="red")
+    else:
+        say(f"verdict    exact, {took}", fg="green")

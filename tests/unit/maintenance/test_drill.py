@@ -1,0 +1,201 @@
+"""Tests of drills of a repository: what was restored is what the snapshot has, to the byte and attribute, and damage is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoint_files import make_safetensors
+from support.cli_repository import FIRST_NS, CliRepository
+from support.damage import Made, make, plant
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.maintenance import drill
+from ciuic.maintenance.drill import DrillResult, run_drill
+from ciuic.protocol.last_drill import read_drills
+from ciuic.repository import Repository
+from ciuic.restore import attributes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Provide a small repository that has all structures."""
+    return make(tmp_path_factory.mktemp("made"))
+
+
+def drilled(repository: Path, number: int, scratch: Path, **options: Any) -> DrillResult:
+    scratch.mkdir(exist_ok=True)
+    with Repository.open(repository) as opened:
+        ids = sorted(opened.snapshots.list(), key=lambda one: one.time_ns)
+        found = run_drill(opened, opened.snapshots.load(ids[number].id), scratch, seed=1, **options)
+    assert os.listdir(scratch) == []
+    return found
+
+
+def test_all_of_it_is_exact(made: Made, tmp_path: Path) -> None:
+    """Files, links, attributes and numbers of both snapshots come back, and are counted."""
+    for number in range(2):
+        found = drilled(made.repository, number, tmp_path / "scratch")
+        assert found.damages == ()
+        assert found.files == found.files_total
+        assert found.estimated_seconds == found.seconds
+
+
+def test_a_flipped_bit_of_any_payload_is_found(made: Made, tmp_path: Path) -> None:
+    """Of data, block maps, trees, link tables and attributes, however they are coded, in sealed and open packs."""
+    dice = random.Random(3)
+    kinds = [structure for structure in made.structures if structure.kind.startswith("payload: ")]
+    assert {"data", "xattrs"} <= {one.kind.removeprefix("payload: ").split(",")[0] for one in kinds}
+    for structure in kinds:
+        copy = tmp_path / "copy"
+        shutil.copytree(made.repository, copy, symlinks=True)
+        assert plant(made, copy, structure, "flip", dice)
+        found = [drilled(copy, number, tmp_path / "scratch").damages for number in range(2)]
+        assert any(found), structure
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("what", ["mode", "times", "xattrs", "owner"])
+def test_an_attribute_that_the_restore_forgets_is_found(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A restore that sets no mode, time, attribute or owner is not exact."""
+    real = attributes.apply
+
+    def forgetful(
+        at: int | bytes, now: os.stat_result, entry: Any, xattrs: Any, *, times: bool = True
+    ) -> list[str]:
+        real(at, now, entry, xattrs, times=times)
+        if what == "mode" and not stat.S_ISLNK(now.st_mode):
+            os.chmod(at, 0o640)
+        elif what == "times":
+            os.utime(at, ns=(5, 5))
+        elif what == "owner":
+            os.chown(at, 4711, 4711)
+        elif isinstance(at, int):
+            os.setxattr(at, "user.wrong", b"1")
+        return []
+
+    monkeypatch.setattr(attributes, "apply", forgetful)
+    assert drilled(made.repository, 1, tmp_path / "scratch").damages
+
+
+def test_names_that_are_no_links_any_more_are_found(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two names of one inode that come back as two files."""
+    from ciuic.restore.workers import Linker
+
+    monkeypatch.setattr(Linker, "link", lambda *args: False)
+    found = drilled(made.repository, 1, tmp_path / "scratch").damages
+    assert [os.path.basename(one.path) for one in found] in ([b"two names"], [b"another"])
+    assert "hard link" in found[0].reason
+
+
+def test_only_what_lies_below_a_path(made: Made, tmp_path: Path) -> None:
+    """A directory, or a single file; another path is not there."""
+    root = os.fsencode(made.root)
+    found = drilled(made.repository, 1, tmp_path / "scratch", within=[root + b"/many"])
+    everything = drilled(made.repository, 1, tmp_path / "scratch")
+    assert 0 < found.files_total < everything.files_total
+    one = drilled(made.repository, 1, tmp_path / "scratch", within=[root + b"/noise"])
+    assert (one.files, one.files_total) == (1, 1)
+    with pytest.raises(NotFound):
+        drilled(made.repository, 1, tmp_path / "scratch", within=[root + b"/nothing"])
+
+
+def test_whoever_drills_is_asked_to_pause(made: Made, tmp_path: Path) -> None:
+    """The throttle is called between pieces of work, and ends the drill by raising."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drilled(made.repository, 1, tmp_path / "scratch", between=stop)
+    assert os.listdir(tmp_path / "scratch") == []
+
+
+def test_a_full_scratch_is_no_damage(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space is checked before anything is restored."""
+    monkeypatch.setattr(drill, "_BATCH_BYTES", 1 << 62)
+    with pytest.raises(Exception, match="free, and the drill needs"):
+        drilled(made.repository, 1, tmp_path / "scratch")
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CliRepository:
+    """Provide a repository with three snapshots, and a scratch directory."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    made = CliRepository(tmp_path / "repository", tmp_path / "root")
+    dice = random.Random(4)
+    for number in range(3):
+        log = (dice.randbytes(5000), {"mode": stat.S_IFREG | 0o600, "xattrs": ((b"user.a", b"1"),)})
+        state = make_safetensors(dice)
+        made.snapshot(
+            {b"log": log, b"model-%d.safetensors" % number: state, b"torn.safetensors": state[:-100]}
+        )
+    return made
+
+
+def drill_document(cli: CliRepository, *options: str, code: int = 0) -> Any:
+    done = cli.run("drill", "--json", *options)
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_newest_and_another(cli: CliRepository, tmp_path: Path) -> None:
+    """Without an id two snapshots; with one that alone. The seed chooses the same ones again."""
+    document = drill_document(cli)
+    first, second = document["drills"]
+    assert document["verdict"] == "good"
+    assert first["snapshot"] == "cs-000003"
+    assert second["snapshot"] in ("cs-000001", "cs-000002")
+    assert (first["files"], first["files_total"], first["damages"]) == (3, 3, [])
+    again = drill_document(cli, "--seed", str(first["seed"]))
+    assert [one["snapshot"] for one in again["drills"]] == [first["snapshot"], second["snapshot"]]
+    (one,) = drill_document(cli, "cs-000001")["drills"]
+    assert one["snapshot"] == "cs-000001"
+    assert os.listdir(tmp_path / "scratch") == []
+    assert "verdict    exact, " in cli.run("drill").stdout
+    assert "3 files" in cli.run("drill", "latest").stdout
+
+
+def test_checkpoints_of_the_sample_are_judged(cli: CliRepository) -> None:
+    """A torn one came back exactly, so that it is no damage."""
+    (document,) = drill_document(cli, "latest")["drills"]
+    found = {os.path.basename(one["path"]): one["verdict"] for one in document["verdicts"]}
+    assert found["torn.safetensors"] == "TORN"
+    assert len(found) == 2
+    assert "TORN " in cli.run("drill", "latest").stdout
+
+
+def test_damage_ends_with_4_and_is_noted(cli: CliRepository) -> None:
+    """The newest outcome is first in the records, whoever ran it; a failed one is one, too."""
+    drill_document(cli)
+    assert [one.verdict for one in read_drills(cli.path)] == ["good"]
+    pack = max((cli.path / "packs").glob("*.pack"), key=lambda path: path.stat().st_size)
+    body = bytearray(pack.read_bytes())
+    body[len(body) // 4 :: 97] = bytes(len(body[len(body) // 4 :: 97]))
+    pack.write_bytes(body)
+    done = cli.run("drill", "--json", "latest")
+    assert done.exit_code == Damaged.exit_code
+    noted = read_drills(cli.path)
+    assert [one.verdict for one in noted] == ["damaged", "good"]
+    assert noted[0].reason
+    assert noted[0].time_ns > FIRST_NS
+
+
+def test_nothing_to_drill(tmp_path: Path) -> None:
+    """No snapshot, no such snapshot, a remote."""
+    empty = CliRepository(tmp_path / "repository", tmp_path / "root")
+    assert empty.run("drill").exit_code == 3
+    assert empty.run("drill", "cs-0123456789").exit_code == 3
+    assert empty.run("drill", env={"CIUIC_REPO": f"file://{tmp_path}/nas"}).exit_code == 2
+    assert read_drills(empty.path) == []
