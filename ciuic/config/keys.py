@@ -152,6 +152,9 @@ KEYS: dict[str, Key] = {
             show=format_size,
             field="capture.undo_limit_bytes",
         ),
+        # Off: a drill writes as much as the newest checkpoint is large, which the disk may have no room for.
+        Key("drill.every", interval_value, "", show=format_duration, field="drill.every_seconds"),
+        Key("drill.scratch", path_value, "/var/tmp"),
         # No text here: `_EMPTY` in load.py has the lists, and a list in the file replaces all of one.
         Key("overlay.tracked_names", names_value, "", show=show_list),
         Key("overlay.mapped_names", names_value, "", show=show_list),

@@ -109,6 +109,15 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     """Limit of a root's undo log; beyond it the snapshot in progress is given up, never the job."""
 
 
+class DrillConfig(msgspec.Struct, frozen=True):
+    """Section ``[drill]``."""
+
+    every_seconds: int | None = None
+    """Time from one drill of a restore to the next; None: the daemon does none."""
+    scratch: Path = Path("/var/tmp")
+    """Directory below which files are restored, and removed again."""
+
+
 class OverlayConfig(msgspec.Struct, frozen=True):
     """Section ``[overlay]``.
 
@@ -293,6 +302,7 @@ class Config(msgspec.Struct, frozen=True):
     retention: RetentionPolicy = msgspec.field(default_factory=RetentionPolicy)
     min_free: MinFree | None = None
     capture: CaptureConfig = CaptureConfig()
+    drill: DrillConfig = DrillConfig()
     overlay: OverlayConfig = OverlayConfig()
     control: ControlConfig = ControlConfig()
     watch: WatchConfig = WatchConfig()

@@ -20,6 +20,7 @@ from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import ActiveSettings, Settings
 from ciuic.daemon.base.systemd import Notifier
+from ciuic.daemon.drills import DRILL_MODULE, Drills
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.served_roots import ServedRoots
@@ -151,6 +152,14 @@ class DaemonParts:
             reserve_bytes=lambda: self.space.measure().reserve_bytes,
             caller_waits=lambda: self.snapshots.caller_waits,
             wakeup=space_wanted,
+        )
+        self.drills = Drills(
+            settings,
+            self.alerts,
+            cwd=self.settings.runtime_dir,
+            now_ns=now_ns,
+            command=[*command_prefix, *module_command(DRILL_MODULE)],
+            is_busy=lambda: bool(self.snapshots.capturing.running() or self.upkeep.running()),
         )
         self.priorities = PriorityControl(
             (self.snapshots.capturing.running, self.upkeep.running),

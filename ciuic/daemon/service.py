@@ -37,6 +37,7 @@ from ciuic.daemon.base.runtime import bind_control_socket
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.base.systemd import Notifier, is_restarting, take_stored_fds
 from ciuic.daemon.control_api import Api, serve_api
+from ciuic.daemon.drills import next_drill_ns
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.supervisor import RootSupervisor
@@ -47,6 +48,7 @@ from ciuic.daemon.snapshots.schedule import last_cut_ns
 from ciuic.errors import CiuicError, NotFound, NotPermitted
 from ciuic.protocol.control_types import (
     BesideStatus,
+    DrillStatus,
     MountState,
     PruneReport,
     ReloadReport,
@@ -59,6 +61,7 @@ from ciuic.protocol.control_types import (
     StatusDocument,
     rfc3339,
 )
+from ciuic.protocol.last_drill import LastDrill, drill_status, read_drills
 from ciuic.protocol.metrics_file import METRICS_NAME
 from ciuic.system import logs
 from ciuic.system.io_throttle import audible, waits_files
@@ -110,6 +113,7 @@ async def status_document(parts: DaemonParts) -> StatusDocument:
         roots=[roots[path] for path in paths],
         repository=facts.repository,
         remotes=facts.remotes,
+        drill=_drill(parts, facts.drills, now_ns),
         last_snapshot=summary(facts.newest) if facts.newest is not None else None,
         next_snapshot=next_snapshot,
         seconds_since_last=_risk_seconds(
@@ -125,6 +129,18 @@ async def status_document(parts: DaemonParts) -> StatusDocument:
         stopping=parts.stopping,
         config_path=parts.settings.config_path,
     )
+
+
+def _drill(parts: DaemonParts, drills: Sequence[LastDrill], now_ns: int) -> DrillStatus | None:
+    """Return the last drill and when the next is due; None if there was none and none is due."""
+    every_seconds = parts.settings.drill_every_seconds
+    if not drills and not every_seconds:
+        return None
+    found = DrillStatus() if not drills else drill_status(drills[0])
+    if every_seconds:
+        found.interval_seconds = every_seconds
+        found.next = rfc3339(next_drill_ns(drills, every_seconds, now_ns))
+    return found
 
 
 def _beside(parts: DaemonParts) -> BesideStatus:
@@ -145,6 +161,7 @@ class _StoreFacts(NamedTuple):
     newest: LastSnapshot | None
     by_root: Mapping[str, LastSnapshot | None]
     remotes: list[RemoteStatus]
+    drills: list[LastDrill]
 
 
 def _ask_store(
@@ -160,7 +177,8 @@ def _ask_store(
     except CiuicError as error:
         log.warning("store_unreadable", error=str(error))
         newest = None
-    return _StoreFacts(space.measure(), newest, by_root, lags)
+    drills = [] if store.path is None else read_drills(store.path)
+    return _StoreFacts(space.measure(), newest, by_root, lags, drills)
 
 
 def _age_seconds(snapshot: LastSnapshot | None, now_ns: int) -> float | None:
@@ -364,6 +382,7 @@ class Daemon:
                 workers.start_soon(parts.priorities.run)
                 workers.start_soon(parts.snapshots.capturing.run)
                 workers.start_soon(parts.upkeep.run)
+                workers.start_soon(parts.drills.run)
                 workers.start_soon(parts.scheduled.run)
                 workers.start_soon(parts.first_snapshots.run)
                 workers.start_soon(housekeeping.run)

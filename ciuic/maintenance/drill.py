@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ciuic.compare.diff import PathChange, diff_restored
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.printable import one_line
+from ciuic.protocol.last_drill import LastDrill
 from ciuic.repository import Repository
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.errors import Archived
@@ -40,6 +41,9 @@ from ciuic.units import human_size
 from ciuic.verdicts.model import Verdict
 from ciuic.verdicts.sources import SnapshotDirectory
 from ciuic.verdicts.verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
+
+if TYPE_CHECKING:
+    from ciuic.repository.snapshots import CommittedSnapshots
 
 DEFAULT_SAMPLE_BYTES: Final = 1 << 30
 DEFAULT_SAMPLE_FILES: Final = 1000
@@ -90,6 +94,48 @@ class DrillResult(NamedTuple):
         return self.seconds * max(1.0, self.files_total / max(self.files, 1))
 
 
+def choose_snapshots(store: CommittedSnapshots, seed: int) -> list[Snapshot]:
+    """Return the snapshots that a drill restores from: the newest, and another at random.
+
+    Raises:
+        NotFound: there is no snapshot.
+    """
+    found = store.list(safety=False)
+    if not found:
+        raise NotFound("the repository has no snapshot to restore from", hint="ciuic snapshot takes one")
+    ids = [found[0].id]
+    if len(found) > 1:
+        # No secret: the seed has to choose the same one again.
+        ids.append(random.Random(seed).choice(found[1:]).id)
+    return [store.load(one) for one in ids]
+
+
+def outcome_of(done: Sequence[tuple[Snapshot, DrillResult]], seconds: float) -> LastDrill:
+    """Return the record of a drill of these snapshots, at least one: of the first that is damaged, else of the first."""
+    snapshot, result = next((one for one in done if one[1].damages), done[0])
+    damages = result.damages
+    return LastDrill(
+        time_ns=time.time_ns(),
+        verdict="damaged" if damages else "good",
+        seconds=seconds,
+        reason=f"{one_line(damages[0].path)}: {damages[0].reason}" if damages else "",
+        snapshot=str(snapshot.id),
+        files=sum(one.files for _, one in done),
+        bytes_read=sum(one.bytes_read for _, one in done),
+        estimated_seconds=result.estimated_seconds,
+    )
+
+
+def failed_outcome(error: CiuicError, seconds: float) -> LastDrill:
+    """Return the record of a drill that ended with an error."""
+    return LastDrill(
+        time_ns=time.time_ns(),
+        verdict="damaged" if isinstance(error, Damaged) else "failed",
+        seconds=seconds,
+        reason=error.message,
+    )
+
+
 def run_drill(
     repository: Repository,
     snapshot: Snapshot,
@@ -117,7 +163,7 @@ def run_drill(
 
     Raises:
         CiuicError: the sample cannot be restored here, or the store does not answer.
-        NotFound: the snapshot does not have one of the paths.
+        NotFound: the snapshot does not have one of the paths, or was removed meanwhile.
         Archived: a file of the sample lies in an archive of the store.
     """
     chosen = _Choice(repository, snapshot, seed, sample_files, within)
@@ -136,6 +182,9 @@ def run_drill(
         progress(done_bytes, all_bytes)
     seconds = time.monotonic() - began
     verdicts, unread = chosen.verdicts(sample)
+    if (damages or unread) and snapshot.id not in repository.snapshots.names():
+        # What was missing may be what prune has removed with it.
+        raise NotFound(f"{snapshot.id} was removed while it was drilled", hint="run it again")
     return DrillResult(
         seed=seed,
         checkpoint=chosen.checkpoint,

@@ -203,6 +203,28 @@ class RemoteStatus(_Document):
     """True if that drill proved that a rescue works."""
 
 
+class DrillStatus(_Document):
+    """The last drill of a restore from the repository, and when the daemon does the next."""
+
+    time: str = ""
+    """End of the last drill; empty if there was none."""
+    verdict: str = ""
+    """good, damaged or failed."""
+    reason: str = ""
+    """Damage or failure in words; empty if all is good."""
+    seconds: float = 0.0
+    snapshot: str = ""
+    files: int = 0
+    """Files that were restored and compared."""
+    bytes_read: int = 0
+    estimated_seconds: float = 0.0
+    """Time that a restore of the whole snapshot would take."""
+    interval_seconds: int = 0
+    """Time from one drill to the next; 0: the daemon does none."""
+    next: str = ""
+    """Time of the next drill; empty if the daemon does none."""
+
+
 class RepositoryStatus(_Document):
     """The repository and its file system."""
 
@@ -309,6 +331,8 @@ class StatusDocument(_Document):
     roots: list[RootStatus] = []
     repository: RepositoryStatus = msgspec.field(default_factory=RepositoryStatus)
     remotes: list[RemoteStatus] = []
+    drill: DrillStatus | None = None
+    """None: there was no drill, and none is configured."""
     last_snapshot: SnapshotSummary | None = None
     next_snapshot: str | None = None
     seconds_since_last: float | None = None

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from ciuic.protocol.control_types import DrillStatus, rfc3339
 from ciuic.protocol.stored_remotely import (
     StoredRecordDamaged,
     read_state_file,
@@ -103,6 +104,20 @@ def decode_drills(data: bytes) -> list[LastDrill]:
         return msgspec.json.decode(data, type=list[LastDrill])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoredRecordDamaged(f"it is no record of drills: {error}") from error
+
+
+def drill_status(drill: LastDrill) -> DrillStatus:
+    """Return the drill as the status has it."""
+    return DrillStatus(
+        time=rfc3339(drill.time_ns),
+        verdict=drill.verdict,
+        reason=drill.reason,
+        seconds=drill.seconds,
+        snapshot=drill.snapshot,
+        files=drill.files,
+        bytes_read=drill.bytes_read,
+        estimated_seconds=drill.estimated_seconds,
+    )
 
 
 def add_drill(repository: Path, drill: LastDrill) -> None:

@@ -74,6 +74,11 @@ CAPTURE: Final = frozenset(
 """Capabilities of a capture: it reads files of all users without changing access times, trusted.* attributes, and the worker's
 descriptors."""
 
+DRILL: Final = frozenset(
+    {Capability.CHOWN, Capability.DAC_OVERRIDE, Capability.DAC_READ_SEARCH, Capability.FOWNER}
+)
+"""Capabilities of a drill: it gives restored files their recorded owners, modes and times, and reads them back."""
+
 UPKEEP: Final = frozenset({Capability.DAC_READ_SEARCH})
 """Capability of upkeep: it reaches the repository through directories of other users."""
 
@@ -141,6 +146,13 @@ def limit_upkeep(repository: str) -> frozenset[int]:
     leave_network()
     no_core_dumps()
     return keep_only(UPKEEP | _to_write(repository))
+
+
+def limit_drill() -> frozenset[int]:
+    """Limit the calling process to what a restore into a scratch directory needs; return the remaining capabilities."""
+    leave_network()
+    no_core_dumps()
+    return keep_only(DRILL)
 
 
 def may_trace() -> bool:

@@ -26,7 +26,7 @@ import zstandard
 
 from ciuic.compare.restore_records import RestoreRecord
 from ciuic.config import parse_config, repository_mark
-from ciuic.daemon import upkeep_process
+from ciuic.daemon import drill_process, upkeep_process
 from ciuic.daemon.capture.job import (
     CaptureJob,
     Failed,
@@ -648,6 +648,7 @@ def more_readers() -> list[Reader]:
         Reader("facts of a training", _refusing(_decode_facts, ValueError), b'{"version":1,"step":5,"metrics":{"loss":0.5},"objects":["model"]}'),
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
+        Reader("job of a drill", _json(drill_process.DrillJob), msgspec.json.encode(drill_process.DrillJob(repository="/r", scratch="/s"))),
         Reader("record of a drill", decode_drill, encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
         Reader("records of drills", decode_drills, b"[" + encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
         Reader("record of a remote", decode_record, encode_record(StoredRecord(repository="ab" * 16, stored=frozenset({"cs-abcdef"}), tail_ns=5))),

@@ -8,7 +8,6 @@ status and the metrics, also where the drill fails. Exit 4 exactly when somethin
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,6 +54,8 @@ def command(
     Without ID, the newest snapshot and one at random. The newest checkpoint is restored whole, other files are chosen at random.
     Content, attributes and links are compared. Exit 4 on damage.
     """
+    from ciuic.maintenance.drill import choose_snapshots, failed_outcome
+
     session = current()
     if session.remote_url is not None:
         raise UsageError(
@@ -66,7 +67,9 @@ def command(
     began = time.monotonic()
     documents: list[dict[str, Any]] = []
     try:
-        for snapshot in _snapshots(session, id_, seed):
+        store = session.snapshots
+        chosen = choose_snapshots(store, seed) if id_ is None else [store.load(store.resolve(id_))]
+        for snapshot in chosen:
             documents.append(_drill(session, snapshot, scratch, seed, limit_bytes, paths))
             if not as_json:
                 _print(documents[-1], is_first=len(documents) == 1)
@@ -74,7 +77,7 @@ def command(
         # The drill did not begin.
         raise
     except CiuicError as error:
-        _note(session, drills.failed_outcome(error, time.monotonic() - began))
+        _note(session, failed_outcome(error, time.monotonic() - began))
         raise
     worst = next((one for one in documents if one["verdict"] != "good"), documents[0])
     seconds = time.monotonic() - began
@@ -82,21 +85,6 @@ def command(
     if as_json:
         out_json({"verdict": worst["verdict"], "seconds": seconds, "drills": documents})
     return Damaged.exit_code if worst["verdict"] == "damaged" else 0
-
-
-def _snapshots(session: Session, id_: str | None, seed: int) -> list[Snapshot]:
-    """Return the snapshots to restore from: the one that is named, or the newest and another."""
-    store = session.snapshots
-    if id_ is not None:
-        return [store.load(store.resolve(id_))]
-    found = store.list(safety=False)
-    if not found:
-        raise NotFound("the repository has no snapshot to restore from", hint="ciuic snapshot takes one")
-    ids = [found[0].id]
-    if len(found) > 1:
-        # No secret: the seed has to choose the same one again.
-        ids.append(random.Random(seed).choice(found[1:]).id)
-    return [store.load(one) for one in ids]
 
 
 def _drill(

@@ -25,6 +25,7 @@ from ciuic.units import human_duration, human_size
 if TYPE_CHECKING:
     from ciuic.protocol.control_types import (
         BesideStatus,
+        DrillStatus,
         Incident,
         RemoteStatus,
         RootStatus,
@@ -148,6 +149,7 @@ def _print(status: StatusDocument) -> None:
             _say(f"           {shown_text(store.missing_hint)}")
     else:
         _say(f"store      {shown_text(store.path) or 'none'}: not made yet")
+    _print_drill(status.drill)
     for remote in status.remotes:
         _say(_remote_line(remote))
     _say(f"beside     {_beside_line(status.beside)}")
@@ -245,6 +247,25 @@ def _print_roots(status: StatusDocument) -> None:
                 f"{shown_text(mount.place)}{owner}",
                 fg="yellow",
             )
+
+
+def _print_drill(drill: DrillStatus | None) -> None:
+    """Print the last drill of a restore, if there was one or one is due."""
+    if drill is None:
+        return
+    then = f"; next at {times.clock_of(drill.next)}" if drill.next else ""
+    if not drill.time:
+        _say(f"drill      none yet{then}")
+        return
+    when = times.clock_of(drill.time)
+    if drill.verdict == "good":
+        whole = human_duration(drill.estimated_seconds)
+        _say(
+            f"drill      {when}: exact, {drill.seconds:.0f} s, {plural(drill.files, 'file')}; "
+            f"all of it would take about {whole}{then}"
+        )
+    else:
+        _say(f"drill      {when}: {drill.verdict.upper()}: {shown_text(drill.reason)}{then}", fg="red")
 
 
 def _remote_line(remote: RemoteStatus) -> str:

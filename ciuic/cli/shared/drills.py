@@ -14,7 +14,6 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import json_name, plural, shown_text
 from ciuic.cli.shared.output import note, out_prose
-from ciuic.errors import CiuicError, Damaged
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
@@ -122,18 +121,6 @@ def outcome(document: dict[str, Any], seconds: float) -> LastDrill:
         files=document["files"],
         bytes_read=document["bytes_read"],
         estimated_seconds=document["estimated_seconds"],
-    )
-
-
-def failed_outcome(error: CiuicError, seconds: float) -> LastDrill:
-    """Return the record of a drill that ended with an error."""
-    from ciuic.protocol.last_drill import LastDrill
-
-    return LastDrill(
-        time_ns=time.time_ns(),
-        verdict="damaged" if isinstance(error, Damaged) else "failed",
-        seconds=seconds,
-        reason=error.message,
     )
 
 

@@ -18,7 +18,14 @@ import trio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ciuic.daemon.base.events import EventBus
-from ciuic.protocol.control_types import Event, IncidentKind, Progress, RootStatus, StatusDocument
+from ciuic.protocol.control_types import (
+    DrillStatus,
+    Event,
+    IncidentKind,
+    Progress,
+    RootStatus,
+    StatusDocument,
+)
 from ciuic.protocol.metrics_file import WRITE_SECONDS, write_metrics
 
 _ROOT_GAUGES = (
@@ -112,6 +119,16 @@ class Metrics:
         self._drill_ok = self._gauge(
             "ciuic_remote_last_drill_ok", "1 if that drill proved that a rescue works", ["remote"]
         )
+        self._own_drill = self._gauge(
+            "ciuic_last_drill_timestamp_seconds",
+            "End of the last drill of a restore from the repository; 0: there was none",
+        )
+        self._own_drill_ok = self._gauge(
+            "ciuic_last_drill_ok", "1 if that drill proved that a restore is exact"
+        )
+        self._own_drill_every = self._gauge(
+            "ciuic_drill_interval_seconds", "Time from one drill to the next; 0: the daemon does none"
+        )
         self.incidents = Counter(
             "ciuic_trainer_incidents", "What happened to trainers", ["kind"], registry=self._registry
         )
@@ -173,6 +190,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _set_drills(self, status: StatusDocument) -> None:
+        own = status.drill or DrillStatus()
+        self._own_drill.set(datetime.fromisoformat(own.time).timestamp() if own.time else 0)
+        self._own_drill_ok.set(own.verdict == "good")
+        self._own_drill_every.set(own.interval_seconds)
         for gauge in (self._drill, self._drill_ok):
             gauge.clear()
         for remote in status.remotes:

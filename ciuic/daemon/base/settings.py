@@ -59,6 +59,9 @@ class Settings(NamedTuple):
     """Deadline of a capture, counted from its cut."""
     retention: RetentionPolicy = RetentionPolicy()
     min_free: MinFree | None = None
+    drill_every_seconds: int = 0
+    """Time from one drill of a restore to the next; 0: none is done."""
+    drill_scratch: Path = Path("/var/tmp")
     remotes: tuple[str, ...] = ()
     """Names of the remotes to which snapshots are replicated."""
     max_lags: tuple[tuple[str, int], ...] = ()
@@ -100,6 +103,8 @@ def settings_of(config: Config) -> Settings:
         or default_finish_within_seconds(config.schedule.interval_seconds),
         retention=config.retention,
         min_free=config.min_free,
+        drill_every_seconds=config.drill.every_seconds or 0,
+        drill_scratch=config.drill.scratch,
         remotes=tuple(remote.name for remote in config.remotes),
         max_lags=tuple(
             (remote.name, remote.max_lag_seconds)

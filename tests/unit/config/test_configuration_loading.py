@@ -11,6 +11,7 @@ from ciuic.config import (
     KEYS,
     AlertConfig,
     Config,
+    DrillConfig,
     HoldsConfig,
     IoPrioritySetting,
     MinFree,
@@ -93,6 +94,9 @@ io_priority = "best-effort:5"
 min_share = "2.5%"
 finish_within = "90s"
 undo_limit = "2GiB"
+[drill]
+every = "7d"
+scratch = "/big/scratch/"
 [overlay]
 tracked_names = ["*.rec"]
 mapped_names = []
@@ -141,6 +145,7 @@ heartbeat = "15m"
     assert config.capture.min_share == 0.025
     assert config.capture.finish_within_seconds == 90
     assert config.capture.undo_limit_bytes == 2 << 30
+    assert config.drill == DrillConfig(7 * 86400, Path("/big/scratch"))
     assert config.overlay == OverlayConfig(("*.rec",), ())
     assert config.control.socket == Path("/run/other/control.sock")
     assert config.watch == WatchConfig(("alice", "*"), 0)

@@ -90,6 +90,8 @@ def _drilled(
     sample_bytes: int,
 ) -> dict[str, Any]:
     """Drill one remote, note the outcome, and return its document."""
+    from ciuic.maintenance.drill import failed_outcome
+
     began = time.monotonic()
     try:
         document = _drill(session, config, scratch, id_, seed, sample_bytes, began)
@@ -97,7 +99,7 @@ def _drilled(
         # The drill did not begin.
         raise
     except CiuicError as error:
-        _note(session, config, drills.failed_outcome(error, time.monotonic() - began))
+        _note(session, config, failed_outcome(error, time.monotonic() - began))
         raise
     _note(session, config, drills.outcome(document, document["seconds"]))
     return document
