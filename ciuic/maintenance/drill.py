@@ -198,6 +198,70 @@ def run_drill(
     )
 
 
+def restore_whole(
+    repository: Repository,
+    snapshot: Snapshot,
+    path: bytes,
+    scratch: Path,
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[DrillResult, Path]:
+    """Restore all of a file or directory of a snapshot below a directory, and compare it with the snapshot.
+
+    Args:
+        repository: Repository of the snapshot.
+        snapshot: The snapshot.
+        path: Absolute path, as it was at the snapshot.
+        scratch: Directory for what is restored, which stays.
+        between: Called often, from any thread, so that the caller can pause.
+
+    Returns:
+        The result, and where the file or directory is now.
+
+    Raises:
+        NotFound: the snapshot does not have the path.
+        CiuicError: it cannot be restored here.
+    """
+    source = find(repository, snapshot, path)
+    chosen = _Choice(repository, snapshot, 0, 0, [path])
+    files = chosen.everything()
+    began = time.monotonic()
+    require_space(scratch, chosen.bytes_total)
+    place = scratch / os.fsdecode(posixpath.basename(source.path) or b"root")
+    found = [*restore_and_compare(repository, snapshot, {os.fsencode(place): source}, between)]
+    seconds = time.monotonic() - began
+    verdicts, unread = chosen.verdicts(files)
+    result = DrillResult(
+        seed=0,
+        checkpoint=chosen.checkpoint,
+        files=len(files),
+        bytes_read=chosen.bytes_total,
+        files_total=len(files),
+        bytes_total=chosen.bytes_total,
+        seconds=seconds,
+        damages=tuple(dict.fromkeys([*found, *chosen.damages, *unread])),
+        verdicts=verdicts,
+    )
+    return result, place
+
+
+def newest_checkpoint_directory(repository: Repository, snapshot: Snapshot) -> bytes:
+    """Return the directory with the newest checkpoint of a snapshot, or the one that is it.
+
+    Raises:
+        NotFound: the snapshot has none.
+    """
+    path = _Choice(repository, snapshot, 0, 0).checkpoint
+    if not path:
+        raise NotFound(
+            f"no checkpoint was found in {snapshot.id}", hint="-p names the directory that is restored"
+        )
+    with suppress(NotFound):
+        if find(repository, snapshot, path).entry.is_dir:
+            return path
+    return posixpath.dirname(path)
+
+
 class _Choice:
     """Files of a snapshot to restore: its newest checkpoint, and others at random."""
 
@@ -249,6 +313,10 @@ class _Choice:
             self.checkpoint = snapshot.roots[0].path
         else:
             self._find_checkpoint([place for _, _, place in heapq.nlargest(_CHECKPOINT_DIRECTORIES, places)])
+
+    def everything(self) -> list[Located]:
+        """Return all files and symbolic links that a restore would bring back."""
+        return [file for _, files in self._walk() for file in files]
 
     def sample(self, sample_bytes: int) -> list[Located]:
         """Return the files to restore, those of the checkpoint first; one at least, where there is any."""

@@ -17,15 +17,19 @@ import click
 
 from ciuic.cli.shared import drills
 from ciuic.cli.shared.drills import say
-from ciuic.cli.shared.messages import plural, shown_text, warn
+from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, NotFound, UsageError
+from ciuic.units import human_duration
 
 if TYPE_CHECKING:
     from ciuic.protocol.last_drill import LastDrill
     from ciuic.types import Snapshot
+
+
+_RUN_SECONDS = 3600
 
 
 @click.command("drill", cls=FrameCommand)
@@ -40,6 +44,13 @@ if TYPE_CHECKING:
     type=SNAPSHOT_PATH,
     help="Only what is at or below PATH, as it was at the snapshot; may be given several times.",
 )
+@click.option(
+    "--run",
+    metavar="CMD",
+    help="Restore all of one PATH, or of the directory with the newest checkpoint, and run CMD in it by the shell, without network; "
+    "its exit status counts.",
+)
+@click.option("--run-timeout", metavar="DURATION", help="End CMD after this time; default: 1h.")
 @json_option
 def command(
     id_: str | None,
@@ -47,12 +58,17 @@ def command(
     seed: int | None,
     scratch: Path | None,
     paths: tuple[bytes, ...],
+    run: str | None,
+    run_timeout: str | None,
     as_json: bool,
 ) -> int:
     """Prove that a restore works: restore a sample of a snapshot into a scratch directory, and compare it.
 
     Without ID, the newest snapshot and one at random. The newest checkpoint is restored whole, other files are chosen at random.
     Content, attributes and links are compared. Exit 4 on damage.
+
+    With --run, the newest snapshot alone. CMD finds the restored directory in CIUIC_DRILL_DIR and as its working directory; exit 1
+    if it fails.
     """
     from ciuic.maintenance.drill import choose_snapshots, failed_outcome
 
@@ -62,6 +78,11 @@ def command(
             "this drills the repository of this host, and --repo names a remote",
             hint="ciuic remote drill URL drills a remote",
         )
+    if run is not None and len(paths) > 1:
+        raise UsageError("--run restores one path: give -p once")
+    if run_timeout is not None and run is None:
+        raise UsageError("--run-timeout goes with --run")
+    timeout_seconds = _timeout(run_timeout)
     limit_bytes = drills.sample_bytes(sample)
     seed = drills.new_seed() if seed is None else seed
     began = time.monotonic()
@@ -69,8 +90,12 @@ def command(
     try:
         store = session.snapshots
         chosen = choose_snapshots(store, seed) if id_ is None else [store.load(store.resolve(id_))]
-        for snapshot in chosen:
-            documents.append(_drill(session, snapshot, scratch, seed, limit_bytes, paths))
+        for snapshot in chosen[: 1 if run is not None else None]:
+            documents.append(
+                _drill(session, snapshot, scratch, seed, limit_bytes, paths)
+                if run is None
+                else _drill_run(session, snapshot, scratch, next(iter(paths), None), run, timeout_seconds)
+            )
             if not as_json:
                 _print(documents[-1], is_first=len(documents) == 1)
     except (UsageError, NotFound):
@@ -84,7 +109,18 @@ def command(
     _note(session, drills.outcome(worst, seconds))
     if as_json:
         out_json({"verdict": worst["verdict"], "seconds": seconds, "drills": documents})
+    if worst["verdict"] == "failed":
+        return CiuicError.exit_code
     return Damaged.exit_code if worst["verdict"] == "damaged" else 0
+
+
+def _timeout(text: str | None) -> int:
+    from ciuic.units import parse_duration
+
+    try:
+        return _RUN_SECONDS if text is None else parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"--run-timeout: {error}") from None
 
 
 def _drill(
@@ -111,6 +147,42 @@ def _drill(
             progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
         )
     return {**drills.result_document(session, snapshot, result), "seconds": time.monotonic() - began}
+
+
+def _drill_run(
+    session: Session,
+    snapshot: Snapshot,
+    scratch: Path | None,
+    path: bytes | None,
+    command_line: str,
+    timeout_seconds: int,
+) -> dict[str, Any]:
+    """Restore a path whole, and run a command on it if it is exact."""
+    from ciuic.maintenance.drill import newest_checkpoint_directory, restore_whole, scratch_directory
+    from ciuic.system.child_process import without_secrets
+    from ciuic.system.isolated_command import run_isolated
+
+    began = time.monotonic()
+    repository = session.repository
+    with scratch_directory(drills.scratch_parent(scratch)) as place:
+        path = path or newest_checkpoint_directory(repository, snapshot)
+        result, restored = restore_whole(repository, snapshot, path, place, between=_pace(session))
+        document = drills.result_document(session, snapshot, result)
+        document["run"] = None
+        if not result.damages:
+            directory = restored if restored.is_dir() else place
+            env = {**without_secrets(os.environ), "CIUIC_DRILL_DIR": str(restored)}
+            end = run_isolated(command_line, directory, env, timeout_seconds)
+            document["run"] = {"command": command_line, **json_name("path", path), **end._asdict()}
+            if end.status or end.timed_out:
+                document["verdict"] = "failed"
+                document["reason"] = (
+                    f"the command did not end within {human_duration(timeout_seconds)}"
+                    if end.timed_out
+                    else f"the command ended with exit status {end.status}"
+                )
+    document["seconds"] = time.monotonic() - began
+    return document
 
 
 def _pace(session: Session) -> Callable[[], None]:
@@ -150,8 +222,15 @@ def _print(document: dict[str, Any], *, is_first: bool) -> None:
     drills.print_result(document)
     drills.print_verdicts(document)
     drills.print_damages(document)
+    if ran := document.get("run"):
+        network = (
+            "; with the network: no namespace could be made" if ran["had_network"] else ", without network"
+        )
+        say(f"run        exit status {ran['status']} after {ran['seconds']:.1f} s{network}")
     took = f"{document['seconds']:.0f} s, {plural(document['files'], 'file')}"
-    if document["damages"]:
+    if document["verdict"] == "failed":
+        say(f"verdict    FAILED, {took}: {shown_text(document['reason'])}", fg="red")
+    elif document["damages"]:
         say(f"verdict    DAMAGED, {took}; ciuic verify --checksum says how far it goes", fg="red")
     else:
         say(f"verdict    exact, {took}", fg="green")

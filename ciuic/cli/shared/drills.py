@@ -116,7 +116,7 @@ def outcome(document: dict[str, Any], seconds: float) -> LastDrill:
         time_ns=time.time_ns(),
         verdict=document["verdict"],
         seconds=seconds,
-        reason=f"{damages[0]['path']}: {damages[0]['reason']}" if damages else "",
+        reason=f"{damages[0]['path']}: {damages[0]['reason']}" if damages else document.get("reason", ""),
         snapshot=document["snapshot"],
         files=document["files"],
         bytes_read=document["bytes_read"],

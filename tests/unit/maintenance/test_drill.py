@@ -192,6 +192,67 @@ def test_damage_ends_with_4_and_is_noted(cli: CliRepository) -> None:
     assert noted[0].time_ns > FIRST_NS
 
 
+def test_a_command_runs_on_what_was_restored(cli: CliRepository, tmp_path: Path) -> None:
+    """All of the path, in its directory, with its name in the environment and no network; its status is part of the verdict."""
+    seen = tmp_path / "seen"
+    command = f"ls > {seen}; cat /proc/net/route >> {seen}; echo $CIUIC_DRILL_DIR $PWD >> {seen}"
+    (document,) = drill_document(cli, "--run", command)["drills"]
+    assert (document["verdict"], document["snapshot"], document["files"]) == ("good", "cs-000003", 3)
+    names, where = seen.read_text().splitlines()[:3], seen.read_text().splitlines()[-1].split()
+    assert names == ["log", "model-2.safetensors", "torn.safetensors"]
+    assert where[0] == where[1]
+    assert os.path.basename(where[0]) == "root"
+    assert document["run"]["status"] == 0
+    if not document["run"]["had_network"]:
+        # A heading and no route.
+        assert len(seen.read_text().splitlines()) == 5
+    assert os.listdir(tmp_path / "scratch") == []
+    assert read_drills(cli.path)[0].verdict == "good"
+
+
+def test_a_command_that_fails_or_hangs_is_a_failed_drill(cli: CliRepository) -> None:
+    """Exit code 1, the status, and a record; nothing of it is left after its time."""
+    (document,) = drill_document(cli, "--run", "exit 3", "-p", f"{cli.root}/log", code=1)["drills"]
+    assert (document["verdict"], document["run"]["status"]) == ("failed", 3)
+    (document,) = drill_document(cli, "--run", "sleep 1000 & sleep 1000", "--run-timeout", "1s", code=1)[
+        "drills"
+    ]
+    assert document["run"]["timed_out"]
+    assert "did not end" in read_drills(cli.path)[0].reason
+    assert "FAILED" in cli.run("drill", "--run", "false").stdout
+    assert cli.run("drill", "--run-timeout", "1s").exit_code == 2
+    assert cli.run("drill", "--run", "true", "-p", "/a", "-p", "/b").exit_code == 2
+
+
+def test_a_whole_tree_is_compared_with_its_directories(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All structures come back; the mode of a directory counts, too."""
+    (tmp_path / "scratch").mkdir()
+
+    def whole(name: str) -> tuple[Any, ...]:
+        (tmp_path / "scratch" / name).mkdir()
+        with Repository.open(made.repository) as opened:
+            newest = opened.snapshots.load(opened.snapshots.list()[0].id)
+            found, place = drill.restore_whole(
+                opened, newest, os.fsencode(made.root), tmp_path / "scratch" / name
+            )
+        assert (place / "noise").exists()
+        return found.damages
+
+    assert whole("exact") == ()
+    real = attributes.apply
+
+    def forgetful(at: Any, now: os.stat_result, *args: Any, **more: Any) -> list[str]:
+        problems = real(at, now, *args, **more)
+        if stat.S_ISDIR(now.st_mode):
+            os.chmod(at, 0o700)
+        return problems
+
+    monkeypatch.setattr(attributes, "apply", forgetful)
+    assert {os.path.basename(one.path) for one in whole("wrong")} == {b"root", b"many"}
+
+
 def test_nothing_to_drill(tmp_path: Path) -> None:
     """No snapshot, no such snapshot, a remote."""
     empty = CliRepository(tmp_path / "repository", tmp_path / "root")
