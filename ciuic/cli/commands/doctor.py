@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -17,7 +18,7 @@ from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,12 +34,19 @@ _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 @click.command("doctor", cls=FrameCommand)
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=HOST_PATH)
+@click.option(
+    "--recovery",
+    is_flag=True,
+    help="Go through the recovery checklist (docs/restore.md) instead: what would be lost today, and is it proved?",
+)
 @json_option
-def command(paths: tuple[bytes, ...], as_json: bool) -> int:
+def command(paths: tuple[bytes, ...], recovery: bool, as_json: bool) -> int:
     """Look at everything that snapshots depend on; with PATHs, say whether they are protected."""
+    if recovery and paths:
+        raise UsageError("--recovery goes with no PATH")
     findings = []
     # Printed one by one: should a check hang, the lines before it say where.
-    for finding in examine(current(), paths):
+    for finding in examine_recovery(current()) if recovery else examine(current(), paths):
         findings.append(finding)
         if not as_json:
             _say(finding)
@@ -105,6 +113,39 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
         yield from _safely("libraries", machine.libraries)
     yield from _safely("io pressure", machine.pressure)
     yield from _safely("clock", machine.clock)
+
+
+def examine_recovery(session: Session) -> Iterator[Finding]:
+    """Tick the recovery checklist, in its order."""
+    from ciuic.cli import recovery_checks as checks
+    from ciuic.protocol.last_drill import read_drills
+
+    try:
+        config = session.config
+    except CiuicError as error:
+        yield problem("configuration", error.message, error.hint or "ciuic config check")
+        return
+    now_ns = session.now_ns
+    try:
+        repository = session.repository
+    except CiuicError as error:
+        yield problem("recovery: repository", error.message, error.hint or "ciuic check")
+        return
+    yield from _safely(
+        "recovery: work at risk", lambda: checks.snapshots_are_young(repository, config, now_ns)
+    )
+    yield from checks.retention_reaches_back(config)
+    drills = read_drills(session.repository_dir)
+    yield from checks.last_drill_is_good(drills, config.drill.every_seconds, now_ns)
+    yield from checks.there_is_another_place(config)
+    for remote in config.remotes:
+        yield from _safely(
+            f"recovery: remote {remote.name}",
+            partial(checks.remote_has_it, repository, remote, now_ns),
+        )
+        yield from _safely(f"recovery: key {remote.name}", partial(checks.key_is_elsewhere, remote))
+    inquiry = Inquiry()
+    yield from _safely("recovery: room", lambda: checks.restore_has_room(repository, config, inquiry))
 
 
 def _places(

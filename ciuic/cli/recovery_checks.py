@@ -1,0 +1,209 @@
+"""Checks of `ciuic doctor --recovery`: the checklist of docs/restore.md, line by line, on what is known here.
+
+Guarantees: nothing is changed. Stores are asked for their key slots alone, which takes no key; everything else is read from the
+repository and the records of this host. A line that cannot be looked at is a warning and stops no other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
+from ciuic.cli.shared.messages import plural, shown_text
+from ciuic.system.disk_space import available_bytes
+from ciuic.units import human_duration, human_size
+
+if TYPE_CHECKING:
+    from ciuic.config import Config, RemoteConfig
+    from ciuic.protocol.last_drill import LastDrill
+    from ciuic.repository import Repository
+    from ciuic.retention import RetentionPolicy
+
+_NS: Final = 10**9
+_DAY_SECONDS: Final = 86_400
+_MIN_REACH_SECONDS: Final = 3 * _DAY_SECONDS
+"""A mistake of a Friday evening is found on Monday."""
+_MAX_DRILL_SECONDS: Final = 35 * _DAY_SECONDS
+"""Where no interval is configured: the timer's month, and some days."""
+_MAX_LAG_SECONDS: Final = _DAY_SECONDS
+
+
+def snapshots_are_young(repository: Repository, config: Config, now_ns: int) -> Iterator[Finding]:
+    """Every root has a snapshot that is younger than two intervals."""
+    limit_seconds = 2 * config.schedule.interval_seconds
+    for root in config.roots:
+        place = shown_text(str(root.path))
+        newest = repository.snapshots.latest(os.fsencode(root.path))
+        if newest is None:
+            yield problem("recovery: work at risk", f"{place} is in no snapshot", "ciuic snapshot --wait")
+            continue
+        age_seconds = max(0.0, (now_ns - newest.time_ns) / _NS)
+        text = f"{place} would come back as of {human_duration(age_seconds)} ago ({newest.id})"
+        if age_seconds > limit_seconds:
+            yield problem("recovery: work at risk", text, "ciuic status says why there is no younger one")
+        else:
+            yield ok("recovery: work at risk", text)
+    if not config.roots:
+        yield problem("recovery: work at risk", "no directory is protected", "ciuic protect PATH")
+
+
+def reach_seconds(policy: RetentionPolicy) -> int:
+    """Return how far back the rules reach on a host that takes snapshots all the time."""
+    return max(
+        policy.keep_within_seconds,
+        policy.keep_hourly * 3600,
+        policy.keep_daily * _DAY_SECONDS,
+        policy.keep_weekly * 7 * _DAY_SECONDS,
+        policy.keep_monthly * 30 * _DAY_SECONDS,
+        policy.keep_yearly * 365 * _DAY_SECONDS,
+    )
+
+
+def retention_reaches_back(config: Config) -> Iterator[Finding]:
+    """Snapshots are kept until a mistake is found."""
+    reach = max(reach_seconds(config.retention), *(reach_seconds(one.keep) for one in config.remotes), 0)
+    text = f"a mistake can be undone for {human_duration(reach)}"
+    if reach < _MIN_REACH_SECONDS:
+        yield warning(
+            "recovery: retention",
+            f"{text}, and one of a Friday evening is found on Monday",
+            '[retention] keep_within = "7d", or keep_daily = 14',
+        )
+    else:
+        yield ok("recovery: retention", text)
+
+
+def last_drill_is_good(
+    drills: Sequence[LastDrill], every_seconds: int | None, now_ns: int
+) -> Iterator[Finding]:
+    """A restore from the repository was tried lately, and was exact."""
+    yield _drilled(
+        "recovery: drill", drills[0] if drills else None, every_seconds, now_ns, "ciuic drill", "a restore"
+    )
+
+
+def _drilled(
+    check: str, drill: LastDrill | None, every_seconds: int | None, now_ns: int, remedy: str, what: str
+) -> Finding:
+    if drill is None:
+        return warning(check, f"{what} was never tried", remedy)
+    age_seconds = max(0.0, (now_ns - drill.time_ns) / _NS)
+    ago = f"{human_duration(age_seconds)} ago"
+    if not drill.is_good:
+        return problem(
+            check, f"{what} was tried {ago}, and {drill.verdict}: {shown_text(drill.reason)}", remedy
+        )
+    if age_seconds > max(_MAX_DRILL_SECONDS, 2 * (every_seconds or 0)):
+        return warning(check, f"{what} was last tried {ago}", remedy)
+    return ok(
+        check,
+        f"{what} was exact {ago}: {plural(drill.files, 'file')}; all of it would take about "
+        f"{human_duration(drill.estimated_seconds)}",
+    )
+
+
+def there_is_another_place(config: Config) -> Iterator[Finding]:
+    """What is lost with this host is somewhere else."""
+    if not config.remotes:
+        yield warning(
+            "recovery: remote",
+            "there is no remote: whoever loses this host loses everything",
+            "ciuic remote init URL",
+        )
+
+
+def remote_has_it(repository: Repository, remote: RemoteConfig, now_ns: int) -> Iterator[Finding]:
+    """The remote has the newest snapshots, the upload waits for nothing, and a rescue was tried."""
+    from ciuic.protocol.last_drill import read_last_drill
+    from ciuic.protocol.stored_remotely import remote_lag, upload_state_dir
+    from ciuic.remote.replication import read_status
+
+    check = f"recovery: remote {remote.name}"
+    lag = remote_lag(remote.name, repository.id, repository.snapshots.list(), now_ns=now_ns)
+    limit_seconds = remote.max_lag_seconds or _MAX_LAG_SECONDS
+    upload = read_status(remote.name, upload_state_dir())
+    if lag.flaw:
+        yield problem(check, lag.flaw, "ciuic remote status")
+    elif lag.seconds > limit_seconds:
+        yield problem(
+            check,
+            f"it lacks {human_duration(lag.seconds)} of work, {plural(lag.snapshots, 'snapshot')}",
+            "ciuic remote status says what it waits for",
+        )
+    elif upload is not None and upload.waits_for:
+        yield warning(check, f"nothing is sent: {shown_text(upload.waits_for)}", "ciuic remote status")
+    else:
+        lacks = f"lacks {human_duration(lag.seconds)} of work" if lag.snapshots else "has everything"
+        yield ok(check, f"it {lacks}; {plural(lag.stored, 'snapshot')} of this repository there")
+    yield _drilled(
+        f"recovery: drill {remote.name}",
+        read_last_drill(remote.name),
+        None,
+        now_ns,
+        f"ciuic remote drill {remote.name}",
+        "a rescue",
+    )
+
+
+def key_is_elsewhere(remote: RemoteConfig) -> Iterator[Finding]:
+    """The remote can be reached, and opened without any file of this host."""
+    from ciuic.remote.access import KeySlots, configured_objects
+
+    check = f"recovery: key {remote.name}"
+    objects = configured_objects(remote)
+    try:
+        slots = KeySlots(objects).all()
+    finally:
+        objects.close()
+    if not slots:
+        if remote.encryption:
+            yield problem(check, "the remote has no key slot that can be read", "ciuic remote keys list")
+        else:
+            yield ok(check, "the remote is not encrypted, and opens without a key")
+        return
+    # A file is of one host, and what a command prints may be; these two a person has.
+    kinds = sorted({one.kind for one in slots if one.kind in ("recovery", "passphrase")})
+    if kinds:
+        yield ok(
+            check,
+            f"the remote answers, and opens without this host by: {', '.join(kinds)} (find it now, not then)",
+        )
+    else:
+        yield problem(
+            check,
+            f"only {plural(len(slots), 'key file or command', 'key files or commands')} of hosts open the remote: lost with them, so are the data",
+            f"ciuic remote keys add --recovery {remote.name}, and write it down somewhere else",
+        )
+
+
+def restore_has_room(repository: Repository, config: Config, inquiry: Inquiry) -> Iterator[Finding]:
+    """Each root fits beside what is there now."""
+    for root in config.roots:
+        place = shown_text(str(root.path))
+        newest = repository.snapshots.latest(os.fsencode(root.path))
+        if newest is None:
+            continue
+        snapshot = repository.snapshots.load(newest.id)
+        record = next(one for one in snapshot.roots if one.path == os.fsencode(root.path))
+        size_bytes = record.entry.total_bytes + record.links_bytes
+        try:
+            yield from inquiry.findings(root.path, partial(_room, root.path, place, size_bytes))
+        except NoAnswer as error:
+            yield not_looked_at("recovery: room", error)
+
+
+def _room(path: Path, place: str, size_bytes: int) -> Iterator[Finding]:
+    free_bytes = available_bytes(path)
+    text = f"{place} has {human_size(size_bytes)} in its newest snapshot, and its disk {human_size(free_bytes)} free"
+    if free_bytes < size_bytes:
+        yield warning(
+            "recovery: room",
+            f"{text}: it can be restored in place, and not beside what is there",
+            "know another disk, for ciuic restore -d",
+        )
+        return
+    yield ok("recovery: room", text)
