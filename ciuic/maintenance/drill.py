@@ -592,11 +592,15 @@ class _Comparison:
         assert old is not None
         if os.geteuid() == 0 or old.mode & stat.S_IRUSR or not old.is_file:
             return f"it was restored and cannot be read: {reason}"
+        mode = stat.S_IMODE(os.lstat(change.path).st_mode)
         os.chmod(change.path, 0o600)
-        again = Located(source.root, change.path, old)
-        for found in diff_restored(self._repository, again, change.path, self._between):
-            if "content" in found.details:
-                return "it was restored with other content than the snapshot has"
+        try:
+            again = Located(source.root, change.path, old)
+            for found in diff_restored(self._repository, again, change.path, self._between):
+                if "content" in found.details:
+                    return "it was restored with other content than the snapshot has"
+        finally:
+            os.chmod(change.path, mode)
         return ""
 
 

@@ -354,19 +354,32 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
                 f"store      {shown_text(facts['repository']['path'])}: "
                 f"{human_size(facts['repository']['free_bytes'])} free"
             )
+        _print_drill(_last_drill(session))
+
+
+def _last_drill(session: Session) -> DrillStatus | None:
+    """Return the last drill of a restore from the repository; None if there was none."""
+    from ciuic.protocol.last_drill import drill_status, read_drills
+
+    found = read_drills(session.repository_dir)
+    return drill_status(found[0]) if found else None
 
 
 def _store_facts(session: Session) -> dict[str, Any]:
+    import msgspec
+
     from ciuic.cli.commands.list import as_document
 
     # A safety snapshot has what a restore replaced, and is no answer to what is at risk.
     last = next(iter(session.repository.snapshots.list(limit=1, safety=False)), None)
+    drill = _last_drill(session)
     # f_bavail as in df(1) and in the daemon's document, and not what root alone may use.
     space = os.statvfs(session.repository_dir)
     return {
         "last_snapshot": None if last is None else as_document(last),
         "seconds_since_last": None if last is None else _age_seconds(session, last),
         "roots": _roots_facts(session),
+        "drill": None if drill is None else msgspec.to_builtins(drill),
         "repository": {
             "path": str(session.repository_dir),
             "free_bytes": space.f_bavail * space.f_frsize,

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from support.checkpoint_files import make_safetensors
 from support.cli_repository import FIRST_NS, CliRepository
 from support.damage import Made, make, plant
+from support.second_user import NOBODY, run_as
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance import drill
@@ -189,6 +191,9 @@ def test_damage_ends_with_4_and_is_noted(cli: CliRepository) -> None:
     noted = read_drills(cli.path)
     assert [one.verdict for one in noted] == ["damaged", "good"]
     assert noted[0].reason
+    # Without a daemon, too.
+    assert "DAMAGED" in cli.run("status").stdout
+    assert json.loads(cli.run("status", "--json").stdout)["drill"]["verdict"] == "damaged"
     assert noted[0].time_ns > FIRST_NS
 
 
@@ -251,6 +256,49 @@ def test_a_whole_tree_is_compared_with_its_directories(
 
     monkeypatch.setattr(attributes, "apply", forgetful)
     assert {os.path.basename(one.path) for one in whole("wrong")} == {b"root", b"many"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_another_user_compares_what_it_may_restore(damaged: bool, request: pytest.FixtureRequest) -> None:
+    """Without root there are no owners; a file that its owner may not read is compared all the same."""
+    # No other user may enter the directories that tests are given.
+    top = Path(tempfile.mkdtemp())
+    request.addfinalizer(lambda: shutil.rmtree(top))
+    made = CliRepository(top / "repository", top / "root")
+    dice = random.Random(6)
+
+    def file(mode: int, **fields: Any) -> tuple[bytes, dict[str, Any]]:
+        return dice.randbytes(9000), {"mode": stat.S_IFREG | mode, **fields}
+
+    made.snapshot({b"closed": file(0), b"setuid": file(0o4755), b"of a group": file(0o660, gid=5)})
+    if damaged:
+        (pack,) = (path for path in (made.path / "packs").glob("*.pack") if path.stat().st_size > 20_000)
+        body = bytearray(pack.read_bytes())
+        body[9000] ^= 1
+        pack.write_bytes(body)
+    (top / "scratch").mkdir()
+    nobody = 65534
+    for directory, _, names in os.walk(top):
+        for name in (directory, *(os.path.join(directory, one) for one in names)):
+            os.chown(name, nobody, nobody)
+    script = f"""
+def drilled():
+    with Repository.open(Path({str(made.path)!r})) as opened:
+        newest = opened.snapshots.load(opened.snapshots.list()[0].id)
+        return run_drill(opened, newest, Path({str(top / "scratch")!r}), seed=1)
+"""
+    # As root first: the other user may not be able to read the modules that are imported on the way.
+    imports = f"""
+from pathlib import Path
+from ciuic.maintenance.drill import run_drill
+from ciuic.repository import Repository
+{script}
+assert drilled().files == 3
+"""
+    done = run_as(NOBODY, "print([one.reason for one in drilled().damages])", imports=imports)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout.strip() != "[]") == damaged, done.stdout
 
 
 def test_nothing_to_drill(tmp_path: Path) -> None:
