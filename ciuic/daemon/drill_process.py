@@ -83,6 +83,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def main() -> int:
     """Run the process and return its exit status."""
+    from ciuic.system import syscall_profiles
     from ciuic.system.privileges import limit_drill
 
     signal.signal(signal.SIGTERM, _end)
@@ -100,6 +101,9 @@ def main() -> int:
         # A filter of system calls may forbid it; a drill with more privileges is better than none.
         with suppress(OSError):
             limit_drill()
+        unfiltered = syscall_profiles.limit_calls(syscall_profiles.DRILL)
+        if unfiltered:
+            sys.stderr.write(f"drill: system calls are not filtered: {unfiltered}\n")
         run_job(job, pace)
     except CiuicError as error:
         answer = ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code)

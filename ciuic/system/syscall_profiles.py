@@ -130,6 +130,19 @@ CAPTURE: Final = Profile(
 UPKEEP: Final = CAPTURE._replace(name="upkeep")
 """Upkeep: reads and writes the repository."""
 
+DRILL: Final = Profile(
+    "drill",
+    # Owners and attributes of what it restores; no special file is.
+    _COMMON
+    | _READING
+    | _WRITING
+    | (_OWNING - _names("mknod mknodat"))
+    | _names("sched_setscheduler setpriority ioprio_set"),
+    _CONDITIONS,
+    _ABSENT,
+)
+"""Drill: reads the repository, restores into a scratch directory."""
+
 RECEIVER: Final = Profile(
     "receiver",
     # openat without openat2, whose flags are in memory, where the filter cannot see them.

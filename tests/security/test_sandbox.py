@@ -106,7 +106,7 @@ def root(short_tmp: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("profile", ["WORKER", "CAPTURE", "UPKEEP", "RECEIVER"])
+@pytest.mark.parametrize("profile", ["WORKER", "CAPTURE", "UPKEEP", "DRILL", "RECEIVER"])
 def test_a_forbidden_call_is_refused_and_the_process_goes_on(profile: str) -> None:
     """A forbidden call (programs, processes, namespaces, networks) ends in EPERM and the process goes on."""
     script = f"""
