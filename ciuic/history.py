@@ -24,8 +24,16 @@ from ciuic.repository.errors import DamagedTree
 from ciuic.repository.lookup import Located, find, is_within, join, resolve
 from ciuic.repository.tree_format import TreeNode
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot
+from ciuic.verdicts.model import Checkpoint
+from ciuic.verdicts.records import (
+    DatedCheckpoint,
+    VerdictRecord,
+    VerdictRecords,
+    newest_of,
+    snapshot_digest,
+)
 from ciuic.verdicts.sources import SnapshotDirectory
-from ciuic.verdicts.verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
+from ciuic.verdicts.verdict import FileVerdicts, JudgeFile, checkpoints_in, judge_file, may_hold_checkpoints
 
 MAX_PATH_BYTES: Final = 4096
 """Longest path of a directory that is looked into, as of the kernel (PATH_MAX). The text of all paths in a chain of directories grows with
@@ -551,6 +559,8 @@ def checkpoints(
     *,
     path: bytes | None = None,
     on_damage: OnDamage = _raise_damage,
+    records: VerdictRecords | None = None,
+    judge: JudgeFile = judge_file,
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 
@@ -560,8 +570,17 @@ def checkpoints(
         snapshot: One of its snapshots; None for the newest.
         path: Only what is at or below this absolute path in the root; None for all.
         on_damage: Called for directories that cannot be read. Content that cannot be read is UNKNOWN.
+        records: Verdicts that were stored; those of a whole root are taken from there, and nothing is read. None to judge anew.
+        judge: Judges one file.
     """
     snapshot = snapshot or timeline.snapshots[0]
+    # Below the root, a part of what is one checkpoint in the whole may be one by itself.
+    if records is not None and path in (None, timeline.path):
+        record = records.record(snapshot)
+        if record is not None and record.is_complete:
+            for one in dict(record.roots).get(timeline.path, ()):
+                yield StoredCheckpoint(one.checkpoint, one.mtime_ns, snapshot, timeline.host)
+            return
     root = timeline.root_of(snapshot)
     lineage = Lineage()
     # For the frame of the root alone.
@@ -584,7 +603,7 @@ def checkpoints(
             directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
             try:
                 times = {child.name: child.mtime_ns for child in directory.entries()}
-                for found in checkpoints_in(directory):
+                for found in checkpoints_in(directory, judge):
                     covered.update(found.files)
                     if path is not None and not is_within(found.path, path):
                         continue
@@ -603,6 +622,43 @@ def checkpoints(
             else:
                 deeper.append(Located(root, inside, child))
         stack.append(iter(deeper))
+
+
+def judge_snapshot(
+    repository: Repository, snapshots: Sequence[Snapshot], snapshot: Snapshot, known: FileVerdicts
+) -> VerdictRecord:
+    """Return the verdicts on all checkpoints of a snapshot, to be stored.
+
+    Args:
+        repository: Repository of the snapshots.
+        snapshots: All of them, newest first: earlier ones tell what was overwritten in place.
+        snapshot: One of them.
+        known: Verdicts on files that are not read again.
+    """
+    known.used = {}
+    damaged: list[bytes] = []
+    roots = []
+    for timeline in timelines(snapshots):
+        if timeline.host == snapshot.host and any(root.path == timeline.path for root in snapshot.roots):
+            found = checkpoints(
+                repository,
+                timeline,
+                snapshot,
+                on_damage=lambda _, path, error: damaged.append(path),
+                judge=known.judge,
+            )
+            roots.append(
+                (timeline.path, tuple(DatedCheckpoint(one.checkpoint, one.mtime_ns) for one in found))
+            )
+    return VerdictRecord(
+        repository=repository.id,
+        snapshot=str(snapshot.id),
+        content=snapshot_digest(snapshot),
+        newest=newest_of(one for _, found in roots for one in found),
+        is_complete=not damaged,
+        roots=tuple(roots),
+        files=known.used,
+    )
 
 
 def _start(repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes | None) -> Located:
@@ -682,6 +738,8 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     at one time the last by name. A snapshot of which something there cannot be read is
     passed over, and so are safety snapshots, silently.
 
+    A stored verdict passes a snapshot over; what is chosen was judged anew.
+
     Args:
         places: Timelines of the root with the path.
         path: Absolute path, as the snapshots have it.
@@ -689,13 +747,18 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     Raises:
         NotFound: no snapshot has any GOOD one; the message has the reasons.
     """
+    records = {id(repository): VerdictRecords(repository) for repository, _ in places}
     passed_over: list[PassedOver] = []
     second: LastGood | None = None
     for repository, timeline, snapshot in _newest_first(places):
         if snapshot.is_safety:
             continue
         try:
-            found = list(checkpoints(repository, timeline, snapshot, path=path))
+            found = list(
+                checkpoints(repository, timeline, snapshot, path=path, records=records[id(repository)])
+            )
+            if any(one.checkpoint.verdict.is_good for one in found):
+                found = list(checkpoints(repository, timeline, snapshot, path=path))
         except NotFound:
             passed_over.append(PassedOver(snapshot, "it has nothing there", None))
             continue

@@ -32,6 +32,7 @@ from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledS
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
+from ciuic.daemon.verdicts import VERDICT_MODULE, Verdicts
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.protocol.pairing import SOCKET_NAME
@@ -75,7 +76,7 @@ class DaemonParts:
         self.slice = SLICE if command_prefix else ""
         """systemd slice of captures and upkeep; empty where they run beside the daemon."""
         supervisors: dict[str, RootSupervisor] = {}
-        urgency_changed, space_wanted = Wakeup(), Wakeup()
+        urgency_changed, space_wanted, committed = Wakeup(), Wakeup(), Wakeup()
 
         # A reload replaces settings and store, so parts ask for them anew each time.
         def settings() -> Settings:
@@ -86,6 +87,10 @@ class DaemonParts:
 
         def roots() -> Mapping[str, RootSupervisor]:
             return supervisors
+
+        def space_is_wanted() -> None:
+            space_wanted.set()
+            committed.set()
 
         self.events = EventBus(now_ns)
         self.alerts = Alerts(self.events, now_ns)
@@ -111,7 +116,7 @@ class DaemonParts:
                 new_capture=self.captures.new,
                 space=self.space,
                 on_urgency=urgency_changed.set,
-                on_space_wanted=space_wanted.set,
+                on_space_wanted=space_is_wanted,
                 on_scheduled_lost=self.schedule.post,
             )
         )
@@ -160,6 +165,12 @@ class DaemonParts:
             now_ns=now_ns,
             command=[*command_prefix, *module_command(DRILL_MODULE)],
             is_busy=lambda: bool(self.snapshots.capturing.running() or self.upkeep.running()),
+        )
+        self.verdicts = Verdicts(
+            settings,
+            committed,
+            cwd=self.settings.runtime_dir,
+            command=[*command_prefix, *module_command(VERDICT_MODULE)],
         )
         self.priorities = PriorityControl(
             (self.snapshots.capturing.running, self.upkeep.running),

@@ -383,6 +383,7 @@ class Daemon:
                 workers.start_soon(parts.snapshots.capturing.run)
                 workers.start_soon(parts.upkeep.run)
                 workers.start_soon(parts.drills.run)
+                workers.start_soon(parts.verdicts.run)
                 workers.start_soon(parts.scheduled.run)
                 workers.start_soon(parts.first_snapshots.run)
                 workers.start_soon(housekeeping.run)

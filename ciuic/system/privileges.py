@@ -82,6 +82,9 @@ DRILL: Final = frozenset(
 UPKEEP: Final = frozenset({Capability.DAC_READ_SEARCH})
 """Capability of upkeep: it reaches the repository through directories of other users."""
 
+READER: Final = frozenset({Capability.DAC_READ_SEARCH})
+"""Capability of a process that reads a repository and writes nothing."""
+
 
 class _Header(ctypes.Structure):
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
@@ -153,6 +156,13 @@ def limit_drill() -> frozenset[int]:
     leave_network()
     no_core_dumps()
     return keep_only(DRILL)
+
+
+def limit_reader() -> frozenset[int]:
+    """Limit the calling process to what reading a repository needs; return the remaining capabilities."""
+    leave_network()
+    no_core_dumps()
+    return keep_only(READER)
 
 
 def may_trace() -> bool:

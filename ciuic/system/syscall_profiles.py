@@ -143,6 +143,9 @@ DRILL: Final = Profile(
 )
 """Drill: reads the repository, restores into a scratch directory."""
 
+READER: Final = Profile("reader", _COMMON | _READING, _CONDITIONS, _ABSENT)
+"""Reader of a repository that judges checkpoints: it changes no name and no attribute."""
+
 RECEIVER: Final = Profile(
     "receiver",
     # openat without openat2, whose flags are in memory, where the filter cannot see them.

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 VerdictState = Literal["GOOD", "TORN", "UNKNOWN"]
+RULES: Final = 1
+"""Number of the rules by which files and directories are judged. Raised with each change that may lead to another verdict, so that
+those that were stored (`ciuic.verdicts.records`) are made anew."""
 
 
 class Verdict(NamedTuple):
@@ -24,6 +27,17 @@ class Verdict(NamedTuple):
     def is_good(self) -> bool:
         """True for GOOD."""
         return self.state == "GOOD"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint and the verdict on it."""
+
+    path: bytes
+    """Absolute path of the file or directory; of a TensorFlow checkpoint, its prefix."""
+    verdict: Verdict
+    size_bytes: int
+    files: tuple[bytes, ...]
+    """Relative paths of its files, from the directory in which it was found."""
 
 
 class Piece(NamedTuple):

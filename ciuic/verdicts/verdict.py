@@ -13,10 +13,13 @@ touches the headers nor the end is not seen; nor is an end that was cut within a
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import msgspec
 
 from ciuic.errors import Damaged
 from ciuic.units import human_size, plural
@@ -27,7 +30,16 @@ from ciuic.verdicts.formats.npy import read_npy
 from ciuic.verdicts.formats.pickles import read_pickle
 from ciuic.verdicts.formats.safetensors import read_safetensors
 from ciuic.verdicts.formats.zip_archive import read_zip
-from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent, Verdict
+from ciuic.verdicts.model import (
+    BoundedReader,
+    Checkpoint,
+    NotJudged,
+    OtherFormat,
+    Piece,
+    Structure,
+    TornContent,
+    Verdict,
+)
 from ciuic.verdicts.sources import DirectorySource, FileSource
 
 # Formats with a mark at their beginning first; pickles and safetensors have hardly any.
@@ -45,10 +57,13 @@ _MAX_STEPS: Final = 2_000_000
 """Limit of pairs of a hole and a piece that are compared: pieces of a crafted file lie over each other."""
 DEFECT: Final = "its reader failed, which is a defect in ciuic"
 """Beginning of the reason of a file that a reader has not refused as it should."""
+_UNREADABLE: Final = "it cannot be read"
+"""Beginning of the reason of a file that the repository or the disk cannot give."""
 _STEP_BYTES: Final = 1 << 20
 _NUMBER_BYTES: Final = 8
 """Size of the largest number of a file format."""
 _MAX_HOLES: Final = 1 << 16
+_KEY_BYTES: Final = 16
 
 
 def judge_file(source: FileSource) -> Verdict:
@@ -63,7 +78,7 @@ def judge_file(source: FileSource) -> Verdict:
     except NotJudged as error:
         return Verdict("UNKNOWN", str(error))
     except (Damaged, OSError) as error:
-        return Verdict("UNKNOWN", f"it cannot be read: {error}")
+        return Verdict("UNKNOWN", f"{_UNREADABLE}: {error}")
     # No file ends the look at all others. The fuzzer looks for this reason.
     except Exception as error:
         return Verdict("UNKNOWN", f"{DEFECT} ({type(error).__name__})")
@@ -98,7 +113,7 @@ def judge_structure(source: FileSource, structure: Structure) -> Verdict:
             if checked is not None:
                 return checked
     except (Damaged, OSError) as error:
-        return Verdict("UNKNOWN", f"it cannot be read: {error}", structure.format)
+        return Verdict("UNKNOWN", f"{_UNREADABLE}: {error}", structure.format)
     if doubt:
         return Verdict("UNKNOWN", doubt, structure.format)
     return Verdict("GOOD", structure.content, structure.format)
@@ -191,15 +206,49 @@ _STEP_DIRECTORY: Final = re.compile(
 JudgeFile = Callable[[FileSource], Verdict]
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint and the verdict on it."""
+def file_key(source: FileSource) -> str | None:
+    """Return a key that two files share only if the verdict on both is the same; None where there is none.
 
-    path: bytes
-    """Absolute path of the file or directory; of a TensorFlow checkpoint, its prefix."""
-    verdict: Verdict
-    size_bytes: int
-    files: tuple[bytes, ...]
-    """Relative paths of its files, from the directory in which it was found."""
+    It covers the content with its holes, the name (which some formats are told by), an open writer, and traces of an older version.
+    """
+    if not source.identity:
+        return None
+    doubt = mixture = ""
+    if not source.is_committed:
+        try:
+            doubt = source.doubt()
+            mixture = source.mixture() if not doubt else ""
+        except (Damaged, OSError):
+            return None
+    facts = (source.identity, source.name, source.is_committed, doubt, mixture)
+    return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=_KEY_BYTES).hexdigest()
+
+
+class FileVerdicts:
+    """Verdicts on files, each content read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Verdict] = {}
+        self.used: dict[str, Verdict] = {}
+        """Verdicts that `judge` has returned, by `file_key`."""
+
+    def learn(self, known: Mapping[str, Verdict]) -> None:
+        """Take more verdicts by `file_key`."""
+        self._known.update(known)
+
+    def judge(self, source: FileSource) -> Verdict:
+        """Return the verdict on a file."""
+        key = file_key(source)
+        if key is None:
+            return judge_file(source)
+        verdict = self._known.get(key)
+        if verdict is None:
+            verdict = judge_file(source)
+            # Nothing of the content: the disk or a defect is to blame.
+            if verdict.reason.startswith((_UNREADABLE, DEFECT)):
+                return verdict
+        self._known[key] = self.used[key] = verdict
+        return verdict
 
 
 def may_hold_checkpoints(names: list[bytes]) -> bool:

@@ -79,7 +79,11 @@ class Live:
         (top / "run").mkdir(mode=0o700, exist_ok=True)
         text = CONFIG.format(top=top, repository=self.repository, interval=interval)
         self.config.write_text(text + more_config)
-        self.env = {**os.environ, "CIUIC_CONFIG": str(self.config)}
+        self.env = {
+            **os.environ,
+            "CIUIC_CONFIG": str(self.config),
+            "CIUIC_VERDICT_KEY": str(top / "verdict-key"),
+        }
         for name in ("CIUIC_REPO", "CIUIC_PROGRESS", "NOTIFY_SOCKET"):
             self.env.pop(name, None)
         self.daemon: subprocess.Popen[bytes] | None = None

@@ -6,6 +6,7 @@ They read repositories, messages of trainers, kernels and sockets, and checkpoin
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -26,7 +27,7 @@ import zstandard
 
 from ciuic.compare.restore_records import RestoreRecord
 from ciuic.config import parse_config, repository_mark
-from ciuic.daemon import drill_process, upkeep_process
+from ciuic.daemon import drill_process, upkeep_process, verdict_process
 from ciuic.daemon.capture.job import (
     CaptureJob,
     Failed,
@@ -85,6 +86,9 @@ from ciuic.training.json_documents import MALFORMED, decode_json
 from ciuic.training.state_diff import described_tensors
 from ciuic.training.writer import messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
+from ciuic.verdicts import records as verdict_records
+from ciuic.verdicts.model import Checkpoint, Verdict
+from ciuic.verdicts.records import DatedCheckpoint, VerdictRecord
 from ciuic.verdicts.verdict import DEFECT, checkpoints_in, judge_file
 
 ID = ChunkId(b"i" * 16)
@@ -589,6 +593,22 @@ def _needed(data: bytes) -> object:
     return None
 
 
+_VERDICTS = VerdictRecord(
+    repository="ab" * 16,
+    snapshot="cs-abcdef",
+    content="cd" * 16,
+    newest=DatedCheckpoint(Checkpoint(b"/r/a.pt", Verdict("GOOD", "2 tensors", "torch"), 9, (b"a.pt",)), 5),
+    files={"ef" * 16: Verdict("TORN", "it is cut")},
+)
+
+
+def _signed(data: bytes) -> bytes:
+    """Return a record whose key its writer knew, so that the bytes behind it are decoded."""
+    body = data.replace(b"\n", b" ")
+    mac = hashlib.blake2b(body, key=b"k", digest_size=16).hexdigest().encode()
+    return body + b"\n" + mac + b"\n"
+
+
 def _owner(data: bytes) -> object:
     """Read the owner of a lock as shown to a program that finds the repository locked."""
     fd = _memfd(data)
@@ -649,6 +669,9 @@ def more_readers() -> list[Reader]:
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
         Reader("job of a drill", _json(drill_process.DrillJob), msgspec.json.encode(drill_process.DrillJob(repository="/r", scratch="/s"))),
+        Reader("job of verdicts", _json(verdict_process.VerdictJob), msgspec.json.encode(verdict_process.VerdictJob(repository="/r", snapshots=("cs-abcdef",)))),
+        Reader("verdicts on a snapshot", _json(VerdictRecord), msgspec.json.encode(_VERDICTS)),
+        Reader("record of verdicts", lambda data: verdict_records.decode_record(_signed(data), b"k", VerdictRecord), msgspec.json.encode(_VERDICTS)),
         Reader("record of a drill", decode_drill, encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
         Reader("records of drills", decode_drills, b"[" + encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
         Reader("record of a remote", decode_record, encode_record(StoredRecord(repository="ab" * 16, stored=frozenset({"cs-abcdef"}), tail_ns=5))),

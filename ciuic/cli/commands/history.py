@@ -17,7 +17,17 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.shared.output import Cell, Column, Row, json_option, note, out, out_json, show_table
+from ciuic.cli.shared.output import (
+    VERDICT_COLOURS,
+    Cell,
+    Column,
+    Row,
+    json_option,
+    note,
+    out,
+    out_json,
+    show_table,
+)
 from ciuic.cli.shared.session import current
 from ciuic.cli.shared.timelines import PassedOver, Places, all_timelines, timelines_with
 from ciuic.errors import Damaged, NotFound, UsageError
@@ -344,9 +354,6 @@ def _changes_document(changes: RootChanges) -> dict[str, Any]:
     }
 
 
-_VERDICT_COLOURS = {"GOOD": "green", "TORN": "red", "UNKNOWN": "yellow"}
-
-
 @click.command("checkpoints", cls=FrameCommand)
 @click.argument("snapshot_id", metavar="[ID]", required=False, type=ID)
 @click.option("--root", type=HOST_PATH, help="Only in this root.")
@@ -359,6 +366,7 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
     kilobytes are read, and from what the snapshot knows: open writers, holes, files overwritten in place.
     """
     from ciuic.history import checkpoints
+    from ciuic.verdicts.records import VerdictRecords
 
     session = current()
     wanted = None if snapshot_id is None else session.snapshots.resolve(snapshot_id)
@@ -370,8 +378,9 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
             if wanted is None
             else [one for one in timeline.snapshots if one.id == wanted]
         )
+        records = VerdictRecords(repository)
         for snapshot in chosen:
-            found += checkpoints(repository, timeline, snapshot, on_damage=passed_over.add)
+            found += checkpoints(repository, timeline, snapshot, on_damage=passed_over.add, records=records)
     found.sort(key=lambda one: (-one.mtime_ns, one.checkpoint.path, one.host))
     found = found[:limit]
     if as_json:
@@ -398,7 +407,7 @@ def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:
     rows = [
         (
             shown(one.checkpoint.path),
-            Cell(one.checkpoint.verdict.state, _VERDICT_COLOURS[one.checkpoint.verdict.state]),
+            Cell(one.checkpoint.verdict.state, VERDICT_COLOURS[one.checkpoint.verdict.state]),
             human_duration(max(0, now_ns - one.mtime_ns) / times.NS),
             human_size(one.checkpoint.size_bytes),
             str(one.snapshot.id),

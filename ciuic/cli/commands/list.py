@@ -20,7 +20,16 @@ import click
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
-from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, show_table
+from ciuic.cli.shared.output import (
+    VERDICT_COLOURS,
+    Cell,
+    Column,
+    json_option,
+    note,
+    out,
+    out_json,
+    show_table,
+)
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import UsageError
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
     from ciuic.cli.shared.output import Column
     from ciuic.repository import SnapshotInfo
     from ciuic.repository.promised import Promise
+    from ciuic.verdicts.records import VerdictSummary
 
 
 _JOB_OF_FILES: Final = "files"
@@ -193,12 +203,18 @@ def command(
     if machine_readable:
         _lines(session, infos, with_pairs=with_pairs, marked=show_all)
     elif as_json:
+        verdicts = _verdicts(session, infos)
         found = pairs.halves(session, infos)
         out_json(
             {
                 "repository": session.place,
                 "snapshots": [
-                    {**as_document(info), **_label_document(session, info), "pair": _pair(found.get(info.id))}
+                    {
+                        **as_document(info),
+                        **_label_document(session, info),
+                        "pair": _pair(found.get(info.id)),
+                        "checkpoint": _verdict_document(verdicts.get(info.id)),
+                    }
                     for info in infos
                 ],
                 "lost": [_lost_document(promise) for promise in _lost(session, asked)],
@@ -307,6 +323,39 @@ def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
     return None if half is None else pairs.document(half.pair, half)
 
 
+def _verdicts(session: Session, infos: Sequence[SnapshotInfo]) -> dict[str, VerdictSummary]:
+    """Return what was stored of the newest checkpoint of each snapshot, by its id."""
+    if session.remote_url is not None or not infos:
+        return {}
+    from ciuic.verdicts.records import VerdictRecords
+
+    records = VerdictRecords(session.repository)
+    here = records.names()
+    found = {info.id: records.summary(info.id) for info in infos if info.id in here}
+    return {id_: one for id_, one in found.items() if one is not None}
+
+
+def _verdict_cell(found: VerdictSummary | None) -> Cell | str:
+    if found is None:
+        return ""
+    if not found.is_complete:
+        return Cell("UNKNOWN", "yellow")
+    state = found.newest.checkpoint.verdict.state if found.newest is not None else ""
+    return Cell(state, VERDICT_COLOURS[state]) if state else ""
+
+
+def _verdict_document(found: VerdictSummary | None) -> dict[str, Any] | None:
+    """Return the newest checkpoint in JSON; None for a snapshot without one, or not judged yet."""
+    if found is None or found.newest is None:
+        return None
+    checkpoint = found.newest.checkpoint
+    return {
+        **json_name("path", checkpoint.path),
+        "verdict": checkpoint.verdict.state if found.is_complete else "UNKNOWN",
+        "reason": checkpoint.verdict.reason if found.is_complete else "a part of the snapshot cannot be read",
+    }
+
+
 def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> None:
     from ciuic.units import human_duration, human_size
 
@@ -320,6 +369,10 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
         Column("TAGS", shrink=True),
         Column("STATE"),
     ]
+    verdicts = {id_: _verdict_cell(one) for id_, one in _verdicts(session, infos).items()}
+    judged = any(verdicts.values())
+    if judged:
+        columns.append(Column("CHECKPOINT"))
     found = pairs.halves(session, infos)
     if found:
         columns.append(Column("PAIR"))
@@ -337,6 +390,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             str(info.files),
             shown_text(", ".join(info.tags)),
             _state_cell(info),
+            *([verdicts.get(info.id, "")] if judged else []),
             *([pairs.cell(found.get(info.id))] if found else []),
             *cells.get(info.id, ()),
         )
@@ -351,6 +405,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             *("", "", ""),
             shown_text(", ".join(promise.tags)),
             Cell("lost", "red"),
+            *([""] if judged else []),
             *([""] if found else []),
         )
         for promise in lost

@@ -139,6 +139,9 @@ class Cell(NamedTuple):
 Row = Sequence["str | Cell"]
 
 
+VERDICT_COLOURS: Final = {"GOOD": "green", "TORN": "red", "UNKNOWN": "yellow"}
+
+
 def show_table(columns: Sequence[Column], rows: Sequence[Row]) -> None:
     """Print the table. Cells are one line of printable characters (see messages.py)."""
     width = terminal_width()

@@ -11,7 +11,8 @@ import pytest
 from support.checkpoint_files import FORMATS, MemoryDirectory
 
 from ciuic.verdicts.formats.tensor_bundle import crc32c
-from ciuic.verdicts.verdict import Checkpoint, checkpoints_in
+from ciuic.verdicts.model import Checkpoint
+from ciuic.verdicts.verdict import checkpoints_in
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))
 PICKLE = FORMATS["pickle"].make(random.Random(1))

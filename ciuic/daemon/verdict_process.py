@@ -1,0 +1,77 @@
+"""Process that judges the checkpoints of new snapshots: `python -m ciuic.daemon.verdict_process`.
+
+Standard input: one `VerdictJob` as a line of JSON. Standard output: one `VerdictRecord` a line, in the order of the job; a snapshot
+that is gone has none. The process reads what users have written, so it can write nothing but its output: it has no capability but
+that of reading, no call that changes a name or an attribute, and limits of memory and processor time. The daemon signs and stores.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ciuic.errors import CiuicError
+
+MAX_MEMORY_BYTES = 1 << 30
+MAX_PROCESSOR_SECONDS = 600
+
+
+class VerdictJob(msgspec.Struct, kw_only=True, frozen=True):
+    """Snapshots to be judged."""
+
+    repository: str
+    snapshots: tuple[str, ...]
+    key: bytes = b""
+    """Key of this host, for the records of earlier snapshots."""
+    io_priority: str = "idle"
+
+
+def main() -> int:
+    """Run the process and return its exit status."""
+    from ciuic.daemon.base.child_processes import JobInput
+    from ciuic.history import judge_snapshot
+    from ciuic.repository import Repository
+    from ciuic.system import syscall_profiles
+    from ciuic.system.io_throttle import yield_to_others
+    from ciuic.system.privileges import limit_reader, limit_resources
+    from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecords
+    from ciuic.verdicts.verdict import FileVerdicts
+
+    try:
+        job = msgspec.json.decode(JobInput(0).first_line(), type=VerdictJob)
+        yield_to_others(job.io_priority)
+        limit_resources(MAX_MEMORY_BYTES, MAX_PROCESSOR_SECONDS)
+        # Where it cannot be written, the process runs without it.
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("500")
+        # A filter of system calls may forbid it, as that of a container.
+        with suppress(OSError):
+            limit_reader()
+        unfiltered = syscall_profiles.limit_calls(syscall_profiles.READER)
+        if unfiltered:
+            sys.stderr.write(f"verdicts: system calls are not filtered: {unfiltered}\n")
+        with Repository.open(job.repository) as repository:
+            records = VerdictRecords(repository, job.key)
+            snapshots, _ = repository.snapshots.load_all()
+            known = FileVerdicts()
+            for snapshot in snapshots:
+                record = records.record(snapshot)
+                if record is not None:
+                    known.learn(record.files)
+            for snapshot in snapshots:
+                if snapshot.id in job.snapshots:
+                    line = msgspec.json.encode(judge_snapshot(repository, snapshots, snapshot, known))
+                    if len(line) < MAX_RECORD_BYTES:
+                        sys.stdout.buffer.write(line + b"\n")
+                        sys.stdout.buffer.flush()
+    except (CiuicError, OSError, msgspec.DecodeError) as error:
+        sys.stderr.write(f"verdicts: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Verdicts on the checkpoints of new snapshots: judged by a process of its own, and stored beside the snapshots.
+
+Guarantees: no cut, capture or upkeep waits for it: it starts after a commit, takes no lock of the repository, and its process is at
+idle priority. Snapshots that other programs have committed into the repository (states of trainings) are found within a minute. What
+the process prints is decoded as if a stranger had written it. A snapshot on which the process dies is not tried again in the life of
+the daemon: it is judged when somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.events import Wakeup
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.verdict_process import VerdictJob
+from ciuic.errors import CiuicError
+from ciuic.repository import Repository
+from ciuic.system.child_process import environment, module_command
+from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, own_key
+
+VERDICT_MODULE = "ciuic.daemon.verdict_process"
+_PAUSE_SECONDS = 60.0
+_MAX_SNAPSHOTS = 64
+"""Snapshots of one process, whose processor time is limited."""
+log = structlog.get_logger(__name__)
+
+
+class Verdicts:
+    """Judges snapshots as they come; `run` is its task. Belongs to the trio thread."""
+
+    def __init__(
+        self, settings: Callable[[], Settings], wakeup: Wakeup, *, cwd: Path, command: Sequence[str] = ()
+    ) -> None:
+        """Prepare to start processes.
+
+        Args:
+            settings: settings in force.
+            wakeup: set when a snapshot was committed.
+            cwd: working directory of the processes.
+            command: command of a process; empty: the module.
+        """
+        self._settings = settings
+        self._wakeup = wakeup
+        self._cwd = cwd
+        self._command = list(command or module_command(VERDICT_MODULE))
+        self._settled: set[str] = set()
+        """Snapshots that have verdicts, or on which a process died."""
+
+    async def run(self) -> None:
+        """Judge what is there and what comes, until cancelled."""
+        while True:
+            try:
+                while await self.once():
+                    pass
+            except (CiuicError, OSError) as error:
+                log.warning("verdicts_failed", error=str(error))
+            except Exception:
+                log.exception("verdicts_failed")  # a defect there must not end the service
+            with trio.move_on_after(_PAUSE_SECONDS):
+                await self._wakeup.wait()
+
+    async def once(self) -> int:
+        """Judge the newest snapshots that have no verdicts, and return how many there were."""
+        settings = self._settings()
+        if settings.repository is None:
+            return 0
+        records, pending = await trio.to_thread.run_sync(self._pending, settings.repository)
+        if not pending:
+            return 0
+        job = VerdictJob(
+            repository=str(settings.repository),
+            snapshots=tuple(pending),
+            key=records.key,
+            io_priority=settings.io_priority,
+        )
+        await self._judge(job, records)
+        # What has no verdicts now has none after another try either.
+        self._settled.update(pending)
+        return len(pending)
+
+    def _pending(self, path: Path) -> tuple[VerdictRecords, list[str]]:
+        """Return the newest snapshots without verdicts; remove the verdicts on those that are gone."""
+        with Repository.open(path) as repository:
+            records = VerdictRecords(repository, own_key())
+            # Without a key: in a repository of another user no record counts.
+            if not records.key:
+                return records, []
+            records.remove_all_but(repository.snapshots.names())
+            ids = [str(info.id) for info in repository.snapshots.list()]
+        self._settled.intersection_update(ids)
+        self._settled.update(
+            id_ for id_ in ids if id_ not in self._settled and records.summary(id_) is not None
+        )
+        return records, [id_ for id_ in ids if id_ not in self._settled][:_MAX_SNAPSHOTS]
+
+    async def _judge(self, job: VerdictJob, records: VerdictRecords) -> None:
+        process = await trio.lowlevel.open_process(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=str(self._cwd),
+            env=environment(),
+        )
+        mark_expendable(process.pid)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        missing = set(job.snapshots)
+        try:
+            with suppress(trio.BrokenResourceError):  # it ended early; its exit status says how
+                await process.stdin.send_all(msgspec.json.encode(job) + b"\n")
+            rest = b""
+            async for piece in process.stdout:
+                *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) > MAX_RECORD_BYTES:
+                    raise CiuicError("the process that judges checkpoints printed no record")
+                for line in lines:
+                    record = msgspec.json.decode(line, type=VerdictRecord)
+                    # A process that was taken over must not speak of other snapshots.
+                    if record.snapshot in missing:
+                        missing.remove(record.snapshot)
+                        await trio.to_thread.run_sync(records.write, record)
+            status = await process.wait()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CiuicError(f"the process that judges checkpoints printed no record: {error}") from error
+        finally:
+            process.kill()  # it writes nothing but its output
+            with trio.CancelScope(shield=True):
+                await process.wait()
+                await process.stdin.aclose()
+                await process.stdout.aclose()
+        log.info("checkpoints_judged", snapshots=len(job.snapshots) - len(missing))
+        if status:
+            log.warning("verdicts_failed", error=describe_exit(status), without=sorted(missing)[:5])

@@ -1,0 +1,224 @@
+"""Records of verdicts: what was found in a snapshot, in a file of the repository beside it, so that nothing is judged twice.
+
+``verdicts/<id>`` is a `VerdictRecord` as JSON and, in a second line, its BLAKE2b in hexadecimal under a key of this host. It is a cache:
+a record that is missing, damaged, of other rules or of another key is none, and the snapshot is judged anew.
+
+Who can write a record could call a torn checkpoint GOOD, and a repository may come with records from elsewhere: a disk of another host,
+a copy, a directory of another user. So a record counts only if it was made here: the key lies outside of every repository (`KEY_PATH`),
+belongs to root or to the user that reads it, and nobody else may read it. A record is bound to the trees of its snapshot, and in a
+repository of another user none counts for root. Records are neither copied nor uploaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from ciuic.repository import Repository
+from ciuic.repository.config import read_file
+from ciuic.repository.disk import Disk
+from ciuic.repository.snapshots import SnapshotStore
+from ciuic.repository.trust import foreign_flaw
+from ciuic.types import Snapshot
+from ciuic.verdicts.model import RULES, Checkpoint, Verdict
+
+VERDICTS_DIR: Final = "verdicts"
+KEY_PATH: Final = "/var/lib/ciuic/verdict-key"
+"""File with the key of this host, which the daemon makes."""
+KEY_VARIABLE: Final = "CIUIC_VERDICT_KEY"
+"""Environment variable with another path of it."""
+MAX_RECORD_BYTES: Final = 16 << 20
+"""Limit of one record: some 40,000 checkpoints. A snapshot with more is judged whenever it is looked at."""
+_KEY_BYTES: Final = 32
+_MAC_BYTES: Final = 16
+_VERSION: Final = 1
+_NAME: Final = re.compile(r"cs-[0-9a-f]{6,32}\Z")
+
+
+class DatedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint with the latest change of one of its files."""
+
+    checkpoint: Checkpoint
+    mtime_ns: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class VerdictSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a record that a list of snapshots shows."""
+
+    version: int = _VERSION
+    rules: int = RULES
+    repository: str
+    """Id of the repository."""
+    snapshot: str
+    """Id of the snapshot: a record says nothing of another one, whatever its file is called."""
+    content: str
+    """`snapshot_digest` of the snapshot."""
+    newest: DatedCheckpoint | None = None
+    """The newest checkpoint of all roots."""
+    is_complete: bool = True
+    """False if a part of the snapshot could not be read, which may have a newer checkpoint."""
+
+
+class VerdictRecord(VerdictSummary, frozen=True, kw_only=True):
+    """All checkpoints of one snapshot."""
+
+    roots: tuple[tuple[bytes, tuple[DatedCheckpoint, ...]], ...] = ()
+    """(Path of a root, its checkpoints), in the order in which `ciuic.history.checkpoints` yields them."""
+    files: dict[str, Verdict] = {}
+    """Verdicts on files by `ciuic.verdicts.verdict.file_key`, for the snapshots to come."""
+
+
+_Record = TypeVar("_Record", bound=VerdictSummary)
+
+
+def newest_of(found: Iterable[DatedCheckpoint]) -> DatedCheckpoint | None:
+    """Return the checkpoint with the latest change of a file; of several at one time the last by name."""
+    return max(found, key=lambda one: (one.mtime_ns, one.checkpoint.path), default=None)
+
+
+def snapshot_digest(snapshot: Snapshot) -> str:
+    """Return a digest of what a verdict takes from a snapshot: its time, its kind, and its roots with the ids of their trees."""
+    facts = msgspec.msgpack.encode(
+        (str(snapshot.id), snapshot.time_ns, snapshot.host, snapshot.is_state, snapshot.roots)
+    )
+    return hashlib.blake2b(facts, digest_size=_MAC_BYTES).hexdigest()
+
+
+def encode_record(record: VerdictRecord, key: bytes) -> bytes:
+    """Return the bytes that `decode_record` reads as ``record``."""
+    body = msgspec.json.encode(record)
+    return b"%b\n%b\n" % (body, _mac(body, key))
+
+
+def decode_record(data: bytes, key: bytes, kind: type[_Record]) -> _Record | None:
+    """Return the record, or its summary; None for what is damaged, was made under other rules or with another key."""
+    body, newline, end = data.partition(b"\n")
+    # No comparison in constant time: who can measure here can read the file.
+    if not key or not newline or end != _mac(body, key) + b"\n":
+        return None
+    try:
+        record = msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return record if (record.version, record.rules) == (_VERSION, RULES) else None
+
+
+def _mac(body: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(body, key=key, digest_size=_MAC_BYTES).hexdigest().encode()
+
+
+def key_path(environ: Mapping[str, str] | None = None) -> str:
+    """Return the path of this host's key."""
+    return (os.environ if environ is None else environ).get(KEY_VARIABLE) or KEY_PATH
+
+
+def read_key(path: str | None = None) -> bytes:
+    """Return the key of this host; empty if there is none that this process may read and others may not."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path or key_path(), flags)
+    except OSError:
+        return b""
+    with os.fdopen(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if (
+            not stat.S_ISREG(facts.st_mode)
+            or facts.st_uid not in (0, os.geteuid())
+            or stat.S_IMODE(facts.st_mode) & 0o077
+        ):
+            return b""
+        key = file.read(_KEY_BYTES + 1)
+    return key if len(key) == _KEY_BYTES else b""
+
+
+def own_key(path: str | None = None) -> bytes:
+    """Return the key of this host, made if there is none; empty if it cannot be made.
+
+    Blocks on the disk. Not synced: a key that is lost makes every record one that is made anew.
+    """
+    path = path or key_path()
+    key = read_key(path)
+    if key:
+        return key
+    with suppress(OSError):
+        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+        temporary = f"{path}.{os.getpid()}.tmp"
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(os.urandom(_KEY_BYTES))
+        os.rename(temporary, path)
+    return read_key(path)
+
+
+class VerdictRecords:
+    """Records of one repository. Reading them needs no lock; one process writes them, the daemon.
+
+    Args:
+        repository: The repository. One that is not a directory of this host has no records.
+        key: Key of this host; None to read it. Without one there are no records.
+    """
+
+    def __init__(self, repository: Repository, key: bytes | None = None) -> None:
+        self._directory = f"{repository.path}/{VERDICTS_DIR}"
+        self._repository_id = repository.id
+        counts = isinstance(repository.snapshots, SnapshotStore) and foreign_flaw(repository.path) is None
+        self.key = b"" if not counts else read_key() if key is None else key
+
+    def names(self) -> set[str]:
+        """Return the ids of the snapshots with a file here, whatever is in it."""
+        if not self.key:
+            return set()
+        try:
+            return set(filter(_NAME.match, os.listdir(self._directory)))
+        except OSError:
+            return set()
+
+    def record(self, snapshot: Snapshot) -> VerdictRecord | None:
+        """Return the record of a snapshot; None if there is none that counts."""
+        record = self._read(snapshot.id, VerdictRecord)
+        return record if record is not None and record.content == snapshot_digest(snapshot) else None
+
+    def summary(self, id_: str) -> VerdictSummary | None:
+        """Return the summary of a snapshot; None if there is none that counts."""
+        return self._read(id_, VerdictSummary)
+
+    def _read(self, id_: str, kind: type[_Record]) -> _Record | None:
+        if not self.key:
+            return None
+        try:
+            data = read_file(f"{self._directory}/{id_}", MAX_RECORD_BYTES)
+        except OSError:
+            return None
+        record = decode_record(data, self.key, kind)
+        if record is None or (record.repository, record.snapshot) != (self._repository_id, id_):
+            return None
+        return record
+
+    def write(self, record: VerdictRecord, disk: Disk | None = None) -> bool:
+        """Replace the record of a snapshot, durably on return, and return whether it can be read back.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        data = encode_record(record, self.key)
+        if not self.key or not _NAME.match(record.snapshot) or len(data) > MAX_RECORD_BYTES:
+            return False
+        with suppress(FileExistsError):
+            os.mkdir(self._directory, 0o700)
+        (disk or Disk()).replace_file(f"{self._directory}/{record.snapshot}", data)
+        return True
+
+    def remove_all_but(self, ids: Iterable[str]) -> None:
+        """Remove the records of all snapshots but these. Not synced: one that comes back is removed again."""
+        for name in self.names().difference(ids):
+            with suppress(OSError):
+                os.unlink(f"{self._directory}/{name}")

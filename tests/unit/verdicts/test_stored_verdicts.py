@@ -1,0 +1,172 @@
+"""Records of verdicts: made once, shown at once, and believed only if they were made here."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from support.checkpoint_files import FORMATS
+from support.cli_repository import CliRepository
+
+from ciuic.daemon.base.events import Wakeup
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.verdicts import Verdicts
+from ciuic.history import judge_snapshot
+from ciuic.repository import Repository
+from ciuic.types import SnapshotId
+from ciuic.verdicts import records as records_module
+from ciuic.verdicts import verdict as verdict_module
+from ciuic.verdicts.records import KEY_VARIABLE, VerdictRecord, VerdictRecords, encode_record, own_key
+from ciuic.verdicts.verdict import FileVerdicts
+
+WEIGHTS = FORMATS["safetensors"].make(random.Random(1))
+TORN = WEIGHTS[:-5]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CliRepository:
+    """Make two snapshots: the newest checkpoint of the first is GOOD, that of the second TORN."""
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "state" / "key"))
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.snapshot({b"a.safetensors": WEIGHTS}, mode="tracked")
+    made.snapshot(
+        {b"a.safetensors": WEIGHTS, b"b.safetensors": (TORN, {"mtime_ns": 2 * 10**18})}, mode="tracked"
+    )
+    return made
+
+
+def judge_all(made: CliRepository) -> int:
+    """Run the daemon's part on the repository, and return how many snapshots it judged."""
+    settings = Settings(socket=made.path / "c", runtime_dir=made.path.parent, repository=made.path)
+    return trio.run(Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent).once)
+
+
+def states(made: CliRepository) -> list[str | None]:
+    listed = json.loads(made.run("list", "--json").stdout)["snapshots"]
+    return [one["checkpoint"] and one["checkpoint"]["verdict"] for one in listed]
+
+
+def test_the_daemon_stores_what_list_and_checkpoints_show(
+    made: CliRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every snapshot is judged once, in a process of its own; afterwards nothing of a checkpoint is read."""
+    assert states(made) == [None, None]
+    before = made.run("checkpoints", "--json").stdout
+    assert (judge_all(made), judge_all(made)) == (2, 0)
+    assert states(made) == ["TORN", "GOOD"]
+    lines = made.run("list").stdout.splitlines()
+    assert ["CHECKPOINT" in lines[0], "TORN" in lines[1], "GOOD" in lines[2]] == [True] * 3
+    monkeypatch.setattr(verdict_module, "judge_file", None)
+    assert made.run("checkpoints", "--json").stdout == before
+
+
+def test_a_content_is_read_once(made: CliRepository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file in the next snapshot is not read again; with an open writer, or another name, it is."""
+    read = []
+    judge = verdict_module.judge_file
+
+    def counted(source):  # type: ignore[no-untyped-def]
+        read.append(source.name)
+        return judge(source)
+
+    monkeypatch.setattr(verdict_module, "judge_file", counted)
+    with Repository.open(made.path) as repository:
+        snapshots, _ = repository.snapshots.load_all()
+        known = FileVerdicts()
+        for snapshot in snapshots:
+            judge_snapshot(repository, snapshots, snapshot, known)
+    assert read == [b"a.safetensors", b"b.safetensors"]
+    made.snapshot({b"a.safetensors": (WEIGHTS, {"flags": 1}), b"c.safetensors": WEIGHTS}, mode="tracked")
+    with Repository.open(made.path) as repository:
+        snapshots, _ = repository.snapshots.load_all()
+        record = judge_snapshot(repository, snapshots, snapshots[0], known)
+    assert read[2:] == [b"a.safetensors", b"c.safetensors"]
+    ((_, found),) = record.roots
+    assert [one.checkpoint.verdict.state for one in found] == ["UNKNOWN", "GOOD"]
+
+
+def planted(made: CliRepository, key: bytes) -> bytes:
+    """Return a record that calls the torn checkpoint of the second snapshot GOOD."""
+    path = made.path / "verdicts" / "cs-000002"
+    record = msgspec.json.decode(path.read_bytes().split(b"\n")[0], type=VerdictRecord)
+    body = msgspec.json.encode(record).replace(b"TORN", b"GOOD")
+    return encode_record(msgspec.json.decode(body, type=VerdictRecord), key)
+
+
+@pytest.mark.parametrize("how", ["planted", "flipped", "empty", "renamed", "rules", "key", "open key"])
+def test_a_record_that_was_not_made_here_is_none(
+    made: CliRepository, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Planted, damaged, misplaced and outdated records are none, and the snapshot is judged anew."""
+    judge_all(made)
+    path = made.path / "verdicts" / "cs-000002"
+    key_path = Path(os.environ[KEY_VARIABLE])
+    data = path.read_bytes()
+    if how == "planted":
+        path.write_bytes(planted(made, b"k" * 32))
+    elif how == "flipped":
+        path.write_bytes(data.replace(b"TORN", b"GOOD"))
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "renamed":
+        path.write_bytes((made.path / "verdicts" / "cs-000001").read_bytes())
+    elif how == "rules":
+        monkeypatch.setattr(records_module, "RULES", 2)
+    elif how == "key":
+        key_path.unlink()
+    else:
+        key_path.chmod(0o644)
+    assert states(made)[0] is None
+    found = json.loads(made.run("checkpoints", "--json").stdout)["checkpoints"]
+    assert {os.path.basename(one["path"]): one["verdict"] for one in found}["b.safetensors"] == "TORN"
+    if how in ("planted", "flipped", "empty", "renamed"):
+        assert judge_all(made) == 1
+        assert states(made) == ["TORN", "GOOD"]
+
+
+def test_a_lie_of_this_host_restores_nothing_torn(made: CliRepository) -> None:
+    """What --last-good chooses is judged anew, also where the record counts."""
+    judge_all(made)
+    (made.path / "verdicts" / "cs-000002").write_bytes(planted(made, own_key()))
+    assert states(made)[0] == "GOOD"
+    result = made.run("restore", "--last-good", "-p", str(made.root), "--dry-run")
+    assert "cs-000001" in result.stderr, result.output
+
+
+def test_a_record_speaks_of_its_snapshot_alone(made: CliRepository) -> None:
+    """A snapshot of the same id with other trees is judged by itself; verdicts on what is gone are removed."""
+    judge_all(made)
+    with Repository.open(made.path) as repository:
+        record = VerdictRecords(repository).record(repository.snapshots.load(SnapshotId("cs-000002")))
+        assert record is not None
+        with repository.writer() as writer:
+            writer.remove_snapshots([SnapshotId("cs-000002")])
+    made.snapshot({b"a.safetensors": TORN}, id_="cs-000002", mode="tracked")
+    with Repository.open(made.path) as repository:
+        assert VerdictRecords(repository).record(repository.snapshots.load(SnapshotId("cs-000002"))) is None
+        with repository.writer() as writer:
+            writer.remove_snapshots([SnapshotId("cs-000002")])
+    judge_all(made)
+    assert os.listdir(made.path / "verdicts") == ["cs-000001"]
+
+
+def test_no_record_counts_in_the_repository_of_another_user(made: CliRepository) -> None:
+    """Root believes nothing of a repository that another user may write to, and stores nothing there."""
+    judge_all(made)
+    os.chown(made.path, 54321, 54321)
+    (made.path / "verdicts" / "cs-000001").unlink()
+    assert states(made) == [None, None]
+    assert judge_all(made) == 0
+    assert os.listdir(made.path / "verdicts") == ["cs-000002"]
+
+
+def test_a_process_that_dies_is_not_started_for_ever(made: CliRepository) -> None:
+    """A snapshot on which the process dies stays without verdicts, and the next one has its turn."""
+    settings = Settings(socket=made.path / "c", runtime_dir=made.path.parent, repository=made.path)
+    verdicts = Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent, command=["/bin/false"])
+    assert [trio.run(verdicts.once), trio.run(verdicts.once)] == [2, 0]
