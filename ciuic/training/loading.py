@@ -11,6 +11,7 @@ is an error: a run never begins anew because a remote did not answer. Where it h
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from ciuic.training.format.reading import (
     SavedSnapshot,
     load,
     newest_good,
+    read_facts,
     saved_snapshots,
 )
 from ciuic.training.format.shards import TemplateLookup
@@ -38,6 +40,7 @@ from ciuic.training.state import rank_state, stateful
 from ciuic.training.state.stateful import load_into
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
+from ciuic.units import plural
 
 Templates = Mapping[str, TemplateLookup]
 
@@ -193,8 +196,40 @@ def load_latest(save_dir: Path, root: bytes, templates: Templates | None = None)
         return None
     for id_, reason in loaded.passed_over:
         log.warning("ciuic: snapshot %s is passed over: %s", id_, reason)
+    state = State(loaded)
+    _tell_cost(save_dir, state)
     _mark_damaged(save_dir, loaded.passed_over)
-    return State(loaded)
+    return state
+
+
+_STEP: Final = re.compile(r"(?:^|, )step ([0-9]{1,18})(?:,|$)")
+
+
+def _tell_cost(save_dir: Path, state: State) -> None:
+    """Log how many steps are lost with the snapshots that were passed over for an older one."""
+    if not state.passed_over:
+        return
+    newest = _step_of(save_dir, state.passed_over[0].id)
+    here = state.facts.step
+    if newest is None or here is None:
+        cost = "how many steps that costs is not known"
+    else:
+        cost = f"{plural(max(0, newest - here), 'step')} after step {here} must be done again"
+    log.warning("ciuic: snapshot %s is loaded instead of %s: %s", state.id, state.passed_over[0].id, cost)
+
+
+def _step_of(save_dir: Path, id_: str) -> int | None:
+    """Return the step of a snapshot that is damaged: from its facts or, where these are damaged, from its message."""
+    try:
+        with Repository.open(save_dir) as repository:
+            try:
+                return read_facts(repository, SnapshotId(id_)).step
+            except (CiuicError, ValueError):
+                # Written by `facts_summary`.
+                found = _STEP.search(repository.snapshots.info(SnapshotId(id_)).message)
+    except (CiuicError, OSError):
+        return None
+    return int(found[1]) if found else None
 
 
 def list_snapshots(save_dir: Path, root: bytes) -> list[SavedSnapshot]:
@@ -264,6 +299,7 @@ def _load_on_all_ranks(
         lambda id_: load(str(save_dir), id_, templates),
     )
     if state is not None and ranks.saves:
+        _tell_cost(save_dir, state)
         _mark_damaged(save_dir, state.passed_over)
     return state
 

@@ -46,9 +46,16 @@ def _flip(where: Path, pack: int, at: int) -> None:
 @pytest.mark.parametrize("identity", IDENTITIES)
 @pytest.mark.parametrize(("damaged", "good"), [("newest difference", 2), ("first base", None)])
 def test_snapshots_that_rest_on_a_damaged_chunk_are_skipped(
-    tmp_path: Path, damaged: str, good: int | None, identity: Identity | None
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damaged: str,
+    good: int | None,
+    identity: Identity | None,
 ) -> None:
-    """Damage of a difference costs one snapshot, of a base all that rest on it; the next save is whole."""
+    """Damage of a difference costs one snapshot, of a base all that rest on it; the next save is whole.
+
+    What is lost is told in steps.
+    """
     where = tmp_path / "snapshots"
     Repository.create(where, identity=identity).close()
     model = _Model()
@@ -57,7 +64,7 @@ def test_snapshots_that_rest_on_a_damaged_chunk_are_skipped(
         ids = []
         for number in range(_SAVES):
             model.state = _state(number)
-            save = manager.save_snapshot(epoch=number, wait=True)
+            save = manager.save_snapshot(epoch=number, step=100 * number, wait=True)
             assert save is not None
             assert save.id is not None
             ids.append(save.id)
@@ -82,6 +89,9 @@ def test_snapshots_that_rest_on_a_damaged_chunk_are_skipped(
             assert resumed is not None
             assert resumed.id == ids[good]
             assert [one.id for one in resumed.passed_over] == ids[good + 1 :][::-1]
+            lost = 100 * (_SAVES - 1 - good)
+            told = f"{ids[good]} is loaded instead of {ids[-1]}: {lost} steps after step {100 * good} must be done again"
+            assert told in caplog.text
             assert resuming.state["weights"].tobytes() == _state(good)["weights"].tobytes()
         resuming.state = _state(_SAVES)
         manager.save_snapshot(epoch=_SAVES, wait=True)
