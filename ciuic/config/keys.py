@@ -18,6 +18,7 @@ from ciuic.config.values import (
     account_value,
     bandwidth_value,
     block_size_value,
+    change_value,
     count_value,
     duration_value,
     endpoint_value,
@@ -27,10 +28,12 @@ from ciuic.config.values import (
     line_value,
     listen_value,
     min_share_value,
+    name_value,
     names_value,
     one_of_value,
     path_value,
     patterns_value,
+    positive_value,
     price_value,
     program_value,
     remote_name_value,
@@ -198,6 +201,21 @@ TRAINER_KEYS: dict[str, Key] = {
     )
 }
 
+SNAPSHOT_WHEN_KEYS: dict[str, Key] = {
+    key.name: key
+    for key in (
+        Key("renamed", name_value, "", show=show_optional),
+        Key("appears", name_value, "", show=show_optional),
+        Key("closed", name_value, "", show=show_optional),
+        Key("after", interval_value, "", show=format_duration, field="after_seconds"),
+        Key("changes", change_value, "", show=format_size, field="changes_bytes"),
+        # A program that renames every few seconds would take a snapshot each time.
+        Key("least_between", duration_value, "1m", show=format_duration, field="least_between_seconds"),
+        Key("per_hour", positive_value, "12"),
+    )
+}
+"""Keys of one ``[[snapshot_when]]``."""
+
 DEFAULT_REMOTE_NAME = "remote"
 """Name of the remote of a file that has one, unless it has a name."""
 REMOTE_KEYS: dict[str, Key] = {
@@ -280,6 +298,10 @@ def shown(config: Config) -> Iterator[ShownValue]:
             values["heartbeat"] = TRAINER_KEYS["heartbeat"].show(trainer.heartbeat_seconds)
         for name, value in values.items():
             yield ShownValue(f"trainer[{index}].{name}", str(value), trainer.origin)
+    for index, when in enumerate(config.snapshot_when):
+        for name, key in SNAPSHOT_WHEN_KEYS.items():
+            if getattr(when, key.field or name):
+                yield ShownValue(f"snapshot_when[{index}].{name}", key.show_effective(when), when.origin)
     for index, remote in enumerate(config.remotes):
         for name, key in REMOTE_KEYS.items():
             text = key.show_effective(remote)

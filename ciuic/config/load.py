@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import tomli
 
@@ -31,6 +31,7 @@ from ciuic.config.keys import (
     KEYS,
     REMOTE_KEYS,
     ROOT_KEYS,
+    SNAPSHOT_WHEN_KEYS,
     TIER_KEYS,
     TRAINER_KEYS,
     Key,
@@ -54,6 +55,7 @@ from ciuic.config.model import (
     RepositoryConfig,
     RootConfig,
     ScheduleConfig,
+    SnapshotWhen,
     TierRule,
     TrainerConfig,
     WatchConfig,
@@ -308,6 +310,7 @@ class Draft:
     origins: dict[str, Origin] = field(default_factory=dict)
     roots: list[RootConfig] = field(default_factory=list)
     trainers: list[TrainerConfig] = field(default_factory=list)
+    snapshot_when: list[SnapshotWhen] = field(default_factory=list)
     remotes: list[ReadRemote] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -405,6 +408,8 @@ class Draft:
             line = line_of(lines, path)
             if kind == "root":
                 self.add_root(table, values, line)
+            elif kind == "snapshot_when":
+                self.add_snapshot_when(table, values, line)
             else:
                 self.add_trainer(table, values, line)
 
@@ -447,6 +452,23 @@ class Draft:
             # The field has its unit in its name; the key in the file is a duration with a unit.
             values["heartbeat_seconds"] = values.pop("heartbeat", 0)
             self.trainers.append(TrainerConfig(**values, origin=self.at(line)))
+
+    def add_snapshot_when(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
+        """Add a rule whose keys have been read."""
+        names = [name for name in ("renamed", "appears", "closed") if name in table]
+        sizes = [name for name in ("after", "changes") if name in table]
+        if len(sizes) == 1:
+            self.complain("after and changes must be set together", line)
+        elif len(names) + bool(sizes) != 1:
+            self.complain(
+                "a [[snapshot_when]] needs one of renamed, appears, closed, or after and changes", line
+            )
+        elif len(self.snapshot_when) >= MAX_RULES:
+            self.complain(f"more than {MAX_RULES} [[snapshot_when]]", line)
+        # Otherwise an error has been recorded for the invalid value.
+        elif len(values) == len(table):
+            fields = {SNAPSHOT_WHEN_KEYS[name].field or name: value for name, value in values.items()}
+            self.snapshot_when.append(SnapshotWhen(**fields, origin=self.at(line)))
 
     # --- the flat format
 
@@ -523,6 +545,7 @@ class Draft:
             holds=HoldsConfig(values["holds.max_of_a_user"], values["holds.max_of_a_user_per_hour"]),
             alert=AlertConfig(values["alert.command"], values["alert.user"], values["alert.timeout"]),
             trainers=tuple(self.trainers),
+            snapshot_when=tuple(self.snapshot_when),
             remotes=tuple(read.config(retention) for read in self.remotes),
             runtime_dir=values["daemon.runtime_dir"],
             log=LogConfig(values["log.level"], values["log.format"]),
@@ -531,7 +554,13 @@ class Draft:
         )
 
 
-_LISTS: Mapping[str, Mapping[str, Key]] = {"root": ROOT_KEYS, "trainer": TRAINER_KEYS}
+_LISTS: Mapping[str, Mapping[str, Key]] = {
+    "root": ROOT_KEYS,
+    "trainer": TRAINER_KEYS,
+    "snapshot_when": SNAPSHOT_WHEN_KEYS,
+}
+MAX_RULES: Final = 64
+"""Limit of ``[[snapshot_when]]``: a worker compares each changed name with all of them."""
 _TABLES = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
 _POLICY_NAMES = (
     "keep_last",

@@ -13,6 +13,7 @@ from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import MinFree, RetentionPolicy
 from ciuic.system.urgency import MIN_SHARE
+from ciuic.units import format_size
 
 Driver = Literal["auto", "kernel", "pyfuse3"]
 DRIVERS: tuple[Driver, ...] = ("auto", "kernel", "pyfuse3")
@@ -148,6 +149,40 @@ class TrainerConfig(msgspec.Struct, frozen=True):
     heartbeat_seconds: int = 0
     """Age at which the heartbeat file counts as stopped; 0: no limit."""
     origin: Origin = DEFAULT
+
+
+class SnapshotWhen(msgspec.Struct, frozen=True):
+    """``[[snapshot_when]]``: what a snapshot is taken for besides the schedule. One of the four, ``after`` with ``changes``."""
+
+    renamed: str | None = None
+    """Shell pattern of the new name of a rename."""
+    appears: str | None = None
+    """Shell pattern of a name that comes to be: made, linked or renamed to."""
+    closed: str | None = None
+    """Shell pattern of the name of a file that a writer closes."""
+    after_seconds: int = 0
+    changes_bytes: int = 0
+    least_between_seconds: int = 60
+    """Time from a snapshot of this rule to its next one."""
+    per_hour: int = 12
+    """Limit of the snapshots of this rule in an hour."""
+    origin: Origin = DEFAULT
+
+    @property
+    def kind(self) -> Literal["renamed", "appears", "closed"]:
+        """What happens to the name."""
+        return "renamed" if self.renamed is not None else "appears" if self.appears is not None else "closed"
+
+    @property
+    def name(self) -> str | None:
+        """Pattern of the name; None for a rule of changed bytes."""
+        return next((one for one in (self.renamed, self.appears, self.closed) if one is not None), None)
+
+    def __str__(self) -> str:
+        """Return the rule as the message of a snapshot."""
+        if self.name is not None:
+            return f"{self.kind} {self.name}"
+        return f"{format_size(self.changes_bytes)} changed"
 
 
 class WatchConfig(msgspec.Struct, frozen=True):
@@ -310,6 +345,7 @@ class Config(msgspec.Struct, frozen=True):
     exporter: ExporterConfig = ExporterConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
+    snapshot_when: tuple[SnapshotWhen, ...] = ()
     remotes: tuple[RemoteConfig, ...] = ()
     runtime_dir: Path = Path("/run/ciuic")
     log: LogConfig = LogConfig()

@@ -27,6 +27,7 @@ MAX_BLOCK_SIZE_BYTES = 8 << 20
 # With less a snapshot would hardly end.
 _MIN_SHARE = 0.0001
 # More is a slip of the hand.
+_MAX_NAME_BYTES = 255
 _MAX_COUNT = 1_000_000
 _TAG = re.compile(r"[^\s,|]+\Z")
 _ACCOUNT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
@@ -183,6 +184,30 @@ def names_value(value: object) -> tuple[str, ...]:
         if not name or "/" in name or "\0" in name:
             raise ValueError(f'must be patterns of names without a slash, such as ["*.log"], got {name!r}')
     return names
+
+
+def name_value(value: object) -> str:
+    """Return a pattern of names without a slash."""
+    (name,) = names_value([value])
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        raise ValueError(f"must be a pattern of at most {_MAX_NAME_BYTES} bytes")
+    return name
+
+
+def change_value(value: object) -> int:
+    """Return an amount of changed bytes, at least 1."""
+    size_bytes = _size_value(value)
+    if size_bytes < 1:
+        raise ValueError("must be at least 1 byte")
+    return size_bytes
+
+
+def positive_value(value: object) -> int:
+    """Return an integer from 1 to a million."""
+    count = count_value(value)
+    if count < 1:
+        raise ValueError("must be at least 1")
+    return count
 
 
 def tags_value(value: object) -> tuple[str, ...]:

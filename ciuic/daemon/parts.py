@@ -29,6 +29,7 @@ from ciuic.daemon.snapshots.capturing import Context
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.daemon.snapshots.reserve import SpaceWatch
 from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots
+from ciuic.daemon.snapshots.snapshot_when import EventSnapshots
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
@@ -125,6 +126,8 @@ class DaemonParts:
         self.scheduled = ScheduledSnapshots(
             self.schedule.ticks, take, roots, self.snapshots.scheduled_roots, self.alerts
         )
+
+        self.event_snapshots = EventSnapshots(settings, roots, self.snapshots.take, self.alerts)
 
         # The roots, and the workers that serve them.
         spare = SpareProcess(

@@ -386,6 +386,7 @@ class Daemon:
                 workers.start_soon(parts.verdicts.run)
                 workers.start_soon(parts.scheduled.run)
                 workers.start_soon(parts.first_snapshots.run)
+                workers.start_soon(parts.event_snapshots.run)
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(parts.watch.run)
 

@@ -25,6 +25,7 @@ from ciuic.protocol.worker_frames import (
     MAX_REQUEST_BYTES,
     FrameError,
     Share,
+    WatchedNames,
     receive_frame,
     send_frame,
     socket_address,
@@ -71,6 +72,9 @@ class Controllable(Protocol):
 
     def writers(self) -> list[bytes]:
         """Return the paths of files with a handle that can write."""
+
+    def name_events(self, rules: Sequence[tuple[str, str]], *, dirty: bool) -> Mapping[str, Any]:
+        """Count what happens to names, and return the counts since the last call."""
 
     def prepare_cut(self, timeout_seconds: float) -> None:
         """Prepare a hold."""
@@ -237,6 +241,12 @@ class ControlServer:
                 return ControlReply(fds=(self._core.undo_fd,))
             case "writers":
                 return ControlReply({"paths": self._core.writers()})
+            case "name_events":
+                try:
+                    wanted = msgspec.convert(request, WatchedNames)
+                except msgspec.ValidationError as error:
+                    raise RequestRefused(str(error), errno.EINVAL) from error
+                return ControlReply(self._core.name_events(wanted.rules, dirty=wanted.dirty))
             case "prepare":
                 self._core.prepare_cut(min(_number(request, "timeout_ms") / 1000, _MAX_HOLD_SECONDS))
                 return ControlReply()

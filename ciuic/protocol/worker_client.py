@@ -24,7 +24,9 @@ from ciuic.protocol.worker_frames import (
     MAX_REPLY_BYTES,
     CutReply,
     FrameError,
+    NameCounts,
     Share,
+    WatchedNames,
     WorkerStatus,
     connect,
     receive_frame,
@@ -142,6 +144,11 @@ class WorkerControlClient:
     def writers(self) -> list[bytes]:
         """Return the paths, relative to the root, of the files that are open for writing."""
         return [bytes(path) for path in self._ask("writers")["paths"]]
+
+    def name_events(self, wanted: WatchedNames) -> NameCounts:
+        """Have what happens to names counted, and return the counts since the last call with the same rules."""
+        reply = self._ask("name_events", **msgspec.to_builtins(wanted))
+        return msgspec.convert(reply, NameCounts, strict=False)
 
     def prepare(self, timeout_seconds: float) -> bool:
         """Prepare a hold: give passthrough writers up to ``timeout_seconds`` to finish, and start what a cut would wait for.

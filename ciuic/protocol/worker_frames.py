@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import xxhash
@@ -92,6 +92,32 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     source_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     length: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+MAX_NAME_RULES = 64
+"""Limit of the names that a worker compares each changed name with."""
+
+
+class WatchedNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Request to count what happens to names."""
+
+    rules: Annotated[
+        tuple[
+            tuple[Literal["renamed", "appears", "closed"], Annotated[str, msgspec.Meta(max_length=255)]], ...
+        ],
+        msgspec.Meta(max_length=MAX_NAME_RULES),
+    ]
+    """(What happens, shell pattern of the name)."""
+    dirty: bool = False
+    """The reply is to have the dirty bytes."""
+
+
+class NameCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Reply to it: counts by rule since the last request, the current epoch, and its dirty bytes."""
+
+    counts: tuple[int, ...]
+    epoch: int
+    dirty_bytes: int = 0
 
 
 class FrameError(Exception):

@@ -31,7 +31,7 @@ from ciuic.daemon.snapshots.capturing import Context
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.system.mounts import MovedMounts
-from ciuic.protocol.worker_frames import CutReply, WorkerStatus
+from ciuic.protocol.worker_frames import CutReply, NameCounts, WatchedNames, WorkerStatus
 from ciuic.repository.promised import Promise
 from ciuic.system.bypass import Bypasser, BypassingMount
 from ciuic.system.open_files import MountUser
@@ -87,6 +87,9 @@ class FakeClient:
 
     def writers(self) -> list[bytes]:
         return []
+
+    def name_events(self, wanted: WatchedNames) -> NameCounts:
+        return NameCounts(counts=(0,) * len(wanted.rules), epoch=1)
 
     def hold(self, timeout_seconds: float) -> None:
         self.overlay.do("hold")

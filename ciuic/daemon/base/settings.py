@@ -18,6 +18,7 @@ from ciuic.config import (
     MinFree,
     OverlayConfig,
     Problem,
+    SnapshotWhen,
     TrainerConfig,
     WatchConfig,
     check_overlaps,
@@ -73,6 +74,7 @@ class Settings(NamedTuple):
     holds: HoldsConfig = HoldsConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
+    snapshot_when: tuple[SnapshotWhen, ...] = ()
     exports_metrics: bool = False
     """An exporter is configured, for which the metrics are written to a file."""
     config_path: str = ""
@@ -118,6 +120,7 @@ def settings_of(config: Config) -> Settings:
         holds=config.holds,
         alert=config.alert,
         trainers=config.trainers,
+        snapshot_when=config.snapshot_when,
         exports_metrics=config.exporter.listen is not None,
         config_path=str(config.file or ""),
     )

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import structlog
@@ -32,6 +33,7 @@ from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.core.passthrough_writers import UnseenWriters
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
+from ciuic.fuse_layer.state.name_events import NameEvents
 from ciuic.fuse_layer.state.node_table import ROOT_ID, Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
 from ciuic.fuse_layer.state.overlay_state import OverlayState, UntrackedState
@@ -308,6 +310,23 @@ class OverlayCore(PassthroughCore):
             "abandoned": [entry._asdict() for entry in self._epochs.abandoned],
             "set_aside": list(self._set_aside),
             "renewed": self._renewed,
+        }
+
+    def name_events(self, rules: Sequence[tuple[str, str]], *, dirty: bool) -> dict[str, Any]:
+        """Count what happens to these names from now on, and return the counts since the last call with the same ones.
+
+        Args:
+            rules: as of `NameEvents`; none to count nothing.
+            dirty: return the dirty bytes as well, which takes time in proportion to the changed files.
+        """
+        events = self._state.events
+        if events is None or events.rules != tuple(rules):
+            events = self._state.events = NameEvents(rules) if rules else None
+        tracker = self._state.tracker
+        return {
+            "counts": [] if events is None else events.take(),
+            "epoch": tracker.epoch,
+            "dirty_bytes": tracker.current.dirty_bytes(self.block_size) if dirty else 0,
         }
 
     def _renew_state(self) -> None:

@@ -371,10 +371,14 @@ class OverlayNames(Names):
     def _made(self, parent: Node, name: bytes, node: Node) -> None:
         if self._state.tracked(parent):
             self._state.tracker.mark_created(parent, name, node.ino)
+            if self._state.events is not None:
+                self._state.events.appeared(name)
 
     def _linked(self, node: Node, parent: Node, name: bytes, *, nameless: bool) -> None:
         if not self._state.tracked(parent):
             return
+        if self._state.events is not None:
+            self._state.events.appeared(name)
         tracker = self._state.tracker
         if nameless:
             # It is in no snapshot yet.
@@ -421,6 +425,8 @@ class OverlayNames(Names):
         tracker.mark_removed(parent, name, source.st.st_ino)
         tracker.mark_name(new_parent, new_name, replaced.st.st_ino if replaced is not None else ABSENT)
         self._mark_touched(source)
+        if self._state.events is not None:
+            self._state.events.renamed(new_name)
 
     def _exchanged(self, one: tuple[Node, bytes, Target], other: tuple[Node, bytes, Target]) -> None:
         (parent, name, here), (new_parent, new_name, there) = one, other
@@ -431,6 +437,9 @@ class OverlayNames(Names):
         tracker.mark_name(new_parent, new_name, there.st.st_ino)
         self._mark_touched(here)
         self._mark_touched(there)
+        if self._state.events is not None:
+            self._state.events.renamed(name)
+            self._state.events.renamed(new_name)
 
     def _mark_touched(self, target: Target) -> None:
         """Mark an inode whose link count or ctime has moved."""

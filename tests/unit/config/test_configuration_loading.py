@@ -130,6 +130,13 @@ pid_file = "/run/one.pid"
 name = "two"
 heartbeat_file = "/data/two.log"
 heartbeat = "15m"
+[[snapshot_when]]
+renamed = "*.safetensors"
+least_between = "5m"
+[[snapshot_when]]
+after = "15m"
+changes = "1GiB"
+per_hour = 3
 """
     config = parse_config(text, TOML)
     assert config.exclude == ("*.tmp",)
@@ -154,6 +161,16 @@ heartbeat = "15m"
     assert config.alert == AlertConfig(("/usr/bin/tell", "a b"), "nobody", 60)
     assert [trainer.pid_file for trainer in config.trainers] == [Path("/run/one.pid"), None]
     assert config.trainers[1].heartbeat_seconds == 900
+    renamed, changed = config.snapshot_when
+    assert (renamed.kind, renamed.name, renamed.least_between_seconds, renamed.per_hour) == (
+        *("renamed", "*.safetensors"),
+        *(300, 12),
+    )
+    assert (changed.name, changed.after_seconds, changed.changes_bytes, changed.per_hour) == (
+        *(None, 900),
+        *(1 << 30, 3),
+    )
+    assert ("snapshot_when[1].changes", "1GiB") in {(row.key, row.value) for row in shown(config)}
     assert ("trainer[1].heartbeat", "15m") in {(row.key, row.value) for row in shown(config)}
     assert config.roots[0].path == Path("/opt/train")
     assert config.roots[0].driver == "pyfuse3"
@@ -221,6 +238,12 @@ def test_conversion_to_toml_changes_no_value() -> None:
         ('[[trainer]]\npid_file = "/p"', 1, "without a name"),
         ('[[trainer]]\nname = "a"', 1, "needs a pid_file"),
         ('[[trainer]]\nname = "a"\nheartbeat = "1m"', 1, "together"),
+        ('[[snapshot_when]]\nafter = "1m"', 1, "together"),
+        ("[[snapshot_when]]\nper_hour = 1", 1, "needs one of"),
+        ('[[snapshot_when]]\nrenamed = "a"\nappears = "b"', 1, "needs one of"),
+        ('[[snapshot_when]]\nrenamed = "a/b"', 2, "without a slash"),
+        ('[[snapshot_when]]\nclosed = "a"\nper_hour = 0', 3, "at least 1"),
+        ('[[snapshot_when]]\nclosde = "a"', 2, "did you mean closed?"),
         ('[[trainer]]\nname = "a"\npid_fil = "/p"', 3, "did you mean pid_file?"),
         ('[[trainer]]\nname = "a"\npid_file = "/p"\n[[trainer]]\nname = "a"\npid_file = "/q"', 4, "second"),
         ('[control]\nsocket = "/' + "x" * 120 + '"', 2, "too long"),

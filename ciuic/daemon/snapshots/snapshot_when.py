@@ -1,0 +1,167 @@
+"""Snapshots when something happens in a root: a rename, a new name, the end of a writer, or enough changed bytes.
+
+The overlay workers count what happens to the names of ``[[snapshot_when]]`` (fuse_layer/state/name_events.py); this task takes the
+counts every second, while there are rules. Guarantees: a burst gives one snapshot, cut when a rule's names have been quiet for two
+seconds, at most half a minute after the first; rules that are due together share a snapshot; a rule cuts no sooner than
+``least_between`` after its last one and no more than ``per_hour`` times an hour, and what has happened meanwhile is cut when it may
+again. A worker that has died and was replaced counts from the daemon's next look on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import structlog
+import trio
+
+from ciuic.config import SnapshotWhen
+from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.errors import CiuicError
+from ciuic.protocol.control_types import SnapshotRequest
+from ciuic.protocol.worker_frames import NameCounts, WatchedNames
+
+TAG_EVENT: Final = "event"
+"""Tag of these snapshots."""
+PERIOD_SECONDS: Final = 1.0
+QUIET_SECONDS: Final = 2.0
+MAX_WAIT_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 30.0
+_HOUR_SECONDS: Final = 3600.0
+log = structlog.get_logger(__name__)
+
+
+class _RuleState:
+    """What has happened of one rule, and when it has cut."""
+
+    def __init__(self, rule: SnapshotWhen) -> None:
+        self.rule = rule
+        self.roots: set[str] = set()
+        """Roots in which it happened since the last cut."""
+        self._first = self._last = 0.0
+        self._cuts: deque[float] = deque()
+
+    def happened(self, root: str, now: float) -> None:
+        """Note an event."""
+        if not self.roots:
+            self._first = now
+        self.roots.add(root)
+        self._last = now
+
+    def is_due(self, now: float) -> bool:
+        """Return whether a snapshot is to be cut now."""
+        if not self.roots or (
+            now - self._last < QUIET_SECONDS
+            and now - self._first < MAX_WAIT_SECONDS
+            and self.rule.name is not None
+        ):
+            return False
+        while self._cuts and now - self._cuts[0] >= _HOUR_SECONDS:
+            self._cuts.popleft()
+        if self._cuts and now - self._cuts[-1] < self.rule.least_between_seconds:
+            return False
+        return len(self._cuts) < self.rule.per_hour
+
+    def cut(self, now: float) -> None:
+        """Note a cut, which has all that has happened."""
+        self.roots = set()
+        self._cuts.append(now)
+
+
+class EventSnapshots:
+    """Takes snapshots when something happens. `run` is its task; belongs to the trio thread."""
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        roots: Callable[[], Mapping[str, RootSupervisor]],
+        take: Callable[[SnapshotRequest], Awaitable[Any]],
+        alerts: Alerts,
+    ) -> None:
+        """Prepare to look.
+
+        Args:
+            settings: settings in force.
+            roots: supervisors of the roots, by path.
+            take: cuts a snapshot.
+            alerts: where failures are reported.
+        """
+        self._settings = settings
+        self._roots = roots
+        self._take = take
+        self._alerts = alerts
+        self._states: list[_RuleState] = []
+        self._epochs: dict[str, tuple[int, float]] = {}
+        """Epoch of each root, and when it was first seen: the time of the last cut."""
+        self._asked: set[str] = set()
+        """Roots whose workers count."""
+        self._not_before = 0.0
+
+    async def run(self) -> None:
+        """Look every second, until cancelled."""
+        while True:
+            await trio.sleep(PERIOD_SECONDS)
+            try:
+                await self.once(trio.current_time())
+            except Exception:
+                log.exception("event_snapshots_failed")  # a defect there must not end the service
+
+    async def once(self, now: float) -> None:
+        """Take the counts, and cut what is due."""
+        rules = self._settings().snapshot_when
+        if tuple(state.rule for state in self._states) != rules:
+            self._states = [_RuleState(rule) for rule in rules]
+        if not rules and not self._asked:
+            return
+        for path, root in list(self._roots().items()):
+            if root.worker is not None and (rules or path in self._asked):
+                await self._look(path, root, now)
+        if now >= self._not_before:
+            await self._cut(now)
+
+    async def _look(self, path: str, root: RootSupervisor, now: float) -> None:
+        named = [state for state in self._states if state.rule.name is not None]
+        sized = [state for state in self._states if state.rule.name is None]
+        wanted = WatchedNames(
+            rules=tuple((state.rule.kind, state.rule.name or "") for state in named), dirty=bool(sized)
+        )
+        assert root.worker is not None
+        try:
+            found: NameCounts = await root.worker.ask(lambda client: client.name_events(wanted))
+        except CiuicError as error:
+            # Of an older version, until it is replaced, or it has just died: the next look may do better.
+            log.debug("worker_counts_no_names", root=path, error=str(error))
+            return
+        (self._asked.add if wanted.rules else self._asked.discard)(path)
+        for state, count in zip(named, found.counts, strict=False):
+            if count:
+                state.happened(path, now)
+        epoch, since = self._epochs.get(path, (-1, now))
+        if epoch != found.epoch:
+            since = now
+            self._epochs[path] = found.epoch, now
+        for state in sized:
+            if found.dirty_bytes >= state.rule.changes_bytes and now - since >= state.rule.after_seconds:
+                state.happened(path, now)
+
+    async def _cut(self, now: float) -> None:
+        due = [state for state in self._states if state.is_due(now)]
+        roots = sorted({path for state in due for path in state.roots} & self._roots().keys())
+        if not roots:
+            return
+        request = SnapshotRequest(
+            roots=roots, message=", ".join(str(state.rule) for state in due), tags=[TAG_EVENT]
+        )
+        try:
+            await self._take(request)
+        except CiuicError as error:
+            log.error("event_snapshot_failed", roots=roots, error=str(error))
+            self._alerts.report("event", f"the snapshot of an event failed: {error}", hint=error.hint)
+            self._not_before = now + _RETRY_SECONDS
+            return
+        self._alerts.clear("event")
+        for state in due:
+            state.cut(now)

@@ -1,0 +1,123 @@
+"""Tests of when `[[snapshot_when]]` cuts: bursts, spacing, limits, and changed bytes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from ciuic.config import SnapshotWhen
+from ciuic.daemon.base.events import Alerts, EventBus
+from ciuic.daemon.snapshots.snapshot_when import MAX_WAIT_SECONDS, EventSnapshots
+from ciuic.errors import CiuicError
+from ciuic.protocol.control_types import SnapshotRequest
+from ciuic.protocol.worker_frames import NameCounts, WatchedNames
+
+
+class _Site:
+    """Two roots whose workers count what the test says."""
+
+    def __init__(self, *rules: SnapshotWhen) -> None:
+        self.rules = rules
+        self.counts: dict[str, tuple[int, ...]] = {}
+        self.dirty_bytes = 0
+        self.epoch = 1
+        self.taken: list[SnapshotRequest] = []
+        self.failure: CiuicError | None = None
+        self.asked: list[WatchedNames] = []
+        self.alerts = Alerts(EventBus(lambda: 0), lambda: 0)
+        roots: Any = {path: SimpleNamespace(worker=self._worker(path)) for path in ("/a", "/b")}
+        settings: Any = lambda: SimpleNamespace(snapshot_when=self.rules)  # noqa: E731
+        self.part = EventSnapshots(settings, lambda: roots, self._take, self.alerts)
+
+    def _worker(self, path: str) -> Any:
+        async def ask(call: Any) -> NameCounts:
+            def name_events(wanted: WatchedNames) -> NameCounts:
+                self.asked.append(wanted)
+                counts = self.counts.pop(path, (0,) * len(wanted.rules))
+                return NameCounts(counts=counts, epoch=self.epoch, dirty_bytes=self.dirty_bytes)
+
+            return call(SimpleNamespace(name_events=name_events))  # type: ignore[no-any-return]
+
+        return SimpleNamespace(ask=ask)
+
+    async def _take(self, request: SnapshotRequest) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.taken.append(request)
+
+    def at(self, now: float, **counts: tuple[int, ...]) -> int:
+        """Look at this time, after these counts of the roots; return the number of snapshots so far."""
+        self.counts = {f"/{name}": found for name, found in counts.items()}
+        trio.run(self.part.once, now)
+        return len(self.taken)
+
+
+def test_a_burst_gives_one_snapshot_when_it_is_over() -> None:
+    """While names come the cut waits, but not for ever; the snapshot has the roots in which it happened."""
+    site = _Site(SnapshotWhen(renamed="*.pt", least_between_seconds=0))
+    assert [site.at(1, a=(900,)), site.at(2, a=(99,)), site.at(3, b=(1,)), site.at(4), site.at(5)] == [
+        *(0, 0, 0, 0),
+        1,
+    ]
+    (request,) = site.taken
+    assert (request.roots, request.tags, request.message) == (["/a", "/b"], ["event"], "renamed *.pt")
+    began = 100.0
+    looks = [site.at(began + second, a=(1,)) for second in range(int(MAX_WAIT_SECONDS) + 1)]
+    assert looks == [1] * int(MAX_WAIT_SECONDS) + [2]
+
+
+def test_limits_of_a_rule_delay_and_lose_nothing() -> None:
+    """What happens too soon, or too often in an hour, is cut when it may be."""
+    site = _Site(SnapshotWhen(appears="DONE", least_between_seconds=60, per_hour=2))
+    site.at(0, a=(1,))
+    assert [site.at(2), site.at(10, a=(1,)), site.at(61), site.at(62)] == [1, 1, 1, 2]
+    site.at(200, a=(1,))
+    assert [site.at(3601), site.at(3602)] == [2, 3]
+
+
+def test_rules_that_are_due_together_share_a_snapshot() -> None:
+    """The message names both rules."""
+    site = _Site(SnapshotWhen(renamed="*.pt"), SnapshotWhen(closed="*.bin"))
+    site.at(0, a=(1, 1))
+    assert site.at(2) == 1
+    assert site.taken[0].message == "renamed *.pt, closed *.bin"
+
+
+def test_changed_bytes_count_from_the_last_cut() -> None:
+    """A rule of bytes cuts when both enough time and enough changes have come since the last cut of the root."""
+    site = _Site(SnapshotWhen(after_seconds=900, changes_bytes=1 << 30, least_between_seconds=0))
+    site.at(0)
+    site.dirty_bytes = 1 << 30
+    assert [site.at(899), site.at(900)] == [0, 1]
+    site.epoch += 1
+    assert [site.at(901), site.at(1800), site.at(1801)] == [1, 1, 2]
+    site.dirty_bytes -= 1
+    site.epoch += 1
+    assert site.at(9000) == 2
+
+
+def test_a_failed_cut_is_tried_again() -> None:
+    """The event is not lost, and an alert stands meanwhile."""
+    site = _Site(SnapshotWhen(renamed="*.pt"))
+    site.failure = CiuicError("the disk is full")
+    site.at(0, a=(1,))
+    assert site.at(2) == 0
+    assert [alert.key for alert in site.alerts.standing()] == ["event"]
+    site.failure = None
+    assert [site.at(3), site.at(32)] == [0, 1]
+    assert site.alerts.standing() == []
+
+
+@pytest.mark.parametrize("before", [(), (SnapshotWhen(renamed="*.pt"),)])
+def test_without_rules_no_worker_is_asked(before: tuple[SnapshotWhen, ...]) -> None:
+    """Workers are told once that nothing is counted any more, and then left alone."""
+    site = _Site(*before)
+    site.at(0)
+    site.rules = ()
+    site.asked.clear()
+    for now in range(1, 4):
+        site.at(now)
+    assert [wanted.rules for wanted in site.asked] == [()] * 2 * len(before)
