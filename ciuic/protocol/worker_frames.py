@@ -116,6 +116,8 @@ class NameCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Reply to it: counts by rule since the last request, the current epoch, and its dirty bytes."""
 
     counts: tuple[int, ...]
+    lost: tuple[int, ...] = ()
+    """Files with such names that were removed before any cut had them."""
     epoch: int
     dirty_bytes: int = 0
 

@@ -23,6 +23,7 @@ from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.protocol.worker_frames import NameCounts, WatchedNames
+from ciuic.units import plural
 
 TAG_EVENT: Final = "event"
 """Tag of these snapshots."""
@@ -42,6 +43,7 @@ class _RuleState:
         self.roots: set[str] = set()
         """Roots in which it happened since the last cut."""
         self._first = self._last = 0.0
+        self._hurries = False
         self._cuts: deque[float] = deque()
 
     def happened(self, root: str, now: float) -> None:
@@ -51,12 +53,17 @@ class _RuleState:
         self.roots.add(root)
         self._last = now
 
+    def hurry(self) -> None:
+        """Wait for no quiet: files are being removed, and those that are still there are not in any cut."""
+        self._hurries = True
+
     def is_due(self, now: float) -> bool:
         """Return whether a snapshot is to be cut now."""
         if not self.roots or (
             now - self._last < QUIET_SECONDS
             and now - self._first < MAX_WAIT_SECONDS
             and self.rule.name is not None
+            and not self._hurries
         ):
             return False
         while self._cuts and now - self._cuts[0] >= _HOUR_SECONDS:
@@ -67,7 +74,7 @@ class _RuleState:
 
     def cut(self, now: float) -> None:
         """Note a cut, which has all that has happened."""
-        self.roots = set()
+        self.roots, self._hurries = set(), False
         self._cuts.append(now)
 
 
@@ -98,6 +105,8 @@ class EventSnapshots:
         """Epoch of each root, and when it was first seen: the time of the last cut."""
         self._asked: set[str] = set()
         """Roots whose workers count."""
+        self._lost: set[str] = set()
+        """Roots that have lost files since the last cut: its snapshot does not end their alerts."""
         self._not_before = 0.0
 
     async def run(self) -> None:
@@ -139,6 +148,10 @@ class EventSnapshots:
         for state, count in zip(named, found.counts, strict=False):
             if count:
                 state.happened(path, now)
+        for state, count in zip(named, found.lost, strict=False):
+            if count:
+                state.hurry()
+                self._tell_lost(path, state.rule, count)
         epoch, since = self._epochs.get(path, (-1, now))
         if epoch != found.epoch:
             since = now
@@ -146,6 +159,18 @@ class EventSnapshots:
         for state in sized:
             if found.dirty_bytes >= state.rule.changes_bytes and now - since >= state.rule.after_seconds:
                 state.happened(path, now)
+
+    def _tell_lost(self, path: str, rule: SnapshotWhen, count: int) -> None:
+        self._lost.add(path)
+        log.warning("removed_before_any_snapshot", root=path, rule=str(rule), files=count)
+        self._alerts.report(
+            f"lost:{path}",
+            f"{path}: {plural(count, 'file')} with a name like {rule.name} {'was' if count == 1 else 'were'} removed before any snapshot had "
+            f"{'it' if count == 1 else 'them'}",
+            hint="keep checkpoints for longer than it takes until a snapshot is cut: see least_between and per_hour of [[snapshot_when]]",
+            root=path,
+            severity="warning",
+        )
 
     async def _cut(self, now: float) -> None:
         due = [state for state in self._states if state.is_due(now)]
@@ -163,5 +188,9 @@ class EventSnapshots:
             self._not_before = now + _RETRY_SECONDS
             return
         self._alerts.clear("event")
+        for path in roots:
+            if path not in self._lost:
+                self._alerts.clear(f"lost:{path}")
+        self._lost = set()
         for state in due:
             state.cut(now)

@@ -323,8 +323,10 @@ class OverlayCore(PassthroughCore):
         if events is None or events.rules != tuple(rules):
             events = self._state.events = NameEvents(rules) if rules else None
         tracker = self._state.tracker
+        counts, lost = ([], []) if events is None else events.take()
         return {
-            "counts": [] if events is None else events.take(),
+            "counts": counts,
+            "lost": lost,
             "epoch": tracker.epoch,
             "dirty_bytes": tracker.current.dirty_bytes(self.block_size) if dirty else 0,
         }

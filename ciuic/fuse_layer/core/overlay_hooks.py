@@ -391,8 +391,17 @@ class OverlayNames(Names):
         tracker.mark_attrs(node)
 
     def _removed(self, parent: Node, name: bytes, target: Target) -> None:
-        if self._state.tracked(parent):
-            self._state.tracker.mark_removed(parent, name, target.st.st_ino)
+        if not self._state.tracked(parent):
+            return
+        # No epoch that was cut has such a file, so that its content goes with its last name.
+        if (
+            self._state.events is not None
+            and target.nlink <= 1
+            and stat.S_ISREG(target.st.st_mode)
+            and self._state.tracker.is_fresh(target.st.st_ino)
+        ):
+            self._state.events.lost(name)
+        self._state.tracker.mark_removed(parent, name, target.st.st_ino)
 
     def _lost_name(self, target: Target, *, gone: bool) -> None:
         if target.frees_much:

@@ -25,15 +25,17 @@ class NameEvents:
     def __init__(self, rules: Sequence[tuple[str, str]]) -> None:
         self.rules = tuple(rules)
         self._counts = [0] * len(rules)
+        self._lost = [0] * len(rules)
+        self._any = self._of(None)
         self._renamed = self._of("renamed")
         self._appears = self._of("appears")
         self._closed = self._of("closed")
 
-    def _of(self, kind: str) -> list[tuple[int, Matcher]]:
+    def _of(self, kind: str | None) -> list[tuple[int, Matcher]]:
         return [
             (number, re.compile(os.fsencode(fnmatch.translate(pattern))).match)
             for number, (wanted, pattern) in enumerate(self.rules)
-            if wanted == kind
+            if kind in (wanted, None)
         ]
 
     def renamed(self, name: bytes) -> None:
@@ -49,12 +51,19 @@ class NameEvents:
         """Count the end of a handle that could write."""
         self._count(self._closed, name)
 
+    def lost(self, name: bytes) -> None:
+        """Count the removal of a file that was in no cut."""
+        for number, matches in self._any:
+            if matches(name):
+                self._lost[number] += 1
+
     def _count(self, rules: list[tuple[int, Matcher]], name: bytes) -> None:
         for number, matches in rules:
             if matches(name):
                 self._counts[number] += 1
 
-    def take(self) -> list[int]:
-        """Return the counts since the last call."""
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return the counts of events and of lost files since the last call."""
         counts, self._counts = self._counts, [0] * len(self.rules)
-        return counts
+        lost, self._lost = self._lost, [0] * len(self.rules)
+        return counts, lost

@@ -23,6 +23,7 @@ class _Site:
         self.rules = rules
         self.counts: dict[str, tuple[int, ...]] = {}
         self.dirty_bytes = 0
+        self.lost: tuple[int, ...] = ()
         self.epoch = 1
         self.taken: list[SnapshotRequest] = []
         self.failure: CiuicError | None = None
@@ -37,7 +38,9 @@ class _Site:
             def name_events(wanted: WatchedNames) -> NameCounts:
                 self.asked.append(wanted)
                 counts = self.counts.pop(path, (0,) * len(wanted.rules))
-                return NameCounts(counts=counts, epoch=self.epoch, dirty_bytes=self.dirty_bytes)
+                return NameCounts(
+                    counts=counts, epoch=self.epoch, dirty_bytes=self.dirty_bytes, lost=self.lost
+                )
 
             return call(SimpleNamespace(name_events=name_events))  # type: ignore[no-any-return]
 
@@ -108,6 +111,18 @@ def test_a_failed_cut_is_tried_again() -> None:
     assert [alert.key for alert in site.alerts.standing()] == ["event"]
     site.failure = None
     assert [site.at(3), site.at(32)] == [0, 1]
+    assert site.alerts.standing() == []
+
+
+def test_a_file_that_no_snapshot_had_is_told_and_the_others_are_cut_at_once() -> None:
+    """Its alert stands until a snapshot of the root after which nothing was lost."""
+    site = _Site(SnapshotWhen(renamed="*.pt", least_between_seconds=0))
+    site.lost = (2,)
+    assert site.at(0, a=(3,)) == 1
+    found = {alert.key: alert.message for alert in site.alerts.standing()}
+    assert found["lost:/a"] == "/a: 2 files with a name like *.pt were removed before any snapshot had them"
+    site.lost = ()
+    assert [site.at(5, a=(1,), b=(1,)), site.at(7)] == [1, 2]
     assert site.alerts.standing() == []
 
 
