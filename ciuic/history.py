@@ -33,7 +33,14 @@ from ciuic.verdicts.records import (
     snapshot_digest,
 )
 from ciuic.verdicts.sources import SnapshotDirectory
-from ciuic.verdicts.verdict import FileVerdicts, JudgeFile, checkpoints_in, judge_file, may_hold_checkpoints
+from ciuic.verdicts.verdict import (
+    UNREADABLE,
+    FileVerdicts,
+    JudgeFile,
+    checkpoints_in,
+    judge_file,
+    may_hold_checkpoints,
+)
 
 MAX_PATH_BYTES: Final = 4096
 """Longest path of a directory that is looked into, as of the kernel (PATH_MAX). The text of all paths in a chain of directories grows with
@@ -655,7 +662,9 @@ def judge_snapshot(
         snapshot=str(snapshot.id),
         content=snapshot_digest(snapshot),
         newest=newest_of(one for _, found in roots for one in found),
-        is_complete=not damaged,
+        # Another look may read it: the index or a pack may be in the hands of a writer just now.
+        is_complete=not damaged
+        and not any(UNREADABLE in one.checkpoint.verdict.reason for _, found in roots for one in found),
         roots=tuple(roots),
         files=known.used,
     )

@@ -143,8 +143,14 @@ DRILL: Final = Profile(
 )
 """Drill: reads the repository, restores into a scratch directory."""
 
-READER: Final = Profile("reader", _COMMON | _READING, _CONDITIONS, _ABSENT)
-"""Reader of a repository that judges checkpoints: it changes no name and no attribute."""
+READER: Final = Profile(
+    "reader",
+    # openat alone, whose flags are not in memory, where the filter cannot see them.
+    _COMMON | _READING - _names("open openat2"),
+    {**_CONDITIONS, "openat": (Condition(2, (0,), mask=_OPENED_TO_WRITE),)},
+    _ABSENT,
+)
+"""Reader of a repository that judges checkpoints: it opens nothing to write, and changes no name and no attribute."""
 
 RECEIVER: Final = Profile(
     "receiver",

@@ -57,7 +57,7 @@ _MAX_STEPS: Final = 2_000_000
 """Limit of pairs of a hole and a piece that are compared: pieces of a crafted file lie over each other."""
 DEFECT: Final = "its reader failed, which is a defect in ciuic"
 """Beginning of the reason of a file that a reader has not refused as it should."""
-_UNREADABLE: Final = "it cannot be read"
+UNREADABLE: Final = "it cannot be read"
 """Beginning of the reason of a file that the repository or the disk cannot give."""
 _STEP_BYTES: Final = 1 << 20
 _NUMBER_BYTES: Final = 8
@@ -78,7 +78,7 @@ def judge_file(source: FileSource) -> Verdict:
     except NotJudged as error:
         return Verdict("UNKNOWN", str(error))
     except (Damaged, OSError) as error:
-        return Verdict("UNKNOWN", f"{_UNREADABLE}: {error}")
+        return Verdict("UNKNOWN", f"{UNREADABLE}: {error}")
     # No file ends the look at all others. The fuzzer looks for this reason.
     except Exception as error:
         return Verdict("UNKNOWN", f"{DEFECT} ({type(error).__name__})")
@@ -113,7 +113,7 @@ def judge_structure(source: FileSource, structure: Structure) -> Verdict:
             if checked is not None:
                 return checked
     except (Damaged, OSError) as error:
-        return Verdict("UNKNOWN", f"{_UNREADABLE}: {error}", structure.format)
+        return Verdict("UNKNOWN", f"{UNREADABLE}: {error}", structure.format)
     if doubt:
         return Verdict("UNKNOWN", doubt, structure.format)
     return Verdict("GOOD", structure.content, structure.format)
@@ -245,7 +245,7 @@ class FileVerdicts:
         if verdict is None:
             verdict = judge_file(source)
             # Nothing of the content: the disk or a defect is to blame.
-            if verdict.reason.startswith((_UNREADABLE, DEFECT)):
+            if verdict.reason.startswith((UNREADABLE, DEFECT)):
                 return verdict
         self._known[key] = self.used[key] = verdict
         return verdict

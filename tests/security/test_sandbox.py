@@ -106,7 +106,7 @@ def root(short_tmp: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("profile", ["WORKER", "CAPTURE", "UPKEEP", "DRILL", "RECEIVER"])
+@pytest.mark.parametrize("profile", ["WORKER", "CAPTURE", "UPKEEP", "DRILL", "READER", "RECEIVER"])
 def test_a_forbidden_call_is_refused_and_the_process_goes_on(profile: str) -> None:
     """A forbidden call (programs, processes, namespaces, networks) ends in EPERM and the process goes on."""
     script = f"""
@@ -129,6 +129,31 @@ print(json.dumps([why, found]))
     assert (found.pop("newer call"), found.pop("thread"), found.pop("mode")) == ("ENOSYS", "ran", "2")
     assert len(found) > 20
     assert set(found.values()) == {"EPERM"}, found
+
+
+def test_a_reader_opens_nothing_to_write(tmp_path: Path) -> None:
+    """A process that judges checkpoints reads files, and neither makes, changes nor removes one."""
+    (tmp_path / "file").write_text("content")
+    script = """
+def refused(what):
+    try:
+        what()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "done"
+path = sys.argv[3]
+assert open(path + "/file").read() == "content"
+os.listdir(path)
+print(json.dumps([
+    refused(lambda: open(path + "/file", "r+")), refused(lambda: open(path + "/new", "x")),
+    refused(lambda: os.open(path, os.O_TMPFILE | os.O_RDWR)), refused(lambda: os.truncate(path + "/file", 0)),
+    refused(lambda: os.unlink(path + "/file")), refused(lambda: os.mkdir(path + "/d")),
+    refused(lambda: os.rename(path + "/file", path + "/f")), refused(lambda: os.chmod(path + "/file", 0)),
+    refused(lambda: os.link(path + "/file", path + "/l")), refused(lambda: os.symlink("a", path + "/s")),
+]))
+"""
+    assert set(json.loads(confined("READER", script, str(tmp_path)))) == {"EPERM"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_receiver_takes_messages_and_changes_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -16,12 +17,14 @@ from support.cli_repository import CliRepository
 from ciuic.daemon.base.events import Wakeup
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.verdicts import Verdicts
+from ciuic.errors import Damaged
 from ciuic.history import judge_snapshot
 from ciuic.repository import Repository
 from ciuic.types import SnapshotId
 from ciuic.verdicts import records as records_module
 from ciuic.verdicts import verdict as verdict_module
 from ciuic.verdicts.records import KEY_VARIABLE, VerdictRecord, VerdictRecords, encode_record, own_key
+from ciuic.verdicts.sources import SnapshotFile
 from ciuic.verdicts.verdict import FileVerdicts
 
 WEIGHTS = FORMATS["safetensors"].make(random.Random(1))
@@ -63,6 +66,26 @@ def test_the_daemon_stores_what_list_and_checkpoints_show(
     assert ["CHECKPOINT" in lines[0], "TORN" in lines[1], "GOOD" in lines[2]] == [True] * 3
     monkeypatch.setattr(verdict_module, "judge_file", None)
     assert made.run("checkpoints", "--json").stdout == before
+
+
+def test_a_repository_that_is_being_written_is_judged(made: CliRepository) -> None:
+    """The process can open nothing to write, and reads the index beside a writer all the same."""
+    with Repository.open(made.path) as repository, repository.writer() as writer:
+        writer.put_chunk(b"another chunk")
+        assert judge_all(made) == 2
+        assert states(made) == ["TORN", "GOOD"]
+    other = FORMATS["safetensors"].make(random.Random(2))
+    reader = sqlite3.connect(f"file:{made.path}/index.sqlite?mode=ro", uri=True)
+    try:
+        # While somebody reads, what a writer adds stays in the write-ahead log.
+        reader.execute("BEGIN")
+        reader.execute("SELECT 1 FROM packs LIMIT 1").fetchone()
+        made.snapshot({b"z.safetensors": other}, mode="tracked")
+        assert (made.path / "index.sqlite-wal").stat().st_size
+        assert judge_all(made) == 1
+    finally:
+        reader.close()
+    assert states(made) == ["GOOD", "TORN", "GOOD"]
 
 
 def test_a_content_is_read_once(made: CliRepository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +186,26 @@ def test_no_record_counts_in_the_repository_of_another_user(made: CliRepository)
     assert states(made) == [None, None]
     assert judge_all(made) == 0
     assert os.listdir(made.path / "verdicts") == ["cs-000002"]
+
+
+def test_what_could_not_be_read_is_looked_at_again(
+    made: CliRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record says so, `list` shows UNKNOWN, and `checkpoints` judges anew."""
+
+    def unreadable(*arguments: object) -> bytes:
+        raise Damaged("a pack is gone")
+
+    with Repository.open(made.path) as repository:
+        snapshots, _ = repository.snapshots.load_all()
+        with monkeypatch.context() as damaged:
+            damaged.setattr(SnapshotFile, "read", unreadable)
+            record = judge_snapshot(repository, snapshots, snapshots[1], FileVerdicts())
+        assert (record.is_complete, record.files) == (False, {})
+        VerdictRecords(repository, own_key()).write(record)
+    assert states(made) == [None, "UNKNOWN"]
+    found = json.loads(made.run("checkpoints", "cs-000001", "--json").stdout)["checkpoints"]
+    assert [one["verdict"] for one in found] == ["GOOD"]
 
 
 def test_a_process_that_dies_is_not_started_for_ever(made: CliRepository) -> None:

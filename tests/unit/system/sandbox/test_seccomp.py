@@ -14,11 +14,11 @@ from support.ci import needs
 
 from ciuic.cli import doctor_checks as doctor_machine
 from ciuic.system.seccomp import LAST_NUMBER, NUMBERS, Condition, Profile, Unavailable, assemble, install
-from ciuic.system.syscall_profiles import CAPTURE, DRILL, RECEIVER, UPKEEP, WORKER
+from ciuic.system.syscall_profiles import CAPTURE, DRILL, READER, RECEIVER, UPKEEP, WORKER
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-PROFILES = (WORKER, CAPTURE, UPKEEP, DRILL, RECEIVER)
+PROFILES = (WORKER, CAPTURE, UPKEEP, DRILL, READER, RECEIVER)
 NEVER = (
     "execve", "execveat", "fork", "vfork", "ptrace", "process_vm_readv", "process_vm_writev", "bpf", "perf_event_open",
     "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "io_uring_setup", "io_uring_enter",
