@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.live import Live
+from support.live import Live, wait_for
 
 pytestmark = pytest.mark.mount
 
@@ -57,3 +57,13 @@ def test_a_killed_training_goes_on_from_the_last_good_one(protected: Live, root:
             assert (loaded["weights"] == step).all()
         assert step >= last
         last = step
+    newest = protected.list()[0].id
+    wait_for("the verdicts on the newest snapshot", lambda: _verdict(protected, newest), 120)
+    shown = protected.json("checkpoints", newest)["checkpoints"]
+    assert _verdict(protected, newest) == shown[0]["verdict"]
+
+
+def _verdict(live: Live, snapshot: str) -> str:
+    """Return what `list` shows of the newest checkpoint of a snapshot; empty while nothing is stored."""
+    (found,) = [one for one in live.json("list")["snapshots"] if one["id"] == snapshot]
+    return found["checkpoint"]["verdict"] if found["checkpoint"] else ""
