@@ -20,6 +20,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import ErrorDocument
+from ciuic.structs import decode_json
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.urgency import MIN_SHARE, Urgency
 
@@ -88,7 +89,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, _end)
     try:
-        job = msgspec.json.decode(sys.stdin.buffer.readline(), type=DrillJob)
+        job = decode_json(sys.stdin.buffer.readline(), DrillJob)
         yield_to_others(job.io_priority, job.min_share)
         # Before privileges are dropped.
         pace = Pace(

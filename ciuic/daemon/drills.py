@@ -24,6 +24,7 @@ from ciuic.daemon.drill_process import DrillJob
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import ErrorDocument
 from ciuic.protocol.last_drill import LastDrill, read_drills
+from ciuic.structs import decode_json
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.memory import is_memory_short
 from ciuic.units import human_duration
@@ -209,7 +210,7 @@ class Drills:
             self._not_before = 0.0
             return
         with suppress(msgspec.DecodeError):
-            refusal = msgspec.json.decode(answer, type=ErrorDocument)
+            refusal = decode_json(answer, ErrorDocument)
             # No snapshot yet, or one that was removed meanwhile.
             if refusal.code != NotFound.exit_code:
                 raise CiuicError(refusal.error, hint=refusal.hint)

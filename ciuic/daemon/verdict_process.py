@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ciuic.errors import CiuicError
+from ciuic.structs import decode_json
 
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROCESSOR_SECONDS = 600
@@ -41,7 +42,7 @@ def main() -> int:
     from ciuic.verdicts.verdict import FileVerdicts
 
     try:
-        job = msgspec.json.decode(JobInput(0).first_line(), type=VerdictJob)
+        job = decode_json(JobInput(0).first_line(), VerdictJob)
         yield_to_others(job.io_priority)
         limit_resources(MAX_MEMORY_BYTES, MAX_PROCESSOR_SECONDS)
         # Where it cannot be written, the process runs without it.

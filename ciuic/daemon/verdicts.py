@@ -23,6 +23,7 @@ from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.verdict_process import VerdictJob
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
+from ciuic.structs import decode_json
 from ciuic.system.child_process import environment, module_command
 from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, own_key
 
@@ -123,7 +124,7 @@ class Verdicts:
                 if len(rest) > MAX_RECORD_BYTES:
                     raise CiuicError("the process that judges checkpoints printed no record")
                 for line in lines:
-                    record = msgspec.json.decode(line, type=VerdictRecord)
+                    record = decode_json(line, VerdictRecord)
                     # A process that was taken over must not speak of other snapshots.
                     if record.snapshot in missing:
                         missing.remove(record.snapshot)

@@ -243,7 +243,7 @@ class ControlServer:
                 return ControlReply({"paths": self._core.writers()})
             case "name_events":
                 try:
-                    wanted = msgspec.convert(request, WatchedNames)
+                    wanted = convert(request, WatchedNames)
                 except msgspec.ValidationError as error:
                     raise RequestRefused(str(error), errno.EINVAL) from error
                 return ControlReply(self._core.name_events(wanted.rules, dirty=wanted.dirty))

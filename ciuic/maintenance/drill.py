@@ -38,9 +38,9 @@ from ciuic.restore.attributes import REMOVABLE, SpecialFilter, kind_of
 from ciuic.restore.model import Kept
 from ciuic.types import FLAG_MOUNTPOINT, Entry, Snapshot
 from ciuic.units import human_size
-from ciuic.verdicts.model import Verdict
+from ciuic.verdicts.model import Checkpoint, Verdict
 from ciuic.verdicts.sources import SnapshotDirectory
-from ciuic.verdicts.verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
+from ciuic.verdicts.verdict import checkpoints_in, may_hold_checkpoints
 
 if TYPE_CHECKING:
     from ciuic.repository.snapshots import CommittedSnapshots

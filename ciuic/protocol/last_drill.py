@@ -101,7 +101,7 @@ def read_drills(repository: Path) -> list[LastDrill]:
 def decode_drills(data: bytes) -> list[LastDrill]:
     """Return the records in ``data``, newest first. StoredRecordDamaged for anything else."""
     try:
-        return msgspec.json.decode(data, type=list[LastDrill])
+        return decode_json(data, list[LastDrill])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoredRecordDamaged(f"it is no record of drills: {error}") from error
 

@@ -148,7 +148,7 @@ class WorkerControlClient:
     def name_events(self, wanted: WatchedNames) -> NameCounts:
         """Have what happens to names counted, and return the counts since the last call with the same rules."""
         reply = self._ask("name_events", **msgspec.to_builtins(wanted))
-        return msgspec.convert(reply, NameCounts, strict=False)
+        return convert(reply, NameCounts, strict=False)
 
     def prepare(self, timeout_seconds: float) -> bool:
         """Prepare a hold: give passthrough writers up to ``timeout_seconds`` to finish, and start what a cut would wait for.

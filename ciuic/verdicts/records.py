@@ -26,6 +26,7 @@ from ciuic.repository.config import read_file
 from ciuic.repository.disk import Disk
 from ciuic.repository.snapshots import SnapshotStore
 from ciuic.repository.trust import foreign_flaw
+from ciuic.structs import decode_json
 from ciuic.types import Snapshot
 from ciuic.verdicts.model import RULES, Checkpoint, Verdict
 
@@ -104,7 +105,7 @@ def decode_record(data: bytes, key: bytes, kind: type[_Record]) -> _Record | Non
     if not key or not newline or end != _mac(body, key) + b"\n":
         return None
     try:
-        record = msgspec.json.decode(body, type=kind)
+        record = decode_json(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return record if (record.version, record.rules) == (_VERSION, RULES) else None
