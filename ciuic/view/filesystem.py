@@ -4,13 +4,15 @@ Guarantees: nothing can be changed (EROFS). Owners, modes and ACLs are those of 
 (``default_permissions``). What is damaged ends with EIO, and is told in words; nothing else is affected. The kernel may keep what it
 has read for as long as it likes, but for the list of snapshots.
 
-One request is carried out at a time: a repository is for one thread.
+One request is carried out at a time: a repository is for one thread. Where that may take long, because a store does not answer,
+the requests queue for a thread of its own, and a program that waits for one may be interrupted.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import queue
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -69,13 +71,69 @@ class _Listing:
         self._next -= 1
 
 
+class _Turn:
+    """Request that waits for its turn, or is carried out."""
+
+    def __init__(self, work: Callable[[], Reply]) -> None:
+        self.work: Final = work
+        self.settled: Final = threading.Event()
+        """Set when it is carried out, or its caller was interrupted."""
+        self.is_done = False
+        self.reply: Reply = None
+        self.error: BaseException | None = None
+
+
+class _Turns:
+    """Carries requests out one after the other in a thread of its own, which nothing waits for at the end of the process."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Turn] = queue.SimpleQueue()
+        self._waiting: dict[int, _Turn] = {}
+        threading.Thread(target=self._run, name="view", daemon=True).start()
+
+    def carry_out(self, unique: int, work: Callable[[], Reply]) -> Reply:
+        """Return what ``work`` returns. OSError (EINTR) if the caller of request ``unique`` was interrupted."""
+        turn = self._waiting[unique] = _Turn(work)
+        self._queue.put(turn)
+        turn.settled.wait()
+        del self._waiting[unique]
+        if not turn.is_done:
+            raise OSError(errno.EINTR, os.strerror(errno.EINTR))
+        if turn.error is not None:
+            raise turn.error
+        return turn.reply
+
+    def interrupt(self, unique: int) -> bool:
+        """End the wait for a request; return whether anything waits for it."""
+        turn = self._waiting.get(unique)
+        if turn is not None:
+            turn.settled.set()
+        return turn is not None
+
+    def _run(self) -> None:
+        while True:
+            turn = self._queue.get()
+            if turn.settled.is_set():
+                # Interrupted before its turn.
+                continue
+            try:
+                turn.reply = turn.work()
+            except Exception as error:
+                turn.error = error
+            turn.is_done = True
+            turn.settled.set()
+
+
 class ViewFilesystem:
     """Handlers of one connection."""
 
-    def __init__(self, tree: ViewTree, fuse_fd: int, problem: Callable[[str], None]) -> None:
-        """Begin; ``problem`` is told in words what cannot be read."""
+    def __init__(
+        self, tree: ViewTree, fuse_fd: int, problem: Callable[[str], None], *, may_wait: bool
+    ) -> None:
+        """Begin; ``problem`` is told in words what cannot be read, and ``may_wait`` says that reading may take long."""
         self._tree = tree
         self._problem = problem
+        self._turns = _Turns() if may_wait else None
         self._lock = threading.Lock()
         self._listings: dict[int, _Listing] = {}
         self._next_handle = 1
@@ -98,9 +156,12 @@ class ViewFilesystem:
             p.STATFS: self._statfs,
             p.DESTROY: lambda request, data: b"",
         }
+        guarded = {opcode: self._guarded(handler) for opcode, handler in handlers.items()}
+        if self._turns is not None:
+            guarded[p.INTERRUPT] = self._interrupt
         self.session: Final = KernelSession(
             fuse_fd,
-            {opcode: self._guarded(handler) for opcode, handler in handlers.items()},
+            guarded,
             refused={p.IOCTL: errno.ENOTTY, **dict.fromkeys(_CHANGES, errno.EROFS)},
             unread={},
         )
@@ -109,8 +170,15 @@ class ViewFilesystem:
         self, handler: Callable[[FuseRequest, memoryview], Reply]
     ) -> Callable[[FuseRequest, memoryview], Reply]:
         def guarded(request: FuseRequest, data: memoryview) -> Reply:
-            # Another thread reads the next request, and waits at the lock.
+            # Another thread reads the next request, and waits for its turn.
             self.session.hand_on()
+            if self._turns is None:
+                return locked(request, data)
+            # A copy: after an interrupt this thread reads another request into its buffer.
+            copy = memoryview(bytes(data))
+            return self._turns.carry_out(request.unique, lambda: locked(request, copy))
+
+        def locked(request: FuseRequest, data: memoryview) -> Reply:
             with self._lock:
                 try:
                     return handler(request, data)
@@ -119,6 +187,15 @@ class ViewFilesystem:
                     raise OSError(errno.EIO, error.message) from None
 
         return guarded
+
+    def _interrupt(self, request: FuseRequest, data: memoryview) -> Reply:
+        # struct fuse_interrupt_in: the number of the request.
+        (unique,) = p.FORGET_IN.unpack_from(data)
+        if self._turns is not None and not self._turns.interrupt(unique):
+            # Not queued yet, or answered: the kernel asks again as long as it has no answer.
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        # No answer: the interrupted request is answered.
+        return None
 
     # -- attributes -----------------------------------------------------------------------------------
 

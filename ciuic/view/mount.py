@@ -35,7 +35,13 @@ class MountedView:
     """View that is mounted. `wait` serves it; `close` takes it away."""
 
     def __init__(
-        self, tree: ViewTree, directory: bytes, problem: Callable[[str], None], *, for_others: bool
+        self,
+        tree: ViewTree,
+        directory: bytes,
+        problem: Callable[[str], None],
+        *,
+        for_others: bool,
+        may_wait: bool = False,
     ) -> None:
         """Mount; on return the view answers.
 
@@ -43,6 +49,7 @@ class MountedView:
             tree: What to show.
             directory: Absolute path of an empty directory.
             problem: Told in words what cannot be read, from threads that serve requests.
+            may_wait: Reading may take long, as from a remote: programs that wait may be interrupted.
             for_others: Other users may read what modes and ACLs of the snapshots permit them.
 
         Raises:
@@ -66,7 +73,7 @@ class MountedView:
         self._fuse_fd = (_mount_by_user if self._by_user else _mount_by_root)(directory, for_others)
         try:
             negotiate(self._fuse_fd, passthrough=False)
-            self._filesystem = ViewFilesystem(tree, self._fuse_fd, problem)
+            self._filesystem = ViewFilesystem(tree, self._fuse_fd, problem, may_wait=may_wait)
             self._filesystem.session.begin()
         except BaseException:
             self.close()

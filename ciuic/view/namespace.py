@@ -52,6 +52,8 @@ def run_at(
     begin_in: bytes,
     problem: Callable[[str], None],
     scratch: Path | None = None,
+    *,
+    may_wait: bool = False,
 ) -> int:
     """Run a program for which these roots are as in the snapshot, and return its exit status, or 128 and the signal that ended it.
 
@@ -63,6 +65,7 @@ def run_at(
         begin_in: Its working directory; the first root where the snapshot does not have it.
         problem: Told in words what of the snapshot cannot be read.
         scratch: Directory for what the program writes; None: TMPDIR, or /var/tmp.
+        may_wait: As of `MountedView`.
 
     Raises:
         NotPermitted: this user may not.
@@ -92,7 +95,7 @@ def run_at(
                 (place / f"{name}-{number}").mkdir()
             # The root's own attributes come from the upper layer.
             _copy_attributes(snapshot, roots[number], place / f"upper-{number}")
-        view = MountedView(tree, os.fsencode(place / "view"), problem, for_others=True)
+        view = MountedView(tree, os.fsencode(place / "view"), problem, for_others=True, may_wait=may_wait)
         try:
             return _run(place, snapshot, roots, command, begin_in)
         finally:

@@ -436,3 +436,35 @@ def test_a_shell_begins_where_the_caller_is(place: Place) -> None:
             check=False,
         )
         assert (done.stdout.strip(), done.returncode) == (str(expected), 0), done.stderr
+
+
+_SILENT = """
+import sys, threading
+from ciuic.cli import main
+from ciuic.view import mount
+from ciuic.view.tree import ViewTree
+ViewTree.read = lambda *arguments: threading.Event().wait()
+plain = mount.MountedView
+mount.MountedView = lambda *arguments, **options: plain(*arguments, **{**options, "may_wait": True})
+sys.argv[0] = "ciuic"
+main()
+"""
+
+
+def test_programs_do_not_wait_for_a_silent_store_for_ever(place: Place) -> None:
+    """Where the store does not answer, a program that reads can be interrupted, as can one that waits behind it; so can the command."""
+    write(place.root / "a", b"a")
+    place.snapshot()
+    command = place.command("mount", place.view)
+    place.serve([command[0], "-c", _SILENT, *command[3:]])
+    shown = os.fsdecode(place.path()) + "/a"
+    # Its attributes are known, its content waits.
+    assert os.stat(shown).st_size == 1
+    reader = subprocess.Popen(["cat", shown], stderr=subprocess.DEVNULL)
+    lister = subprocess.Popen(["ls", place.view], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with pytest.raises(subprocess.TimeoutExpired):
+        reader.wait(1)
+    for process in (lister, reader):
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    assert place.end() == 0

@@ -56,7 +56,7 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
     os.makedirs(path, mode=0o755, exist_ok=True)
     # A relative entry of the import path, and the directory itself, may be below the view.
     os.chdir("/")
-    view = MountedView(tree, path, _Teller(), for_others=for_others)
+    view = MountedView(tree, path, _Teller(), for_others=for_others, may_wait=session.remote_url is not None)
     stopped = False
 
     def stop(*_: object) -> None:
@@ -137,7 +137,9 @@ def shell_command(
             f"{', '.join(map(shown, roots))} as in {snapshot.id}, {times.clock(snapshot.time_ns)}; what is written here is gone at the end"
         )
     tree = ViewTree(store, session.repository_of, snapshot.id)
-    session.exit_code = run_at(tree, snapshot, roots, program, _here(), _Teller(), scratch)
+    session.exit_code = run_at(
+        tree, snapshot, roots, program, _here(), _Teller(), scratch, may_wait=session.remote_url is not None
+    )
 
 
 def _here() -> bytes:
