@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from ciuic.errors import Damaged, DestinationExists
+from ciuic.errors import Damaged, DestinationExists, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import is_within, join, resolve
@@ -66,7 +66,7 @@ def plan_restore(
     Raises:
         ValueError: a pattern cannot match anything.
         DestinationExists: ``overwrite`` is None and something exists; names every conflict.
-        NotFound: the snapshot does not have a path.
+        NotFound: the snapshot does not have a path, or nothing at any matches ``include``.
         UsageError: two paths would get the same destination.
         NotPermitted: it is plain that nothing can be written to the destination.
         Damaged: a tree above a path cannot be read. A damaged tree below it is left to `execute`, which restores the rest.
@@ -79,6 +79,12 @@ def plan_restore(
             target._replace(selection=Selection(repository, target.source, include, exclude))
             for target in targets
         )
+        if not any(_has_something(target) for target in targets):
+            paths_shown = ", ".join(shown(target.source.path) for target in targets)
+            raise NotFound(
+                f"nothing below {paths_shown} matches {', '.join(map(repr, include))} in {snapshot.id}",
+                hint="a pattern with a slash is relative to PATH, one that begins with a slash is an absolute path",
+            )
     conflicts: list[bytes] = []
     if overwrite is None:
         with many_descriptors():
@@ -103,6 +109,10 @@ def plan_restore(
         special=not foreign if special is None else special,
         foreign_reason=foreign,
     )
+
+
+def _has_something(target: RestoreTarget) -> bool:
+    return target.selection is None or not target.source.entry.is_dir or not target.selection.is_empty
 
 
 def _keeps(

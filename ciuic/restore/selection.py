@@ -50,6 +50,11 @@ class Selection:
         if self._include is not None and source.entry.is_dir:
             self._find_leading(repository, source)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there are patterns of what to include, and nothing below the target matches."""
+        return self._include is not None and not self._leading
+
     def has(self, path: bytes, is_dir: bool) -> bool:
         """Return whether the name is restored, a directory perhaps only because it leads to what is."""
         return self._is_chosen(path, is_dir) or (is_dir and path in self._leading)

@@ -451,6 +451,7 @@ def test_restore_of_what_matches(repository: CliRepository, tmp_path: Path) -> N
     assert (dest / "root" / "ckpt" / "b").read_text() == "mine"
     assert (dest / "root" / "ckpt" / "c").read_text() == "extra"
     assert (dest / "root" / "log").read_bytes() == b"line\n"
+    assert repository.run(*words, "--include", "nowhere").exit_code == 3
     for wrong in (("--include", ""), ("-p", str(repository.root)), ("--lazy", "--include", "a")):
         assert repository.run(*words, *wrong).exit_code == 2
 
