@@ -17,6 +17,7 @@ dead; nothing is decided by it.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -746,8 +747,11 @@ class StatusWriter:
         state_dir: Path,
         pid: int,
         *,
+        tell: Callable[[str, str], None] = lambda name, text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Take the parts; ``tell`` is told of this remote what `problem` notes."""
+        self._tell = functools.partial(tell, name)
         self._directory = str(state_dir / name)
         self._objects: CountingObjects | None = None
         self._pid = pid
@@ -788,6 +792,7 @@ class StatusWriter:
         """Note what is waited for; an empty text: nothing."""
         self._waits_for = text
         self.write()
+        self._tell(text)
 
     def uploaded(self, snapshot: UploadedSnapshot) -> None:
         """Note a commit."""
@@ -849,6 +854,7 @@ def run(
     again: Collection[str] = (),
     stop: threading.Event | None = None,
     state_dir: Path | None = None,
+    tell: Callable[[str, str], None] = lambda name, text: None,
 ) -> None:
     """Upload to all configured remotes until SIGTERM or SIGINT; with ``once`` until each has everything.
 
@@ -860,6 +866,8 @@ def run(
         again: Snapshots to upload although an operator gave them up.
         stop: Ends the process when it is set; None: signals alone.
         state_dir: State directory; None: `upload_state_dir`.
+        tell: Told the name of a remote and in words what it waits for, at each attempt; with an empty text when it goes on.
+            Called by several threads.
 
     Each remote is on its own: one that is away, or refuses, keeps none of the others waiting.
 
@@ -882,7 +890,7 @@ def run(
 
     def upload(remote: RemoteConfig) -> None:
         try:
-            _RemoteUpload(config, remote, repository_dir, place, event, labels, again).run(once=once)
+            _RemoteUpload(config, remote, repository_dir, place, event, labels, again, tell).run(once=once)
         except Stopped:
             return
         except (CiuicError, OSError) as error:
@@ -916,6 +924,7 @@ class _RemoteUpload:
         stop: threading.Event,
         labels: LabelsOf,
         again: Collection[str],
+        tell: Callable[[str, str], None],
     ) -> None:
         self._config = config
         self._remote = remote
@@ -925,7 +934,7 @@ class _RemoteUpload:
         self._labels = labels
         self._again = again
         self._objects: Objects | None = None
-        self._status = StatusWriter(remote.name, state_dir, os.getpid())
+        self._status = StatusWriter(remote.name, state_dir, os.getpid(), tell=tell)
 
     def run(self, *, once: bool) -> None:
         """Upload; without ``once`` also what fails is tried again."""

@@ -387,6 +387,24 @@ def test_upload_once_and_status(host: Host, made: dict[str, Any]) -> None:
     assert "behind     by nothing" in text
 
 
+def test_a_single_upload_says_what_it_waits_for(host: Host, made: dict[str, Any], url: str) -> None:
+    """Each reason is said once when the upload begins to wait, and also that it goes on."""
+    host.snapshot_of(os.urandom(300_000))
+    packs = Path(url.removeprefix("file://")) / "packs"
+    packs.write_bytes(b"no directory")
+    with subprocess.Popen(
+        [installed("ciuic"), "remote", "upload", "--once"], env=host.env, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        packs.unlink()
+        rest = process.stderr.read()
+    assert "waits, and tries again: " in first
+    assert "waits" not in rest
+    assert "goes on" in rest
+    assert process.returncode == 0
+
+
 def test_prices_are_shown_where_they_are_configured(host: Host, made: dict[str, Any]) -> None:
     """The price of requests follows from their number and the configured price of a thousand."""
     with host.config.open("a") as file:

@@ -19,7 +19,7 @@ import click
 
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
+from ciuic.cli.shared.messages import complain, json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
@@ -441,7 +441,15 @@ def upload(once: bool, again: tuple[str, ...]) -> None:
             run(config, place, labels=_labels_of, again=wanted, stop=stop)
             return
         with _shown(session, config):
-            run(config, place, labels=_labels_of, once=True, again=wanted, stop=stop)
+            run(
+                config,
+                place,
+                labels=_labels_of,
+                once=True,
+                again=wanted,
+                stop=stop,
+                tell=_Waits(session).tell,
+            )
         if not stop.is_set():
             _require_all(session, config)
             _say_sent(config)
@@ -501,6 +509,31 @@ def _shown(session: Session, config: Config) -> Iterator[None]:
         finally:
             done.set()
             thread.join()
+
+
+class _Waits:
+    """Says what an upload waits for, each reason of a remote once, and when it goes on."""
+
+    def __init__(self, session: Session) -> None:
+        # The session of a command is known to its own thread alone.
+        self._say = complain if session.verbosity >= 0 else lambda text: None
+        self._lock = threading.Lock()
+        self._told: set[tuple[str, str]] = set()
+        self._waiting: set[str] = set()
+
+    def tell(self, name: str, text: str) -> None:
+        """Take what a remote waits for; an empty text: nothing."""
+        # What comes before is the request, of which each has a name of its own.
+        reason = (name, text.partition(": ")[2] or text)
+        with self._lock:
+            if not text:
+                if name in self._waiting:
+                    self._waiting.discard(name)
+                    self._say(f"the upload to {name} goes on")
+            elif reason not in self._told:
+                self._told.add(reason)
+                self._waiting.add(name)
+                self._say(f"the upload to {name} waits, and tries again: {shown_text(text)}")
 
 
 def _own_statuses(config: Config) -> list[UploadStatus]:
