@@ -405,6 +405,21 @@ def test_a_single_upload_says_what_it_waits_for(host: Host, made: dict[str, Any]
     assert process.returncode == 0
 
 
+def test_a_planted_copy_of_a_log_is_told_once(host: Host, made: dict[str, Any], url: str) -> None:
+    """Each entry of it is damaged, because it lies below another name: one warning has the first and the number."""
+    for _ in range(3):
+        host.snapshot_of(os.urandom(3000))
+        host.run("remote", "upload", "--once")
+    (log,) = Path(url.removeprefix("file://"), "w").iterdir()
+    entries = len(list(shutil.copytree(log, log.with_name("0" * 32)).iterdir()))
+    assert entries > 2
+    restore = ("restore", "-s", "latest", "-p", str(host.top / "root"), "-d", str(host.top / "back"))
+    for command in (("list",), ("verify",), restore):
+        told = host.fails("--repo", url, *command, code=4)
+        assert told.count("warning: ") == 1
+        assert f"and so {entries - 1} others" in told
+
+
 def test_prices_are_shown_where_they_are_configured(host: Host, made: dict[str, Any]) -> None:
     """The price of requests follows from their number and the configured price of a thousand."""
     with host.config.open("a") as file:

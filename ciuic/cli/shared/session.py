@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import click
 
 from ciuic.cli.shared.messages import complain, shown_text, warn
+from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.remotes import EveryVersion
@@ -184,9 +186,12 @@ class Session:
         self._remote = choose(self.remote)
 
     def _say_if_damaged(self, opened: ReadableRemote) -> None:
-        for damage in opened.log_damage:
+        # A copy of a log below another name is damaged in each of its entries.
+        for _, some in groupby(opened.log_damage, key=lambda one: one.name.rpartition("/")[0]):
+            damage, *more = some
+            others = f" (and so {plural(len(more), 'other')} beside it)" if more else ""
             warn(
-                f"{damage.message}; the snapshot of a lost commit is not shown",
+                f"{damage.message}{others}; the snapshot of a lost commit is not shown",
                 hint="ciuic check --remote --repair",
             )
             self.exit_code = damage.exit_code
