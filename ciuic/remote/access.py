@@ -16,6 +16,7 @@ References:
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ from ciuic.remote.objects.model import (
     read_verified,
 )
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.split_objects import PacksElsewhere
+from ciuic.remote.objects.split_objects import PacksElsewhere, is_with_packs
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.objects.wrappers import PrefixedObjects
 from ciuic.remote.sealing.key_slots import (
@@ -306,6 +307,10 @@ def _credential(name: str, directory: str) -> str:
     return next((path for path in paths if directory and os.path.exists(path)), "")
 
 
+# Where the URL of the space of one repository ends.
+_SPACE_END: Final = re.compile(r"/repositories/[0-9a-f]{32}\Z")
+
+
 class RemoteExists(CiuicError):
     """There is a remote at this place already."""
 
@@ -329,6 +334,20 @@ class Remote(NamedTuple):
 
     def __repr__(self) -> str:
         return f"Remote({self.objects.url!r}, id={self.id!r}, sealed={self.stored.sealed})"
+
+
+def place_of(remote: Remote, name: str) -> str:
+    """Return the URL below which an object of this name lies: that of the packs, or that of everything else.
+
+    Args:
+        remote: A remote, or the space of one repository in it.
+        name: Name of the object, or the beginning of one that ends with a slash.
+    """
+    url = remote.objects.url
+    if not remote.stored.packs_url or not is_with_packs(name):
+        return url
+    space = _SPACE_END.search(url)
+    return remote.stored.packs_url.rstrip("/") + (space[0] if space else "")
 
 
 def init_remote(

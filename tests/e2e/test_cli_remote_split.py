@@ -77,7 +77,7 @@ def test_two_directories_from_init_to_drill(
     reader.run("--packs-url", packs_url, "list")
     reader.secrets["CIUIC_REMOTE_PACKS_URL"] = packs_url
     assert reader.listed() == set(ids)
-    reader.run("verify", "--all", "--checksum")
+    reader.run("verify", "--all", "--checksum", "--json")
     reader.run("restore", "-s", ids[0], "-p", str(host.top / "root"), "-d", str(short_tmp / "back"))
     assert (short_tmp / "back" / "root" / "file").read_bytes() == contents[0]
     host.run("remote", "drill")
@@ -97,6 +97,46 @@ def test_two_directories_from_init_to_drill(
     # A configured remote is not opened at the wrong place either.
     host.config.write_text(host.config.read_text().replace(packs_url, f"file://{short_tmp}/two"))
     assert "has no part of the remote" in host.fails("remote", "upload", "--once", code=1)
+
+
+def test_damage_is_named_where_it_lies(host: Host, log: Path, packs: Path, short_tmp: Path) -> None:
+    """Packs and manifests are named in the place of the packs, where an operator looks for them."""
+    url, packs_url = f"file://{log}", f"file://{packs}"
+    host.json("remote", "init", url, "--packs-url", packs_url)
+    host.snapshot_of(os.urandom(300_000))
+    host.run("remote", "upload", "--once")
+    for pack in files_below(packs / "packs" / "data"):
+        flip(pack)
+    told = said(host, "--repo", url, "verify", "--all", "--checksum", "--json")
+    assert f"{packs_url}/packs/data/" in told
+    told += said(host, "check", "--remote", "--read-data", "--json")
+    for manifest in files_below(packs / "manifests"):
+        flip(manifest)
+    secrets = {"CIUIC_REMOTE_KEY_FILE": str(host.key_file), "CIUIC_REMOTE_PACKS_URL": packs_url}
+    # With no cache, which has the manifests as they were.
+    reader = Elsewhere(new_directory(short_tmp / "reader"), url, secrets)
+    told += reader.run("verify", "--all", "--json", code=4) + reader.start("list").stderr.decode()
+    assert f"{packs_url}/manifests/" in told
+    assert f"{url}/packs/" not in told
+    assert f"{url}/manifests/" not in told
+
+
+def said(host: Host, *arguments: str) -> str:
+    """Run a command that finds damage, and return all that it said."""
+    process = host.run(*arguments, expect=4)
+    return (process.stdout + process.stderr).decode()
+
+
+def files_below(place: Path) -> list[Path]:
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
 
 
 def test_a_remote_with_its_packs_beside_its_log_stays_so(host: Host, log: Path, packs: Path) -> None:
@@ -163,7 +203,7 @@ def test_a_rescue_from_a_locked_bucket(tmp_path: Path, seaweedfs: SeaweedFS) -> 
     rescuer.run("check", "--behind-deletions", "--repair")
     rescuer.run("check", "--repair", "--read-data")
     bucket.assert_restores(rescuer)
-    rescuer.run("verify", "--all", "--checksum")
+    rescuer.run("verify", "--all", "--checksum", "--json")
 
 
 def test_reading_behind_deletions_in_the_bucket_of_the_packs(tmp_path: Path, seaweedfs: SeaweedFS) -> None:

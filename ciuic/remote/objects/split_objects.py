@@ -43,7 +43,8 @@ def _in_space(name: str) -> str:
     return name[found.end() :] if found else name
 
 
-def _is_with_packs(name: str) -> bool:
+def is_with_packs(name: str) -> bool:
+    """Return whether an object of this name lies with the packs."""
     return _in_space(name).startswith(_PACKS)
 
 
@@ -151,17 +152,17 @@ class SplitObjects:
         listings = []
         if in_log:
             found = self._log.list(prefix, after=after)
-            listings.append(info for info in found if not _is_with_packs(info.name))
+            listings.append(info for info in found if not is_with_packs(info.name))
         if in_packs:
             found = self._packs.list(prefix, after=after)
-            listings.append(info for info in found if _is_with_packs(info.name))
+            listings.append(info for info in found if is_with_packs(info.name))
         yield from heapq.merge(*listings, key=_order) if len(listings) > 1 else listings[0]
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete these objects, and the copies of them."""
         names = list(names)
-        self._log.delete([name for name in names if not _is_with_packs(name)])
-        self._packs.delete([name for name in names if _is_with_packs(name) or _is_in_both(name)])
+        self._log.delete([name for name in names if not is_with_packs(name)])
+        self._packs.delete([name for name in names if is_with_packs(name) or _is_in_both(name)])
 
     def reconnect(self) -> None:
         """Make new connections for reads."""
@@ -174,7 +175,7 @@ class SplitObjects:
         self._packs.close()
 
     def _of(self, name: str) -> Objects:
-        return self._packs if _is_with_packs(name) else self._log
+        return self._packs if is_with_packs(name) else self._log
 
     def _read(self, name: str, read: Callable[[Objects], _Result]) -> _Result:
         """Return what ``read`` returns; of remote.json from both places, which must be equal."""
@@ -234,11 +235,11 @@ class SplitVersions:
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[Version]:
         """Yield all versions and marks of deletion of names that begin with ``prefix``."""
-        log = (one for one in self._log.list(prefix, after=after) if not _is_with_packs(one.name))
+        log = (one for one in self._log.list(prefix, after=after) if not is_with_packs(one.name))
         packs = (
             one._replace(id=_COPY + one.id, is_current=False) if _is_in_both(one.name) else one
             for one in self._packs.list(prefix, after=after)
-            if _is_in_both(one.name) or _is_with_packs(one.name)
+            if _is_in_both(one.name) or is_with_packs(one.name)
         )
         # Of equal names those of the first come first.
         return heapq.merge(log, packs, key=_order)
@@ -276,9 +277,9 @@ class SplitVersions:
 
     def delete_marks(self, name: str) -> None:
         """Delete a name: its versions stay."""
-        if not _is_with_packs(name):
+        if not is_with_packs(name):
             self._log.delete_marks(name)
-        if _is_with_packs(name) or _is_in_both(name):
+        if is_with_packs(name) or _is_in_both(name):
             self._packs.delete_marks(name)
 
     def close(self) -> None:
@@ -290,4 +291,4 @@ class SplitVersions:
         """Return where a version lies, and the version as that place has it."""
         if version.id.startswith(_COPY):
             return self._packs, version._replace(id=version.id.removeprefix(_COPY))
-        return (self._packs if _is_with_packs(version.name) else self._log), version
+        return (self._packs if is_with_packs(version.name) else self._log), version

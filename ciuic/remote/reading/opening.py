@@ -61,7 +61,7 @@ class ReadableRemote:
     def log_damage(self) -> list[DamagedRemote]:
         """Entries of logs that could not be read, and manifests whose log is gone or cut. What they commit is not among ``snapshots``."""
         return [
-            DamagedRemote(f"{reader.space.objects.url}/{name}", reason)
+            DamagedRemote(f"{access.place_of(reader.space, name)}/{name}", reason)
             for reader in self.readers
             for name, reason in (
                 *(

@@ -28,7 +28,7 @@ from itertools import chain, zip_longest
 from typing import Final, TypeVar
 
 from ciuic.errors import Damaged, NotFound, NotPermitted
-from ciuic.remote.access import Remote
+from ciuic.remote.access import Remote, place_of
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import DamagedLog, LogReader, RolledBack, Rounds, UnloggedManifest
 from ciuic.remote.object_names import PACKS_PREFIX, PackRef, pack_name, parse_pack, split_ref
@@ -613,10 +613,11 @@ class RemoteRepository(Repository):
 
     def pack_path(self, number: int) -> str:
         """Return the URL of a pack."""
+        place = place_of(self.reader.space, PACKS_PREFIX)
         try:
-            return f"{self.url}/{pack_name(self._ref(number))}"
+            return f"{place}/{pack_name(self._ref(number))}"
         except NotFound:
-            return self.url
+            return place
 
     def pack_sizes(self) -> dict[int, int]:
         """Return the size in bytes of every pack that is there now, by its number. Lists all packs."""

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.errors import Damaged, NotFound, UsageError
-from ciuic.remote.access import Remote
+from ciuic.remote.access import Remote, place_of
 from ciuic.remote.documents import LiveManifest, RemoteManifest, decode_manifest, object_digest, read_document
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader
@@ -63,6 +63,10 @@ class Manifests:
     def url(self) -> str:
         """URL of the space, for messages."""
         return self._space.objects.url
+
+    def path(self, live: LiveManifest) -> str:
+        """Return the URL of the manifest of a snapshot."""
+        return f"{place_of(self._space, live.manifest)}/{live.manifest}"
 
     def read(self, live: LiveManifest) -> RemoteManifest:
         """Return the manifest of a snapshot.
@@ -260,7 +264,7 @@ class RemoteSnapshots(CommittedSnapshots):
     def path(self, id_: str) -> str:
         """Return the URL of the manifest."""
         entry = self.entries.get(id_)
-        return "" if entry is None else f"{entry.manifests.url}/{entry.live.manifest}"
+        return "" if entry is None else entry.manifests.path(entry.live)
 
     def resolve(self, text: str, root: bytes | None = None) -> SnapshotId:
         """Return the name of the snapshot that ``text`` means; see `CommittedSnapshots.resolve`.
