@@ -49,7 +49,7 @@ from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.uploader import Labels, Stopped, UncommittedPacks, UploadedSnapshot, Uploader, persist
-from ciuic.remote.writer_log import LogRotation, WriterLog, WriterState
+from ciuic.remote.writer_log import SEVERAL_WRITERS, LogRotation, WriterLog, WriterState
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
 from ciuic.repository.config import read_file
@@ -484,7 +484,12 @@ class Replication:
         self._log, self._adopted = log, others.adopted
         self._other_writers(others.writers)
         if others.writers:
-            events.warning("remote_has_other_writers", remote=self._config.name, logs=others.writers)
+            events.warning(
+                "remote_has_other_writers",
+                remote=self._config.name,
+                logs=others.writers,
+                meaning=SEVERAL_WRITERS,
+            )
         facts = FactsOfRemote(str(directory), space)
         self._stored = persist(
             lambda: facts.learn(

@@ -496,6 +496,12 @@ DEFAULT_MAX_ENTRIES: Final = 128
 """Entries after the last that sums up, from which a log is summed up."""
 DEFAULT_RETIRE_NS: Final = 30 * 86_400 * 10**9
 """Age of a writer's last entry, by the store's clock, from which its log is ended: 30 days."""
+SEVERAL_WRITERS: Final = (
+    "a host that lost its state, or was restored, looks like this until `prune --remote` ends its earlier log, "
+    f"{DEFAULT_RETIRE_NS // (86_400 * 10**9)} days after that log's last entry, and nothing has to be done; "
+    "where a disk was cloned, make a new repository on one of the hosts"
+)
+"""What it means that several logs commit the snapshots of one repository, and what to do."""
 
 
 class LogUpkeep:

@@ -115,6 +115,21 @@ def test_a_damaged_part_of_an_ended_collection_is_mended(
     assert second in {row["id"] for row in host.json("list")["snapshots"]}
 
 
+def test_a_host_that_lost_its_state_is_told_what_ends_it(host: Host) -> None:
+    """It looks like a cloned disk until its earlier log is ended; uploads, status and check say that nothing has to be done."""
+    shutil.rmtree(host.state)
+    host.snapshot_of(os.urandom(3000))
+    done = host.run("remote", "upload", "--once")
+    uploaded = (done.stdout + done.stderr).decode()
+    assert "remote_has_other_writers" in uploaded
+    checked = host.run("check", "--remote").stdout.decode()
+    for told in (uploaded, checked):
+        assert "lost its state" in told
+        assert "30 days" in told
+        assert "nothing has to be done" in told
+    assert "nothing is to be done" in host.run("remote", "status").stdout.decode()
+
+
 def upload_until(host: Host, stop: threading.Event) -> int:
     """Take and upload snapshots, at least one, until told to stop; return their number."""
     made = 0

@@ -110,7 +110,7 @@ from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
 from ciuic.remote.upkeep.collection_round import CollectionPolicy, delete_condemned
 from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
-from ciuic.remote.writer_log import WriterLog, WriterState, sum_up_log
+from ciuic.remote.writer_log import SEVERAL_WRITERS, WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
 from ciuic.repository import log as events
 from ciuic.repository.errors import Archived, UnsupportedFormat
@@ -221,8 +221,7 @@ def _tell_writers(reader: SpaceReader, logs: LogReader, report: CheckReport) -> 
         )
         if number > 1:
             text = f"{number} writers upload the repository {repository}, each with a retention of its own"
-            hint = "where a disk was cloned, make a new repository on one of the hosts"
-            report.findings.append(CheckFinding("info", "log", text, hint))
+            report.findings.append(CheckFinding("info", "log", text, SEVERAL_WRITERS))
 
 
 def _unlogged(reader: SpaceReader, logs: LogReader) -> list[UnloggedManifest]:

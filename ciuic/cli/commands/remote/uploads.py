@@ -333,7 +333,8 @@ def _print_upload(upload: dict[str, Any]) -> None:
     if upload["other_writers"]:
         _say(
             f"writers    {plural(1 + upload['other_writers'], 'log')} for this repository: another host with a copy of this "
-            "disk, or an earlier state of this one; each has a retention of its own",
+            "disk, or an earlier state of this one (nothing is to be done: `prune --remote` ends its log after 30 days); each has "
+            "a retention of its own",
             fg="yellow",
         )
     if upload["last_snapshot"]:
