@@ -29,7 +29,7 @@ from ciuic.cli.shared.options import FrameCommand, FrameGroup
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.overlay_fate import in_use, overlay_fate, remedy
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import NotPermitted, Partial, Unreachable
+from ciuic.errors import CiuicError, NotPermitted, Partial, Unreachable
 
 if TYPE_CHECKING:
     from ciuic.protocol.control_types import ReloadReport, StatusDocument
@@ -153,7 +153,17 @@ def stop_command(as_json: bool) -> None:
     """
     session = current()
     # Its roots are named afterwards, when there is nobody left to ask.
-    before = session.control.status()
+    try:
+        before = session.control.status()
+    except Unreachable as error:
+        left = _mounted_roots(session)
+        if not left:
+            raise
+        # Workers outlive their daemon by design.
+        raise Unreachable(
+            f"{error.message}, and still mounted: {shown_text(', '.join(left))}",
+            hint=remedy(left, "which takes the mounts over, and stop it"),
+        ) from None
     session.control.stop()
     try:
         _await_end(session, before)
@@ -180,6 +190,19 @@ def stop_command(as_json: bool) -> None:
             f"the daemon has ended, but still mounted: {shown_text(', '.join(left))}",
             hint=remedy(left, "which takes the mount over, and stop it again"),
         )
+
+
+def _mounted_roots(session: Session) -> list[str]:
+    """Return the configured roots that are mounted; none where the configuration cannot be read."""
+    from ciuic.config import is_ciuic_mount
+    from ciuic.system import mountinfo
+
+    try:
+        roots = session.config.roots
+    except CiuicError:
+        return []
+    mounts = mountinfo.read()
+    return [str(root.path) for root in roots if is_ciuic_mount(root.path, mounts)]
 
 
 def _await_end(session: Session, before: StatusDocument) -> None:

@@ -148,6 +148,22 @@ def test_stop_without_a_daemon_is_5(config: Path) -> None:
     assert ciuic(config, "stop").exit_code == 5
 
 
+def test_stop_without_a_daemon_says_how_mounts_are_taken_away(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a killed daemon, whose workers serve on, the mounted roots are named with the way to unmount them."""
+    config.write_text(config.read_text() + '[[root]]\npath = "/data/a"\n[[root]]\npath = "/data/b"\n')
+    monkeypatch.setattr(
+        "ciuic.config.is_ciuic_mount", lambda path, mounts: str(path) == "/data/b", raising=False
+    )
+    result = ciuic(config, "stop")
+    assert result.exit_code == 5
+    assert "still mounted: /data/b" in result.stderr
+    assert "start the daemon" in result.stderr
+    assert "umount -l /data/b" in result.stderr
+    assert "/data/a" not in result.stderr
+
+
 def test_stop_names_what_is_still_mounted(
     config: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
