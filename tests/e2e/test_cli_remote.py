@@ -219,6 +219,16 @@ def test_join_makes_an_empty_repository_anew(host: Host, other: Host, made: dict
     assert other.identity() == host.identity()
 
 
+def test_join_says_who_shares_no_chunks(host: Host, other: Host, url: str) -> None:
+    """Where the first host kept its own identity, the second one does not share chunks with all."""
+    Repository.create(host.repository).close()
+    host.snapshot_of(b"precious")
+    host.run("remote", "init", url)
+    done = other.run("remote", "join", url, "--open-with", str(host.key_file))
+    assert other.identity() != host.identity()
+    assert b"but those whose repository kept its own identity" in b" ".join(done.stderr.split())
+
+
 def test_protect_takes_the_identity_of_the_remote(host: Host, url: str, tmp_path: Path) -> None:
     """`protect` on a host with a remote makes a repository that shares chunks; offline only when told so."""
     host.run("remote", "init", url)

@@ -174,3 +174,21 @@ def forged(host: Host, path: Path, id_: str, other: str) -> None:
         data = encode_snapshot(msgspec.structs.replace(snapshot, id=type(snapshot.id)(id_)), repository.id)
     path.chmod(0o600)
     path.write_bytes(data)
+
+
+def test_a_scratch_directory_that_is_missing_is_named_with_its_option(host: Host, short_tmp: Path) -> None:
+    """All drills name the option, or the variable, and the directory; no drill is noted."""
+    missing = short_tmp / "missing"
+    for command in (("remote", "drill"), ("drill",), ("drill", "--run", "true")):
+        told = host.fails(*command, "--scratch", str(missing), code=2)
+        assert "--scratch" in told
+        assert f"'{missing}' does not exist" in told
+    host.env["TMPDIR"] = str(missing)
+    for command in (("remote", "drill"), ("drill",), ("drill", "--run", "true")):
+        assert f"TMPDIR must name a directory, got {missing}" in host.fails(*command, code=2)
+    assert last(host) is None
+
+
+def test_init_names_the_option_for_the_packs(host: Host) -> None:
+    """--packs-url is an option of all commands, which the list of the options of init lacks."""
+    assert b"--packs-url" in host.run("remote", "init", "--help").stdout

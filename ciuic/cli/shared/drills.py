@@ -14,6 +14,7 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import json_name, plural, shown_text
 from ciuic.cli.shared.output import note, out_prose
+from ciuic.errors import UsageError
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
@@ -69,9 +70,19 @@ def new_seed() -> int:
 
 
 def scratch_parent(scratch: Path | None) -> Path:
-    """Return the directory below which a drill restores."""
+    """Return the directory below which a drill restores.
+
+    Raises:
+        UsageError: TMPDIR names none.
+    """
     # Not the usual place for temporary files, which often is in memory.
-    return (scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")).absolute()
+    parent = (scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")).absolute()
+    if scratch is None and not parent.is_dir():
+        raise UsageError(
+            f"TMPDIR must name a directory, got {shown_text(str(parent))}",
+            hint="make it, or name another with --scratch",
+        )
+    return parent
 
 
 def result_document(

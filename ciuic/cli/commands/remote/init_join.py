@@ -74,7 +74,8 @@ def init(
     """Make a remote at URL, or at the one that is configured, and have this host use it.
 
     The bucket must exist and be empty below the prefix; it is tested first. Everything is encrypted, with a key file for this
-    host and a recovery key that is printed once.
+    host and a recovery key that is printed once. `--packs-url URL`, an option of all commands, puts the packs in another place, such
+    as a bucket with object lock.
     """
     from ciuic.remote.access import configured_objects
 
@@ -565,10 +566,11 @@ def say(adopted: Adopted) -> None:
     if adopted.config_changed:
         note(f"{shown_text(str(adopted.config_file))} names the remote")
     where = shown_text(str(adopted.repository))
+    hosts = "all hosts of the remote but those whose repository kept its own identity"
     if adopted.choice == "made":
-        note(f"repository {where} made; it shares chunks with all hosts of the remote")
+        note(f"repository {where} made; it shares chunks with {hosts}")
     elif adopted.choice == "replaced":
-        note(f"the empty repository {where} was made anew; it shares chunks with all hosts of the remote")
+        note(f"the empty repository {where} was made anew; it shares chunks with {hosts}")
     elif adopted.choice == "own-identity":
         note(
             f"the repository {where} keeps its own identity: its snapshots go to the remote, "
