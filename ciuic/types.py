@@ -71,7 +71,7 @@ STATE_TAGS = frozenset({"training", "dcp"})
 
 FACT_TAGS = STATE_TAGS | {
     *(TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY),
-    *("verified", "damaged"),
+    *("unflushed", "verified", "damaged"),
 }
 """Tags that say what a snapshot is, or what was found in it; people neither add nor remove them."""
 EXPLAINED_TAGS = frozenset({TAG_INCOMPLETE, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY})

@@ -605,17 +605,24 @@ class _Comparison:
 
 
 @contextmanager
-def scratch_directory(parent: Path) -> Iterator[Path]:
+def scratch_directory(
+    parent: Path, prefix: str = _PREFIX, empty: Callable[[Path], object] = lambda path: None
+) -> Iterator[Path]:
     """Provide a directory of this process below ``parent``, which is removed at the end.
 
-    What a drill that was killed has left there is removed first.
+    What a process that was killed has left there is removed first.
+
+    Args:
+        parent: Where it is made.
+        prefix: Beginning of its name, by which leftovers are known.
+        empty: Called before one is removed, to take away what must not be walked into.
 
     Raises:
         OSError: it cannot be made.
     """
-    _remove_leftovers(parent)
+    _remove_leftovers(parent, prefix, empty)
     while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX)
         # Before it was locked another drill may have taken it for a leftover.
@@ -625,14 +632,15 @@ def scratch_directory(parent: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
+        empty(path)
         shutil.rmtree(path, ignore_errors=True)
         # Closed last: it is no leftover while this process removes it.
         os.close(fd)
 
 
-def _remove_leftovers(parent: Path) -> None:
-    """Remove directories of drills of this user that were killed: nobody has a lock on them."""
-    for path in parent.glob(f"{_PREFIX}*"):
+def _remove_leftovers(parent: Path, prefix: str, empty: Callable[[Path], object]) -> None:
+    """Remove directories of processes of this user that were killed: nobody has a lock on them."""
+    for path in parent.glob(f"{prefix}*"):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -640,6 +648,7 @@ def _remove_leftovers(parent: Path) -> None:
         try:
             if os.fstat(fd).st_uid == os.geteuid():
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                empty(path)
                 shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
             # Of a drill that runs.

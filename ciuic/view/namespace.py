@@ -11,21 +11,23 @@ References:
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from ciuic.errors import CiuicError, NotPermitted
+from ciuic.fuse_layer.system import mounts
+from ciuic.maintenance.drill import scratch_directory
 from ciuic.printable import one_line
 from ciuic.system.child_process import find_program
 from ciuic.types import Snapshot
-from ciuic.view.mount import MountedView
+from ciuic.view.mount import FS_TYPE, MountedView
 from ciuic.view.tree import ViewTree
 
+_VIEW: Final = "view"
 # The mounts are made by a process of its own: one that serves a view must not wait for it. $1 is the scratch directory, $2
 # mount(8), $3 the number of roots, then the roots, the directory to begin in, another where that is not there, and the program.
 _SCRIPT: Final = """
@@ -81,27 +83,31 @@ def run_at(
                 f"{one_line(root)} is no directory now, so that nothing can be shown there",
                 hint="make an empty directory there, or look into it by ciuic mount",
             )
-    parent = scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")
-    place = Path(tempfile.mkdtemp(prefix="ciuic-shell-", dir=parent.resolve()))
-    try:
+    parent = (scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")).resolve()
+    with scratch_directory(parent, "ciuic-shell-", _unmount_view) as place:
         if set(str(place)) & set(",:\\"):
             raise CiuicError(
                 f"{one_line(str(place))} cannot be used: overlayfs takes no path with a comma, colon or backslash",
                 hint="--scratch names another directory",
             )
-        (place / "view").mkdir()
+        (place / _VIEW).mkdir()
         for number in range(len(roots)):
             for name in ("lower", "upper", "work"):
                 (place / f"{name}-{number}").mkdir()
             # The root's own attributes come from the upper layer.
             _copy_attributes(snapshot, roots[number], place / f"upper-{number}")
-        view = MountedView(tree, os.fsencode(place / "view"), problem, for_others=True, may_wait=may_wait)
+        view = MountedView(tree, os.fsencode(place / _VIEW), problem, for_others=True, may_wait=may_wait)
         try:
             return _run(place, snapshot, roots, command, begin_in)
         finally:
             view.close()
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+
+
+def _unmount_view(place: Path) -> None:
+    """Detach the view of a process that was killed."""
+    # EINVAL: nothing is mounted there.
+    with suppress(OSError):
+        mounts.detach(os.fsencode(place / _VIEW), FS_TYPE)
 
 
 def _copy_attributes(snapshot: Snapshot, path: bytes, directory: Path) -> None:

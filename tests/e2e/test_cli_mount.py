@@ -468,3 +468,24 @@ def test_programs_do_not_wait_for_a_silent_store_for_ever(place: Place) -> None:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
     assert place.end() == 0
+
+
+def test_what_a_killed_shell_left_is_taken_away(place: Place) -> None:
+    """The next shell detaches its view and removes its directory."""
+    write(place.root / "a", b"a")
+    place.snapshot()
+    words = ("shell", "--scratch", place.top, "sh", "-c")
+    killed = subprocess.Popen(place.command(*words, "echo begun; exec sleep 60"), stdout=subprocess.PIPE)
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == b"begun\n"
+    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    killed.kill()
+    killed.wait(30)
+    killed.stdout.close()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    left = [path for path in place.top.iterdir() if path.name.startswith("ciuic-shell")]
+    assert len(left) == 1
+    assert subprocess.run(place.command(*words, "exit 0"), timeout=60, check=False).returncode == 0
+    assert not left[0].exists()
+    assert mounts.mount_at(str(left[0] / "view")) is None

@@ -15,7 +15,7 @@ import click
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import complain, plural, shown_text
-from ciuic.cli.shared.options import ID, FrameCommand, Text, remote_options, use_remote
+from ciuic.cli.shared.options import ID, FrameCommand, Tag, Text, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out_json
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
 from ciuic.errors import CiuicError, Damaged, UsageError
@@ -189,7 +189,7 @@ def _change_hold(texts: Sequence[str], *, hold: bool, reason: str, as_json: bool
     "--add",
     "added",
     multiple=True,
-    type=Text(),
+    type=Tag(),
     metavar="TAG",
     help="Give them this tag; may be given several times.",
 )
