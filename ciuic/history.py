@@ -24,7 +24,7 @@ from ciuic.repository.errors import DamagedTree
 from ciuic.repository.lookup import Located, find, is_within, join, resolve
 from ciuic.repository.tree_format import TreeNode
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot
-from ciuic.verdicts.model import Checkpoint
+from ciuic.verdicts.model import Checkpoint, Verdict
 from ciuic.verdicts.records import (
     DatedCheckpoint,
     VerdictRecord,
@@ -32,7 +32,7 @@ from ciuic.verdicts.records import (
     newest_of,
     snapshot_digest,
 )
-from ciuic.verdicts.sources import SnapshotDirectory
+from ciuic.verdicts.sources import FileSource, SnapshotDirectory
 from ciuic.verdicts.verdict import (
     UNREADABLE,
     FileVerdicts,
@@ -747,7 +747,7 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     at one time the last by name. A snapshot of which something there cannot be read is
     passed over, and so are safety snapshots, silently.
 
-    A stored verdict passes a snapshot over; what is chosen was judged anew.
+    A stored verdict passes a snapshot over; what is chosen was judged anew, and all of its data that have a checksum were read.
 
     Args:
         places: Timelines of the root with the path.
@@ -767,14 +767,14 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
                 checkpoints(repository, timeline, snapshot, path=path, records=records[id(repository)])
             )
             if any(one.checkpoint.verdict.is_good for one in found):
-                found = list(checkpoints(repository, timeline, snapshot, path=path))
+                found = _judged_again(repository, timeline, snapshot, path)
         except NotFound:
             passed_over.append(PassedOver(snapshot, "it has nothing there", None))
             continue
         except Damaged as error:
             passed_over.append(PassedOver(snapshot, one_line(error.message), None))
             continue
-        found.sort(key=lambda one: (one.mtime_ns, one.checkpoint.path), reverse=True)
+        found.sort(key=_age, reverse=True)
         newest = found[0] if found else None
         if newest is None:
             passed_over.append(PassedOver(snapshot, "it has no checkpoint of a known format there", None))
@@ -796,6 +796,26 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
         + (f"\n  and {len(passed_over) - 5} more" if len(passed_over) > 5 else ""),
         hint="ciuic checkpoints ID shows all checkpoints of a snapshot; -s ID restores from any",
     )
+
+
+def _age(one: StoredCheckpoint) -> tuple[int, bytes]:
+    return one.mtime_ns, one.checkpoint.path
+
+
+def _judged_again(
+    repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes
+) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared."""
+    found = list(checkpoints(repository, timeline, snapshot, path=path))
+    newest = max(found, key=_age, default=None)
+    if newest is None or not newest.checkpoint.verdict.is_good:
+        return found
+    names = {posixpath.basename(name) for name in newest.checkpoint.files}
+
+    def judge(source: FileSource) -> Verdict:
+        return judge_file(source, thorough=source.name in names)
+
+    return list(checkpoints(repository, timeline, snapshot, path=path, judge=judge))
 
 
 def _newest_first(

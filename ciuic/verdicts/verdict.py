@@ -66,11 +66,20 @@ _MAX_HOLES: Final = 1 << 16
 _KEY_BYTES: Final = 16
 
 
-def judge_file(source: FileSource) -> Verdict:
-    """Return the verdict on a file, without its directory. Reads a few kilobytes of most files."""
+def judge_file(source: FileSource, *, thorough: bool = False) -> Verdict:
+    """Return the verdict on a file, without its directory.
+
+    Reads a few kilobytes of most files; with ``thorough`` all data that have a checksum, of any size.
+    """
     reader = BoundedReader(source.read, source.size_bytes, source.name)
     try:
-        return judge_structure(source, _read_structure(reader))
+        structure = _read_structure(reader)
+        found = judge_structure(source, structure)
+        if thorough and found.is_good and not source.is_committed:
+            for piece in structure.pieces:
+                if piece.crc32 is not None and _crc32(source, piece) != piece.crc32:
+                    return Verdict("TORN", "a part of its data does not match its checksum", structure.format)
+        return found
     except OtherFormat:
         return Verdict("UNKNOWN", "its format is not known here")
     except TornContent as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -472,3 +473,22 @@ def test_a_choice_is_no_other_restore_that_was_cut_short(repository: CliReposito
         cut_short.close()
         os.close(folder)
         assert repository.run("restore", "-s", "latest", "-p", str(repository.root)).exit_code == code
+
+
+def test_a_gap_within_a_block_is_not_the_last_good_one(tmp_path: Path) -> None:
+    """A newest archive whose data do not match their checksum is passed over, although its structure is whole and no block is a hole."""
+    np = pytest.importorskip("numpy")
+    repository = CliRepository(tmp_path / "repo", tmp_path / "root")
+    repository.root.mkdir()
+    buffer = io.BytesIO()
+    np.savez(buffer, a=np.frombuffer(random.Random(1).randbytes(900_000), np.uint8))
+    whole = buffer.getvalue()
+    torn = whole[:300_000] + bytes(65_536) + whole[365_536:]
+    repository.snapshot({b"good.npz": whole}, mode="tracked")
+    repository.snapshot({b"good.npz": torn}, mode="tracked")
+    result = repository.run(
+        "restore", "--last-good", "-p", str(repository.root), "-d", str(tmp_path / "dest"), "--json"
+    )
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "dest" / "root" / "good.npz").read_bytes() == whole
+    assert "does not match its checksum" in result.stderr
