@@ -17,6 +17,7 @@ import os
 import posixpath
 import re
 import select
+import stat
 import struct
 import threading
 from pathlib import Path
@@ -191,11 +192,21 @@ class MountBorders:
 
     def at(self, name: bytes) -> bool:
         """Return whether a name of the directory leads to another mount; False if there is no such name."""
-        return name in self.hidden or self._place_at(name) not in (None, self._own())
+        if name in self.hidden:
+            return True
+        place, own = self._place_at(name), self._own()
+        if place is None or place == own:
+            return False
+        if place[1] != own[1]:
+            return True
+        try:
+            return stat.S_ISDIR(os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode)
+        except OSError:
+            return True
 
     def before(self, name: bytes, fd: int) -> bool:
         """Return whether a descriptor that was opened by a name of the directory is on another mount."""
-        return name in self.hidden or place_of(fd) != self._own()
+        return name in self.hidden or is_beyond(fd, self._own())
 
     @property
     def hidden(self) -> frozenset[bytes]:
@@ -277,9 +288,18 @@ def border_names(fd: int, mounts: list[Mount]) -> list[bytes]:
 
 
 def place_of(fd: int) -> tuple[int, int]:
-    """Return the device number and the mount id of a descriptor: two that differ have a border between them."""
+    """Return the device number and the mount id of a descriptor: two directories that differ have a border between them.
+
+    For a file the mount alone counts: overlayfs gives it the device of its layer.
+    """
     found = _statx(fd, b"")
     return found if found is not None else (os.fstat(fd).st_dev, _mount_id_of_fdinfo(fd))
+
+
+def is_beyond(fd: int, place: tuple[int, int]) -> bool:
+    """Return whether a border lies between what a descriptor is open on and the directory that it is in, at ``place``."""
+    found = place_of(fd)
+    return found != place and (found[1] != place[1] or stat.S_ISDIR(os.fstat(fd).st_mode))
 
 
 def _statx(fd: int, name: bytes) -> tuple[int, int] | None:

@@ -7,7 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.restoring import take
 
+from ciuic.compare.diff import diff_restored
+from ciuic.repository import Repository
+from ciuic.repository.lookup import find, join
+from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.system import mountinfo
 from ciuic.system.mountinfo import MountBorders, border_names, first_border, mount_id
 
@@ -46,3 +51,51 @@ def test_every_mount_is_a_border(short_tmp: Path, monkeypatch: pytest.MonkeyPatc
         os.close(fd)
         for name in ("tmpfs", "bound", "covered"):
             subprocess.run(["umount", top / name], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("layers", ["lower", "upper", "both"])
+def test_files_of_layers_on_other_file_systems_are_no_border(short_tmp: Path, layers: str) -> None:
+    """Overlayfs gives a file the device of its layer: it is restored there and compared like any other."""
+    apart = short_tmp / "apart"
+    merged = short_tmp / "merged"
+    for path in (apart, merged, short_tmp / "here"):
+        path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", apart], check=True, timeout=30)
+    places = {
+        "lower": (apart, short_tmp / "here"),
+        "upper": (short_tmp / "here", apart),
+        "both": (apart, apart),
+    }
+    below, above = places[layers]
+    for path in (below / "lower" / "dir", above / "upper", above / "work"):
+        path.mkdir(parents=True)
+    plain = short_tmp / "plain"
+    for name in ("a", "dir/b"):
+        (below / "lower" / name).write_text("of the layer below")
+        (plain / name).parent.mkdir(parents=True, exist_ok=True)
+        (plain / name).write_text(name)
+    options = f"lowerdir={below}/lower,upperdir={above}/upper,workdir={above}/work"
+    try:
+        subprocess.run(["mount", "-t", "overlay", "-o", options, "none", merged], check=True, timeout=30)
+        with Repository.create(short_tmp / "repository") as repository:
+            snapshot = take(repository, plain)
+            source = find(repository, snapshot, os.fsencode(plain))
+            merged_plain = os.fsencode(merged / "plain")
+            plan = plan_restore(repository, snapshot, [source.path], os.fsencode(merged))
+            assert execute(plan).complete
+            assert list(diff_restored(repository, source, merged_plain)) == []
+            for name in ("a", "dir"):
+                plan = plan_restore(
+                    repository,
+                    snapshot,
+                    [join(source.path, name.encode())],
+                    os.fsencode(merged),
+                    overwrite=Overwrite.ALWAYS,
+                )
+                assert execute(plan).complete
+                found = find(repository, snapshot, join(source.path, name.encode()))
+                assert list(diff_restored(repository, found, os.fsencode(merged / name))) == []
+        assert [(merged / name).read_text() for name in ("a", "dir/b")] == ["a", "dir/b"]
+    finally:
+        subprocess.run(["umount", merged], check=False, timeout=30)
+        subprocess.run(["umount", apart], check=True, timeout=30)
