@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from ciuic.errors import NotPermitted, Unreachable
@@ -123,7 +124,9 @@ class Connection:
         head = f"{method} {target} HTTP/1.1\r\nHost: ciuic\r\nConnection: close\r\n"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        self._socket.sendall(head.encode("ascii") + b"\r\n" + (body or b""))
+        # A daemon that has too many callers answers and hangs up without reading what they ask.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(head.encode("ascii") + b"\r\n" + (body or b""))
         # After the request, which has the timeout of the connection: an answer may take as long as a first
         # capture.
         self._socket.settimeout(answer_seconds)

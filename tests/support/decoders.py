@@ -13,7 +13,7 @@ from typing import Final
 TOP: Final = Path(__file__).parents[2]
 _CALL: Final = re.compile(
     r"msgspec\.(json|msgpack)\.(decode|Decoder)|json\.loads?\(|\.unpack(_from)?\(|iter_unpack\(|int\.from_bytes\("
-    r"|pickletools\.genops\(|tomllib\.|decode_json\(|sqlite3\.connect\("
+    r"|pickletools\.genops\(|tomllib\.|decode_(json|msgpack)\(|(json|msgpack)_decoder\(|sqlite3\.connect\("
 )
 
 READERS: Final[dict[str, tuple[str, ...]]] = {
@@ -171,5 +171,6 @@ def modules_that_decode() -> set[str]:
     return {
         path.relative_to(TOP).as_posix()
         for path in (TOP / "ciuic").rglob("*.py")
-        if _CALL.search(path.read_text())
+        # structs.py decodes what others give it.
+        if path != TOP / "ciuic/structs.py" and _CALL.search(path.read_text())
     }

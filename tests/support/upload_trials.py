@@ -300,9 +300,12 @@ class RandomFaults:
         # Every commit is tried at least once with a lost reply, which chance would do to a few alone.
         if creates and "reply of a create lost" not in self.kinds:
             return self._noted("reply of a create lost", Fault(drops_reply=True))
+        length = int(request.headers.get("content-length") or 0)
+        # There are few large bodies.
+        if length and not creates and "request cut" not in self.kinds:
+            return self._noted("request cut", Fault(cuts_request_at=self._rng.randrange(length)))
         if self._rng.random() >= 0.25:
             return None
-        length = int(request.headers.get("content-length") or 0)
         kinds = [
             ("reply of a create lost" if creates else "reply lost", Fault(drops_reply=True)),
             ("request lost", Fault(drops_request=True)),
