@@ -71,9 +71,9 @@ def test_no_flipped_byte_anywhere_is_missed(protected: Live, root: Path) -> None
             assert "Traceback" not in text
             if done.returncode == 0:
                 # The index is a cache: its content must be provable from other files.
-                # The note of a promise or a restore is no stored data; tests/unit/repository/test_record_files_beside_the_format.py
+                # The note of a promise, a restore or verdicts is no stored data; tests/unit/repository/test_record_files_beside_the_format.py
                 # flips its bits.
-                assert "sqlite" in path.name or path.parent.name in ("promised", "restores"), (
+                assert "sqlite" in path.name or path.parent.name in ("promised", "restores", "verdicts"), (
                     f"{path} at {offset} was missed"
                 )
                 protected.run(

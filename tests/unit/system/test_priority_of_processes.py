@@ -98,7 +98,9 @@ def test_priority_is_lowered_only_as_far_as_it_can_be_raised() -> None:
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
     )
     low, high, limit = map(int, done.stdout.split())
+    # Another test may have lowered this process.
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     if limit >= 20:
-        assert (low, high) == (19, 0)
+        assert (low, high) == (19, own)
     else:
-        assert low == high == MAX_NICE_WITHOUT_RETURN
+        assert low == high == max(MAX_NICE_WITHOUT_RETURN, own)

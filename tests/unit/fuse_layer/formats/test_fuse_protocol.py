@@ -123,7 +123,7 @@ def test_directory_entries_are_padded_to_eight_bytes(name: bytes, node: int, off
 def test_device_numbers_there_and_back(major: int, minor: int) -> None:
     """Device numbers convert between the kernel's 32-bit and glibc's 64-bit form."""
     number = os.makedev(major, minor)
-    assert p.user_device(p._kernel_device(number)) == number
+    assert p.user_device(p.kernel_device(number)) == number
 
 
 def test_attributes_of_a_time_before_1970() -> None:
