@@ -269,9 +269,9 @@ class Files:
             try:
                 if file.writes:
                     self._times.settle(file.node, file.fd)
-                    if self._state.events is not None:
+                    if (events := self._state.events) is not None:
                         for _, name in file.node.names():
-                            self._state.events.closed(name)
+                            events.closed(name)
             finally:
                 # The kernel sends no second release: a handle that stayed would keep a removed file's space
                 # until the unmount.

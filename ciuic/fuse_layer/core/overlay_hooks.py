@@ -371,14 +371,14 @@ class OverlayNames(Names):
     def _made(self, parent: Node, name: bytes, node: Node) -> None:
         if self._state.tracked(parent):
             self._state.tracker.mark_created(parent, name, node.ino)
-            if self._state.events is not None:
-                self._state.events.appeared(name)
+            if (events := self._state.events) is not None:
+                events.appeared(name)
 
     def _linked(self, node: Node, parent: Node, name: bytes, *, nameless: bool) -> None:
         if not self._state.tracked(parent):
             return
-        if self._state.events is not None:
-            self._state.events.appeared(name)
+        if (events := self._state.events) is not None:
+            events.appeared(name)
         tracker = self._state.tracker
         if nameless:
             # It is in no snapshot yet.
@@ -395,12 +395,12 @@ class OverlayNames(Names):
             return
         # No epoch that was cut has such a file, so that its content goes with its last name.
         if (
-            self._state.events is not None
+            (events := self._state.events) is not None
             and target.nlink <= 1
             and stat.S_ISREG(target.st.st_mode)
             and self._state.tracker.is_fresh(target.st.st_ino)
         ):
-            self._state.events.lost(name)
+            events.lost(name)
         self._state.tracker.mark_removed(parent, name, target.st.st_ino)
 
     def _lost_name(self, target: Target, *, gone: bool) -> None:
@@ -434,8 +434,8 @@ class OverlayNames(Names):
         tracker.mark_removed(parent, name, source.st.st_ino)
         tracker.mark_name(new_parent, new_name, replaced.st.st_ino if replaced is not None else ABSENT)
         self._mark_touched(source)
-        if self._state.events is not None:
-            self._state.events.renamed(new_name)
+        if (events := self._state.events) is not None:
+            events.renamed(new_name)
 
     def _exchanged(self, one: tuple[Node, bytes, Target], other: tuple[Node, bytes, Target]) -> None:
         (parent, name, here), (new_parent, new_name, there) = one, other
@@ -446,9 +446,9 @@ class OverlayNames(Names):
         tracker.mark_name(new_parent, new_name, there.st.st_ino)
         self._mark_touched(here)
         self._mark_touched(there)
-        if self._state.events is not None:
-            self._state.events.renamed(name)
-            self._state.events.renamed(new_name)
+        if (events := self._state.events) is not None:
+            events.renamed(name)
+            events.renamed(new_name)
 
     def _mark_touched(self, target: Target) -> None:
         """Mark an inode whose link count or ctime has moved."""
