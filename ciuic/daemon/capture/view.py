@@ -272,9 +272,17 @@ class SealedView:
             # would be captured.
             if self._user_mounts and mount_id(fd) in self._user_mounts:
                 raise PermissionError(errno.EACCES, "a user's FUSE file system is mounted here")
-            inode = PinnedInode(fd, os.fstat(fd).st_ino)
+            st = os.fstat(fd)
+            inode = PinnedInode(fd, st.st_ino)
             # Of the directory and not of the root: what the undo log holds may be reached through another mount of the file system.
-            inode.mountpoint = place_of(fd) != place_of(dir_fd)
+            here, above = place_of(fd), place_of(dir_fd)
+            inode.mountpoint = here != above
+            # On one mount only a subvolume's top, a directory, has another device. Overlayfs gives a file the one of its layer,
+            # and with it an inode number that another file may have: it would be recorded as a mount point, without content.
+            if inode.mountpoint and here[1] == above[1] and not stat.S_ISDIR(st.st_mode):
+                raise OSError(
+                    errno.EXDEV, "it lies in a layer of overlayfs on another file system than the root"
+                )
             return inode
         except BaseException:
             os.close(fd)

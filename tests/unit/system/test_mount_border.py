@@ -15,6 +15,7 @@ from ciuic.repository.lookup import find, join
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.system import mountinfo
 from ciuic.system.mountinfo import MountBorders, border_names, first_border, mount_id
+from ciuic.types import TAG_INCOMPLETE
 
 pytestmark = pytest.mark.mount
 
@@ -96,6 +97,17 @@ def test_files_of_layers_on_other_file_systems_are_no_border(short_tmp: Path, la
                 found = find(repository, snapshot, join(source.path, name.encode()))
                 assert list(diff_restored(repository, found, os.fsencode(merged / name))) == []
         assert [(merged / name).read_text() for name in ("a", "dir/b")] == ["a", "dir/b"]
+        (merged / "dir" / "c").write_text("of the layer above")
+        with Repository.open(short_tmp / "repository") as repository:
+            snapshot = take(repository, merged)
+            files = {
+                entry.name
+                for entry in repository.trees.entries(snapshot.roots[0].entry.content)
+                if entry.is_file
+            }
+        # Each file is whole or lacking, and what is lacking is told.
+        assert (TAG_INCOMPLETE in snapshot.tags) == (layers != "both")
+        assert (b"a" in files) == (layers == "both")
     finally:
         subprocess.run(["umount", merged], check=False, timeout=30)
         subprocess.run(["umount", apart], check=True, timeout=30)
