@@ -81,8 +81,10 @@ def last_drill_is_good(
     drills: Sequence[LastDrill], every_seconds: int | None, now_ns: int
 ) -> Iterator[Finding]:
     """A restore from the repository was tried lately, and was exact."""
+    from ciuic.protocol.last_drill import standing_drill
+
     yield _drilled(
-        "recovery: drill", drills[0] if drills else None, every_seconds, now_ns, "ciuic drill", "a restore"
+        "recovery: drill", standing_drill(drills), every_seconds, now_ns, "ciuic drill", "a restore"
     )
 
 
@@ -107,11 +109,11 @@ def _drilled(
 
 
 def there_is_another_place(config: Config) -> Iterator[Finding]:
-    """What is lost with this host is somewhere else."""
+    """Snapshots are on another machine as well."""
     if not config.remotes:
         yield warning(
             "recovery: remote",
-            "there is no remote: whoever loses this host loses everything",
+            "there is no remote: everything is lost with this host",
             "ciuic remote init URL",
         )
 

@@ -170,7 +170,7 @@ class SnapshotWhen(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> Literal["renamed", "appears", "closed"]:
-        """What happens to the name."""
+        """Event of the name that the rule waits for."""
         return "renamed" if self.renamed is not None else "appears" if self.appears is not None else "closed"
 
     @property

@@ -23,7 +23,7 @@ from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.drill_process import DrillJob
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import ErrorDocument
-from ciuic.protocol.last_drill import LastDrill, read_drills
+from ciuic.protocol.last_drill import LastDrill, read_drills, standing_drill
 from ciuic.structs import decode_json
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.memory import is_memory_short
@@ -124,7 +124,7 @@ class Drills:
 
     def _tell(self, records: Sequence[LastDrill], every_seconds: int) -> None:
         """Report a drill that was not good, and one that is late."""
-        last = records[0] if records else None
+        last = standing_drill(records)
         if last is None or last.is_good:
             self._alerts.clear(KEY_DRILL)
         else:

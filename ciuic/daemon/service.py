@@ -61,7 +61,7 @@ from ciuic.protocol.control_types import (
     StatusDocument,
     rfc3339,
 )
-from ciuic.protocol.last_drill import LastDrill, drill_status, read_drills
+from ciuic.protocol.last_drill import LastDrill, drill_status, read_drills, standing_drill
 from ciuic.protocol.metrics_file import METRICS_NAME
 from ciuic.system import logs
 from ciuic.system.io_throttle import audible, waits_files
@@ -136,7 +136,8 @@ def _drill(parts: DaemonParts, drills: Sequence[LastDrill], now_ns: int) -> Dril
     every_seconds = parts.settings.drill_every_seconds
     if not drills and not every_seconds:
         return None
-    found = DrillStatus() if not drills else drill_status(drills[0])
+    standing = standing_drill(drills)
+    found = DrillStatus() if standing is None else drill_status(standing)
     if every_seconds:
         found.interval_seconds = every_seconds
         found.next = rfc3339(next_drill_ns(drills, every_seconds, now_ns))

@@ -8,6 +8,7 @@ own files; JSON. The writer replaces them atomically and durably. The reader tak
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -90,12 +91,34 @@ def write_last_drill(name: str, drill: LastDrill, state_dir: Path | None = None)
 
 
 def read_drills(repository: Path) -> list[LastDrill]:
-    """Return the last drills of a repository, newest first; none if there is no record that can be read."""
+    """Return the last drills of a repository, newest first; none if there is no record that can be read.
+
+    Damage in a snapshot that was removed since is left out.
+    """
     place = Path(os.path.realpath(repository))
     try:
-        return decode_drills(read_state_file(place.parent, place.name, _HISTORY_NAME, _MAX_BYTES))
+        found = decode_drills(read_state_file(place.parent, place.name, _HISTORY_NAME, _MAX_BYTES))
     except (OSError, StoredRecordDamaged):
         return []
+    return [
+        one
+        for one in found
+        if one.verdict != "damaged" or os.path.lexists(place / "snapshots" / one.snapshot)
+    ]
+
+
+def standing_drill(records: Sequence[LastDrill]) -> LastDrill | None:
+    """Return the drill that says how things stand: the newest, unless damage was found and not taken back since.
+
+    A drill of another snapshot, or of fewer files, proves nothing about damage that an earlier one has found.
+    """
+    for number, one in enumerate(records):
+        if one.verdict == "damaged" and not any(
+            later.is_good and later.snapshot == one.snapshot and later.files >= one.files
+            for later in records[:number]
+        ):
+            return one
+    return records[0] if records else None
 
 
 def decode_drills(data: bytes) -> list[LastDrill]:

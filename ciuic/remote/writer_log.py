@@ -74,7 +74,7 @@ class WriterPosition(msgspec.Struct, frozen=True, kw_only=True):
     writer: HexId
     next: Number
     earlier: tuple[HexId, ...] = ()
-    """Logs that this host has written before, and that nobody else writes to."""
+    """Earlier logs of this host, which have no other writer."""
 
 
 class WriterState:
@@ -501,7 +501,7 @@ SEVERAL_WRITERS: Final = (
     f"{DEFAULT_RETIRE_NS // (86_400 * 10**9)} days after that log's last entry, and nothing has to be done; "
     "where a disk was cloned, make a new repository on one of the hosts"
 )
-"""What it means that several logs commit the snapshots of one repository, and what to do."""
+"""Text for several logs that commit the snapshots of one repository: causes, and what to do."""
 
 
 class LogUpkeep:

@@ -1,4 +1,4 @@
-"""Which of a target's names a restore is for: patterns to include and to exclude, by the rules of gitignore (`ciuic.excludes`).
+"""Choice among the names below a target of a restore: patterns to include and to exclude, by the rules of gitignore (`ciuic.excludes`).
 
 A pattern without a slash matches at any depth, one with a slash is relative to the target, and one that begins with a slash is an
 absolute path at the snapshot. What is included comes with everything below it, and with the directories that lead to it; what is

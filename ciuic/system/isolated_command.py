@@ -28,7 +28,7 @@ _STDERR: Final = 2
 
 
 class CommandEnd(NamedTuple):
-    """How a command ended."""
+    """Outcome of a command."""
 
     status: int
     """Exit status, or 128 and the number of the signal that ended it."""

@@ -1,4 +1,4 @@
-"""Whether the host is short of memory, so that background work which can wait should.
+"""Shortage of memory on the host, for which background work waits.
 
 References:
     proc_meminfo(5); Documentation/accounting/psi.rst of the kernel

@@ -359,10 +359,10 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
 
 def _last_drill(session: Session) -> DrillStatus | None:
     """Return the last drill of a restore from the repository; None if there was none."""
-    from ciuic.protocol.last_drill import drill_status, read_drills
+    from ciuic.protocol.last_drill import drill_status, read_drills, standing_drill
 
-    found = read_drills(session.repository_dir)
-    return drill_status(found[0]) if found else None
+    found = standing_drill(read_drills(session.repository_dir))
+    return None if found is None else drill_status(found)
 
 
 def _store_facts(session: Session) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `ciuic drill` and `ciuic remote drill` share: options, the document of a result, its lines, and the record of its outcome."""
+"""Parts of `ciuic drill` and `ciuic remote drill`: options, the document of a result, its lines, and the record of its outcome."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 
 class _RuleState:
-    """What has happened of one rule, and when it has cut."""
+    """State of one rule: events since its last cut, and the times of its cuts."""
 
     def __init__(self, rule: SnapshotWhen) -> None:
         self.rule = rule

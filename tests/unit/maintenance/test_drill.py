@@ -20,7 +20,7 @@ from support.second_user import NOBODY, run_as
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance import drill
 from ciuic.maintenance.drill import DrillResult, run_drill
-from ciuic.protocol.last_drill import read_drills
+from ciuic.protocol.last_drill import DrillVerdict, LastDrill, add_drill, read_drills, standing_drill
 from ciuic.repository import Repository
 from ciuic.restore import attributes
 
@@ -308,3 +308,30 @@ def test_nothing_to_drill(tmp_path: Path) -> None:
     assert empty.run("drill", "cs-0123456789").exit_code == 3
     assert empty.run("drill", env={"CIUIC_REPO": f"file://{tmp_path}/nas"}).exit_code == 2
     assert read_drills(empty.path) == []
+
+
+def test_damage_stands_until_it_is_taken_back(tmp_path: Path) -> None:
+    """A good drill of another snapshot or of fewer files hides no damage; one of the same files does, and so does the snapshot's removal."""
+    repository = tmp_path / "repository"
+    (repository / "snapshots").mkdir(parents=True)
+    for name in ("cs-00000a", "cs-00000b"):
+        (repository / "snapshots" / name).touch()
+    made = iter(range(1, 10))
+
+    def drilled(verdict: DrillVerdict, snapshot: str, files: int) -> str | None:
+        add_drill(
+            repository,
+            LastDrill(time_ns=next(made), verdict=verdict, seconds=1.0, snapshot=snapshot, files=files),
+        )
+        standing = standing_drill(read_drills(repository))
+        return None if standing is None else standing.verdict
+
+    assert drilled("good", "cs-00000a", 10) == "good"
+    assert drilled("damaged", "cs-00000a", 10) == "damaged"
+    assert drilled("good", "cs-00000b", 10) == "damaged"
+    assert drilled("good", "cs-00000a", 1) == "damaged"
+    assert drilled("good", "cs-00000a", 10) == "good"
+    assert drilled("damaged", "cs-00000a", 10) == "damaged"
+    (repository / "snapshots" / "cs-00000a").unlink()
+    assert drilled("failed", "cs-00000b", 0) == "failed"
+    assert standing_drill([]) is None

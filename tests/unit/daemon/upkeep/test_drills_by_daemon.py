@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -117,16 +118,24 @@ def test_damage_is_an_alert_until_a_drill_is_good(tmp_path: Path) -> None:
         body = bytearray(pack.read_bytes())
         body[400:-400:50] = bytes(len(body[400:-400:50]))
         pack.write_bytes(body)
-    assert made.look()[0].verdict == "damaged"
+    damage = made.look()[0]
+    assert damage.verdict == "damaged"
     assert made.alert_keys()[0] == KEY_DRILL
     made.settings = made.settings._replace(drill_every_seconds=0)
+    # Neither one that could not be done nor one of something else says that the damage is gone.
+    for later in (record(0, "failed"), record(0)):
+        add_drill(made.made.path, later)
+        made.look()
+        (alert,) = made.alerts.standing()
+        assert (alert.key, alert.severity) == (KEY_DRILL, "problem")
+    add_drill(made.made.path, msgspec.structs.replace(damage, verdict="failed", snapshot=""))
+    add_drill(made.made.path, msgspec.structs.replace(damage, verdict="good"))
+    made.look()
+    assert made.alert_keys() == []
     add_drill(made.made.path, record(0, "failed"))
     made.look()
     (alert,) = made.alerts.standing()
     assert (alert.key, alert.severity) == (KEY_DRILL, "warning")
-    add_drill(made.made.path, record(0))
-    made.look()
-    assert made.alert_keys() == []
 
 
 def test_a_full_scratch_is_a_failed_drill(tmp_path: Path) -> None:
