@@ -1,0 +1,274 @@
+"""Access to the page: callers of the Unix socket, one-time links, sessions, and the origin of requests.
+
+Guarantees:
+
+* Nobody is let in by a network address. Over the Unix socket the kernel says who calls; root, the user that runs ciuic and the members
+  of `control.group` are let in. Over TCP a session is needed, which begins with a one-time link that one of those has asked for.
+* A name in a proxy's header counts only on connections of `web.proxy_user` over the Unix socket.
+* A request must name this host (`Host`), so that a name of the web that leads here gets no answer (DNS rebinding), and must not be made
+  by another site's page (`Sec-Fetch-Site`, `Origin`). What changes something needs a token of the session as well, in the form.
+* Secrets are random, compared in constant time and kept as digests; a link works once and for five minutes, a session for twelve hours
+  and an hour without a request. They end with the process.
+
+References: RFC 6265bis (cookies), Fetch Metadata (W3C), OWASP Cross-Site Request Forgery Prevention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import pwd
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ciuic.errors import CiuicError, NotPermitted, UsageError
+from ciuic.protocol.http_server import Request
+from ciuic.protocol.peer_socket import Caller
+
+COOKIE: Final = "ciuic_session"
+LINK_SECONDS: Final = 300.0
+_SESSION_SECONDS: Final = 12 * 3600.0
+_IDLE_SECONDS: Final = 3600.0
+_MAX_LINKS: Final = 100
+_MAX_SESSIONS: Final = 1000
+_MAX_NAME: Final = 100
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
+_FETCHED_HERE: Final = frozenset({"same-origin", "none"})
+
+
+class Misdirected(CiuicError):
+    """The request names a host that this page is not."""
+
+    exit_code = UsageError.exit_code
+
+
+class Person(NamedTuple):
+    """Somebody who is let in."""
+
+    name: str
+    csrf: str
+    """Token that their forms carry."""
+    has_session: bool
+    """True if they came by a link, False if the kernel or a proxy says who they are."""
+
+
+@dataclass
+class _Session:
+    name: str
+    csrf: str
+    is_secure: bool
+    began: float
+    seen: float = field(default=0.0)
+
+
+@dataclass
+class _Link:
+    name: str
+    until: float
+
+
+class Access:
+    """Decides about requests.
+
+    Args:
+        hosts: Names of this host beside localhost and addresses, as `web.hosts` has them.
+        uids: Users that the Unix socket lets in.
+        gids: Groups that it lets in.
+        proxy_uid: User whose `user_header` is believed; None for nobody.
+        user_header: Name of the header, in small letters.
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: Collection[str] = (),
+        uids: Collection[int] = (0,),
+        gids: Collection[int] = (),
+        proxy_uid: int | None = None,
+        user_header: str = "",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._uids = frozenset(uids)
+        self._gids = frozenset(gids)
+        self._proxy_uid = proxy_uid
+        self._user_header = user_header.lower()
+        self._now = now
+        self._secret = secrets.token_bytes(32)
+        self._links: dict[bytes, _Link] = {}
+        self._sessions: dict[bytes, _Session] = {}
+
+    # -- where a request comes from
+
+    def check_origin(self, request: Request) -> None:
+        """Refuse a request that names another host, or that another site's page has made.
+
+        Raises:
+            Misdirected: it is for another host.
+            NotPermitted: another site's page has made it.
+        """
+        host = request.headers.get("host", "")
+        if not self._is_ours(host):
+            raise Misdirected(
+                "this page does not answer to that name", hint="add it to `web.hosts`, or use localhost"
+            )
+        site = request.headers.get("sec-fetch-site", "none")
+        is_navigation = (
+            request.headers.get("sec-fetch-mode") == "navigate" and request.method in _SAFE_METHODS
+        )
+        if site not in _FETCHED_HERE and not is_navigation:
+            raise NotPermitted("another site's page has made this request")
+        origin = request.headers.get("origin")
+        if origin is not None and (origin == "null" or origin.partition("://")[2].lower() != host.lower()):
+            raise NotPermitted("another site's page has made this request")
+
+    def _is_ours(self, host: str) -> bool:
+        name = _without_port(host).rstrip(".").lower()
+        if name in self._hosts or name == "localhost":
+            return True
+        try:
+            # Who controls a name chooses where it leads; nobody chooses where an address does.
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    # -- who makes it
+
+    def person(self, request: Request) -> Person | None:
+        """Return who makes a request; None for somebody who is not let in."""
+        session = self._session(request)
+        if session is not None:
+            return Person(session.name, session.csrf, has_session=True)
+        caller = request.caller
+        if caller is None:
+            return None
+        if caller.uid == self._proxy_uid:
+            return self._by_proxy(request.headers)
+        if self._admits(caller):
+            return self._without_session(user_name(caller.uid))
+        return None
+
+    def may_ask_for_links(self, request: Request) -> str | None:
+        """Return the name of a caller of the Unix socket who may ask for a login link; None for all others."""
+        caller = request.caller
+        if caller is None or caller.uid == self._proxy_uid or not self._admits(caller):
+            return None
+        return user_name(caller.uid)
+
+    def _admits(self, caller: Caller) -> bool:
+        return caller.uid in self._uids or not self._gids.isdisjoint(caller.groups)
+
+    def _by_proxy(self, headers: Mapping[str, str]) -> Person | None:
+        name = headers.get(self._user_header, "").strip() if self._user_header else ""
+        if not name or len(name) > _MAX_NAME or not name.isprintable():
+            return None
+        return self._without_session(name)
+
+    def _without_session(self, name: str) -> Person:
+        csrf = hmac.new(self._secret, name.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
+        return Person(name, csrf, has_session=False)
+
+    def check_form(self, person: Person, token: str) -> None:
+        """Refuse a form that does not carry the token of the person. Raises NotPermitted."""
+        if not hmac.compare_digest(person.csrf.encode(), token.encode("utf-8", "replace")):
+            raise NotPermitted(
+                "this form is not from this page, or from before it was restarted", hint="load the page again"
+            )
+
+    # -- links and sessions
+
+    def new_link(self, name: str) -> str:
+        """Return the token of a new one-time link for a person."""
+        now = self._now()
+        self._links = {key: link for key, link in self._links.items() if link.until > now}
+        while len(self._links) >= _MAX_LINKS:
+            del self._links[next(iter(self._links))]
+        token = secrets.token_urlsafe(32)
+        self._links[_digest(token)] = _Link(name, now + LINK_SECONDS)
+        return token
+
+    def log_in(self, token: str, *, is_secure: bool) -> str:
+        """Take a link, and return the cookie of the session that begins.
+
+        Args:
+            token: Token of the link.
+            is_secure: The browser came over HTTPS, and is to send the cookie over that alone.
+
+        Raises:
+            NotPermitted: there is no such link, or it was used.
+        """
+        link = self._links.pop(_digest(token), None)
+        now = self._now()
+        if link is None or link.until <= now:
+            raise NotPermitted(
+                "this link was used, or is older than five minutes", hint="ciuic web --login makes another"
+            )
+        self._sessions = {
+            key: session for key, session in self._sessions.items() if not self._is_over(session, now)
+        }
+        while len(self._sessions) >= _MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        id_ = secrets.token_urlsafe(32)
+        self._sessions[_digest(id_)] = _Session(link.name, secrets.token_hex(32), is_secure, now, now)
+        return self._cookie(id_, int(_SESSION_SECONDS), is_secure=is_secure)
+
+    def log_out(self, request: Request) -> str:
+        """End the session of a request, and return the cookie that replaces it."""
+        id_ = _cookie_of(request)
+        session = self._sessions.pop(_digest(id_), None) if id_ else None
+        return self._cookie("", 0, is_secure=session is not None and session.is_secure)
+
+    def _session(self, request: Request) -> _Session | None:
+        id_ = _cookie_of(request)
+        key = _digest(id_)
+        session = self._sessions.get(key) if id_ else None
+        if session is None:
+            return None
+        now = self._now()
+        if self._is_over(session, now):
+            del self._sessions[key]
+            return None
+        session.seen = now
+        return session
+
+    @staticmethod
+    def _is_over(session: _Session, now: float) -> bool:
+        return now - session.began > _SESSION_SECONDS or now - session.seen > _IDLE_SECONDS
+
+    @staticmethod
+    def _cookie(value: str, seconds: int, *, is_secure: bool) -> str:
+        secure = "; Secure" if is_secure else ""
+        return f"{COOKIE}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{secure}"
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user; the number where this machine has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _digest(secret: str) -> bytes:
+    # Random secrets of 256 bits: a table of digests tells nothing, and a lookup in it no time that helps.
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+
+
+def _cookie_of(request: Request) -> str:
+    for part in request.headers.get("cookie", "").split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == COOKIE:
+            return value
+    return ""

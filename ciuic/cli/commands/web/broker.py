@@ -1,0 +1,420 @@
+"""Actions on this host, in the process that has the privileges for them.
+
+The process that faces browsers (`front.py`) can read snapshots and nothing else. It asks this one, over a Unix socket that only it may
+use, for the daemon's status and events, and, where `web.actions` says so, for actions: each is one run of ``ciuic`` with words that this
+module chooses, so that the page can do what a command can, and a command says what the page did.
+
+Guarantees: an action is in the log, durably, before it begins and with its outcome after it; one that was begun is carried out to its end
+whatever becomes of the page. Not more than `_MAX_ACTIONS` run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.cli.commands.web.jobs import CompareQuestion, Question
+from ciuic.cli.commands.web.live import SocketClient
+from ciuic.cli.commands.web.looks import Looks
+from ciuic.errors import Busy, CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.protocol.control import ControlClient
+from ciuic.protocol.control_types import rfc3339
+from ciuic.protocol.http_server import Reply, Request, document, refusal
+from ciuic.structs import decode_json
+from ciuic.system.child_process import environment
+from ciuic.system.shell_quoting import word
+from ciuic.types import SnapshotId
+
+Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "forget"]
+CHANGES: Final = frozenset({"restore", "undo", "snapshot", "hold", "release", "forget"})
+"""Actions that change something, and are in the log."""
+_MAX_ACTIONS: Final = 8
+_MAX_OUTPUT_BYTES: Final = 256 << 20
+_MAX_TEXT: Final = 1000
+_MAX_DIGITS: Final = 16
+_MAX_ITEMS: Final = 500
+"""Paths of a plan that the page shows."""
+_LOG_NAME: Final = "actions.log"
+_MAX_LOG_BYTES: Final = 16 << 20
+_MAX_KEPT: Final = 100
+"""Actions that have ended and can still be looked at."""
+log = structlog.get_logger(__name__)
+
+
+class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Something that a person wants done."""
+
+    kind: Kind
+    who: str
+    snapshot: str = ""
+    path: str = ""
+    """Path to restore, percent-encoded."""
+    dest: str = ""
+    """Directory that gets it, encoded likewise; empty to put it in its place, over what is there."""
+    message: str = ""
+
+
+class LogLine(msgspec.Struct, kw_only=True):
+    """Line of the log of actions."""
+
+    time: str
+    who: str
+    what: str
+    """Words of the command."""
+    action: int
+    outcome: str = "begun"
+    """begun, done, or why it failed."""
+
+
+class ActionLog:
+    """Log of what the page has done, one JSON document a line.
+
+    Args:
+        directory: Where it is; made if missing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @property
+    def path(self) -> Path:
+        """The newest file; the one before it has ``.1`` behind its name."""
+        return self._directory / _LOG_NAME
+
+    def add(self, line: LogLine) -> None:
+        """Append a line, which is durable on return. OSError."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        if not is_new and self.path.stat().st_size > _MAX_LOG_BYTES:
+            os.replace(self.path, self.path.with_name(f"{_LOG_NAME}.1"))
+            is_new = True
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            # A line that a crash has cut short has no end.
+            os.write(fd, b"\n" * self._is_cut_short() + msgspec.json.encode(line) + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if is_new:
+            directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+
+    def _is_cut_short(self) -> bool:
+        with open(self.path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            return file.read(1) not in (b"", b"\n")
+
+    def lines(self) -> list[LogLine]:
+        """Return all lines, oldest first; one that a crash has cut short is left out."""
+        found: list[LogLine] = []
+        for path in (self.path.with_name(f"{_LOG_NAME}.1"), self.path):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            for line in data.splitlines():
+                try:
+                    found.append(decode_json(line, LogLine))
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+        return found
+
+
+def words_of(order: Order) -> list[str | bytes]:
+    """Return the words of the command that does what is wanted.
+
+    Raises:
+        UsageError: something in the order is not what it can be.
+    """
+    if order.kind == "snapshot":
+        _check_text(order.message)
+        return ["snapshot", "--wait", "--json", f"--message={order.message}"]
+    id_ = str(_id(order.snapshot))
+    if order.kind in ("plan", "restore"):
+        beside = [b"--dest=" + _path(order.dest)] if order.dest else ["--overwrite=always"]
+        last = ["--plan"] if order.kind == "plan" else []
+        return ["restore", f"--snapshot={id_}", b"--path=" + _path(order.path), *beside, *last, "--json"]
+    if order.kind == "undo":
+        return ["undo", id_, "--json"]
+    if order.kind == "hold":
+        _check_text(order.message)
+        return ["hold", id_, f"--message={order.message or f'by {order.who}'}", "--json"]
+    if order.kind == "release":
+        return ["release", id_, "--json"]
+    return ["forget", id_, "--yes", "--json"]
+
+
+def shown_words(words: list[str | bytes]) -> str:
+    """Return the command as a shell takes it."""
+    return " ".join(word(os.fsencode(one)) for one in ("ciuic", *words))
+
+
+def _id(text: str) -> SnapshotId:
+    try:
+        return SnapshotId.parse(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no id of a snapshot") from error
+
+
+def _check_text(text: str) -> None:
+    if len(text) > _MAX_TEXT or not text.isprintable():
+        raise UsageError(f"a message is one line of at most {_MAX_TEXT:,} characters")
+
+
+def _path(text: str) -> bytes:
+    path = unquote_to_bytes(text)
+    if not path.startswith(b"/") or b"\0" in path or not {b".", b".."}.isdisjoint(path.split(b"/")):
+        raise UsageError("a path is absolute, and has no NUL, . or ..")
+    return path
+
+
+def question_of(text: str) -> Question:
+    """Return the question in the query of a request. Raises UsageError."""
+    try:
+        question: Question = decode_json(unquote_to_bytes(text), Question)  # type: ignore[arg-type]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"the question cannot be read: {error}") from error
+    if isinstance(question, CompareQuestion):
+        for id_, path in ((question.old, question.old_path), (question.new, question.path)):
+            _id(id_)
+            _path(path)
+    return question
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """State of an action, as it is told while it runs and at its end."""
+
+    action: int
+    kind: Kind
+    who: str
+    words: str = ""
+    """The command, as a shell would take it."""
+    state: dict[str, Any] = {}
+    """Latest line of progress of the command (docs/cli.md, CIUIC_PROGRESS)."""
+    code: int | None = None
+    """Exit code; None while it runs."""
+    document: dict[str, Any] | None = None
+    """JSON document that the command printed."""
+    said: str = ""
+    """Text of its stderr, without progress."""
+    began_ns: int = 0
+    """When it began."""
+
+
+class Action:
+    """A command that runs, or has run."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._changed = trio.Event()
+
+    def change(self) -> None:
+        """Tell those who watch that the progress is another."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def states(self) -> AsyncGenerator[Progress, None]:
+        """Yield the progress, and again whenever it has changed, until the end."""
+        while True:
+            changed = self._changed
+            yield self.progress
+            if self.progress.code is not None:
+                return
+            await changed.wait()
+
+
+class Broker:
+    """Resources of the broker; see `ciuic.protocol.http_server`.
+
+    Args:
+        control: Path of the daemon's control socket.
+        command: Words before those of an action: the interpreter, ciuic and its global options.
+        may_act: Actions that change something are carried out.
+        log: Log of them.
+        looks: Answers questions that take long.
+        nursery: Nursery in which they run, which nobody's hanging up ends.
+    """
+
+    def __init__(
+        self,
+        control: Path,
+        command: list[str],
+        *,
+        may_act: bool,
+        log: ActionLog,
+        looks: Looks,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._control = control
+        self._command = command
+        self._may_act = may_act
+        self._log = log
+        self._looks = looks
+        self._nursery = nursery
+        self._actions: dict[int, Action] = {}
+        self._count = 0
+
+    async def answer(self, request: Request) -> Reply:
+        """Answer a request of the front. Raises nothing but cancellation."""
+        try:
+            return await self._answer(request)
+        except CiuicError as error:
+            return refusal(error)
+        except OSError as error:
+            return refusal(CiuicError(f"the log of actions cannot be used: {error.strerror}"))
+
+    async def _answer(self, request: Request) -> Reply:
+        if (request.method, request.path) == ("GET", "/status"):
+            return document(await trio.to_thread.run_sync(self._status))
+        if (request.method, request.path) == ("GET", "/events"):
+            return Reply(200, media_type="text/event-stream", lines=self._events())
+        if (request.method, request.path) == ("GET", "/log"):
+            return document(await trio.to_thread.run_sync(self._log.lines))
+        if (request.method, request.path) == ("GET", "/look"):
+            return await self._looks.reply(question_of(request.query))
+        if (request.method, request.path) == ("POST", "/actions"):
+            return document((await self._begin(request.body)).progress, 202)
+        head, _, number = request.path.rpartition("/")
+        if (
+            request.method == "GET"
+            and head == "/actions"
+            and number.isascii()
+            and number.isdigit()
+            and len(number) < _MAX_DIGITS
+        ):
+            action = self._actions.get(int(number))
+            if action is not None:
+                return Reply(200, media_type="application/x-ndjson", lines=_lines(action))
+        return refusal(UsageError(f"there is no {request.path}"))
+
+    def _status(self) -> object:
+        with ControlClient(self._control) as client:
+            return client.status()
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield what the daemon's stream of events sends; it ends with the daemon's."""
+        with suppress(Unreachable):
+            async with aclosing(SocketClient(os.fspath(self._control)).stream("/v1/events")) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _begin(self, body: bytes) -> Action:
+        try:
+            order = decode_json(body, Order)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"the order cannot be read: {error}") from error
+        words = words_of(order)
+        if order.kind in CHANGES and not self._may_act:
+            raise NotPermitted(
+                "this page only shows: it may change nothing", hint="actions = true in the table [web]"
+            )
+        if sum(one.progress.code is None for one in self._actions.values()) >= _MAX_ACTIONS:
+            raise Busy(f"{_MAX_ACTIONS} actions run already", hint="wait for one of them to end")
+        self._count += 1
+        action = Action(
+            Progress(
+                action=self._count,
+                kind=order.kind,
+                who=order.who,
+                words=shown_words(words),
+                began_ns=time.time_ns(),
+            )
+        )
+        if order.kind in CHANGES:
+            await trio.to_thread.run_sync(self._note, action, "begun")
+        self._actions[self._count] = action
+        for number in list(self._actions)[:-_MAX_KEPT]:
+            if self._actions[number].progress.code is not None:
+                del self._actions[number]
+        self._nursery.start_soon(self._run, action, words)
+        return action
+
+    def _note(self, action: Action, outcome: str) -> None:
+        one = action.progress
+        self._log.add(
+            LogLine(
+                time=rfc3339(time.time_ns()), who=one.who, what=one.words, action=one.action, outcome=outcome
+            )
+        )
+
+    async def _run(self, action: Action, words: list[str | bytes]) -> None:
+        progress = action.progress
+        out, said = bytearray(), bytearray()
+        try:
+            process = await trio.lowlevel.open_process(
+                [*self._command, *map(os.fsdecode, words)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**environment(), "CIUIC_PROGRESS": "json"},
+                cwd="/",
+                start_new_session=True,
+            )
+            async with trio.open_nursery() as reading:
+                reading.start_soon(_collect, process.stdout, out)
+                reading.start_soon(self._follow, process.stderr, action, said)
+            code = await process.wait()
+        except OSError as error:
+            code, said = 1, bytearray(f"the command cannot be started: {error.strerror}".encode())
+        progress.said = said.decode("utf-8", "backslashreplace").strip()
+        try:
+            progress.document = _shortened(decode_json(bytes(out), dict[str, Any])) if out else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            progress.document = None
+        progress.code = code
+        if progress.kind in CHANGES:
+            try:
+                await trio.to_thread.run_sync(self._note, action, "done" if not code else f"exit code {code}")
+            except OSError as error:
+                log.error("outcome_not_logged", action=progress.action, error=str(error))
+        action.change()
+
+    async def _follow(self, stream: Any, action: Action, said: bytearray) -> None:
+        """Take progress from the lines of stderr; other lines are for the person."""
+        rest = b""
+        async for data in stream:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                try:
+                    action.progress.state = decode_json(line, dict[str, Any])
+                    action.change()
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    if len(said) < _MAX_OUTPUT_BYTES:
+                        said += line + b"\n"
+            rest = rest[-_MAX_OUTPUT_BYTES:]
+        said += rest
+
+
+def _shortened(document: dict[str, Any]) -> dict[str, Any]:
+    """Leave of the paths in a plan those that would change, as many as the page shows, and their number."""
+    items = document.get("items")
+    if isinstance(items, list):
+        changing = [item for item in items if isinstance(item, dict) and item.get("action") != "skipped"]
+        document["items"], document["changing"] = changing[:_MAX_ITEMS], len(changing)
+    return document
+
+
+async def _collect(stream: Any, out: bytearray) -> None:
+    async for data in stream:
+        if len(out) < _MAX_OUTPUT_BYTES:
+            out += data
+
+
+async def _lines(action: Action) -> AsyncGenerator[bytes, None]:
+    async with aclosing(action.states()) as states:
+        async for progress in states:
+            yield msgspec.json.encode(progress) + b"\n"

@@ -1,0 +1,188 @@
+"""The two processes of the page: this one is the broker (`broker.py`), and starts the one that faces browsers (`front_process.py`).
+
+Guarantees: a front that dies is started again; the sockets stay, so that browsers wait and are not refused. Actions that run when the
+service is stopped are waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.cli.commands.web.broker import ActionLog, Broker
+from ciuic.cli.commands.web.jobs import FrontJob
+from ciuic.cli.commands.web.looks import Looks
+from ciuic.errors import Busy, CiuicError, NotPermitted
+from ciuic.protocol.http_server import serve_http
+from ciuic.system.child_process import environment, module_command
+
+WEB_SOCKET: Final = "web.sock"
+_BROKER_SOCKET: Final = "private/broker.sock"
+_BACKLOG: Final = 512
+_RESTART_SECONDS: Final = 1.0
+_STOP_SECONDS: Final = 5.0
+_ACTIONS_SECONDS: Final = 80.0
+log = structlog.get_logger(__name__)
+
+
+def run_as() -> tuple[int, int] | None:
+    """Return the user and group of the front; None where this process is no root's, and it stays what it is."""
+    if os.geteuid() != 0:
+        return None
+    try:
+        found = pwd.getpwnam("nobody")
+    except KeyError:
+        return 65534, 65534
+    return found.pw_uid, found.pw_gid
+
+
+def unix_listener(
+    path: Path, mode: int, owner: tuple[int, int] | None = None, *, directory_mode: int = 0o755
+) -> socket.socket:
+    """Return a listener at a path of a directory of ours.
+
+    Raises:
+        Busy: another process listens there.
+        CiuicError: the directory cannot be used.
+    """
+    try:
+        path.parent.mkdir(mode=directory_mode, parents=True, exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(os.fspath(path))
+            except OSError:
+                path.unlink(missing_ok=True)
+            else:
+                raise Busy(f"another ciuic web listens at {path}")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.fspath(path))
+        # Before listen(2), so that nobody connects while the mode is that of the umask.
+        path.chmod(mode)
+        if owner is not None:
+            os.chown(path, *owner)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise CiuicError(f"cannot listen at {path}: {error.strerror}") from error
+    return listener
+
+
+def tcp_listener(listen: str) -> socket.socket:
+    """Return a listener at HOST:PORT.
+
+    Raises:
+        Busy: another process listens there.
+        NotPermitted, CiuicError: it cannot be used.
+    """
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+        listener.listen(_BACKLOG)
+    except PermissionError as error:
+        raise NotPermitted(
+            f"cannot listen at {listen}: {error.strerror}", hint="use a port from 1024 on"
+        ) from error
+    except OSError as error:
+        raise Busy(
+            f"cannot listen at {listen}: {error.strerror}", hint="choose another `web.listen`"
+        ) from error
+    return listener
+
+
+class Page:
+    """The service.
+
+    Args:
+        directory: Runtime directory, made if missing.
+        listen: Address and port beside the Unix socket; None for none.
+        job: What the front shows; its sockets and the broker's are added.
+        control: Path of the daemon's control socket.
+        command: Words before those of an action.
+        log: Log of actions.
+        secrets: Variables of the environment that the front needs to open a remote.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        listen: str | None,
+        job: FrontJob,
+        *,
+        control: Path,
+        command: list[str],
+        log: ActionLog,
+        secrets: dict[str, str],
+    ) -> None:
+        self._control = control
+        self._command = command
+        self._log = log
+        self._secrets = secrets
+        self._sockets = [unix_listener(directory / WEB_SOCKET, 0o666)]
+        # In a directory that the front can enter because it may read everything: other processes of its user cannot.
+        self._broker_socket = unix_listener(
+            directory / _BROKER_SOCKET, 0o600, job.run_as, directory_mode=0o700
+        )
+        if listen is not None:
+            self._sockets.append(tcp_listener(listen))
+        fds = tuple(one.fileno() for one in self._sockets)
+        self._job = msgspec.structs.replace(job, sockets=fds, broker=str(directory / _BROKER_SOCKET))
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        ended = trio.Event()
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with trio.open_nursery() as acting, trio.open_nursery() as serving:
+                broker = Broker(
+                    self._control,
+                    self._command,
+                    may_act=self._job.may_act,
+                    log=self._log,
+                    looks=Looks(self._job, self._secrets),
+                    nursery=acting,
+                )
+                await serving.start(serve_http, broker, self._broker_socket, ended.wait)
+                serving.start_soon(self._keep_front)
+                async for _ in signals:
+                    break
+                serving.cancel_scope.cancel()
+                acting.cancel_scope.deadline = trio.current_time() + _ACTIONS_SECONDS
+
+    async def _keep_front(self) -> None:
+        """Run the front again and again."""
+        while True:
+            began = time.monotonic()
+            process = await trio.lowlevel.open_process(
+                module_command("ciuic.cli.commands.web.front_process"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=self._job.sockets,
+                env={**environment(), **self._secrets},
+                cwd="/",
+            )
+            assert process.stdin is not None
+            try:
+                await process.stdin.send_all(msgspec.json.encode(self._job) + b"\n")
+                code = await process.wait()
+            except trio.BrokenResourceError:
+                code = await process.wait()
+            finally:
+                # Its end of input tells it to end.
+                with trio.CancelScope(shield=True), trio.move_on_after(_STOP_SECONDS):
+                    await process.stdin.aclose()
+                    await process.wait()
+                if process.returncode is None:
+                    process.kill()
+            log.warning("front_ended", code=code)
+            await trio.sleep(max(0.0, _RESTART_SECONDS - (time.monotonic() - began)))

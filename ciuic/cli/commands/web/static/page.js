@@ -1,0 +1,69 @@
+"use strict";
+// Everything works without this file: it keeps open pages fresh and shows progress. Text is only ever put in as text.
+(() => {
+  const told = document.getElementById("live");
+  const action = document.getElementById("action");
+  if (action) {
+    const bar = action.querySelector("progress");
+    const text = document.getElementById("action-text");
+    const events = new EventSource("/action/events?n=" + encodeURIComponent(action.dataset.action));
+    events.addEventListener("progress", (event) => {
+      const state = JSON.parse(event.data).state;
+      if (state.bytes_total) { bar.max = state.bytes_total; bar.value = state.bytes_done; }
+      if (state.files_total) text.textContent = `${state.files_done} of ${state.files_total} files. It goes on when this page is closed.`;
+    });
+    events.addEventListener("end", () => { events.close(); location.reload(); });
+    return;
+  }
+  if (!("live" in document.body.dataset)) return;
+  let waiting = 0;
+  // A form is left alone while somebody is at it: it has the focus, or a field is not as the page came.
+  const touched = (form) => form.contains(document.activeElement) || [...form.elements].some((field) =>
+    field.type === "checkbox" ? field.checked !== field.defaultChecked
+      : field.options ? [...field.options].some((option) => option.selected !== option.defaultSelected) && field.selectedIndex > 0
+        : "defaultValue" in field && field.value !== field.defaultValue);
+  const anyTouched = () => [...document.forms].some(touched);
+  // Only what is different is replaced, so that focus, selection and scrolling stay where they are.
+  const merge = (old, fresh) => {
+    if (old.isEqualNode(fresh)) return;
+    const head = (node) => node.cloneNode(false);
+    if (old.nodeType !== Node.ELEMENT_NODE || !head(old).isEqualNode(head(fresh))) {
+      if (!(old.querySelectorAll && [...old.querySelectorAll("form")].some(touched))) old.replaceWith(fresh);
+      return;
+    }
+    if (old.nodeName === "FORM" && touched(old)) return;
+    const [mine, theirs] = [[...old.childNodes], [...fresh.childNodes]];
+    // From the end, where the forms of a page are: banners come and go at its beginning.
+    const shared = Math.min(mine.length, theirs.length);
+    for (let at = 1; at <= shared; at++) merge(mine[mine.length - at], theirs[theirs.length - at]);
+    for (const node of mine.slice(0, mine.length - shared)) node.remove();
+    old.prepend(...theirs.slice(0, theirs.length - shared));
+  };
+  const refresh = async () => {
+    waiting = 0;
+    if (document.hidden) { later(5000); return; }
+    try {
+      const answer = await fetch(location.href, { credentials: "same-origin" });
+      if (!answer.ok) {
+        if (anyTouched()) { told.textContent = "this page is out of date: load it again"; later(5000); } else location.reload();
+        return;
+      }
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const main = document.getElementById("main");
+      const focused = main.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+      merge(main, page.getElementById("main"));
+      if (focused && document.activeElement.getAttribute("href") !== focused) {
+        const again = [...main.querySelectorAll("a")].find((a) => a.getAttribute("href") === focused);
+        if (again) again.focus();
+      }
+      told.textContent = "live";
+    } catch (error) { told.textContent = "the page's server does not answer"; later(5000); }
+  };
+  const later = (ms) => { if (!waiting) waiting = setTimeout(refresh, ms); };
+  const events = new EventSource("/events");
+  for (const kind of ["ciuic", "daemon"]) events.addEventListener(kind, () => later(400));
+  events.addEventListener("reset", () => later(0));
+  events.addEventListener("hello", () => { told.textContent = "live"; });
+  events.onerror = () => { told.textContent = "the page's server does not answer"; };
+  setInterval(() => later(0), 20000);
+})();

@@ -1,0 +1,334 @@
+"""The page of `ciuic web` before a real daemon: what it shows, what it does, and what it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+import pytest
+from support import remote_recipe as recipe
+from support.checkpoint_files import FORMATS
+from support.remote_host import RemoteHost, new_remote
+from support.site import Site, ended, site_in, until
+from support.web_page import WebPage, open_page, place, web_page
+
+from ciuic.remote.access import add_slot
+from ciuic.remote.object_names import status_name
+from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
+
+pytestmark = pytest.mark.mount
+_ODD = b"<img src=x onerror=alert(1)> \xff\n&'\"%2e"
+
+
+@pytest.fixture
+def site(short_tmp: Path) -> Iterator[Site]:
+    with site_in(short_tmp) as made:
+        root = made.root("data")
+        made.start()
+        # Otherwise it may come between ours, or between two writes.
+        until("the first snapshot", made.has_first)
+        (root / "config.yaml").write_text("lr: 0.1\n")
+        (root / "gone").write_text("for a while\n")
+        (Path(os.fsdecode(os.fsencode(root) + b"/" + _ODD))).write_text("odd\n")
+        made.snapshot()
+        (root / "gone").unlink()
+        (root / "config.yaml").write_text("lr: 0.2\n")
+        made.snapshot()
+        yield made
+
+
+@pytest.fixture
+def page(site: Site) -> Iterator[WebPage]:
+    with open_page(site, "--actions") as made:
+        yield made
+
+
+def test_a_file_goes_back_and_forth(page: WebPage, site: Site) -> None:
+    """A path leads to its version, the plan, the restore and its undo; the log has both, and the bytes are those of each time."""
+    file = site.roots[0] / "config.yaml"
+    file.write_text("destroyed\n")
+    shown = page.ask(f"/files?{place(file)}")
+    assert "lr: 0.2" in shown.text
+    assert shown.text.count("Restore…") == 3
+    first = page.run("list", "--machine-readable").stdout.splitlines()[1].partition("|")[0]
+    restore = page.ask(f"/restore?{place(file, first)}")
+    plan = page.follow(page.ask(f"/plan?{place(file, first)}", {"csrf": restore.csrf, "dest": ""}))
+    assert "Type the root's name" in plan.text
+    assert file.read_text() == "destroyed\n"
+    # Without the name, nothing is done.
+    assert page.act("restore", place(file, first), typed="date").status == 400
+    assert file.read_text() == "destroyed\n"
+    done = page.act("restore", place(file, first), typed="data")
+    assert file.read_text() == "lr: 0.1\n"
+    safety = done.text.partition('action="/act?s=')[2].partition("&")[0]
+    assert "is done" in page.act("undo", f"s={safety}").text
+    assert file.read_text() == "destroyed\n"
+    logged = json.loads(page.run("log", "--json").stdout)["actions"]
+    assert [(one["what"].split()[1], one["outcome"]) for one in logged] == [
+        ("undo", "done"), ("undo", "begun"), ("restore", "done"), ("restore", "begun")
+    ]  # fmt: skip
+    assert {one["who"] for one in logged} == {"root"}
+
+
+def test_names_and_contents_are_text(page: WebPage, site: Site) -> None:
+    """A name that is markup, and bytes that are no text, are shown escaped, lead to the file, and can be restored."""
+    path = os.fsencode(site.roots[0]) + b"/" + _ODD
+    listing = page.ask(f"/files?{place(site.roots[0])}").text
+    assert "<img" not in listing
+    assert "&lt;img src=x onerror=alert(1)&gt;" in listing
+    assert "odd" in page.ask(f"/files?{place(path)}").text
+    # As the form above the names sends it.
+    filtered = page.ask(f"/files?sq=latest&pq={quote(quote(os.fspath(site.roots[0])))}&start=conf").text
+    assert "config.yaml" in filtered
+    assert "gone" not in filtered
+    download = page.ask(f"/download?{place(path)}")
+    assert download.body == b"odd\n"
+    assert download.headers["content-disposition"].startswith(
+        'attachment; filename="<img src=x onerror=alert(1)> __'
+    )
+    assert "sandbox" in download.headers["content-security-policy"]
+    os.unlink(path)
+    id_ = page.run("list", "--machine-readable").stdout.partition("|")[0]
+    assert "is done" in page.act("restore", place(path, id_), typed="data").text
+    assert Path(os.fsdecode(path)).read_text() == "odd\n"
+
+
+def test_what_is_deleted_is_found(page: WebPage, site: Site) -> None:
+    """A path that the newest snapshot has not shows its versions, and that it was deleted."""
+    answer = page.ask(f"/files?{place(site.roots[0] / 'gone')}")
+    assert "deleted" in answer.text
+    assert "Look" in answer.text
+
+
+def test_snapshots_are_taken_held_and_forgotten(page: WebPage) -> None:
+    """Each of the other actions does what the command does; to forget, the id is typed."""
+    assert "is done" in page.act("snapshot", message="from the page").text
+    id_ = page.run("list", "--machine-readable").stdout.partition("|")[0]
+    assert "from the page" in page.ask("/snapshots").text
+    page.act("hold", f"s={id_}", message="for a test")
+    assert "for a test" in page.ask(f"/snapshot?s={id_}").text
+    page.act("release", f"s={id_}")
+    assert page.act("forget", f"s={id_}", typed="cs-other").status == 400
+    assert id_ in page.run("list").stdout
+    page.act("forget", f"s={id_}", typed=id_)
+    assert id_ not in page.run("list").stdout
+
+
+def test_a_page_that_only_shows_refuses_actions(site: Site) -> None:
+    """Without `web.actions` no form changes anything, also one that a caller makes up."""
+    with web_page(site) as page:
+        page.log_in()
+        before = page.run("list", "--machine-readable").stdout
+        shown = page.ask("/snapshots")
+        assert "read-only" in shown.text
+        assert 'action="/act' not in page.ask("/").text
+        answer = page.ask("/act", {"csrf": shown.csrf, "kind": "snapshot"})
+        assert answer.status == 403
+        assert page.run("list", "--machine-readable").stdout == before
+
+
+def test_a_killed_front_comes_back(page: WebPage, site: Site) -> None:
+    """The process that faces browsers is started again when it is killed; the daemon and the root notice nothing."""
+    before = page.front()
+    os.kill(before, signal.SIGKILL)
+    until("its end", lambda: ended(before))
+    page.wait()
+    page.log_in()
+    assert page.ask("/").status == 200
+    assert site.root_status(site.roots[0]).restarts == 0
+
+
+def test_the_front_reads_and_writes_nothing(page: WebPage) -> None:
+    """As root's, the process that faces browsers is another user, has one capability, and gets no other."""
+    status = dict(
+        line.split(":\t", 1)
+        for line in Path(f"/proc/{page.front()}/status").read_text().splitlines()
+        if ":\t" in line
+    )
+    assert status["Uid"].split() == ["65534"] * 4
+    assert {status[name] for name in ("CapEff", "CapPrm")} == {f"{1 << 2:016x}"}
+    assert status["Groups"].split() == []
+    assert status["NoNewPrivs"] == "1"
+
+
+def test_events_are_numbered_and_told_again(page: WebPage, site: Site) -> None:
+    """A page that comes back gets what it missed, once; one from before the server's start is told to load again."""
+    import http.client
+
+    def listen(last: str, until_text: str) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=60)
+        headers = {"Cookie": page.cookie} | ({"Last-Event-ID": last} if last else {})
+        connection.request("GET", "/events", headers=headers)
+        answer, got = connection.getresponse(), ""
+        while until_text not in got:
+            got += answer.readline().decode()
+        connection.close()
+        return got
+
+    hello = listen("", "event: hello")
+    last = hello.partition("id: ")[2].split()[0]
+    id_ = site.snapshot()
+    missed = listen(last, f'"id":"{id_}","state":"committed"')
+    ids = [line for line in missed.splitlines() if line.startswith("id: ")]
+    assert len(ids) == len(set(ids))
+    assert "event: reset" in listen("00000000-3", "event: reset")
+
+
+def test_a_remote_is_shown_without_its_hosts(short_tmp: Path) -> None:
+    """Of a remote the page shows the hosts, their snapshots and files, and a download is what was uploaded; nothing can be changed."""
+    url = f"file://{short_tmp}/nas"
+    remote = new_remote(open_objects(url, make=True))
+    key = short_tmp / "key"
+    key.write_bytes(new_key_text())
+    key.chmod(0o600)
+    add_slot(remote, "file", read_key_file(str(key)))
+    gone = RemoteHost(short_tmp / "alpha", remote, name="alpha")
+    content = random.Random(1).randbytes(3_000_000)
+    (gone.root / "model").write_bytes(content)
+    snapshot = gone.snapshot()
+    gone.upload()
+    shutil.rmtree(gone.repository.path)
+    name = status_name(recipe.STATUS_KEY.reporter)
+    status = msgspec.structs.replace(
+        recipe.STATUS, host="<b>alpha</b>", time_ns=snapshot.time_ns, error="503\x1b <script>"
+    )
+    remote.objects.put(name, [recipe.STATUS_KEY.encode(remote.sealer, name, status)])
+    site = Site(short_tmp)
+    site.write_config()
+    with open(site.config, "a") as config:
+        config.write(f'[[remote]]\nname = "nas"\nurl = "{url}"\nkey_file = "{key}"\n')
+    with web_page(site, "--actions", global_options=("--repo", url)) as page:
+        page.log_in()
+        hosts = page.ask("/hosts")
+        assert snapshot.id in hosts.text
+        assert snapshot.host in hosts.text
+        # What another host says of itself: whole, and as text.
+        assert '<span class="tag torn">error</span> 503' in hosts.text
+        assert "&lt;script&gt;" in hosts.text
+        assert "&lt;b&gt;alpha&lt;/b&gt;" in hosts.text
+        assert '<span class="tag good">GOOD</span> /data' in hosts.text
+        assert "\x1b" not in hosts.text
+        assert "model" in page.ask(f"/files?{place(gone.root)}").text
+        assert page.ask(f"/download?{place(gone.root / 'model')}").body == content
+        assert page.ask("/").status == page.ask("/alerts").status == 200
+        csrf = page.ask("/").csrf
+        assert page.ask("/act", {"csrf": csrf, "kind": "snapshot"}).status == 403
+
+
+def test_what_fails_says_why_and_how_to_go_back(page: WebPage, site: Site) -> None:
+    """A restore that cannot be, and one that is killed in the middle, have a page: with the reason, and with the way back."""
+    root = site.roots[0]
+    (root / "large").write_bytes(random.Random(1).randbytes(64 << 20))
+    id_ = site.snapshot()
+    elsewhere = site.top / "elsewhere"
+    (elsewhere / "config.yaml").mkdir(parents=True)
+    refused = page.act("restore", place(root / "config.yaml", id_), dest=str(elsewhere))
+    assert "has ended with exit code 6" in refused.text
+    assert "internal error" not in refused.text
+    os.truncate(root / "large", 1)
+    csrf = page.ask("/").csrf
+    form = {"csrf": csrf, "kind": "restore", "typed": "data"}
+    answer = page.ask(f"/act?{place(root, id_)}", form)
+
+    def restore() -> list[int]:
+        found = []
+        for name in os.listdir("/proc"):
+            with suppress(OSError):
+                if name.isdigit() and f"--path={root}".encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                    found.append(int(name))
+        return found
+
+    until(
+        "the restore",
+        lambda: bool(restore()) or "data-action" not in page.ask(answer.headers["location"]).text,
+    )
+    until("its safety snapshot", lambda: "safety" in page.run("list", "--all").stdout or not restore())
+    for pid in restore():
+        os.kill(pid, signal.SIGKILL)
+    ended_page = page.follow(answer)
+    assert "was ended by signal 9" in ended_page.text or "is done" in ended_page.text
+    safety = ended_page.text.partition('action="/act?s=')[2].partition("&")[0]
+    assert "is done" in page.act("undo", f"s={safety}").text
+    assert (root / "large").stat().st_size == 1
+
+
+def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:
+    """Of a plan over many files, those are shown that would change, and how many; one that cannot be shown lets nothing be pressed."""
+    root = site.roots[0]
+    (root / "many").mkdir()
+    for number in range(3000):
+        (root / "many" / f"f{number:04}").touch()
+    id_ = site.snapshot()
+    for number in range(0, 3000, 10):
+        (root / "many" / f"f{number:04}").unlink()
+    plan = page.follow(page.ask(f"/plan?{place(root, id_)}", {"csrf": page.ask("/").csrf, "dest": ""}))
+    assert "<dd>300, 0 B" in plan.text
+    assert "and 100 more" in plan.text
+    assert "skipped" not in plan.text
+    assert "f0010" in plan.text
+    number = (
+        plan.text
+        and page.ask(f"/plan?{place(root / 'many', id_)}", {"csrf": page.ask("/").csrf}).headers["location"]
+    )
+    other = number.replace("many", "other")
+    assert page.ask(other).status == 400
+
+
+def test_a_training_is_led_to_its_own_checkpoint(short_tmp: Path) -> None:
+    """With two roots, what a training that died may restore is the last good checkpoint of the root that it works in."""
+    with site_in(short_tmp) as site:
+        one, other = site.root("one"), site.root("other")
+        site.start()
+        whole = FORMATS["safetensors"].make(random.Random(1))
+        (one / "step-1.safetensors").write_bytes(whole)
+        site.snapshot()
+        (one / "step-2.safetensors").write_bytes(whole[:-9])
+        (other / "newer.safetensors").write_bytes(whole)
+        site.snapshot()
+        with web_page(site, "--actions") as page:
+            page.log_in()
+            watched = page.run("watch", "--name", "mine", "--", "sh", "-c", f"cd {one} && kill -9 $$")
+            assert watched.returncode
+            until("its incident", lambda: "mine died" in page.ask("/").text)
+            until("verdicts", lambda: "step-1.safetensors" in page.ask("/").text)
+            shown = page.ask("/").text
+            banner = shown.partition("mine died")[2].partition("</section>")[0]
+            assert "step-1.safetensors" in banner
+            assert "step-2" not in shown
+
+
+def test_a_repository_that_is_gone_is_named(page: WebPage, site: Site) -> None:
+    """While the repository's disk is not there, pages say so; they go on when it is back."""
+    repository = site.top / "repository"
+    repository.rename(site.top / "away")
+    for target in ("/", "/snapshots", "/files", f"/versions?{place(site.roots[0])}"):
+        answer = page.ask(target)
+        assert "internal error" not in answer.text
+        assert "there is no repository" in answer.text
+        assert answer.status in (404, 503)
+    (site.top / "away").rename(repository)
+    assert page.ask("/snapshots").status == 200
+
+
+def test_what_cannot_be_read_is_told(page: WebPage, site: Site) -> None:
+    """A snapshot whose file is damaged is named beside the versions, which are those of the others; it is not passed over in silence."""
+    file = site.roots[0] / "config.yaml"
+    assert "could be read" not in page.ask(f"/versions?{place(file)}").text
+    newest = page.run("list", "--machine-readable").stdout.partition("|")[0]
+    stored = site.top / "repository/snapshots" / newest
+    data = stored.read_bytes()
+    id_ = site.snapshot()
+    (site.top / "repository/snapshots" / id_).write_bytes(data[:-1])
+    answer = page.ask(f"/versions?{place(file)}")
+    assert "Not everything could be read" in answer.text
+    assert id_ in answer.text
+    assert "Look" in answer.text
