@@ -1,4 +1,4 @@
-"""``ciuic export`` and ``ciuic import``: the state of a training in a format of others, and theirs as a snapshot.
+"""``ciuic export`` and ``ciuic import``: the state of a training in a format of others, files as an artefact, and theirs as a snapshot.
 
 Guarantees: what is at PATH is whole and durable, or as it was; nothing that is stored or read is executed; an imported snapshot
 is durable when its id is printed.
@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ciuic.cli.shared.messages import json_name, shown, shown_text, warn
-from ciuic.cli.shared.options import HOST_PATH, ID, FrameCommand, Tag
+from ciuic.cli.shared import sets
+from ciuic.cli.shared.contents import as_recorded
+from ciuic.cli.shared.messages import json_name, plural, shown, shown_text, warn
+from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand, Tag
 from ciuic.cli.shared.output import json_option, out, out_json
 from ciuic.cli.shared.session import current
 from ciuic.errors import UsageError
 
 # `exporting.FORMATS`; written down, because importing it takes as long as the rest of the command line.
 _FORMATS = ("torch", "safetensors", "hf", "dcp", "npz")
+_ARTEFACTS = ("git-lfs", "hf", "dvc")
+_MAX_NAMED = 10
 
 
 @click.command("export", cls=FrameCommand)
@@ -26,10 +31,24 @@ _FORMATS = ("torch", "safetensors", "hf", "dcp", "npz")
 @click.argument("path", metavar="PATH", type=HOST_PATH)
 @click.option(
     "--to",
-    required=True,
     type=click.Choice(_FORMATS),
-    help="Format: torch, safetensors and npz are files; hf (for from_pretrained) and dcp"
+    help="Format of a training's state: torch, safetensors and npz are files; hf (for from_pretrained) and dcp"
     " (torch.distributed.checkpoint) are folders.",
+)
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(_ARTEFACTS),
+    help="Bring the artefact at PATH up to date with the files at --path: git-lfs is a commit in a Git working tree,"
+    " hf a folder as on the Hugging Face hub, dvc objects in the cache of a DVC directory.",
+)
+@click.option(
+    "-p",
+    "--path",
+    "source",
+    type=SNAPSHOT_PATH,
+    metavar="PATH",
+    help="For --as: file or directory in the snapshot.",
 )
 @click.option(
     "--only",
@@ -45,20 +64,46 @@ _FORMATS = ("torch", "safetensors", "hf", "dcp", "npz")
     show_default=True,
     help="For dcp: cut the tensors as N ranks would have written them.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace what an earlier export has written at PATH.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace what is at PATH: of a state what an earlier export has written, of an artefact any file.",
+)
 @json_option
 def export_command(
-    snapshot: str, path: bytes, to: str, only: tuple[str, ...], ranks: int, overwrite: bool, as_json: bool
+    snapshot: str,
+    path: bytes,
+    to: str | None,
+    form: str | None,
+    source: bytes | None,
+    only: tuple[str, ...],
+    ranks: int,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
-    """Write the state of a training for programs without ciuic.
+    """Write the state of a training, or files of a snapshot as an artefact, for programs without ciuic.
 
-    The state is one that SnapshotManager, an integration or CiuicStorageWriter has saved, sharded or not. Values
-    that are no tensors become plain ones (docs/export.md).
+    With --to: a state that SnapshotManager, an integration or CiuicStorageWriter has saved, sharded or not. Values
+    that are no tensors become plain ones (docs/export.md). With --as: the files that were at --path.
     """
+    if (to is None) == (form is None):
+        raise UsageError("export takes either --to (the state of a training) or --as (files of a snapshot)")
+    if form is not None:
+        if source is None:
+            raise UsageError(
+                f"--as {form} needs the path of the files", hint=f"ciuic export ID -p PATH --as {form} DEST"
+            )
+        if only or ranks != 1:
+            raise UsageError("--only and --ranks are for the state of a training: --to")
+        _export_artefact(snapshot, source, form, path, overwrite=overwrite, as_json=as_json)
+        return
+    assert to is not None
+    if source is not None:
+        raise UsageError("--path is for files of a snapshot: --as")
     from ciuic.training.convert.exporting import export
 
     session = current()
-    id_ = session.snapshots.resolve(snapshot)
+    id_ = sets.state_named(session, snapshot)
     # A remote is opened once: its repository opens itself again for each thread that reads.
     remote = None if session.remote_url is None else session.remote.repository_of([id_])
     done = export(
@@ -69,6 +114,8 @@ def export_command(
         only=only,
         ranks=ranks,
         overwrite=overwrite,
+        # Hosts whose repositories have identities of their own have spaces of their own.
+        also=() if remote is None else [one.reopen for one in session.remote.repositories],
     )
     if as_json:
         out_json(
@@ -86,6 +133,73 @@ def export_command(
     out(f"{done.id}, {human_size(done.size_bytes)} → {shown(path)}")
     if done.left_out and not only:
         warn(f"{to} does not hold {shown_text(', '.join(done.left_out))}", hint="--to torch holds everything")
+
+
+def _export_artefact(
+    snapshot_id: str, source: bytes, form: str, destination: bytes, *, overwrite: bool, as_json: bool
+) -> None:
+    from ciuic.artefacts.snapshot_files import files_of
+    from ciuic.units import human_size
+
+    session = current()
+    snapshot = session.snapshots.load(session.snapshots.resolve(snapshot_id))
+    repository = session.repository_of(snapshot.id)
+    path = as_recorded(snapshot, source)
+    found = files_of(repository, snapshot, path)
+    where = Path(os.fsdecode(destination))
+    own: dict[str, Any] = {}
+    news = complaint = ""
+    if form == "git-lfs":
+        from ciuic.artefacts.git_lfs import export_git_lfs
+
+        done = export_git_lfs(snapshot, repository.id, path, found, where, overwrite=overwrite)
+        updated, left_out, complaint = done.updated, done.left_out, done.complaint
+        own = {
+            "commit": done.commit,
+            "branch": done.branch,
+            "is_new": done.is_new,
+            "lfs_files": done.lfs_files,
+        }
+        news = f", commit {done.commit[:12]}{'' if done.is_new else ' as before'}"
+    elif form == "dvc":
+        from ciuic.artefacts.dvc import export_dvc
+
+        updated, left_out, file = export_dvc(snapshot, repository.id, path, found, where, overwrite=overwrite)
+        own = json_name("file", file)
+        news = f", {shown(file)}"
+    else:
+        from ciuic.artefacts.hugging_face import export_hugging_face
+
+        updated, left_out = export_hugging_face(repository, snapshot, path, found, where, overwrite=overwrite)
+    if as_json:
+        out_json(
+            {
+                "snapshot": str(snapshot.id),
+                **json_name("path", destination),
+                "format": form,
+                **updated._asdict(),
+                "may_be_later": found.may_be_later,
+                "left_out": [{**json_name("path", one.name), "reason": one.reason} for one in left_out],
+                **own,
+            }
+        )
+    else:
+        size, new = human_size(updated.size_bytes), human_size(updated.written_bytes)
+        out(
+            f"{snapshot.id}, {plural(updated.files, 'file')}, {size}, {new} of it new → {shown(destination)}{news}"
+        )
+    for one in left_out[:_MAX_NAMED]:
+        warn(f"not exported: {shown(one.name)}: {one.reason}")
+    if len(left_out) > _MAX_NAMED:
+        warn(f"not exported: {len(left_out) - _MAX_NAMED} others", hint="--json names all of them")
+    if found.may_be_later:
+        files = plural(found.may_be_later, "file")
+        warn(f"{files} not held at the cut: the content may be later than the snapshot, or torn")
+    if complaint:
+        warn(
+            f"git-lfs is not set up in {shown(destination)}: {shown_text(complaint)}",
+            hint="git lfs install; git lfs update --manual",
+        )
 
 
 @click.command("import", cls=FrameCommand)
