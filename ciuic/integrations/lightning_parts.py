@@ -35,6 +35,7 @@ from ciuic.integrations.checkpoint_pointer import (
     read_pointer,
     write_pointer,
 )
+from ciuic.integrations.loggers import track_lightning_loggers
 from ciuic.integrations.preconditions import (
     ManagerOrDir,
     open_manager,
@@ -569,6 +570,8 @@ class SnapshotIOBase:
         self._parts: Any = None
         """States of all processes for the save that the first one is about to make."""
         self._latest: State | None = None
+        self._finds_newest = False
+        """True if `latest` was asked for the newest snapshot of all."""
         self._files = _CheckpointFiles(self.manager.save_dir, materialize)
         self._removed = _RemovedCheckpoints(self.manager)
 
@@ -577,16 +580,26 @@ class SnapshotIOBase:
         """True if `latest` found a snapshot that was not loaded yet."""
         return self._latest is not None
 
-    def latest(self) -> str | None:
+    def latest(self, *, tracker_run: str | None = None) -> str | None:
         """Return the path of the newest whole snapshot, for `fit(ckpt_path=…)`; None if there is no snapshot.
+
+        Args:
+            tracker_run: Id of a run of MLflow, Weights & Biases or TensorBoard: only snapshots that were logged to it
+                (docs/trackers.md).
 
         Raises:
             Damaged: there are snapshots, and none is whole.
+            NotFound: none was logged to ``tracker_run``.
         """
         # Before the Trainer exists only the environment tells the first process.
         if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
             self._removed.release_lost()
-        self._latest = self.manager.load_latest_snapshot()
+        self._finds_newest = tracker_run is None
+        self._latest = (
+            self.manager.load_latest_snapshot()
+            if tracker_run is None
+            else self.manager.load_snapshot(tracker_run=tracker_run)
+        )
         return None if self._latest is None else self._path_of(self._latest.id)
 
     def save_checkpoint(
@@ -649,13 +662,21 @@ class SnapshotIOBase:
         Raises:
             NotFound: the snapshot was removed, or never stored; the message names those that are left.
         """
+        finds_newest = self._finds_newest and self._latest is not None
         find = self._finder(path)
         if find is None:
             # A file of torch.save, for the framework's own plugin (the next base class).
             own: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)  # type: ignore[misc]
             return own
         try:
-            state = self.manager.framework.load_state(find) if self.loads_together else find()
+            state: State | None
+            if not self.loads_together:
+                state = find()
+            elif finds_newest and not self.manager.framework.shares_directory:
+                # Each process has looked on its own host: what all of them have is found together.
+                state = self.manager.framework.load_state()
+            else:
+                state = self.manager.framework.load_state(find)
         except (NotFound, Damaged) as error:
             pointer = read_pointer(path)
             # The same on all processes: they see the same file, and what fails on one is raised on all.
@@ -788,6 +809,8 @@ class SnapshotCallbackBase:
         refuse_sharded(pl_module)
         self.io.loads_together = False
         self._first_step = self._checked_step = trainer.global_step
+        if trainer.is_global_zero:
+            track_lightning_loggers(self.io.manager, trainer.loggers)
         self.io.of_rank.trainer = trainer
         self._continued, self.io.results = ContinuedResults(self.io.results), {}
         self.io.of_rank.continued = self._continued
@@ -859,8 +882,8 @@ class SnapshotCallbackBase:
         # A load is collective: by some processes only it would wait for the others for ever.
         if trainer.strategy.broadcast(here) != here:
             raise RuntimeError(
-                "the processes did not find the same snapshots, because the last run was still storing one; "
-                "start again"
+                "some processes found a snapshot and some none: start again if the last run was still storing one; "
+                "where hosts do not share save_dir, give SnapshotCheckpointIO a remote, in which each finds it"
             )
 
     def _record_progress(self, trainer: Any) -> None:

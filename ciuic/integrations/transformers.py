@@ -30,6 +30,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ciuic.integrations.loggers import track_transformers_callbacks
 from ciuic.integrations.preconditions import ManagerOrDir, open_manager, refusal, refuse_kind, refuse_sharded
 from ciuic.system.ownership import temporary_directory
 from ciuic.training.convert.exporting import CONFIGURATION, is_configuration_name
@@ -62,14 +63,20 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """True if the Trainer saved since the last snapshot."""
         self._resumed: _StoredCheckpoint | None = None
 
-    def resume(self, trainer: Trainer) -> str | None:
+    def resume(self, trainer: Trainer, *, tracker_run: str | None = None) -> str | None:
         """Return the value of ``resume_from_checkpoint`` for `Trainer.train`. Collective.
+
+        Args:
+            trainer: The Trainer that will be resumed.
+            tracker_run: Id of a run of MLflow, Weights & Biases or TensorBoard: only snapshots that were logged to it
+                (docs/trackers.md).
 
         Returns:
             A directory; None if there is no snapshot. All processes get the same snapshot.
 
         Raises:
             Damaged: there are snapshots, and none is whole.
+            NotFound: none was logged to ``tracker_run``.
             NotImplementedError: the state is sharded (DeepSpeed, FSDP).
         """
         for kind in ("deepspeed", "fsdp"):
@@ -78,7 +85,8 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._progress.attach(trainer)
         self._unlogged.attach(trainer)
         self.manager.framework.join_ranks()
-        state = self.manager.framework.load_state()
+        find = None if tracker_run is None else lambda: self.manager.load_snapshot(tracker_run=tracker_run)
+        state = self.manager.framework.load_state(find)
         if state is None:
             return None
         self._resumed = _StoredCheckpoint(trainer, state)
@@ -99,6 +107,8 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         optimizer = kwargs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         self._progress.state = state
+        if state.is_world_process_zero:
+            track_transformers_callbacks(self.manager)
         with quietly("the model's configuration is not saved: `ciuic export --to hf` will not have it"):
             processing = kwargs.get("processing_class") or kwargs.get("tokenizer")
             self._progress.files = configuration_files(kwargs["model"], processing)
