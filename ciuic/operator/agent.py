@@ -1,0 +1,260 @@
+"""Agent of a node: has the daemon take what TrainingSnapshots request of this node, and writes what became of it.
+
+Guarantees: it changes nothing in the cluster but its own part, ``status.nodes.<node>``, of TrainingSnapshots. A part goes on where its
+status says it was, whichever agent began it: Requested is taken, Cut is waited for, Committed is looked at and waited for on the
+remotes. A request is carried out at least once: an agent that is killed between the cut and its report has it taken again.
+
+When the configuration of the policy changes, kubelet changes the mounted file, and the agent has the daemon read it: no pod is replaced,
+and the roots stay mounted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import structlog
+
+from ciuic.config import load_config, repository_path
+from ciuic.errors import CiuicError
+from ciuic.operator.api import Api, ApiError, reference
+from ciuic.operator.policies import GROUP, VERSION
+from ciuic.operator.watching import Watch, watch
+from ciuic.protocol.control import DEFAULT_SOCKET, ControlClient
+from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_record
+from ciuic.repository import Repository
+from ciuic.system.child_process import environment, module_command
+
+_log = structlog.get_logger(__name__)
+_POLL_SECONDS: Final = 5.0
+_MAX_RETRY_SECONDS: Final = 60.0
+_VERDICT_SECONDS: Final = 600.0
+_MAX_MESSAGE: Final = 1024
+Body = Mapping[str, Any]
+
+
+class Cut(NamedTuple):
+    """A snapshot whose instant is fixed."""
+
+    id: str
+    step: int | None
+    """Lowest step of the trainings that run on the node; None: none is known."""
+
+
+class NodeDaemon(Protocol):
+    """What the agent asks of its node. Calls block."""
+
+    def take(self, message: str, tags: list[str], *, hold: bool) -> Cut:
+        """Cut a snapshot of all roots. CiuicError."""
+
+    def wait(self, snapshot: str) -> None:
+        """Return when the snapshot is committed. CiuicError if it failed."""
+
+    def verdict(self, snapshot: str) -> str | None:
+        """Return the verdict on the newest checkpoints, None where there is none."""
+
+    def remote(self, snapshot: str) -> str:
+        """Return the remote state: None, Waiting, Stored or PassedOver."""
+
+    def reload(self) -> None:
+        """Have the daemon read its configuration. CiuicError."""
+
+
+class LocalDaemon:
+    """The daemon behind the control socket of this node."""
+
+    def __init__(self, socket: Path | str = DEFAULT_SOCKET) -> None:
+        self._client = ControlClient(socket)
+
+    def take(self, message: str, tags: list[str], *, hold: bool) -> Cut:
+        state = self._client.take_snapshot(message=message, tags=tags, hold=hold)
+        trainers = self._client.status().trainers
+        return Cut(state.id, min((one.step for one in trainers if one.state == "running"), default=None))
+
+    def wait(self, snapshot: str) -> None:
+        self._client.wait_snapshot(snapshot)
+
+    def verdict(self, snapshot: str) -> str | None:
+        # In a process of its own, which may be ended: it reads files that users wrote.
+        done = subprocess.run(
+            module_command("ciuic", "checkpoints", "--json", "--", snapshot),
+            cwd="/", env=environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False,
+            timeout=_VERDICT_SECONDS,
+        )  # fmt: skip
+        try:
+            found = json.loads(done.stdout)["checkpoints"]
+        except (ValueError, KeyError, TypeError):
+            _log.warning("no_verdict", snapshot=snapshot, error=done.stderr[-500:].decode(errors="replace"))
+            return "UNKNOWN"
+        return found[0]["verdict"] if found else None
+
+    def remote(self, snapshot: str) -> str:
+        config = load_config()
+        if not config.remotes:
+            return "None"
+        with Repository.open(repository_path(config)) as opened:
+            repository = opened.id
+        for remote in config.remotes:
+            try:
+                record = read_record(remote.name)
+            except StoredRecordDamaged as error:
+                _log.warning("remote_not_known", remote=remote.name, error=str(error))
+                return "Waiting"
+            if record is None or record.repository != repository or snapshot not in record.stored:
+                gone = (
+                    record is not None and record.repository == repository and snapshot in record.passed_over
+                )
+                return "PassedOver" if gone else "Waiting"
+        return "Stored"
+
+    def reload(self) -> None:
+        self._client.reload()
+
+
+class Agent:
+    """The agent of one node."""
+
+    def __init__(
+        self,
+        api: Api,
+        node: str,
+        daemon: NodeDaemon,
+        *,
+        configuration: tuple[Path, Path] | None = None,
+        poll_seconds: float = _POLL_SECONDS,
+    ) -> None:
+        self._api = api
+        self._node = node
+        self._daemon = daemon
+        self._configuration = configuration
+        self._poll_seconds = poll_seconds
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Carry out requests until ``stop`` is set."""
+        reloading = asyncio.create_task(self._reload_on_change())
+        try:
+            await watch(
+                [Watch(GROUP, VERSION, "trainingsnapshots", self._on_snapshot)], stop, self._api.connection
+            )
+        finally:
+            tasks = [reloading, *self._running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_snapshot(self, event: Mapping[str, Any]) -> None:
+        body = event["object"]
+        uid = body["metadata"]["uid"]
+        if event["type"] == "DELETED":
+            if (task := self._running.pop(uid, None)) is not None:
+                task.cancel()
+            return
+        part = body.get("status", {}).get("nodes", {}).get(self._node)
+        if part is None or uid in self._running or not _is_open(part):
+            return
+        task = asyncio.create_task(self._carry_out(body, dict(part)))
+        self._running[uid] = task
+
+    async def _carry_out(self, body: Body, part: dict[str, Any]) -> None:
+        delay = self._poll_seconds
+        while _is_open(part):
+            try:
+                await self._advance(body, part)
+                delay = self._poll_seconds
+            except ApiError as error:
+                _log.warning("status_not_written", error=str(error), again_in_seconds=delay)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, _MAX_RETRY_SECONDS)
+
+    async def _advance(self, body: Body, part: dict[str, Any]) -> None:
+        """Take one step of the part, and write it."""
+        metadata, spec = body["metadata"], body["spec"]
+        job = f"{metadata['namespace']}.{spec['jobRef']['name']}"
+        found: dict[str, Any] = {}
+        try:
+            if part["phase"] == "Requested":
+                cut = await asyncio.to_thread(
+                    self._daemon.take,
+                    f"TrainingSnapshot {metadata['namespace']}/{metadata['name']}",
+                    [f"kubernetes-job={job}", f"kubernetes-kind={spec['jobRef']['kind']}"],
+                    hold=bool(spec.get("hold", False)),
+                )
+                found = {"phase": "Cut", "snapshot": cut.id}
+                if cut.step is not None:
+                    found["step"] = cut.step
+            elif part["phase"] == "Cut":
+                await asyncio.to_thread(self._daemon.wait, part["snapshot"])
+                found = {"phase": "Committed"}
+                if (verdict := await asyncio.to_thread(self._daemon.verdict, part["snapshot"])) is not None:
+                    found["verdict"] = verdict
+            else:
+                remote = await asyncio.to_thread(self._daemon.remote, part["snapshot"])
+                if remote == part.get("remote"):
+                    await asyncio.sleep(self._poll_seconds)
+                    return
+                found = {"remote": remote}
+        except (CiuicError, OSError, subprocess.SubprocessError) as error:
+            if part["phase"] == "Committed":
+                _log.warning("remote_not_known", error=str(error))
+                await asyncio.sleep(self._poll_seconds)
+                return
+            found = {"phase": "Failed", "message": str(error)[:_MAX_MESSAGE] or type(error).__name__}
+        part.update(found)
+        await self._write(body, found)
+
+    async def _write(self, body: Body, found: dict[str, Any]) -> None:
+        """Write a step. It was taken, so that nothing but the report is repeated where the API does not answer."""
+        metadata = body["metadata"]
+        target = reference("TrainingSnapshot", metadata["name"], metadata["namespace"])
+        delay = self._poll_seconds
+        while True:
+            try:
+                await self._api.patch_status(target, {"nodes": {self._node: found}})
+                return
+            except ApiError as error:
+                _log.warning("status_not_written", error=str(error), again_in_seconds=delay)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, _MAX_RETRY_SECONDS)
+
+    async def _reload_on_change(self) -> None:
+        if self._configuration is None:
+            return
+        source, target = self._configuration
+        is_read = True
+        while True:
+            try:
+                is_read = not copy_configuration(source, target) and is_read
+                if not is_read:
+                    await asyncio.to_thread(self._daemon.reload)
+                    is_read = True
+                    _log.info("configuration_reloaded")
+            except (CiuicError, OSError) as error:
+                _log.error("configuration_not_reloaded", error=str(error))
+            await asyncio.sleep(self._poll_seconds)
+
+
+def copy_configuration(source: Path, target: Path) -> bool:
+    """Copy the mounted configuration to where root's programs obey it; return whether it was another one.
+
+    It is not made durable: whatever starts here first copies it again.
+    """
+    content = source.read_bytes()
+    with suppress(FileNotFoundError):
+        if target.read_bytes() == content:
+            return False
+    beside = target.with_name(f".{target.name}.new")
+    beside.write_bytes(content)
+    beside.replace(target)
+    return True
+
+
+def _is_open(part: Mapping[str, Any]) -> bool:
+    if part["phase"] == "Committed":
+        return part.get("remote") not in ("None", "Stored", "PassedOver")
+    return bool(part["phase"] != "Failed")

@@ -1,0 +1,251 @@
+"""Controller: carries out SnapshotPolicies, and requests the parts of TrainingSnapshots from the agents of their nodes.
+
+Guarantees: everything is computed anew from the objects at each event, and nothing is kept that a restart could lose. Nothing is written
+to an object but its status, so there are no finalizers and no annotations: what a policy made ends with it through its owner references.
+A failed request to the API is repeated.
+
+DaemonSets are watched in the namespace of the operator alone, so that no right on those of others is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any, Final
+
+import structlog
+
+from ciuic.errors import ConfigError
+from ciuic.operator.api import Api, ApiError, reference
+from ciuic.operator.conditions import Condition, merged, now
+from ciuic.operator.policies import GROUP, POLICY_LABEL, VERSION, Installation, objects_of
+from ciuic.operator.snapshots import JOB_LABELS, conditions_of, nodes_of, summary_of
+from ciuic.operator.watching import Watch, watch
+
+_RETRY_SECONDS: Final = 5.0
+_MAX_RETRY_SECONDS: Final = 300.0
+_UNANSWERED: Final = (
+    "no answer from the agent of this node: does a SnapshotPolicy select the node, and is its pod running?"
+)
+_log = structlog.get_logger(__name__)
+Body = Mapping[str, Any]
+
+
+class Reconciliations:
+    """A task for each object, which brings it up to date when it is woken, and again until that succeeds.
+
+    Steps of one object never run at once, and none is interrupted but by the end of the object.
+    """
+
+    def __init__(self, retry_seconds: float) -> None:
+        self._retry_seconds = retry_seconds
+        self._tasks: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
+
+    def wake(self, key: str, step: Callable[[], Awaitable[float | None]]) -> None:
+        """Have ``step`` run soon. It returns the seconds after which it is to run again, None for not before it is woken."""
+        if key not in self._tasks:
+            woken = asyncio.Event()
+            self._tasks[key] = woken, asyncio.create_task(self._run(key, step, woken))
+        self._tasks[key][0].set()
+
+    def end(self, key: str) -> None:
+        """End the task of an object."""
+        if key in self._tasks:
+            self._tasks.pop(key)[1].cancel()
+
+    async def close(self) -> None:
+        """End all tasks."""
+        tasks = [task for _, task in self._tasks.values()]
+        for key in list(self._tasks):
+            self.end(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, key: str, step: Callable[[], Awaitable[float | None]], woken: asyncio.Event) -> None:
+        failing = self._retry_seconds
+        delay: float | None = None
+        while True:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(woken.wait(), delay)
+            woken.clear()
+            try:
+                delay, failing = await step(), self._retry_seconds
+            except ApiError as error:
+                _log.warning("request_failed", of=key, error=str(error), again_in_seconds=failing)
+                delay, failing = failing, min(failing * 2, _MAX_RETRY_SECONDS)
+            except Exception:  # of one object, which must not end the others' or its own next try
+                _log.exception("not_carried_out", of=key, again_in_seconds=failing)
+                delay, failing = failing, min(failing * 2, _MAX_RETRY_SECONDS)
+
+
+class Controller:
+    """All policies and training snapshots of a cluster."""
+
+    def __init__(
+        self, api: Api, installation: Installation, *, retry_seconds: float = _RETRY_SECONDS
+    ) -> None:
+        self._api = api
+        self._installation = installation
+        self._retry_seconds = retry_seconds
+        self._reconciliations = Reconciliations(retry_seconds)
+        self._policies: dict[str, Body] = {}
+        self._daemon_sets: dict[str, Body] = {}
+        self._snapshots: dict[str, Body] = {}
+        self._statuses: dict[str, dict[str, Any]] = {}
+        """Newest status of each object by its uid: that of an event may be older than what was written since."""
+        self._applied: dict[str, str] = {}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Watch until ``stop`` is set."""
+        namespace = self._installation.namespace
+        watches = [
+            Watch(GROUP, VERSION, "snapshotpolicies", self._on_policy),
+            Watch(GROUP, VERSION, "trainingsnapshots", self._on_snapshot),
+            Watch("apps", "v1", "daemonsets", self._on_daemon_set, namespace=namespace, label=POLICY_LABEL),
+        ]
+        try:
+            await watch(watches, stop, self._api.connection)
+        finally:
+            await self._reconciliations.close()
+
+    # -- policies
+
+    def _on_policy(self, event: Mapping[str, Any]) -> None:
+        body, name = event["object"], event["object"]["metadata"]["name"]
+        if event["type"] == "DELETED":
+            self._policies.pop(name, None)
+            self._applied.pop(body["metadata"]["uid"], None)
+            self._reconciliations.end(f"policy {name}")
+            return
+        self._policies[name] = body
+        self._reconciliations.wake(f"policy {name}", lambda: self._carry_out(name))
+
+    def _on_daemon_set(self, event: Mapping[str, Any]) -> None:
+        body = event["object"]
+        name = body["metadata"]["labels"][POLICY_LABEL]
+        if event["type"] == "DELETED":
+            self._daemon_sets.pop(name, None)
+            if (policy := self._policies.get(name)) is not None:
+                self._applied.pop(policy["metadata"]["uid"], None)
+        else:
+            self._daemon_sets[name] = body
+        if name in self._policies:
+            self._reconciliations.wake(f"policy {name}", lambda: self._carry_out(name))
+
+    async def _carry_out(self, name: str) -> None:
+        policy = self._policies.get(name)
+        if policy is None:
+            return
+        uid = policy["metadata"]["uid"]
+        try:
+            objects = objects_of(policy, self._installation)
+        except ConfigError as error:
+            await self._report(
+                policy, {}, [Condition("Ready", "False", "InvalidPolicy", error.message, is_trouble=True)]
+            )
+            return
+        if self._applied.get(uid) != repr(objects):
+            try:
+                for one in objects:
+                    await self._api.apply(one)
+            except ApiError as error:
+                refused = Condition("Ready", "False", "NotApplied", error.message, is_trouble=True)
+                await self._report(policy, {}, [refused])
+                raise
+            self._applied[uid] = repr(objects)
+        status, condition = daemons_of(self._daemon_sets.get(name), objects[1])
+        await self._report(policy, status, [condition])
+
+    # -- training snapshots
+
+    def _on_snapshot(self, event: Mapping[str, Any]) -> None:
+        body = event["object"]
+        key = f"snapshot {body['metadata']['namespace']}/{body['metadata']['name']}"
+        if event["type"] == "DELETED":
+            self._reconciliations.end(key)
+            self._snapshots.pop(key, None)
+            self._statuses.pop(body["metadata"]["uid"], None)
+            return
+        self._snapshots[key] = body
+        self._reconciliations.wake(key, lambda: self._follow(self._snapshots[key]))
+
+    async def _follow(self, body: Body) -> float | None:
+        """Bring the status up to date; return after how many seconds to look again."""
+        status = body.get("status", {})
+        nodes: dict[str, dict[str, Any]] = {
+            name: dict(part) for name, part in status.get("nodes", {}).items()
+        }
+        requested = status.get("requestedAt")
+        if requested is None and "requestedAt" in self._statuses.get(body["metadata"]["uid"], {}):
+            return None  # an event of before the request
+        if requested is None:
+            job, namespace = body["spec"]["jobRef"], body["metadata"]["namespace"]
+            selector = f"{JOB_LABELS[job['kind']]}={job['name']}"
+            nodes = nodes_of(await self._api.pods(namespace, selector))
+            if not nodes:
+                message = f"no pod of {job['kind']} {job['name']} runs in {namespace} (label {selector})"
+                await self._report(body, {}, [Condition("Ready", "False", "NoRunningPods", message)])
+                return self._retry_seconds
+            # The agents begin when they see this, and only their own part.
+            await self._report(body, {"requestedAt": now(), "nodes": nodes}, conditions_of(nodes))
+            return None
+        left = body["spec"].get("timeoutSeconds", 600) - _seconds_since(requested)
+        silent = {name: part for name, part in nodes.items() if part["phase"] == "Requested"}
+        found: dict[str, Any] = {}
+        if silent and left <= 0:
+            found["nodes"] = {name: {"phase": "Failed", "message": _UNANSWERED} for name in silent}
+            nodes |= {name: {**part, **found["nodes"][name]} for name, part in silent.items()}
+        await self._report(body, {**summary_of(nodes), **found}, conditions_of(nodes))
+        return max(left, 0.1) if silent and left > 0 else None
+
+    # -- statuses
+
+    async def _report(self, body: Body, found: dict[str, Any], conditions: list[Condition]) -> None:
+        """Write what has changed of the status, and an event for each condition that did."""
+        metadata = body["metadata"]
+        uid, generation = metadata["uid"], metadata.get("generation", 1)
+        before = self._statuses.get(uid) or body.get("status", {})
+        stored, changed = merged(before.get("conditions", []), conditions, generation)
+        others = [
+            one for one in before.get("conditions", []) if one["type"] not in {new["type"] for new in stored}
+        ]
+        status = {**found, "observedGeneration": generation, "conditions": [*stored, *others]}
+        if body["kind"] != "SnapshotPolicy":
+            del status["observedGeneration"]
+        if (
+            any(before.get(key) != value for key, value in status.items() if key != "nodes")
+            or "nodes" in found
+        ):
+            await self._api.patch_status(
+                reference(body["kind"], metadata["name"], metadata.get("namespace", "")), status
+            )
+            self._statuses[uid] = {**before, **status}
+        for one in changed:
+            # That nothing is known yet is no event.
+            if one.status != "Unknown" or one.is_trouble:
+                await self._api.post_event(body, one.reason, one.message, is_trouble=one.is_trouble)
+
+
+def daemons_of(daemon_set: Body | None, wanted: Body) -> tuple[dict[str, Any], Condition]:
+    """Return the figures of a policy's daemons, and its condition Ready."""
+    found = (daemon_set or {}).get("status", {})
+    if daemon_set is None or found.get("observedGeneration", 0) < daemon_set["metadata"].get("generation", 1):
+        return {}, Condition(
+            "Ready", "False", "Starting", f"DaemonSet {wanted['metadata']['name']} is being carried out"
+        )
+    nodes, running = found.get("desiredNumberScheduled", 0), found.get("numberReady", 0)
+    figures = {"nodes": nodes, "nodesRunning": running}
+    if nodes == 0:
+        return figures, Condition(
+            "Ready", "False", "NoNodes", "no node has the labels of nodes.matchLabels", is_trouble=True
+        )
+    if running < nodes:
+        told = f"the daemon is ready on {running} of {nodes} nodes: kubectl -n {wanted['metadata']['namespace']} get pods -l {POLICY_LABEL}={wanted['metadata']['labels'][POLICY_LABEL]}"
+        return figures, Condition("Ready", "False", "DaemonsNotReady", told)
+    return figures, Condition("Ready", "True", "DaemonsReady", f"the daemon is ready on all {nodes} nodes")
+
+
+def _seconds_since(time: str) -> float:
+    moment = datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    return (datetime.now(timezone.utc) - moment).total_seconds()

@@ -1,0 +1,176 @@
+"""The manifests of etc/kubernetes and etc/training, those in the documentation, and the objects that the controller makes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("Kopf and kmock need Python 3.11", allow_module_level=True)
+
+import yaml
+from openapi_schema_validator import OAS30Validator
+from support.kubernetes_api import CHART, INSTALLATION, NAMESPACE, definitions, flaws_of, rendered
+
+from ciuic.config.load import parse_config
+from ciuic.errors import ConfigError
+from ciuic.operator.policies import configuration_of, objects_of, parents_of
+
+CHECKOUT = Path(__file__).parents[3]
+POLICY: dict[str, Any] = {
+    "apiVersion": "ciuic.io/v1alpha1",
+    "kind": "SnapshotPolicy",
+    "metadata": {"name": "gpu", "uid": "5"},
+    "spec": {
+        "nodes": {"matchLabels": {"pool": "gpu"}, "tolerations": [{"operator": "Exists"}]},
+        "roots": [{"path": "/data/a", "exclude": ['*"tmp"', "\\x"]}, {"path": "/data/b"}, {"path": "/srv"}],
+        "interval": "30m",
+        "keep": {"within": "7d", "last": 3, "monthly": 12},
+        "repository": "/data/repository",
+        "remote": {
+            "url": "s3://bucket/run",
+            "endpoint": "https://minio:9000",
+            "secretRef": {"name": "store"},
+            "keep": {"monthly": 12},
+        },
+    },
+}
+# Kinds of other projects, whose schemas are not here.
+_FOREIGN = {"TrainJob", "PyTorchJob", "JobSet", "TrainingRuntime", "ClusterTrainingRuntime"}
+
+
+def manifests() -> list[Any]:
+    """Return each document of the examples and pages."""
+    found = []
+    for path in sorted((CHECKOUT / "etc").rglob("*.yaml")):
+        if CHART not in path.parents:
+            found += [(path.name, one) for one in yaml.safe_load_all(path.read_text())]
+    for path in sorted((CHECKOUT / "docs").glob("*.md")):
+        for block in re.findall(r"^```yaml\n(.*?)^```", path.read_text(), re.M | re.S):
+            found += [(path.name, one) for one in yaml.safe_load_all(block) if "apiVersion" in (one or {})]
+    return [pytest.param(one, id=f"{name}-{one['kind']}") for name, one in found]
+
+
+def check(body: dict[str, Any]) -> None:
+    if body["apiVersion"].startswith("ciuic.io/"):
+        assert flaws_of(body) == []
+    elif body["kind"] in _FOREIGN:
+        for template in _pod_specs(body):
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template}
+            kubernetes_validate.validate(pod, "1.34", strict=True)
+    else:
+        kubernetes_validate.validate(body, "1.34", strict=True)
+
+
+def _pod_specs(value: Any) -> list[Any]:
+    """Return all pod specs within an object."""
+    if isinstance(value, dict):
+        own = [value] if "containers" in value else []
+        return own + [one for part in value.values() for one in _pod_specs(part)]
+    return [one for part in value for one in _pod_specs(part)] if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize("body", manifests())
+def test_examples_are_valid(body: dict[str, Any]) -> None:
+    """Each manifest in etc and docs is one that an API server takes."""
+    check(body)
+
+
+def test_what_the_chart_and_the_controller_make_is_valid() -> None:
+    """Objects are those of their schemas; the definitions themselves are valid."""
+    for body in [*rendered(), *definitions(), *objects_of(POLICY, INSTALLATION)]:
+        check(body)
+
+
+def test_the_definitions_are_structural() -> None:
+    """Each field of the schemas has a type, and nothing is allowed that is not described."""
+
+    def walk(schema: dict[str, Any], where: str) -> None:
+        assert schema.get("type") in ("object", "array", "string", "integer", "boolean"), where
+        for name, one in schema.get("properties", {}).items():
+            walk(one, f"{where}.{name}")
+        if schema["type"] == "array":
+            walk(schema["items"], f"{where}[]")
+        if isinstance(one := schema.get("additionalProperties"), dict):
+            walk(one, f"{where}.*")
+        if "default" in schema:
+            OAS30Validator(schema).validate(schema["default"])
+
+    for one in definitions():
+        for version in one["spec"]["versions"]:
+            walk(version["schema"]["openAPIV3Schema"], one["metadata"]["name"])
+            assert version["subresources"] == {"status": {}}
+            fields = version["schema"]["openAPIV3Schema"]["properties"]
+            for column in version["additionalPrinterColumns"]:
+                place = fields
+                for name in column["jsonPath"].split("[")[0].strip(".").split(".")[:2]:
+                    place = place.get(name, {}).get("properties", {}) if name != "metadata" else fields
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "flaw"),
+    [
+        ("SnapshotPolicy", {}, "roots"),
+        ("SnapshotPolicy", {"roots": []}, "roots"),
+        ("SnapshotPolicy", {"roots": [{"path": "data"}]}, "path"),
+        ("SnapshotPolicy", {"roots": [{"path": "/"}]}, "path"),
+        ("SnapshotPolicy", {"roots": [{"path": "/a"}], "interval": "often"}, "interval"),
+        ("SnapshotPolicy", {"roots": [{"path": "/a"}], "remote": {"url": "https://x"}}, "url"),
+        ("TrainingSnapshot", {"jobRef": {"kind": "CronJob", "name": "a"}}, "kind"),
+        ("TrainingSnapshot", {"jobRef": {"kind": "Job", "name": "A_"}}, "name"),
+        ("TrainingSnapshot", {"jobRef": {"kind": "Job", "name": "a"}, "timeoutSeconds": 0}, "timeout"),
+    ],
+)
+def test_what_an_api_server_refuses(kind: str, spec: dict[str, Any], flaw: str) -> None:
+    """Wrong kinds, paths, durations and addresses do not get as far as the controller."""
+    body = {"apiVersion": "ciuic.io/v1alpha1", "kind": kind, "metadata": {"name": "x"}, "spec": spec}
+    assert flaw in "".join(flaws_of(body))
+
+
+def test_the_configuration_says_what_the_policy_says(tmp_path: Path) -> None:
+    """The daemon reads the policy's roots, patterns, interval, retention and remote."""
+    config = parse_config(configuration_of(POLICY["spec"]), tmp_path / "ciuic.toml")
+    assert [str(root.path) for root in config.roots] == ["/data/a", "/data/b", "/srv"]
+    assert config.roots[0].exclude == ('*"tmp"', "\\x")
+    assert config.retention.keep_monthly == 12
+    assert config.remotes[0].url == "s3://bucket/run"
+    assert config.remotes[0].endpoint == "https://minio:9000"
+
+
+def test_the_daemon_sees_the_directories_above_its_roots() -> None:
+    """Each root lies below one mount that propagates both ways, and no mount lies in another."""
+    assert parents_of(["/data/a", "/data/b", "/data/c/d", "/srv"]) == ["/data", "/srv"]
+    _, daemons = objects_of(POLICY, INSTALLATION)
+    assert daemons["metadata"]["namespace"] == NAMESPACE
+    pod = daemons["spec"]["template"]["spec"]
+    by_name = {one["name"]: one for one in pod["containers"]}
+    assert list(by_name) == ["daemon", "agent", "upload"]
+    both = [one["mountPath"] for one in by_name["daemon"]["volumeMounts"] if "mountPropagation" in one]
+    assert both == ["/data", "/srv"]
+    # Only the daemon is privileged, only the agent has the token, only the upload has the key.
+    assert [name for name, one in by_name.items() if one["securityContext"].get("privileged")] == ["daemon"]
+    for volume, owner in (("account", "agent"), ("key", "upload")):
+        assert [
+            name
+            for name, one in by_name.items()
+            if volume in [mount["name"] for mount in one["volumeMounts"]]
+        ] == [owner]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"roots": [{"path": "/data/../etc"}]}, "'..'"),
+        ({"roots": [{"path": "/data"}, {"path": "/data/inner"}]}, "/data/inner"),
+        ({"roots": [{"path": "/data"}], "interval": "0s"}, "interval"),
+    ],
+)
+def test_a_policy_that_the_daemon_would_refuse_is_refused(change: dict[str, Any], message: str) -> None:
+    """What the schema cannot say is said by the daemon's own reading of the configuration."""
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        configuration_of(change)
