@@ -1,0 +1,445 @@
+"""``ciuic slurm``: run the command of a Slurm job so that the job comes back after a preemption, and take its snapshots.
+
+Guarantees of ``run``: the command gets each signal once (`ciuic.system.relayed_command`), and its exit status is ours; the job is
+requeued only where it was told to end, did not end well, is still running for Slurm, and has been requeued fewer times
+than the limit; what fails by its own fault is never requeued. That no snapshot, restore or requeue succeeds is said, and
+keeps no command from running.
+
+Leaves the saving of a training's state to its SnapshotManager: what is done here is for the files of protected directories.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import click
+
+from ciuic.cli.shared.messages import complain, shown, shown_text, warn
+from ciuic.cli.shared.options import DIRECTORY, FrameCommand, FrameGroup
+from ciuic.cli.shared.output import note, out
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.system.slurm import SlurmJob, check_directory, directory_in_comment, job_tags, jobs_on_node
+from ciuic.system.state_home import state_home
+
+_DEFAULT_GRACE: Final = 60.0
+_DEFAULT_REQUEUES: Final = 100
+# For the requeue itself, which ends the job.
+_END_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.2
+_NOT_FOUND, _NOT_RUN = 127, 126
+_TOLD_STATUS: Final = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+"""Status of a command whose step was told by ``--signal=USR1@…``, which this process is not."""
+_DIRECTORIES = click.option(
+    "-p",
+    "--path",
+    "paths",
+    multiple=True,
+    metavar="DIR",
+    type=DIRECTORY,
+    help="A directory of the job, protected by the daemon; may be given several times.",
+)
+
+
+@click.group("slurm", cls=FrameGroup)
+def command() -> None:
+    """Jobs of Slurm that come back where they were (docs/slurm.md)."""
+
+
+@command.command("snapshot", cls=FrameCommand)
+@_DIRECTORIES
+def snapshot_command(paths: tuple[bytes, ...]) -> None:
+    """Take a snapshot of the job's directories, tagged with the job, and print its id when it is durable.
+
+    Any user may have snapshots of directories that are theirs.
+    """
+    if not paths:
+        raise UsageError("which directories? Name them with -p")
+    out(_take(current(), paths, "slurm snapshot"))
+
+
+# Not interspersed: options behind the command's name are the command's own.
+@command.command("run", cls=FrameCommand, context_settings={"allow_interspersed_args": False})
+@_DIRECTORIES
+@click.option(
+    "--grace",
+    "grace_seconds",
+    type=click.FloatRange(min=1),
+    default=_DEFAULT_GRACE,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between the first signal and the end of the job: that of --signal, or GraceTime of the partition.",
+)
+@click.option(
+    "--max-requeues",
+    type=click.IntRange(min=0),
+    default=_DEFAULT_REQUEUES,
+    show_default=True,
+    metavar="N",
+    help="Do not requeue a job that was started again so many times.",
+)
+@click.argument("words", nargs=-1, required=True, metavar="COMMAND...", type=click.UNPROCESSED)
+def run_command(
+    paths: tuple[bytes, ...], grace_seconds: float, max_requeues: int, words: tuple[str, ...]
+) -> None:
+    """Run the COMMAND of a Slurm job, and requeue the job when it was told to end before it was done.
+
+    Before: a DIR of -p that is empty is restored from a remote that has a snapshot of this job. After a signal: the command is given
+    time to save, then a snapshot of each DIR is taken. Ends with the exit code of COMMAND.
+    """
+    session = current()
+    job = SlurmJob.of(os.environ)
+    if job is None:
+        warn("SLURM_JOB_ID is not set, so this is no Slurm job: nothing is requeued")
+    else:
+        for path in paths:
+            _restore(session, job, path, os.geteuid(), lazily=os.geteuid() == 0)
+    session.exit_code = _Run(session, job, paths, grace_seconds, max_requeues).run(words)
+
+
+@command.command("prolog", cls=FrameCommand)
+def prolog_command() -> None:
+    """Protect the directory that a job names in its comment, as Slurm's Prolog; needs root.
+
+    It is named so: sbatch --comment=ciuic=/data/run. It must belong to the job's user. One that is empty is restored from a
+    remote that has a snapshot of this job. A job that names none is left alone.
+    """
+    from ciuic.cli.commands.protect import protect
+
+    session = current()
+    try:
+        named = _named_directory()
+    except CiuicError as error:
+        # Whatever a user writes there: it must not take the node away from others, by CIUIC_SLURM_STRICT.
+        complain(f"the directory that the job names is not protected: {error}")
+        return
+    if named is None:
+        return
+    job, path = named
+    record = _record(job)
+    record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # With a session of its own: this one is to read the configuration that it leaves.
+    _forget_lost_jobs(Session(config_option=session.config_option), record.parent)
+    is_new = path not in [root.path for root in session.config.roots]
+    # Before the directory is protected: a root that nobody would take back is worse than a record of none.
+    record.write_text(f"{path}\n" if is_new or _is_recorded(record.parent, path) else "\n")
+    try:
+        if is_new:
+            protect(session, [path])
+    except BaseException:
+        record.unlink(missing_ok=True)
+        raise
+    # Not in a mount: the user could exchange what leads there, between the steps of making one.
+    _restore(session, job, os.fsencode(path), int(os.environ["SLURM_JOB_UID"]), lazily=False)
+
+
+@command.command("epilog", cls=FrameCommand)
+def epilog_command() -> None:
+    """Take a last snapshot of a job's directory, and stop protecting it, as Slurm's Epilog; needs root.
+
+    It stays protected where it was before the job, and where another job on this node uses it.
+    """
+    from ciuic.cli.commands.protect import unprotect
+
+    session = current()
+    job = _job()
+    record = _record(job)
+    try:
+        recorded = record.read_text().removesuffix("\n")
+    except FileNotFoundError:
+        return  # the job named no directory, or the prolog failed
+    try:
+        if named := recorded or str((_named_directory() or ("", ""))[1]):
+            note(f"{_take(session, [os.fsencode(named)], 'at the end of the job')} is stored")
+    finally:
+        record.unlink(missing_ok=True)
+        if recorded and not _is_recorded(record.parent, Path(recorded)):
+            unprotect(session, [Path(recorded)])
+
+
+def _job() -> SlurmJob:
+    job = SlurmJob.of(os.environ)
+    if job is None:
+        raise UsageError("SLURM_JOB_ID is not set: this is for Slurm's Prolog and Epilog")
+    if os.geteuid() != 0:
+        raise NotPermitted("this is for Slurm's Prolog and Epilog, which run as root")
+    return job
+
+
+def _named_directory() -> tuple[SlurmJob, Path] | None:
+    """Return the job and the directory that it names; None if it names none.
+
+    Raises:
+        CiuicError: root may not treat this directory as the user's.
+    """
+    job = _job()
+    if not (path := directory_in_comment(job.comment(os.environ))):
+        return None
+    uid = os.environ.get("SLURM_JOB_UID", "")
+    if not uid.isdecimal():
+        raise UsageError("SLURM_JOB_UID is not set: whose job is it?")
+    check_directory(path, int(uid))
+    return job, Path(path)
+
+
+def _record(job: SlurmJob) -> Path:
+    """Return the file that says which directory a job on this node has had protected; empty where it was protected before."""
+    # Durable: after a power failure the configuration still has the directory.
+    return state_home("slurm") / job.id
+
+
+def _forget_lost_jobs(session: Session, records: Path) -> None:
+    """Stop protecting directories of jobs that have ended without an Epilog, by the end of this machine."""
+    from ciuic.cli.commands.protect import unprotect
+
+    # Before Slurm is asked: a job that begins meanwhile has a record, and is not among what Slurm has told.
+    recorded = [one for one in records.iterdir() if one.name.isdecimal()]
+    try:
+        here = jobs_on_node(os.environ["SLURMD_NODENAME"])
+    except (KeyError, CiuicError) as error:
+        complain(f"directories of jobs that are lost stay protected: {error}")
+        return
+    for record in [one for one in recorded if one.name not in here]:
+        try:
+            path = record.read_text().removesuffix("\n")
+            record.unlink()
+        except FileNotFoundError:
+            continue  # its Epilog was late
+        is_root = path and Path(path) in [root.path for root in session.config.roots]
+        if is_root and not _is_recorded(records, Path(path)):
+            unprotect(session, [Path(path)])
+
+
+def _is_recorded(directory: Path, path: Path) -> bool:
+    """Return whether a job on this node has had a directory protected."""
+    for record in directory.iterdir():
+        with suppress(FileNotFoundError):  # its job has ended meanwhile
+            if record.read_text() == f"{path}\n":
+                return True
+    return False
+
+
+class _Run:
+    """One run of a job's command."""
+
+    def __init__(
+        self,
+        session: Session,
+        job: SlurmJob | None,
+        paths: Sequence[bytes],
+        grace_seconds: float,
+        max_requeues: int,
+    ) -> None:
+        self._session = session
+        self._job = job
+        self._paths = paths
+        self._grace_seconds = grace_seconds
+        self._max_requeues = max_requeues
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run the command to its end, and do what follows; return its exit code."""
+        from ciuic.system.relayed_command import RelayedCommand
+
+        try:
+            started = RelayedCommand(words, os.environ)
+        except OSError as error:
+            complain(f"{shown_text(words[0])} cannot be run: {error.strerror}")
+            return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_RUN
+
+        with started as running:
+
+            def after(share: float) -> float | None:
+                return None if running.told is None else running.told_at + self._grace_seconds * share
+
+            # Half of the time is the command's. What goes on then is saved as it is, beside it.
+            code = running.wait(lambda: after(0.5))
+            told_at = running.told_at if running.told is not None else time.monotonic()
+            if code == 0:
+                return 0
+            if running.told is None and code not in _TOLD_STATUS and not self._is_preempted():
+                return code or 0
+            deadline = told_at + max(self._grace_seconds - _END_SECONDS, self._grace_seconds / 2)
+            self._save(deadline)
+            if code is None:
+                code = running.wait(lambda: deadline)
+            # A command that uses the signal to save, and goes on, is ended by the requeue.
+            if code != 0:
+                self._requeue()
+            return running.wait(lambda: None) if code is None else code  # type: ignore[return-value]
+
+    def _is_preempted(self) -> bool:
+        """Return whether Slurm has told the steps of the job, and not this process, that the job is to end."""
+        if self._job is None:
+            return False
+        try:
+            return self._job.ask().is_preempted
+        except CiuicError as error:
+            complain(f"it is not known whether the job was preempted: {error}")
+            return False
+
+    def _save(self, deadline: float) -> None:
+        """Take a snapshot of the directories, and wait until it is durable, or until the deadline."""
+        if not self._paths:
+            return
+
+        def take() -> None:
+            try:
+                note(f"{_take(self._session, self._paths, 'before the job is requeued')} is stored")
+            except CiuicError as error:
+                complain(f"no snapshot of the job's directories: {error}")
+
+        # A daemon that hangs must not cost the requeue: the thread is left behind.
+        taking = threading.Thread(target=take, name="ciuic-slurm-snapshot", daemon=True)
+        taking.start()
+        taking.join(max(1.0, deadline - time.monotonic()))
+        if taking.is_alive():
+            complain("the snapshot of the job's directories is not stored yet; the daemon goes on with it")
+
+    def _requeue(self) -> None:
+        if self._job is None or not self._job.is_first_process:
+            return
+        try:
+            # A job that the user has cancelled, or that Slurm has requeued by itself, stays as it is.
+            if (state := self._job.ask().state) != "RUNNING":
+                note(f"job {self._job.id} is {state or 'gone'} for Slurm: it is not requeued")
+                return
+            if self._job.restarts >= self._max_requeues:
+                complain(
+                    f"job {self._job.id} was started again {self._job.restarts} times: it is not requeued "
+                    f"(--max-requeues {self._max_requeues})"
+                )
+                return
+            note(f"job {self._job.id} is requeued")
+            self._job.requeue()
+        except CiuicError as error:
+            complain(f"job {self._job.id} is not requeued: {error}")
+
+
+def _take(session: Session, paths: Sequence[bytes], message: str) -> str:
+    """Take a snapshot of directories, as an administrator or as the user that they belong to; return its id when it is durable."""
+    tags, names = job_tags(), [os.fsdecode(path) for path in paths]
+    try:
+        roots = _roots(session, names)
+        state = session.control.take_snapshot(message=message, tags=tags, roots=roots, wait=True)
+    except NotPermitted:
+        return _take_as_user(names, message, tags)
+    return state.id
+
+
+def _roots(session: Session, names: Sequence[str]) -> list[str]:
+    """Return the protected roots in which directories are."""
+    known = [root.path for root in session.control.status().roots]
+    return list(
+        dict.fromkeys(
+            next((root for root in known if f"{name}/".startswith(f"{root}/")), name) for name in names
+        )
+    )
+
+
+def _take_as_user(names: Sequence[str], message: str, tags: Sequence[str]) -> str:
+    from ciuic.protocol.pairing import (
+        ANSWER_SECONDS,
+        LOOK_SECONDS,
+        Files,
+        Taken,
+        answer,
+        ask,
+        pair_socket,
+        states_of,
+    )
+
+    path = pair_socket(os.environ)
+    with ask(path, Files(roots=tuple(names), message=message, tags=tuple(tags))) as connection:
+        taken = answer(connection, ANSWER_SECONDS)
+    if not isinstance(taken, Taken):
+        raise Unreachable("the daemon answered something else than was asked")
+    while (state := states_of(path, (taken.id,), LOOK_SECONDS).states.get(taken.id)) != "committed":
+        if state not in ("pending", "capturing"):
+            raise CiuicError(f"{taken.id} is {state or 'not known to the daemon'}")
+        time.sleep(_POLL_SECONDS)
+    return taken.id
+
+
+def _restore(session: Session, job: SlurmJob, path: bytes, uid: int, *, lazily: bool) -> None:
+    """Restore an empty directory of a user from a remote that has a snapshot of this job."""
+    try:
+        with os.scandir(path) as entries:
+            if next(entries, None) is not None:
+                return
+    except FileNotFoundError:
+        pass  # restored below
+    except OSError as error:
+        complain(f"{shown(path)} is not restored: {error.strerror}")
+        return
+    try:
+        remotes = session.config.remotes
+    except CiuicError as error:
+        note(f"{shown(path)} is empty, and no remote is known: {error}")
+        return
+    for remote in remotes:
+        found = _newest(session, remote.url, job, path)
+        # Any user may have snapshots of directories of their own tagged with any job.
+        if found and not _belonged_to(session, remote.url, found, path, uid):
+            complain(f"{shown(path)} of {found} did not belong to user {uid}: it is not restored")
+            continue
+        if found and _restored(session, remote.url, found, path, lazily=lazily):
+            note(f"{shown(path)} is restored from {found} of {remote.name}")
+            return
+
+
+def _newest(session: Session, url: str, job: SlurmJob, path: bytes) -> str:
+    """Return the id of the newest snapshot of this job that has a directory; empty if there is none."""
+    root, tag = os.fsdecode(path), f"slurm-job={job.id}"
+    said = _ciuic(session, url, "list", "--root", root, "--tag", tag, "-n", "1", "--machine-readable")
+    if said.returncode:
+        complain(f"{url} could not be read: {said.stderr.strip()}")
+    return said.stdout.partition("|")[0].strip()
+
+
+def _belonged_to(session: Session, url: str, snapshot: str, path: bytes, uid: int) -> bool:
+    """Return whether a directory of a snapshot was this user's."""
+    said = _ciuic(session, url, "show", snapshot, os.fsdecode(path), "--json")
+    try:
+        return said.returncode == 0 and json.loads(said.stdout)["uid"] == uid
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+def _restored(session: Session, url: str, snapshot: str, path: bytes, *, lazily: bool) -> bool:
+    words = ("restore", "-s", snapshot, "-p", os.fsdecode(path))
+    # In a mount behind which the files follow; where that cannot be (in a protected directory), the files themselves.
+    lazily = lazily and not os.path.ismount(path)
+    said = _ciuic(session, url, *words, "--lazy") if lazily else None
+    if said is None or said.returncode:
+        said = _ciuic(session, url, *words)
+    if said.returncode:
+        complain(f"{shown(path)} is not restored: {said.stderr.strip()}")
+    return said.returncode == 0
+
+
+def _ciuic(session: Session, url: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run ciuic on a remote, in a process of its own: a store's client does not survive the fork of a lazy restore."""
+    from ciuic.system.child_process import environment, module_command
+
+    config = () if session.config_option is None else ("--config", os.fspath(session.config_option))
+    secrets = {name: value for name, value in os.environ.items() if name.startswith("CIUIC_REMOTE_")}
+    return subprocess.run(
+        module_command("ciuic", *config, "--repo", url, *words),
+        # It opens a remote, whose keys its variables may name.
+        env={**environment(), **secrets},
+        cwd="/",
+        check=False,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+    )

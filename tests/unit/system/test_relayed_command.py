@@ -1,0 +1,97 @@
+"""A command below ciuic gets each signal once, whoever was sent it, and its end is told as a shell tells it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.site import CHECKOUT, until
+
+_RELAY = """
+import os, sys
+from ciuic.system.relayed_command import RelayedCommand
+with RelayedCommand(sys.argv[1:], os.environ) as running:
+    code = running.wait(lambda: None)
+    print("told", running.told and running.told.name, flush=True)
+sys.exit(code)
+"""
+_COMMAND = """
+import signal, sys, time
+got = []
+for name in sys.argv[1].split(","):
+    signal.signal(getattr(signal, name), lambda number, _: got.append(signal.Signals(number).name))
+print("ready", flush=True)
+while "SIGINT" not in got:
+    time.sleep(0.01)
+print(",".join(got), flush=True)
+sys.exit(7)
+"""
+
+
+def _relayed(catches: str, tell: Callable[[subprocess.Popen[str]], None]) -> tuple[int, list[str]]:
+    """Run a command that catches signals until SIGINT; return exit code and lines."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _RELAY, sys.executable, "-c", _COMMAND, catches],
+        stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        tell(process)
+        lines = process.stdout.read().split()
+        return process.wait(30), lines
+
+
+def _caught_by(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Return when the relay has read a signal, so that the next one does not belong to it."""
+
+    def is_taken() -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return all(
+            not int(line.split()[1], 16) & 1 << (number - 1)
+            for line in status.splitlines()
+            if line.startswith(("SigPnd", "ShdPnd"))
+        )
+
+    until("the signal", is_taken)
+
+
+def test_a_signal_to_the_relay_alone_is_passed_on() -> None:
+    """A signal that the relay alone got reaches the command; one that would only kill it becomes SIGTERM."""
+
+    def tell(process: subprocess.Popen[str]) -> None:
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+            process.send_signal(number)
+            _caught_by(process, number)
+
+    code, lines = _relayed("SIGTERM,SIGUSR2,SIGINT", tell)
+    assert code == 7
+    assert sorted(lines[0].split(",")) == ["SIGINT", "SIGTERM", "SIGUSR2"]
+    assert lines[1:] == ["told", "SIGUSR1"]
+
+
+def test_a_signal_to_all_processes_of_a_job_reaches_the_command_once() -> None:
+    """A signal that Slurm sends to all processes of a job is not sent to the command again."""
+
+    def tell(process: subprocess.Popen[str]) -> None:
+        # All of the session, as a container of processes is signalled; the next one to the relay alone, at once.
+        os.killpg(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+
+    code, lines = _relayed("SIGTERM,SIGINT", tell)
+    assert (code, lines[:2]) == (7, ["SIGTERM,SIGINT", "told"])
+
+
+@pytest.mark.parametrize(("words", "code"), [(["true"], 0), (["sh", "-c", "kill -9 $$"], 137)])
+def test_the_exit_code_is_that_of_a_shell(words: list[str], code: int) -> None:
+    """The command's exit code is returned, 128 and the signal for one that was killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RELAY, *words], cwd=CHECKOUT, check=False, timeout=60, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "told None\n")
