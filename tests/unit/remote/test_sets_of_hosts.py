@@ -1,0 +1,151 @@
+"""Tests of what a set of hosts leaves in a remote, and of requests that cannot be meant."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ciuic.errors import CiuicError, UsageError
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import ObjectInfo
+from ciuic.remote.sealing.sealer import MasterKey, Sealer
+from ciuic.remote.sets import SetMeeting, SetRequest, remove_old_sets
+from ciuic.types import SetMember
+
+BUCKET = "sets-of-hosts"
+SEALER = Sealer(b"r" * 16, MasterKey(b"k" * 32))
+
+
+class _Aged(MemoryObjects):
+    """A store in which what was there when it was opened is a day older."""
+
+    def __init__(self) -> None:
+        super().__init__(BUCKET)
+        self._old = {info.name for info in super().list("")}
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        for info in super().list(prefix, after=after):
+            yield info._replace(
+                modified_ns=info.modified_ns - (25 * 3600 * 10**9 if info.name in self._old else 0)
+            )
+
+
+class _Daemon:
+    """A daemon whose cut is the place in the set."""
+
+    def flush(self) -> bool:
+        return True
+
+    def hold(self, member: SetMember, limit_seconds: float, *, flushed: bool) -> _Held:
+        return _Held(member)
+
+
+class _Held:
+    def __init__(self, member: SetMember) -> None:
+        self._member = member
+
+    def cut(self) -> SetMember:
+        return self._member
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.fixture
+def objects() -> Iterator[MemoryObjects]:
+    yield MemoryObjects(BUCKET)
+    forget_bucket(BUCKET)
+
+
+def request(member: str, name: str = "night") -> SetRequest:
+    return SetRequest(name, ("a", "b"), member, hold_limit_seconds=30.0)
+
+
+def cut_both(objects: MemoryObjects, name: str = "night") -> list[SetMember]:
+    """Cut a set of two hosts."""
+    found: list[SetMember] = []
+
+    def take(member: str) -> None:
+        found.append(SetMeeting(objects, SEALER, request(member, name)).take(_Daemon()))
+
+    threads = [threading.Thread(target=take, args=(member,)) for member in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(found, key=lambda place: place.member)
+
+
+def test_objects_of_older_sets_are_removed_by_a_later_one(objects: MemoryObjects) -> None:
+    """What a set leaves is gone after one that was cut a day later, and its name may be used again."""
+    first = cut_both(objects)
+    assert [(place.name, place.member, place.members) for place in first] == [
+        ("night", "a", ("a", "b")),
+        ("night", "b", ("a", "b")),
+    ]
+    before = {info.name for info in objects.list("")}
+    cut_both(_Aged(), "next")
+    after = {info.name for info in objects.list("")}
+    assert not before & after
+    assert len(after) == len(before) == 7
+    assert cut_both(objects)[0].id != first[0].id
+    # What a host that may not delete has left.
+    assert remove_old_sets(objects) == 0
+    aged = _Aged()
+    cut_both(MemoryObjects(BUCKET), "last")
+    assert remove_old_sets(aged) == 14
+    assert len(list(objects.list(""))) == 7
+
+
+def test_names_of_objects_tell_nothing(objects: MemoryObjects) -> None:
+    """Neither the name of the set nor that of a host can be seen or guessed without the key."""
+    cut_both(objects)
+    plan = next(info.name for info in objects.list("sets/plans/"))
+    everything = b"".join(objects.get(info.name) + info.name.encode() for info in objects.list(""))
+    assert b"night" not in everything
+    assert Sealer(b"r" * 16, None).hide("set night") not in plan
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"members": ("a", "b", "a")}, "named once, got twice: a"),
+        ({"member": "c"}, "this host, c, is none of a, b"),
+        ({"name": "two\nlines"}, "cannot be a name"),
+        ({"name": ""}, "cannot be a name"),
+        ({"hold_limit_seconds": 0.0}, "above 0"),
+        ({"hold_limit_seconds": float("nan")}, "above 0"),
+        ({"wait_seconds": 1e9}, "at most 3600"),
+    ],
+)
+def test_requests_that_cannot_be_meant_are_refused(
+    objects: MemoryObjects, changed: dict[str, object], message: str
+) -> None:
+    """A request that no set can come of is refused before anything is asked of the store."""
+    with pytest.raises(UsageError, match=message):
+        SetMeeting(objects, SEALER, request("a")._replace(**changed))  # type: ignore[arg-type]
+    assert not list(objects.list(""))
+
+
+def test_hosts_that_are_asked_for_different_members_are_told(objects: MemoryObjects) -> None:
+    """A command that names other hosts than the one before it is refused, and does not end that one's attempt."""
+    first = SetMeeting(objects, SEALER, request("a")._replace(wait_seconds=0.2))
+    outcomes: list[CiuicError] = []
+
+    def wait() -> None:
+        with pytest.raises(CiuicError) as caught:
+            first.take(_Daemon())
+        outcomes.append(caught.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not list(objects.list("sets/plans/")):
+        pass
+    with pytest.raises(
+        UsageError, match="another host was asked for the set 'night' of a, b, this one for a, c"
+    ):
+        SetMeeting(objects, SEALER, request("a")._replace(members=("a", "c"))).take(_Daemon())
+    thread.join()
+    assert "b did not come" in outcomes[0].message
