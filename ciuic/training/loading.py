@@ -17,20 +17,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ciuic.errors import CiuicError, Damaged
+from ciuic.errors import CiuicError, Damaged, NotFound, UsageError
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
 from ciuic.repository import Repository
 from ciuic.training.format.reading import (
+    Facts,
     Loaded,
     NoUsableSnapshot,
     PassedOver,
     SavedSnapshot,
     load,
+    load_from,
     newest_good,
     read_facts,
     saved_snapshots,
 )
 from ciuic.training.format.shards import TemplateLookup
+from ciuic.training.loading_sets import are_in_parts, load_newest_whole, whole_state
 from ciuic.training.logs import log, quietly
 from ciuic.training.ranks import Ranks
 from ciuic.training.remote.copies import RemoteCandidate, RemoteTraining
@@ -74,9 +77,15 @@ def load_newest(
             return _load_on_all_ranks(ranks, save_dir, root, templates or {}, find)
         return find() if find is not None else load_latest(save_dir, root, templates)
 
-    if not remotes or find is not None:
+    if find is not None:
+        if ranks is not None and len(ranks.directories.groups) > 1:
+            raise UsageError("a snapshot can be chosen only where all ranks save in one directory")
         return load_local()
     with RemoteTraining(remotes, root) as training:
+        if are_in_parts(save_dir, root, training, ranks):
+            return load_newest_whole(save_dir, root, templates, ranks=ranks, training=training)
+        if not remotes:
+            return load_local()
         loading = _RemoteLoading(training, templates, ranks)
         # First those that this host does not have: it may have come back with what it had days ago.
         newer = loading.candidates(lambda: _newer_than_local(training, save_dir, root))
@@ -165,13 +174,19 @@ class _RemoteLoading:
 _TRIES: Final = 5
 
 
-def load_latest(save_dir: Path, root: bytes, templates: Templates | None = None) -> State | None:
+def load_latest(
+    save_dir: Path,
+    root: bytes,
+    templates: Templates | None = None,
+    wanted: Callable[[Facts], bool] | None = None,
+) -> State | None:
     """Return the newest state that is whole; None if there is no snapshot.
 
     Args:
         save_dir: Repository.
         root: Path of the training in its snapshots.
         templates: Templates of the objects of which this rank has a part; without them all tensors are whole.
+        wanted: Tells which snapshots count; one whose facts cannot be read does not, which is logged. None: all.
 
     Raises:
         NoUsableSnapshot: There are snapshots, and none is whole.
@@ -182,6 +197,8 @@ def load_latest(save_dir: Path, root: bytes, templates: Templates | None = None)
     for more in reversed(range(_TRIES)):
         with Repository.open(save_dir) as repository:
             candidates = repository.snapshots.list(root=root)
+            if wanted is not None:
+                candidates = [one for one in candidates if _is_wanted(repository, one.id, wanted)]
         try:
             loaded = newest_good(str(save_dir), candidates, templates)
         except NoUsableSnapshot as error:
@@ -200,6 +217,16 @@ def load_latest(save_dir: Path, root: bytes, templates: Templates | None = None)
     _tell_cost(save_dir, state)
     _mark_damaged(save_dir, loaded.passed_over)
     return state
+
+
+def _is_wanted(repository: Repository, id_: str, wanted: Callable[[Facts], bool]) -> bool:
+    try:
+        return wanted(read_facts(repository, SnapshotId(id_)))
+    except NotFound:
+        return False  # removed meanwhile
+    except (CiuicError, ValueError) as error:
+        log.warning("ciuic: snapshot %s is passed over: %s", id_, error)
+        return False
 
 
 _STEP: Final = re.compile(r"(?:^|, )step ([0-9]{1,18})(?:,|$)")
@@ -254,7 +281,7 @@ def load_one(save_dir: Path, find: Callable[[Repository], SnapshotId]) -> State:
     """
     with Repository.open(save_dir) as repository:
         id_ = find(repository)
-    return State(load(str(save_dir), id_))
+    return State(load_from(whole_state([str(save_dir)], id_), id_))
 
 
 def load_by_name(save_dir: Path, snapshot: str) -> State:

@@ -11,6 +11,9 @@ last boundary, generators and position included, so that the resumed run makes t
 snapshot is left out, and the log says so, if measurements tell that it cannot be durable in the time that is
 left.
 
+With a remote its process is told of the deadline at once, and sends what will be whole by then (`ciuic.remote.upload_deadline`).
+A program that ends waits for what is promised, within the grace period: in a container that process ends with it.
+
 The program is in an evaluation if every registered model that has the flag is out of training mode (torch's
 ``model.eval()``). The beginning of the model's weights is compared with what it was after the last step,
 because some programs put an average of the weights into the model while they evaluate, and that must not be
@@ -35,7 +38,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -43,10 +45,12 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Final, Literal, Protocol
 
-from ciuic.system.child_process import without_secrets
+from ciuic.errors import CiuicError
+from ciuic.system.slurm import SlurmJob
 from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.logs import log, quietly
 from ciuic.training.ranks import Ranks, Vote
+from ciuic.training.remote.copies import UploadBeforeEnd
 from ciuic.training.rules import Moment, Rule
 from ciuic.training.save_pipeline import SavePipeline
 from ciuic.training.snapshot_taker import BoundaryState, RunProgress, SnapshotSpec, SnapshotTaker
@@ -65,6 +69,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _END_SECONDS: Final = 1.0
 _NOTICE_EXIT_CODE: Final = 128 + signal.SIGTERM
 Then = Literal["as before", "exit", "continue"]
+Upload = Literal["wait", "urgent", "as before"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Preempted:
     certain: bool = True
     snapshot: str | None = None
     """Id of the last snapshot, if it is durable."""
+    uploads: tuple[UploadBeforeEnd, ...] = ()
+    """What each remote has, where the program ends and has waited for that."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,9 @@ class BeforePreemption(Rule):
     by name or as `MetadataService`. ``then``: what follows the snapshot. ``as before``: previous handlers are
     called, and without one a signal ends the program, while a notice does not. ``exit``: SystemExit in any
     case, with ``exit_code`` (by default 128 + signal). ``continue``: the program goes on. A callable is
-    called with a `Preempted`.
+    called with a `Preempted`. ``upload``: of a manager with a remote. ``wait``: until the deadline the upload has no idle priority,
+    bandwidth limit or schedule, sends only what will be whole by then, and a program that ends waits for that. ``urgent``: the
+    same without the wait. ``as before``: nothing of this.
     """
 
     grace_seconds: float = 30.0
@@ -100,8 +109,11 @@ class BeforePreemption(Rule):
     clouds: Sequence[str | MetadataService] = ()
     then: Then | Callable[[Preempted], object] = "as before"
     exit_code: int | None = None
+    upload: Upload = "wait"
 
     def __post_init__(self) -> None:
+        if self.upload not in ("wait", "urgent", "as before"):
+            raise ValueError(f"upload= must be 'wait', 'urgent' or 'as before', got {self.upload!r}")
         if not callable(self.then) and self.then not in ("as before", "exit", "continue"):
             raise ValueError(
                 f"then= must be 'as before', 'exit', 'continue' or a callable, got {self.then!r}"
@@ -149,6 +161,12 @@ class PreemptionHost(Protocol):
 
     def wait_durable(self, seconds: float) -> str | None:
         """Wait for the last snapshot and return its id; None if it is not durable in this time."""
+
+    def announce_end(self, cause: str, seconds: float) -> None:
+        """Tell the processes that upload that they end in this time."""
+
+    def wait_remote(self, seconds: float) -> tuple[UploadBeforeEnd, ...]:
+        """Wait for what the remotes will have in this time, and return it; nothing where the program does not wait."""
 
 
 class PreemptionWatch:
@@ -300,6 +318,9 @@ class PreemptionWatch:
             log.warning("ciuic: %s: taking a last snapshot at the next boundary", preempted.cause)
         if pending is None or merged.deadline < pending.deadline:
             self._start_timer(merged.deadline)
+        # An uncertain end is none to drop older uploads for.
+        if merged.certain:
+            self._host.announce_end(merged.cause, self._left(merged))
 
     def _merged(self, pending: Preempted, further: Preempted) -> Preempted:
         """Return one preemption for two: the earliest deadline, and the end that the stronger one wants."""
@@ -368,21 +389,26 @@ class PreemptionWatch:
                 staged = self._host.stage_last(preempted.cause, at_boundary=at_boundary)
             # Again, because a signal may have come while the state was staged.
             preempted = self._pending or preempted
-            found = None
+            found: str | None = None
+            uploads: tuple[UploadBeforeEnd, ...] = ()
             if staged and self._may_end(preempted):
-                found = self._host.wait_durable(
-                    max(0.0, preempted.deadline - time.monotonic() - _END_SECONDS)
-                )
-            self._follow_up(found)
+                found = self._host.wait_durable(self._left(preempted))
+            if self._may_end(preempted):
+                uploads = self._host.wait_remote(self._left(self._pending or preempted))
+            self._follow_up(found, uploads)
         finally:
             self._acting = False
+
+    def _left(self, preempted: Preempted) -> float:
+        """Return the seconds until the program has to begin to end."""
+        return max(0.0, preempted.deadline - time.monotonic() - _END_SECONDS)
 
     def _may_end(self, preempted: Preempted) -> bool:
         """Return whether the program may end for this preemption."""
         goes_on = self._rule.then == "continue" or (self._rule.then == "as before" and not preempted.signal)
         return preempted.certain and not goes_on
 
-    def _follow_up(self, snapshot: str | None) -> None:
+    def _follow_up(self, snapshot: str | None, uploads: tuple[UploadBeforeEnd, ...] = ()) -> None:
         """Do what follows the snapshot: callbacks, previous handlers, SystemExit."""
         preempted, signals = self._pending, self._signals
         assert preempted is not None
@@ -392,7 +418,7 @@ class PreemptionWatch:
             self._host.ends()
         then, previous = self._rule.then, self._previous.get(preempted.signal)
         if callable(then):
-            then(replace(preempted, snapshot=snapshot))
+            then(replace(preempted, snapshot=snapshot, uploads=uploads))
         for number, frame in signals.items():
             # After the snapshot and before the end: submitit requeues in a handler of its own.
             if callable(handler := self._previous.get(number)):
@@ -477,6 +503,7 @@ class LastSave:
         rule: BeforePreemption,
         agree: Vote | Callable[[bool], bool] | None,
         *,
+        root: bytes,
         is_closed: Callable[[], bool],
         run: RunProgress,
         boundaries: Boundaries,
@@ -491,6 +518,7 @@ class LastSave:
             rule: What the program asked for.
             agree: Tells at each boundary whether any rank was told of preemption; every rank asks. None: this
                 process decides alone.
+            root: Path of the training in its snapshots.
             is_closed: Tells whether the manager takes no further snapshot.
             run: Progress of the run.
             boundaries: Tells whether the state is whole.
@@ -501,6 +529,7 @@ class LastSave:
         """
         self._rule = rule
         self._agree = agree
+        self._root = root
         self._is_closed = is_closed
         self._run = run
         self._boundaries = boundaries
@@ -663,41 +692,46 @@ class LastSave:
             return "the one that rank 0 writes"
         return self._pipeline.stats.last_id or None
 
+    def announce_end(self, cause: str, seconds: float) -> None:
+        """Tell the processes that upload that they end in this time."""
+        if self._rule.upload != "as before":
+            self._pipeline.copies.announce_end(cause, seconds)
 
-_REQUEUE_SECONDS: Final = 20.0
-"""Time limit of one scontrol call."""
+    def wait_remote(self, seconds: float) -> tuple[UploadBeforeEnd, ...]:
+        """Wait for what the remotes will have in this time, log and return it."""
+        copies = self._pipeline.copies
+        if self._rule.upload != "wait" or not copies.orders or not self._taker.writes:
+            return ()
+        with quietly("the upload could not be waited for"):
+            uploads = copies.wait_before_end(self._root, seconds)
+            if uploads:
+                log.warning("ciuic: %s", "; ".join(one.text for one in uploads))
+            return uploads
+        return ()
 
 
 def requeue_slurm(preempted: Preempted) -> None:
     """Requeue this Slurm job, from its first process alone, and end the process.
 
-    Not for clusters where Slurm preempts by requeueing on its own: there ``then="exit"`` is right. Outside of
+    Also where Slurm preempts by requeueing: it does so only with a job that still runs at the end of the grace period.
+    Not below ``ciuic slurm run``, which requeues when all processes of the job have ended. Outside of
     Slurm, or if the scheduler refuses, the failure is logged, and the process ends with 128 + signal.
 
     Raises:
         SystemExit: always; 0 if the job was requeued.
     """
-    job = os.environ.get("SLURM_JOB_ID")
+    job = SlurmJob.of(os.environ)
     if job is None:
         log.error("ciuic: not requeued: SLURM_JOB_ID is not set, so this is no Slurm job")
         raise SystemExit(128 + preempted.signal)
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    name = f"{array}_{task}" if array and task else job
     # Every process of the job gets the signal; one request is enough.
-    if os.environ.get("SLURM_PROCID", "0") == "0":
+    if job.is_first_process:
         try:
-            subprocess.run(
-                ["scontrol", "requeue", name],
-                env=without_secrets(os.environ),
-                check=True,
-                timeout=_REQUEUE_SECONDS,
-                capture_output=True,
-                text=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            log.error("ciuic: scontrol requeue %s failed: %s", name, getattr(error, "stderr", None) or error)
+            job.requeue()
+        except CiuicError as error:
+            log.error("ciuic: not requeued: %s", error)
             raise SystemExit(128 + preempted.signal) from None
-        log.warning("ciuic: job %s is requeued", name)
+        log.warning("ciuic: job %s is requeued", job.id)
     raise SystemExit(0)
 
 

@@ -18,13 +18,17 @@ with tensors that share no memory with the original.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -157,12 +161,13 @@ def all_gather(mine: bytes, group: Any) -> list[bytearray]:
     return _without_padding(rooms, views, sizes)
 
 
-def broadcast(mine: bytes | None, group: Any) -> bytearray:
-    """Return the bytes of rank 0 of ``group``, on every rank.
+def broadcast(mine: bytes | bytearray | None, group: Any, source: int = 0) -> bytearray:
+    """Return the bytes of one rank of ``group``, on every rank.
 
     Args:
-        mine: The bytes on rank 0, None on the others.
+        mine: The bytes on that rank, None on the others.
         group: Process group.
+        source: The rank, as the group counts.
 
     Raises:
         RuntimeError: A rank is gone, or a length is impossible.
@@ -172,13 +177,13 @@ def broadcast(mine: bytes | None, group: Any) -> bytearray:
 
     # The length first, because the receivers have to give a tensor of the right size.
     size = torch.tensor([0 if mine is None else len(mine)], dtype=torch.int64, device=_device(group))
-    dist.broadcast(size, group=group, group_src=0)
+    dist.broadcast(size, group=group, group_src=source)
     # Checked before it is allocated: the length came from another process.
     room = bytearray(_checked(int(size.item())))
     if mine is not None:
         room[:] = mine
     view = _as_tensor(room, group)
-    dist.broadcast(view, group=group, group_src=0)
+    dist.broadcast(view, group=group, group_src=source)
     return _without_padding([room], [view], [len(room)])[0]
 
 
@@ -257,11 +262,30 @@ _GATHER_SECONDS: Final = 300.0
 # Timeout of messages for which ranks wait as long as it takes: votes, and what rank 0 finds to load.
 _PATIENT_SECONDS: Final = 86400.0
 _POLL_SECONDS: Final = 0.02
+_CALL: Final = "call"
 _managers_made: dict[str, int] = {}
 """Number of managers that this process has created, by name.
 
 All ranks count alike, so the number names the same manager on each.
 """
+
+
+class Directories(NamedTuple):
+    """Which ranks save in the same directory: those of one host, or all of them where hosts share a file system."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks of each directory, in order of their first ranks."""
+    names: tuple[str, ...]
+    """Name of each directory in a set, unique."""
+
+    @classmethod
+    def one(cls, ranks: Iterable[int]) -> Directories:
+        """Return the single directory of all ranks."""
+        return cls((tuple(ranks),), ("all",))
+
+    def number_of(self, rank: int) -> int:
+        """Return the place in `groups` of the directory of a rank."""
+        return next(number for number, group in enumerate(self.groups) if rank in group)
 
 
 class RankMismatch(Exception):
@@ -283,6 +307,7 @@ class Ranks:
         """
         self.rank = rank
         self.world_size = world_size
+        self.directories = Directories.one(range(world_size))
         self._quick, self._patient = quick, patient
         self._prefix = prefix
         self._solo_call_sites: set[str] = set()
@@ -294,7 +319,9 @@ class Ranks:
 
     @classmethod
     def meet(cls, name: str) -> Ranks | None:
-        """Meet the other ranks. Collective.
+        """Meet the other ranks. Collective, and before anything that may take long on one rank alone, because they wait for a limited time.
+
+        `find_directories` or `leave` must follow.
 
         Args:
             name: Name of the manager.
@@ -311,24 +338,57 @@ class Ranks:
             return None
         # Keys in the store must differ between managers: a key of an earlier one would answer for the later.
         number = _managers_made[name] = _managers_made.get(name, 0) + 1
-        prefix = f"ciuic/{name}/{number}"
-        if not _all_arrived(dist, prefix, rank, world_size, _MEET_SECONDS, "make a SnapshotManager"):
-            log.warning(
-                "ciuic: not every rank has created a SnapshotManager, so rank %d saves for itself alone, and a resume would "
-                "not be exact on the others: create it on every rank, or with options=ManagerOptions(distributed=False) where that is meant",
-                rank,
-            )
+        store = dist.PrefixStore(f"ciuic/{name}/{number}", dist.distributed_c10d._get_default_store())
+        meeting = _meet(store, rank, world_size, _MEET_SECONDS)
+        if not meeting:
+            _log_alone(rank)
             return None
         # Groups of our own: a save that takes long trips no timeout of the training. On gloo: nothing is
         # queued on the training's streams.
         quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=_GATHER_SECONDS))
         patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENT_SECONDS))
-        return cls(rank, world_size, quick, patient, prefix)
+        return cls(rank, world_size, quick, patient, f"ciuic/{name}/{meeting}")
+
+    def find_directories(self, directory: Path) -> bool:
+        """Find out which ranks save in the same directory. Collective.
+
+        Args:
+            directory: Repository in which this rank saves, which exists.
+
+        Returns:
+            False if a rank has left, which is logged: the others are on their own.
+
+        Raises:
+            RankMismatch: A rank is gone.
+        """
+        found = _find_directories(self, directory)
+        if found is None:
+            _log_alone(self.rank)
+            return False
+        self.directories = found
+        if len(found.groups) > 1:
+            log.info("ciuic: the ranks save in %d directories", len(found.groups))
+        return True
+
+    def leave(self) -> None:
+        """Tell the ranks, which are or will be in `find_directories`, that this one makes no manager."""
+        with suppress(RankMismatch):
+            self.exchange(None)
 
     @property
     def saves(self) -> bool:
-        """True if this rank writes the snapshots."""
+        """True if this rank writes the snapshots of what all ranks have alike."""
         return self.rank == 0
+
+    @property
+    def shared_by(self) -> tuple[int, ...]:
+        """Ranks that save in the directory of this one."""
+        return self.directories.groups[self.directories.number_of(self.rank)]
+
+    @property
+    def leads_directory(self) -> bool:
+        """True if this rank is the first that saves in its directory."""
+        return self.rank == self.shared_by[0]
 
     def all_at_boundary(self) -> bool:
         """Return whether all ranks come to a boundary; the same answer on every rank that asks.
@@ -411,11 +471,12 @@ class Ranks:
                     store.delete_key(name)
             return found
 
-    def durable(self, seconds: float) -> bool:
-        """Report on rank 0 that the requested save has ended, durable or failed; wait for that on the others.
+    def durable(self, seconds: float, *, in_all_directories: bool = False) -> bool:
+        """Report on the rank that writes that the requested save has ended, durable or failed; wait for that on the others.
 
         Args:
             seconds: Longest time to wait.
+            in_all_directories: A rank writes in each directory; every rank waits for all of them.
 
         Returns:
             Whether the report came in time.
@@ -423,25 +484,23 @@ class Ranks:
         Raises:
             RankMismatch: The store is gone.
         """
-        name = repr(self._call)
+        writers = [group[0] for group in self.directories.groups] if in_all_directories else [0]
+        names = [f"{writer}/{self._call!r}" for writer in writers]
         with _errors_as_ranks_apart():
             store = self._store(f"{self._prefix}/durable")
-            if self.saves:
-                store.set(name, "1")
-                return True
+            if self.rank in writers:
+                store.set(names[writers.index(self.rank)], "1")
             end = time.monotonic() + seconds
-            while not store.check([name]):
+            while not store.check(names):
                 if time.monotonic() > end:
                     return False
                 time.sleep(_POLL_SECONDS)
             return True
 
     def _all_arrive(self, where: str, seconds: float, what: str) -> bool:
-        import torch.distributed as dist
-
         with _errors_as_ranks_apart():
-            prefix = f"{self._prefix}/{where}"
-            return _all_arrived(dist, prefix, self.rank, self.world_size, seconds, what)
+            store = self._store(f"{self._prefix}/{where}")
+            return _all_arrived(store, self.rank, self.world_size, seconds, what)
 
     def _store(self, prefix: str) -> Any:
         import torch.distributed as dist
@@ -473,6 +532,22 @@ class Ranks:
         with _errors_as_ranks_apart():
             everybody = all_gather(encode(mine), self._quick)
             return [decode(one) for one in everybody]
+
+    def relay(self, source: int, mine: bytes | bytearray | None) -> bytearray:
+        """Return the bytes that one rank gave, on every rank, which decodes them. Collective.
+
+        Unlike `exchange`, which takes memory for the longest message of all ranks from each, this is for messages of
+        any length up to MAX_MESSAGE_BYTES.
+
+        Args:
+            source: The rank.
+            mine: The bytes, on that rank.
+
+        Raises:
+            RankMismatch: A rank is gone.
+        """
+        with _errors_as_ranks_apart():
+            return broadcast(mine if self.rank == source else None, self._patient, source)
 
     def tell(self, what: Any = None) -> Any:
         """Return what rank 0 gave, on every rank; the others wait for it as long as it takes. Collective.
@@ -546,6 +621,70 @@ class Vote:
         return agreed
 
 
+def _log_alone(rank: int) -> None:
+    log.warning(
+        "ciuic: not every rank has created a SnapshotManager, so rank %d saves for itself alone, and a resume would "
+        "not be exact on the others: create it on every rank, or with options=ManagerOptions(distributed=False) where that is meant",
+        rank,
+    )
+
+
+def _find_directories(ranks: Ranks, directory: Path) -> Directories | None:
+    """Find out which ranks save in the same directory; None if one has left. Collective.
+
+    Raises:
+        RankMismatch: A rank is gone.
+    """
+    keys = ranks.exchange(_identity_of(directory))
+    if None in keys:
+        return None
+    groups = _joined([[at for at, key in enumerate(keys) if key == own] for own in keys])
+    if len(groups) > 1:
+        # The same directory has other numbers on each host that mounts it, so each rank looks for the others' files.
+        groups = _joined([*groups, *ranks.exchange(_seen_ranks(ranks, directory))])
+    hosts = [str(key[0]) for key in keys]
+    return Directories(groups, tuple(f"{hosts[group[0]]}:{group[0]}" for group in groups))
+
+
+def _identity_of(directory: Path) -> list[Any]:
+    """Return the host, and what names a directory on it; a container has the boot of its host."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        info = os.stat(directory)
+        where: list[Any] = [boot, info.st_dev, info.st_ino]
+    except OSError:
+        where = [os.urandom(16).hex()]
+    host = "".join(one if one.isprintable() else "_" for one in socket.gethostname()) or "host"
+    return [host[:200], *where]
+
+
+def _seen_ranks(ranks: Ranks, directory: Path) -> list[int]:
+    """Return the ranks whose files are seen in this rank's directory. Collective."""
+    folder = directory / "parts" / f"meet-{ranks.tell(os.urandom(16).hex())}"
+    # What fails here makes this rank a directory of its own, and must not let the others wait.
+    with suppress(OSError):
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        (folder / str(ranks.rank)).touch()
+    ranks.exchange(None)
+    seen = [ranks.rank]
+    with suppress(OSError):
+        names = (one.name for one in folder.iterdir())
+        seen += [int(name) for name in names if name.isdecimal() and int(name) < ranks.world_size]
+    # Removed after every rank has looked.
+    ranks.exchange(None)
+    shutil.rmtree(folder, ignore_errors=True)
+    return seen
+
+
+def _joined(seen: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks that are connected: one that sees another shares its directory."""
+    groups: list[set[int]] = []
+    for some in map(set, seen):
+        touched = [group for group in groups if group & some]
+        groups = [group for group in groups if not group & some] + [some.union(*touched)]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
 @contextmanager
 def _errors_as_ranks_apart() -> Iterator[None]:
     """Raise RankMismatch where the store or a rank is gone, or has sent what cannot be decoded."""
@@ -555,31 +694,83 @@ def _errors_as_ranks_apart() -> Iterator[None]:
         raise RankMismatch(str(error)) from None
 
 
-def _all_arrived(dist: Any, prefix: str, rank: int, world_size: int, seconds: float, what: str) -> bool:
+def _meet(store: Any, rank: int, world_size: int, seconds: float) -> str:
+    """Return a name of this meeting of all ranks, the same on each; empty if not every rank comes in time.
+
+    The store may outlive the ranks: torchrun keeps it while it starts ranks anew, so what ranks of an earlier round
+    have left in it must answer for nobody. Rank 0 calls with a random name. The others answer the latest call, each
+    with a random name of its own, and believe only what is said to that name.
+    """
+    own = os.urandom(16).hex()
+    waiting = _Waiting(rank, seconds if rank == 0 else 2 * seconds, "make a SnapshotManager")
+    if rank:
+        # Rank 0 may come last, and then waits the full time itself before it answers.
+        answered, call = "", ""
+        while waiting.goes_on():
+            if store.check([_CALL]):
+                call = store.get(_CALL).decode("ascii", "replace")
+            if call != answered:
+                answered = call
+                store.set(f"here-{rank}", f"{call} {own}")
+            if store.check([f"all-{rank}"]):
+                to, _, meeting = store.get(f"all-{rank}").decode("ascii", "replace").partition(" ")
+                if to == own:
+                    return str(meeting)
+        return ""
+    store.set(_CALL, own)
+    here: dict[int, str] = {}
+    while len(here) < world_size - 1 and waiting.goes_on():
+        for one in range(1, world_size):
+            if one not in here and store.check([f"here-{one}"]):
+                call, _, name = store.get(f"here-{one}").decode("ascii", "replace").partition(" ")
+                if call == own:
+                    here[one] = name
+    meeting = own if len(here) == world_size - 1 else ""
+    for one, name in here.items():
+        store.set(f"all-{one}", f"{name} {meeting}")
+    return meeting
+
+
+def _all_arrived(store: Any, rank: int, world_size: int, seconds: float, what: str) -> bool:
     """Return whether all ranks come here in time; the same answer on every rank.
 
     Rank 0 counts the ranks for so many seconds; the others wait for its answer.
     """
-    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     store.set(f"here-{rank}", "1")
     names = ["all"] if rank else [f"here-{one}" for one in range(world_size)]
     # Rank 0 may come last, and then waits the full time itself before it answers.
-    if rank:
-        seconds *= 2
-    began, said = time.monotonic(), False
-    while not (here := bool(store.check(names))) and time.monotonic() < began + seconds:
-        if not said and time.monotonic() > began + _LOG_WAIT_SECONDS:
-            said = True
-            log.warning(
-                "ciuic: rank %d waits up to %.0f s for the other ranks to %s; if rank 0 alone is to save, create its "
-                "manager with options=ManagerOptions(distributed=False)",
-                rank,
-                seconds,
-                what,
-            )
-        time.sleep(_POLL_SECONDS)
+    waiting = _Waiting(rank, 2 * seconds if rank else seconds, what)
+    while not (here := bool(store.check(names))) and waiting.goes_on():
+        pass
     # A rank that arrives after rank 0 has answered gets that answer, so that all decide alike.
     if rank:
         return here and bool(store.get("all") == b"1")
     store.set("all", "1" if here else "0")
     return here
+
+
+class _Waiting:
+    """Wait for the other ranks, which is logged where it takes long."""
+
+    def __init__(self, rank: int, seconds: float, what: str) -> None:
+        self._rank, self._seconds, self._what = rank, seconds, what
+        self._began = 0.0
+        self._is_logged = False
+
+    def goes_on(self) -> bool:
+        """Return whether there is time left, after a pause from the second call on."""
+        now = time.monotonic()
+        if not self._began:
+            self._began = now
+            return True
+        if not self._is_logged and now > self._began + _LOG_WAIT_SECONDS:
+            self._is_logged = True
+            log.warning(
+                "ciuic: rank %d waits up to %.0f s for the other ranks to %s; if rank 0 alone is to save, create its "
+                "manager with options=ManagerOptions(distributed=False)",
+                self._rank,
+                self._seconds,
+                self._what,
+            )
+        time.sleep(_POLL_SECONDS)
+        return now < self._began + self._seconds

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-from support import ddp_training, sharded_training  # noqa: E402
+from support import ddp_training, ranks_apart, sharded_training  # noqa: E402
 from support.ranks_kill import WORLD, Trial  # noqa: E402
 from support.sharded_training import Ranks  # noqa: E402
 
@@ -51,6 +51,17 @@ def test_ranks_that_are_killed_while_they_share_a_snapshot_go_on(tmp_path: Path)
     expected = trial.uninterrupted()
     assert expected[0]["own"] != expected[1]["own"]
     for victims in ((0,), (1,), (0, 1)):
+        trial.killed(victims)
+        assert not trial.read_back()[1]
+    assert trial.finished() == expected
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_on_hosts_of_their_own_go_on(tmp_path: Path) -> None:
+    """Killed ranks that store on hosts of their own resume a whole set exactly, whatever the others have stored since."""
+    trial = Trial(tmp_path, ranks_apart.train_apart, random.Random(6), longest_seconds=3.0)
+    expected = trial.uninterrupted()
+    for victims in ((0,), (1,)):
         trial.killed(victims)
         assert not trial.read_back()[1]
     assert trial.finished() == expected

@@ -55,20 +55,27 @@ class Trial:
     def wait_for_writers(self) -> None:
         """Return when the snapshots handed over by killed ranks are stored, and their writers have ended."""
         wait_for("end of the writers", lambda: not _writers(), 60)
-        save_dir = self._place / "killed" / "snapshots"
-        if Repository.exists(save_dir):
+        for save_dir in self._directories():
             with Repository.open(save_dir) as repository:
                 repository.writer(wait_seconds=60).close()
 
     def read_back(self) -> tuple[int, list[str]]:
         """Return how many snapshots of the killed run are whole, and the faults of the others."""
-        save_dir = self._place / "killed" / "snapshots"
-        if not Repository.exists(save_dir):
-            return 0, []
-        with Repository.open(save_dir) as repository:
-            reasons = {id_: read_back(repository, id_) for id_ in repository.snapshots.ids()}
+        reasons = {}
+        for save_dir in self._directories():
+            with Repository.open(save_dir) as repository:
+                reasons |= {id_: read_back(repository, id_) for id_ in repository.snapshots.ids()}
         problems = [f"{id_}: {reason}" for id_, reason in reasons.items() if reason]
         return len(reasons) - len(problems), problems
+
+    def _directories(self) -> list[Path]:
+        """Return the repositories of the killed run: one, or one of each rank."""
+        save_dir = self._place / "killed" / "snapshots"
+        return [
+            one
+            for one in (save_dir, *(save_dir / str(rank) for rank in range(WORLD)))
+            if Repository.exists(one)
+        ]
 
     def _result(self, which: str, step_seconds: float) -> list[dict[str, Any]]:
         self._begin(which, step_seconds).check()

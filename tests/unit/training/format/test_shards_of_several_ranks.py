@@ -18,8 +18,8 @@ from ciuic.training.format.layout import TensorInFile
 from ciuic.training.writer import rank_parts
 from ciuic.training.writer.messages import JointSave, StoredFile
 
-HERE = JointSave("token", 0, 2)
-OTHER = JointSave("token", 1, 2)
+HERE = JointSave("token", 0, (0, 1))
+OTHER = JointSave("token", 1, (0, 1))
 FILE = StoredFile("model/a.safetensors", 5, b"map", 0)
 
 
@@ -46,7 +46,7 @@ def test_a_rank_that_cannot_or_has_died_is_named(tmp_path: Path, monkeypatch: py
         answer.stored([FILE])
     monkeypatch.setattr(rank_parts, "_BEGIN_SECONDS", 0.01)
     with pytest.raises(OSError, match="rank 2 did not begin"):
-        rank_parts.collect(str(tmp_path), JointSave("token", 0, 3))
+        rank_parts.collect(str(tmp_path), JointSave("token", 0, (0, 1, 2)))
 
 
 def test_a_writer_without_a_trainer_gives_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

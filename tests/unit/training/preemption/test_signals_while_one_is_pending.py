@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ciuic.training.preemption import BeforePreemption, PreemptionWatch
+from ciuic.training.remote.copies import UploadBeforeEnd
 
 
 class Host:
@@ -18,6 +19,7 @@ class Host:
         self.staged: list[str] = []
         self.wait_seconds: list[float] = []
         self.while_staging = 0
+        self.announced: list[str] = []
 
     def is_ours(self) -> bool:
         return True
@@ -45,6 +47,12 @@ class Host:
     def wait_durable(self, seconds: float) -> str | None:
         self.wait_seconds.append(seconds)
         return "id"
+
+    def announce_end(self, cause: str, seconds: float) -> None:
+        self.announced.append(cause)
+
+    def wait_remote(self, seconds: float) -> tuple[UploadBeforeEnd, ...]:
+        return ()
 
 
 @pytest.fixture
@@ -90,6 +98,8 @@ def test_a_signal_ends_the_program_with_a_notice_pending(
     assert len(host.staged) == 1
     assert len(host.wait_seconds) == 1
     assert 100 < host.wait_seconds[0] < 120
+    # The processes that upload hear of each certain end.
+    assert "SIGTERM" in host.announced
     assert not watch.is_pending
 
 

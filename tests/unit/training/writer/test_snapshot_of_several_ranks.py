@@ -123,3 +123,12 @@ def test_of_several_that_make_the_repository_one_does(tmp_path: Path) -> None:
     assert (path / "config").read_bytes() == (path / "config.copy").read_bytes()
     with pytest.raises(RepositoryExists):
         Repository.create(path)
+
+
+def test_a_lock_that_outlived_its_directory_is_no_other_file(tmp_path: Path) -> None:
+    """Where a directory was removed while a process still opened its lock, the next training begins there anew."""
+    path = tmp_path / "repo"
+    path.mkdir()
+    (path / "lock").touch()
+    ensure_repository(path)
+    assert Repository.exists(path)
