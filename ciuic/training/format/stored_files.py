@@ -11,15 +11,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import prod
 from operator import sub
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.block_maps import blocks_of
 from ciuic.training.format import tensors
-from ciuic.training.format.layout import TensorInFile, read_header
+from ciuic.training.format.layout import TensorInFile, decode_header, read_header
 from ciuic.training.format.shards import (
     Region,
     TemplateLookup,
@@ -54,6 +55,45 @@ CHUNKS_AT_ONCE: Final = 128
 _ZEROS: Final = memoryview(bytes(1 << 20))
 
 
+class StateFiles(Protocol):
+    """Files of a state by path, for the thread that opened them."""
+
+    @property
+    def block_size(self) -> int:
+        """Size of a block of the files in bytes; a checksum is that of a block."""
+
+    @property
+    def time_ns(self) -> int:
+        """Place of the state in the order of snapshots; 0: not known."""
+
+    def names(self) -> Iterator[str]:
+        """Iterate over the paths."""
+
+    def size_bytes(self, name: str) -> int:
+        """Return the size of a file; NotFound if there is none."""
+
+    def read(self, name: str) -> bytearray:
+        """Return the content of a document; as `Files.read`."""
+
+    def read_into(self, name: str, into: memoryview, first_block: int = 0) -> None:
+        """Read and check content; as `read_file`."""
+
+    def known_start(self, name: str) -> bytes | None:
+        """Return the start of a file, with its header, if that is known without reading it."""
+
+
+class StateRef(Protocol):
+    """A stored state, which each thread opens for itself."""
+
+    def open(self) -> AbstractContextManager[StateFiles]:
+        """Open its files for the calling thread.
+
+        Raises:
+            NotFound: There is no such snapshot, or it holds no training state.
+            Damaged: The snapshot cannot be read.
+        """
+
+
 class SnapshotRef(NamedTuple):
     """Repository and id of a snapshot, so that several threads can each open the repository."""
 
@@ -71,7 +111,14 @@ class SnapshotRef(NamedTuple):
         id_ = SnapshotId.parse(self.id) if isinstance(self.path, str) else SnapshotId(self.id)
         snapshot = repository.snapshots.load(id_)
         # A training's snapshot has one root.
-        return Files(repository, top_of(snapshot.roots[0].entry if snapshot.roots else None, self.id))
+        top = top_of(snapshot.roots[0].entry if snapshot.roots else None, self.id)
+        return Files(repository, top, snapshot.order_ns)
+
+    @contextmanager
+    def open(self) -> Iterator[Files]:
+        """Open the repository, and yield the files of the snapshot; as `StateRef.open`."""
+        with open_repository(self.path) as repository:
+            yield self.files(repository)
 
 
 def top_of(entry: Entry | None, id_: str) -> Entry:
@@ -88,9 +135,10 @@ def top_of(entry: Entry | None, id_: str) -> Entry:
 class Files:
     """Regular files of a snapshot by path, read on demand."""
 
-    def __init__(self, repository: Repository, top: Entry) -> None:
+    def __init__(self, repository: Repository, top: Entry, time_ns: int = 0) -> None:
         """List the files of the directory and of its subdirectories, one level deep."""
         self._repository = repository
+        self._time_ns = time_ns
         self._entries: dict[str, Entry] = {}
         for entry in repository.trees.entries(top.content):
             name = os.fsdecode(entry.name)
@@ -119,6 +167,23 @@ class Files:
     def block_size(self) -> int:
         """Size of a block of the files in bytes."""
         return self._repository.block_size
+
+    @property
+    def time_ns(self) -> int:
+        """Place of the state in the order of snapshots; 0: not known."""
+        return self._time_ns
+
+    def size_bytes(self, name: str) -> int:
+        """Return the size of a file; NotFound if there is none."""
+        return self.entry(name).size_bytes
+
+    def read_into(self, name: str, into: memoryview, first_block: int = 0) -> None:
+        """Read and check content; as `read_file`."""
+        read_file(self._repository, self.entry(name), into, first_block)
+
+    def known_start(self, name: str) -> bytes | None:
+        """Return None: files are read for it."""
+        return None
 
     def read(self, name: str) -> bytearray:
         """Return the content of a document.
@@ -151,6 +216,28 @@ class Files:
             return bytes(room)
 
         return read_header(start, entry.size_bytes, self.block_size, name)
+
+
+def first_bytes(files: StateFiles, name: str) -> bytes:
+    """Return the start of a safetensors file up to the end of its header.
+
+    Raises:
+        Damaged: The file cannot be read.
+        ValueError: The header is not as it should be.
+    """
+    size_bytes, block_size = files.size_bytes(name), files.block_size
+
+    def start(count: int) -> bytes:
+        # `read_into` fills whole blocks.
+        room = bytearray(min(-(-count // block_size) * block_size, size_bytes))
+        files.read_into(name, memoryview(room))
+        return bytes(room)
+
+    read = start(1)
+    if isinstance(needed := decode_header(read, size_bytes), int):
+        read = start(needed)
+        decode_header(read, size_bytes)
+    return read[: 8 + int.from_bytes(read[:8], "little")]
 
 
 def read_file(repository: Repository, entry: Entry, into: memoryview, first_block: int = 0) -> None:
@@ -226,19 +313,18 @@ class _Block(NamedTuple):
 
 
 class RangeReader:
-    """Reads ranges of files of one snapshot in several threads, each of which opens the repository once."""
+    """Reads ranges of files of one state in several threads, each of which opens it once."""
 
-    def __init__(self, opened: SnapshotRef) -> None:
+    def __init__(self, state: StateRef) -> None:
         """Open nothing yet."""
-        self._opened = opened
-        # One repository for each thread: its index and its caches are for one thread.
+        self._state = state
+        # Opened by each thread: the index and the caches of a repository are for one thread.
         self._thread_local = threading.local()
-        self._repositories: list[Repository] = []
+        self._opened = ExitStack()
 
     def close(self) -> None:
-        """Close the repositories of all threads."""
-        for repository in self._repositories:
-            repository.close()
+        """Close what all threads have opened."""
+        self._opened.close()
 
     def read(self, path: str, start: int, size_bytes: int) -> Any:
         """Return a range of a file as a torch tensor of bytes.
@@ -246,24 +332,24 @@ class RangeReader:
         Raises:
             Damaged: The range cannot be read, or the file is too short.
         """
-        repository, files = self._opened_by_thread()
-        entry = files.entry(path)
-        block_size = repository.block_size
+        files = self._opened_by_thread()
+        file_bytes = files.size_bytes(path)
+        block_size = files.block_size
         # Whole blocks, because a checksum is that of a block.
         first = start // block_size
-        stop = min(-(-(start + size_bytes) // block_size) * block_size, entry.size_bytes)
-        if start + size_bytes > entry.size_bytes:
+        stop = min(-(-(start + size_bytes) // block_size) * block_size, file_bytes)
+        if start + size_bytes > file_bytes:
             raise Damaged(f"{path} is shorter than it was")
         begin = start - first * block_size
         if stop - first * block_size > block_size:
             room, memory = empty_buffer(stop - first * block_size)
-            read_file(repository, entry, memory, first)
+            files.read_into(path, memory, first)
             return room[begin : begin + size_bytes]
         # Small tensors lie beside one another: each block of them is read and checked once, not once a tensor.
         kept: _Block | None = getattr(self._thread_local, "block", None)
         if kept is None or (kept.path, kept.number) != (path, first):
             room, memory = empty_buffer(stop - first * block_size)
-            read_file(repository, entry, memory, first)
+            files.read_into(path, memory, first)
             kept = self._thread_local.block = _Block(path, first, room)
         # A copy: what is returned may be changed, and must not hold the whole block.
         return kept.room[begin : begin + size_bytes].clone()
@@ -306,11 +392,9 @@ class RangeReader:
             rows = torch.empty(shape, dtype=dtype, device="cpu")
         return narrowed(rows, [start if dimension else 0 for dimension, start in enumerate(offsets)], lengths)
 
-    def _opened_by_thread(self) -> tuple[Repository, Files]:
+    def _opened_by_thread(self) -> StateFiles:
         if not hasattr(self._thread_local, "files"):
-            repository = open_repository(self._opened.path)
-            self._repositories.append(repository)
-            self._thread_local.files = repository, self._opened.files(repository)
+            self._thread_local.files = self._opened.enter_context(self._state.open())
         return self._thread_local.files  # type: ignore[no-any-return]
 
 
@@ -430,7 +514,7 @@ _PIECE_MARK: Final = "@"
 class _Buffer(NamedTuple):
     """Memory for a file."""
 
-    entry: Entry
+    name: str
     owner: Any
     """Owner of the memory, as `tensors.empty_buffer` returns it; None: of the header alone."""
     memory: memoryview
@@ -439,7 +523,7 @@ class _Buffer(NamedTuple):
 class _Range(NamedTuple):
     """Part of a file, and where it is to be read to."""
 
-    entry: Entry
+    name: str
     memory: memoryview
     first_block: int
 
@@ -454,20 +538,20 @@ class _Found(NamedTuple):
 
 
 def arrays_of(
-    path: ReadFrom, files: Files, names: Sequence[str], source: RangeReader | None = None
+    state: StateRef, files: StateFiles, names: Sequence[str], source: RangeReader | None = None
 ) -> Arrays:
     """Read the tensors in these files.
 
     Args:
-        path: Path of the repository, or a function that opens it.
-        files: Files of the snapshot.
+        state: The state, which further threads open.
+        files: Its files, for this thread.
         names: Paths of the files to read.
         source: Reads pieces of tensors later, on demand; None: there must be no pieces.
 
     Raises:
         Damaged: A file cannot be read.
     """
-    arrays = Arrays(path, files, source)
+    arrays = Arrays(state, files, source)
     arrays.fetch(sorted(names))
     return arrays
 
@@ -478,9 +562,9 @@ class Arrays:
     `fetch` reads whole tensors; for one in pieces `lookup` returns a `PiecewiseTensor`.
     """
 
-    def __init__(self, path: ReadFrom, files: Files, source: RangeReader | None = None) -> None:
+    def __init__(self, state: StateRef, files: StateFiles, source: RangeReader | None = None) -> None:
         """Read nothing yet."""
-        self._path = path
+        self._state = state
         self._files = files
         self._source = source
         self._found: dict[str, dict[str, _Found]] = {}
@@ -499,8 +583,9 @@ class Arrays:
         # the files were stored, and so of positions in the packs.
         size_bytes = CHUNKS_AT_ONCE * self._files.block_size
         ranges = [
-            _Range(buffer.entry, buffer.memory[start : start + size_bytes], start // self._files.block_size)
+            _Range(buffer.name, buffer.memory[start : start + size_bytes], start // self._files.block_size)
             for buffer in buffers
+            if self._files.known_start(buffer.name) is None
             for start in range(0, len(buffer.memory), size_bytes)
         ]
         queue, threads = iter(ranges), reader_count()
@@ -513,18 +598,20 @@ class Arrays:
 
     def _allocated(self, name: str) -> _Buffer:
         """Return memory for what is read of a file at first."""
-        entry = self._files.entry(name)
+        size_bytes = self._files.size_bytes(name)
+        if (header := self._files.known_start(name)) is not None:
+            return _Buffer(name, None, memoryview(header))
         # Of a large piece only the block with the header: which rows of it are needed is known later.
-        if self._source is not None and _PIECE_MARK in name and entry.size_bytes > self._files.block_size:
-            return _Buffer(entry, None, memoryview(bytearray(self._files.block_size)))
-        return _Buffer(entry, *tensors.empty_buffer(entry.size_bytes))
+        if self._source is not None and _PIECE_MARK in name and size_bytes > self._files.block_size:
+            return _Buffer(name, None, memoryview(bytearray(self._files.block_size)))
+        return _Buffer(name, *tensors.empty_buffer(size_bytes))
 
     def _read_ranges(self, queue: Iterator[_Range]) -> None:
         """Read ranges until the queue, which the threads share, is empty."""
         try:
-            with open_repository(self._path) as repository:
-                for entry, memory, first_block in queue:
-                    read_file(repository, entry, memory, first_block)
+            with self._state.open() as files:
+                for name, memory, first_block in queue:
+                    files.read_into(name, memory, first_block)
         except BaseException:
             # The other threads end too.
             for _ in queue:
@@ -534,12 +621,15 @@ class Arrays:
     def _note(self, path: str, owner: Any, start: memoryview) -> None:
         """Note the tensors of a file, of which at least the start was read."""
         object_name = path.partition("/")[0]
+        # Of such a file only pieces may be needed.
+        has_all = self._files.known_start(path) is None
         held = read_header(
-            lambda count: bytes(start[:count]), self._files.entry(path).size_bytes, _FIRST_BYTES, path
+            lambda count: bytes(start[:count]), self._files.size_bytes(path), _FIRST_BYTES, path
         )
         for tensor, facts in held.items():
-            self._found.setdefault(object_name, {})[tensor] = _Found(owner, path, facts)
             piece = parse_piece(tensor)
+            if has_all or piece is not None:
+                self._found.setdefault(object_name, {})[tensor] = _Found(owner, path, facts)
             if piece is not None:
                 self._pieces.setdefault((object_name, piece[0]), []).append(
                     StoredPiece(piece[1], path, facts)
@@ -573,7 +663,7 @@ class Arrays:
         if owner is None:
             # A whole tensor whose own name has the mark of pieces: no more than its header was read.
             assert self._source is not None
-            owner = self._source.read(path, 0, self._files.entry(path).size_bytes)
+            owner = self._source.read(path, 0, self._files.size_bytes(path))
         array = tensors.Array(
             "numpy" if packed.get("of") == "numpy" else "torch",
             facts.dtype,

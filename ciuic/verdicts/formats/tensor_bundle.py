@@ -102,7 +102,7 @@ def _block(reader: BoundedReader, offset: int, length: int) -> bytes:
         raise NotJudged("its index is compressed")
     # In Python: a megabyte takes a tenth of a second, and its entries take as long again.
     reader.spend(len(stored) // 8)
-    if _masked_crc32c(stored[: length + 1]) != checksum:
+    if masked_crc32c(stored[: length + 1]) != checksum:
         raise TornContent("its index does not match its checksum")
     return data
 
@@ -177,6 +177,7 @@ def crc32c(data: bytes) -> int:
     return value ^ 0xFFFFFFFF
 
 
-def _masked_crc32c(data: bytes) -> int:
+def masked_crc32c(data: bytes) -> int:
+    """Return the CRC-32C as TensorFlow's files have it, rotated and offset."""
     value = crc32c(data)
     return (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
-from ciuic.training.convert.inert_pickle import Made, Name, read_pickle  # noqa: E402
+from ciuic.training.inert_pickle import Made, Name, read_pickle  # noqa: E402
 
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -1,7 +1,7 @@
 """Interpretation of a pickle as data: names stay names, and nothing is imported, called or made.
 
-For the metadata of `torch.distributed.checkpoint`, which torch itself unpickles. Opcodes come from the
-standard library's own parser, `pickletools.genops`, which executes nothing either.
+For the metadata of `torch.distributed.checkpoint`, which torch itself unpickles, and for what `torch.save` wrote. Opcodes come
+from the standard library's own parser, `pickletools.genops`, which executes nothing either.
 
 References:
     https://docs.python.org/3/library/pickletools.html
@@ -23,6 +23,12 @@ class Name(NamedTuple):
     name: str
 
 
+class Persistent(NamedTuple):
+    """Reference to something outside of the pickle, such as torch's storages."""
+
+    id: Any
+
+
 class Made:
     """An object that the pickle wants made: what would be called, with what, and the state set afterwards."""
 
@@ -38,7 +44,7 @@ class Made:
 
 
 def read_pickle(data: bytes) -> Any:
-    """Return the value of a pickle of protocol 2 to 5: plain values, `Name` and `Made`.
+    """Return the value of a pickle of protocol 2 to 5: plain values, `Name`, `Persistent` and `Made`; an OrderedDict as a dict.
 
     Raises:
         ValueError: The data is no pickle, or has an opcode that plain objects do not need.
@@ -128,7 +134,12 @@ class _Machine:
 
     def call(self) -> None:
         function, arguments = self.pop(2)
-        self.stack.append(Made(function, arguments))
+        is_dict = function == Name("collections", "OrderedDict") and arguments == ()
+        self.stack.append({} if is_dict else Made(function, arguments))
+
+    def refer(self) -> None:
+        (id_,) = self.pop()
+        self.stack.append(Persistent(id_))
 
     def stack_global(self) -> None:
         module, name = self.pop(2)
@@ -138,6 +149,9 @@ class _Machine:
 
     def build(self) -> None:
         (state,) = self.pop()
+        if type(self.stack[-1]) is dict:
+            # Attributes of an OrderedDict, as `_metadata` of torch's state dicts.
+            return
         if not isinstance(self.stack[-1], Made):
             raise ValueError("the pickle sets the state of what is no object")
         self.stack[-1].state = state
@@ -180,4 +194,5 @@ _STEPS: Final[dict[str, Callable[[_Machine], None]]] = {
     "NEWOBJ": _Machine.call,
     "STACK_GLOBAL": _Machine.stack_global,
     "BUILD": _Machine.build,
+    "BINPERSID": _Machine.refer,
 }
