@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.shared import times
+from ciuic.cli.shared import sets, times
 from ciuic.cli.shared.contents import as_recorded
 from ciuic.cli.shared.messages import json_name, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
@@ -20,6 +20,7 @@ from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
     from ciuic.compare.diff import PathChange
+    from ciuic.repository.snapshot_sets import SnapshotSet
     from ciuic.training.state_diff import StateDiff, TensorChange
     from ciuic.types import Entry
 
@@ -60,6 +61,7 @@ def command(
     """Compare two snapshots, or a snapshot with the files as they are now.
 
     + added, - removed, M changed (in brackets what: content, size, mode, owner, mtime, xattrs …), T another type.
+    Two sets, set:A and set:B, are compared member by member.
 
     With --tensors: the norm of the change by the norm before, the largest change of a number, the cosine of the
     angle between old and new, and how many numbers are now NaN or infinite. Largest changes first.
@@ -75,10 +77,21 @@ def command(
         return
     if skip_identical or machine_readable:
         raise click.UsageError("--skip-identical and --machine-readable need --tensors")
+    old_set = sets.set_named(session, snapshot_id)
+    new_set = None if other is None else sets.set_named(session, other)
+    if old_set is not None and new_set is not None:
+        _show_sets(session, old_set, new_set, path, as_json=as_json)
+        return
     changes = _changes(session, snapshot_id, other, path)
     if as_json:
         out_json({"changes": [_document(change) for change in changes]})
         return
+    if not _print_changes(session, changes) and not session.stdout_gone:
+        note("no difference")
+
+
+def _print_changes(session: Session, changes: Iterator[PathChange]) -> int:
+    """Print a line for each change, and return how many there are."""
     # Printed as they are found: a comparison of large trees has results from the start, and holds no list of
     # them.
     count = 0
@@ -89,9 +102,41 @@ def command(
         out(shown(change.path) + details)
         if session.stdout_gone:
             # `| head`: nobody reads the rest, and it may be long.
+            break
+    return count
+
+
+def _show_sets(
+    session: Session, old: SnapshotSet, new: SnapshotSet, path: bytes | None, *, as_json: bool
+) -> None:
+    """Print the changes of each member that both sets have, and the members that one of them has."""
+    for one in (old, new):
+        sets.warn_of_lacking(session, one)
+    documents = []
+    for member in dict.fromkeys((*old.members, *new.members)):
+        before, after = old.found.get(member), new.found.get(member)
+        if as_json:
+            documents.append(
+                {
+                    "member": member,
+                    "old": None if before is None else str(before.id),
+                    "new": None if after is None else str(after.id),
+                    "changes": [_document(one) for one in _changes(session, before.id, after.id, path)]
+                    if before is not None and after is not None
+                    else None,
+                }
+            )
+            continue
+        ids = [None if one is None else str(one.id) for one in (before, after)]
+        out(f"{shown_text(member)}: {ids[0] or 'missing'} → {ids[1] or 'missing'}", bold=True)
+        if before is None or after is None:
+            continue
+        if not _print_changes(session, _changes(session, before.id, after.id, path)):
+            note(f"{shown_text(member)}: no difference")
+        if session.stdout_gone:
             return
-    if not count:
-        note("no difference")
+    if as_json:
+        out_json({"members": documents})
 
 
 def _changes(
@@ -117,7 +162,7 @@ def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None,
     from ciuic.training.state_diff import diff_states
 
     store = session.snapshots
-    old, new = (store.resolve(text) for text in (snapshot_id, other))
+    old, new = (sets.state_named(session, text) for text in (snapshot_id, other))
     below = b"" if path is None else as_recorded(store.load(old), path)
     return diff_states(session.repository_of(old, new), old, new, below=below, whole=whole)
 

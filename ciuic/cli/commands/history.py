@@ -366,7 +366,7 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
     kilobytes are read, and from what the snapshot knows: open writers, holes, files overwritten in place.
     """
     from ciuic.history import checkpoints
-    from ciuic.verdicts.records import VerdictRecords
+    from ciuic.verdicts.records import VerdictRecords, age_of
 
     session = current()
     wanted = None if snapshot_id is None else session.snapshots.resolve(snapshot_id)
@@ -381,7 +381,8 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
         records = VerdictRecords(repository)
         for snapshot in chosen:
             found += checkpoints(repository, timeline, snapshot, on_damage=passed_over.add, records=records)
-    found.sort(key=lambda one: (-one.mtime_ns, one.checkpoint.path, one.host))
+    found.sort(key=lambda one: one.host)
+    found.sort(key=age_of, reverse=True)
     found = found[:limit]
     if as_json:
         out_json({"checkpoints": [_checkpoint_document(one) for one in found]})

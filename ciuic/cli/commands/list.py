@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from ciuic.cli.shared import pairs, times
+from ciuic.cli.shared import pairs, sets, times
 from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
 from ciuic.cli.shared.output import (
@@ -32,6 +32,7 @@ from ciuic.cli.shared.output import (
 )
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import UsageError
+from ciuic.repository.snapshot_sets import shown_members
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
 if TYPE_CHECKING:
@@ -165,6 +166,12 @@ class _Filter(NamedTuple):
     is_flag=True,
     help="From the configured remote: the snapshots of all hosts. With --repo URL they are shown anyway.",
 )
+@click.option(
+    "--sets",
+    "only_sets",
+    is_flag=True,
+    help="The sets instead, a line each: what `snapshot --set` and trainings on several hosts took at one instant.",
+)
 @_label_options
 @json_option
 def command(
@@ -177,6 +184,7 @@ def command(
     machine_readable: bool,
     with_pairs: bool,
     all_hosts: bool,
+    only_sets: bool,
     as_json: bool,
     **wanted: Any,
 ) -> None:
@@ -189,7 +197,13 @@ def command(
     session = current()
     if all_hosts and session.remote_url is None:
         use_configured_remote(session)
-    _choose_by_labels(session, WantedLabels(**wanted))
+    labels = WantedLabels(**wanted)
+    if only_sets and (machine_readable or with_pairs or labels.are_set):
+        # Labels would leave out members, and every set would look incomplete.
+        raise UsageError(
+            "--sets lists sets with all their members: leave out --machine-readable, --pairs, --job, --epoch, --step and --host"
+        )
+    _choose_by_labels(session, labels)
     asked = _Filter(
         root=root,
         tag=tag,
@@ -198,6 +212,9 @@ def command(
         limit=limit,
         safety=show_all or tag == TAG_SAFETY,
     )
+    if only_sets:
+        _sets(session, asked, as_json=as_json)
+        return
     store = session.snapshots
     infos = store.list(**asked._asdict())
     if machine_readable:
@@ -226,6 +243,67 @@ def command(
     _warn_of_unreadable(
         session, len(infos if asked.safety and not asked.is_set and limit is None else store.list())
     )
+
+
+def _sets(session: Session, asked: _Filter, *, as_json: bool) -> None:
+    """Print the sets of which a snapshot is selected."""
+    from ciuic.units import human_duration, human_size
+
+    found = [
+        one
+        for one in sets.found_sets(session)
+        if any(
+            (asked.root is None or asked.root in (root.path for root in snapshot.roots))
+            and (asked.tag is None or asked.tag in snapshot.tags)
+            and (asked.since_ns is None or snapshot.time_ns >= asked.since_ns)
+            and (asked.until_ns is None or snapshot.time_ns <= asked.until_ns)
+            for snapshot in one.found.values()
+        )
+    ][: asked.limit]
+    if as_json:
+        out_json(
+            {
+                "repository": session.place,
+                "sets": [
+                    {
+                        **sets.document(one),
+                        "time": times.rfc3339(one.newest.time_ns),
+                        "time_ns": one.newest.time_ns,
+                    }
+                    for one in found
+                ],
+            }
+        )
+    elif found:
+        columns = [
+            Column("SET", shrink=True),
+            Column("ID"),
+            Column("TIME"),
+            Column("AGE", right=True),
+            Column("MEMBERS", right=True),
+            Column("SIZE", right=True),
+            Column("STATE", shrink=True),
+        ]
+        rows = [
+            (
+                Cell(shown_text(one.name), "bold"),
+                one.short_id,
+                times.clock(one.newest.time_ns),
+                human_duration((session.now_ns - one.newest.time_ns) / times.NS),
+                f"{len(one.found)} of {len(one.members)}",
+                human_size(one.size_bytes),
+                Cell("whole", "green")
+                if one.is_whole
+                else Cell(f"lacks {shown_text(shown_members(one.lacking))}", "yellow"),
+            )
+            for one in found
+        ]
+        show_table(columns, rows)
+        if session.remote_url is None and not all(one.is_whole for one in found):
+            note("of this repository alone; --all-hosts looks in the remote, which has those of other hosts")
+    else:
+        note("no sets" + (" match" if asked.is_set else " yet"))
+    _warn_of_unreadable(session, len(session.snapshots.list()))
 
 
 def _lines(session: Session, infos: list[SnapshotInfo], *, with_pairs: bool, marked: bool) -> None:
@@ -314,6 +392,7 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
         "held": info.held,
         "hold_reason": info.hold_reason,
         "parent": info.parent or None,
+        "set": {"id": info.set_id, "name": info.set_name} if info.set_id else None,
         "host": info.host,
         "roots": [json_name("path", path) for path in info.roots],
     }
@@ -376,6 +455,9 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     found = pairs.halves(session, infos)
     if found:
         columns.append(Column("PAIR"))
+    of_sets = any(info.set_id for info in infos)
+    if of_sets:
+        columns.append(Column("SET", shrink=True))
     # In a remote there may be snapshots of many hosts and jobs.
     more, cells = _label_columns(session, infos)
     columns += more
@@ -392,6 +474,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             _state_cell(info),
             *([verdicts.get(info.id, "")] if judged else []),
             *([pairs.cell(found.get(info.id))] if found else []),
+            *([shown_text(info.set_name)] if of_sets else []),
             *cells.get(info.id, ()),
         )
         for info in infos
@@ -407,6 +490,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             Cell("lost", "red"),
             *([""] if judged else []),
             *([""] if found else []),
+            *([""] if of_sets else []),
         )
         for promise in lost
     ]

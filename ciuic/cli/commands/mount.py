@@ -1,18 +1,26 @@
-"""``ciuic mount`` and ``ciuic shell``: snapshots as a read-only directory, or in place of the directories that they were taken of."""
+"""``ciuic mount``, ``shell`` and ``bisect``: snapshots as a read-only directory, or in place of the directories that they were taken of."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import shown, warn
+from ciuic.cli.shared.messages import shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.shared.output import note
-from ciuic.cli.shared.session import current
+from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.timelines import PassedOver, all_timelines
+from ciuic.errors import CiuicError, NotFound, Partial, UsageError
+
+if TYPE_CHECKING:
+    from ciuic.bisection import Trial
+    from ciuic.types import Snapshot
 
 _WAIT_SECONDS = 0.5
 _MAX_TOLD = 100
@@ -45,7 +53,7 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
     In DIR, made if missing, is a directory for each snapshot, named after its time and id, and latest, a link to the newest; with ID
     the roots of that snapshot alone. Files are at the paths that they had. `umount DIR` ends it, too.
     """
-    from ciuic.view.mount import MountedView
+    from ciuic.view.mount import MountedView, is_view
     from ciuic.view.tree import ViewTree
 
     session = current()
@@ -53,7 +61,14 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
     only = None if snapshot_id is None else store.resolve(snapshot_id)
     tree = ViewTree(store, session.repository_of, only)
     path = os.path.realpath(directory)
-    os.makedirs(path, mode=0o755, exist_ok=True)
+    try:
+        os.makedirs(path, mode=0o755, exist_ok=True)
+    except FileExistsError:
+        if not is_view(path):
+            raise UsageError(f"{shown(path)} is no directory") from None
+        raise CiuicError(
+            f"a view is mounted on {shown(path)} whose process has ended", hint=f"umount {shown(path)}"
+        ) from None
     # A relative entry of the import path, and the directory itself, may be below the view.
     os.chdir("/")
     view = MountedView(tree, path, _Teller(), for_others=for_others, may_wait=session.remote_url is not None)
@@ -76,6 +91,23 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
             signal.signal(number, handler)
 
 
+_ROOTS = click.option(
+    "-p",
+    "--path",
+    "paths",
+    metavar="ROOT",
+    type=SNAPSHOT_PATH,
+    multiple=True,
+    help="Only these of its roots; may be given several times.",
+)
+_SCRATCH = click.option(
+    "--scratch",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="For what is written: removed at the end. Default: TMPDIR, or /var/tmp.",
+)
+
+
 @click.command(
     "shell",
     cls=FrameCommand,
@@ -92,21 +124,8 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
     show_default=True,
     help="Which snapshot; a time will do, such as 14:05 or 2h.",
 )
-@click.option(
-    "-p",
-    "--path",
-    "paths",
-    metavar="ROOT",
-    type=SNAPSHOT_PATH,
-    multiple=True,
-    help="Only these of its roots; may be given several times.",
-)
-@click.option(
-    "--scratch",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="For what is written: removed at the end. Default: TMPDIR, or /var/tmp.",
-)
+@_ROOTS
+@_SCRATCH
 @click.argument("command", nargs=-1, metavar="[COMMAND...]")
 def shell_command(
     snapshot_id: str, paths: tuple[bytes, ...], scratch: Path | None, command: tuple[str, ...]
@@ -116,13 +135,20 @@ def shell_command(
     It sees them at their paths, and may write: what it writes is kept aside and gone with it. Everything else, other programs included, is as
     it is. It begins in the current directory, or in the first root where the snapshot does not have that. Ends with the exit code of COMMAND. Needs root.
     """
-    from ciuic.errors import NotFound
-    from ciuic.view.namespace import run_at
-    from ciuic.view.tree import ViewTree
-
     session = current()
     store = session.snapshots
     snapshot = store.load(store.resolve(snapshot_id))
+    roots = _roots_of(snapshot, paths)
+    program = command or (os.environ.get("SHELL") or "/bin/sh",)
+    if not command:
+        note(
+            f"{', '.join(map(shown, roots))} as in {snapshot.id}, {times.clock(snapshot.time_ns)}; what is written here is gone at the end"
+        )
+    session.exit_code = _run_at(session, snapshot, roots, program, scratch)
+
+
+def _roots_of(snapshot: Snapshot, paths: Sequence[bytes]) -> list[bytes]:
+    """Return the roots that are named, or all of the snapshot."""
     known = [root.path for root in snapshot.roots]
     for path in paths:
         if path not in known:
@@ -130,15 +156,24 @@ def shell_command(
                 f"{shown(path)} is no root of {snapshot.id}",
                 hint=f"its roots are: {', '.join(map(shown, known))}",
             )
-    roots = list(paths) or known
-    program = command or (os.environ.get("SHELL") or "/bin/sh",)
-    if not command:
-        note(
-            f"{', '.join(map(shown, roots))} as in {snapshot.id}, {times.clock(snapshot.time_ns)}; what is written here is gone at the end"
-        )
-    tree = ViewTree(store, session.repository_of, snapshot.id)
-    session.exit_code = run_at(
-        tree, snapshot, roots, program, _here(), _Teller(), scratch, may_wait=session.remote_url is not None
+    return list(paths) or known
+
+
+def _run_at(
+    session: Session,
+    snapshot: Snapshot,
+    roots: Sequence[bytes],
+    program: Sequence[str],
+    scratch: Path | None,
+    stdout: int | None = None,
+) -> int:
+    from ciuic.view.namespace import run_at
+    from ciuic.view.tree import ViewTree
+
+    tree = ViewTree(session.snapshots, session.repository_of, snapshot.id)
+    may_wait = session.remote_url is not None
+    return run_at(
+        tree, snapshot, roots, program, _here(), _Teller(), scratch, may_wait=may_wait, stdout=stdout
     )
 
 
@@ -148,3 +183,128 @@ def _here() -> bytes:
     except FileNotFoundError:
         # It was removed: perhaps the snapshot has it, but its path is not known.
         return b"/"
+
+
+# Those of `git bisect run`.
+_SKIP = 125
+_STDERR = 2
+_CANNOT_RUN = (126, 127)
+
+
+@click.command(
+    "bisect",
+    cls=FrameCommand,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option(
+    "--good", required=True, metavar="ID", type=ID, help="A snapshot, or time, at which all was well."
+)
+@click.option(
+    "--bad", default="latest", show_default=True, metavar="ID", type=ID, help="A later one, which is bad."
+)
+@_ROOTS
+@_SCRATCH
+@json_option
+@click.argument("command", nargs=-1, required=True, metavar="COMMAND...")
+def bisect_command(
+    good: str,
+    bad: str,
+    paths: tuple[bytes, ...],
+    scratch: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Find the first bad snapshot: run COMMAND as `ciuic shell` does, in few of those between.
+
+    COMMAND ends with 0 where all is well, with 125 where that cannot be told, and with another code below 126 where it is bad. Any
+    other code ends the search, as in `git bisect run`. Its output goes to stderr. Needs root.
+    """
+    from ciuic.bisection import Bisection
+
+    session = current()
+    store = session.snapshots
+    last_good, first_bad = (store.load(store.resolve(text)) for text in (good, bad))
+    roots = _roots_of(first_bad, paths)
+    row = _between(session, last_good, first_bad, roots)
+    search = Bisection(row)
+    trials: list[tuple[Snapshot, Trial]] = []
+
+    def tried(snapshot: Snapshot, why: str) -> Trial:
+        note(f"{snapshot.id}, {times.clock(snapshot.time_ns)}: trying this {why}")
+        trial = _trial(_run_at(session, snapshot, roots, command, scratch, _STDERR), snapshot, command)
+        note(f"{snapshot.id}, {times.clock(snapshot.time_ns)}: {_WORDS[trial]}")
+        trials.append((snapshot, trial))
+        return trial
+
+    while (snapshot := search.next()) is not None:
+        search.note(tried(snapshot, f"of {len(search.suspects)} that may be the first bad one"))
+    # A command that says one thing of everything, as one that is not there, has told nothing.
+    outcomes = {trial for _, trial in trials} - {"skip"}
+    for end, expected in ((last_good, "good"), (first_bad, "bad")):
+        if outcomes and expected not in outcomes and tried(end, f", which is {expected}") != expected:
+            raise UsageError(
+                f"the command does not tell {expected} from {'bad' if expected == 'good' else 'good'}: {end.id} is {expected}, and it says otherwise",
+                hint=f"try it: ciuic shell --at {end.id} COMMAND",
+            )
+    suspects = search.suspects
+    found = suspects[-1] if len(suspects) == 1 else None
+    before = ([last_good, *row])[row.index(suspects[0])]
+    if as_json:
+        out_json(
+            {
+                "first_bad": found and str(found.id),
+                "last_good": str(before.id),
+                "suspects": [str(one.id) for one in suspects],
+                "trials": [{"id": str(one.id), "result": trial} for one, trial in trials],
+            }
+        )
+    elif found is not None:
+        out(
+            f"{found.id}  {times.clock(found.time_ns)}  is the first bad one; the one before it is {before.id}"
+        )
+    if found is None:
+        raise Partial(
+            f"the first bad one is one of {len(suspects)}, of which all but the last could not be tried: "
+            f"{', '.join(str(one.id) for one in suspects)}"
+        )
+
+
+_WORDS = {"good": "good", "bad": "bad", "skip": "cannot be told, passed over"}
+
+
+def _trial(status: int, snapshot: Snapshot, command: Sequence[str]) -> Trial:
+    if status in _CANNOT_RUN or status > max(_CANNOT_RUN):
+        reason = "could not be run" if status in _CANNOT_RUN else "was ended by a signal"
+        raise CiuicError(
+            f"{shown_text(command[0])} {reason} (exit code {status}) in {snapshot.id}: that says nothing of the snapshot",
+            hint="a command that may crash: sh -c 'COMMAND || exit 1'",
+        )
+    return "good" if status == 0 else "skip" if status == _SKIP else "bad"
+
+
+def _between(session: Session, good: Snapshot, bad: Snapshot, roots: Sequence[bytes]) -> list[Snapshot]:
+    """Return the snapshots after the good one up to the bad one that have these roots, oldest first."""
+    passed_over = PassedOver()
+    rows = [
+        {snapshot.id: snapshot for snapshot in timeline.snapshots}
+        for root in roots
+        for _, timeline in all_timelines(session, root, passed_over)
+        if timeline.host == bad.host
+    ]
+    session.exit_code = passed_over.tell()
+    common = set(rows[0]).intersection(*rows[1:])
+    if good.id not in common:
+        raise UsageError(
+            f"{good.id} is no snapshot of {', '.join(map(shown, roots))} on the host of {bad.id}",
+            hint="-p ROOT takes some of the roots alone",
+        )
+    newest_first = [
+        snapshot
+        for snapshot in rows[0].values()
+        if snapshot.id in common and (not snapshot.is_safety or snapshot.id in (good.id, bad.id))
+    ]
+    ids = [snapshot.id for snapshot in newest_first]
+    begin, end = ids.index(bad.id), ids.index(good.id)
+    if begin >= end:
+        raise UsageError(f"the good one {good.id} is not older than the bad one {bad.id}")
+    return newest_first[begin:end][::-1]

@@ -65,11 +65,23 @@ def protect_command(
 
     A running daemon mounts them at once, in place. Nothing is copied or moved.
     """
-    from ciuic.config import add_roots, writable_file
-
-    session = current()
     # A path that is given twice, or by two links, is one root.
     asked = list(dict.fromkeys(_canonical(path) for path in paths))
+    protect(current(), asked, driver, new_repository=new_repository, offline=offline, as_json=as_json)
+
+
+def protect(
+    session: Session,
+    asked: Sequence[Path],
+    driver: Driver = "auto",
+    *,
+    new_repository: bool = False,
+    offline: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Protect directories, whose paths are taken as they are, and print what was done."""
+    from ciuic.config import add_roots, writable_file
+
     config = session.config
     new = _new_roots(config, asked, driver)
     # From here to add_roots in this order: what can be refused is refused before the repository is made, and
@@ -308,10 +320,16 @@ def unprotect_command(paths: tuple[bytes, ...], as_json: bool) -> None:
     A running daemon unmounts them, at once or when the last process that is in one has left. The files stay where they are, and so do their snapshots. What ciuic keeps
     beside a directory (.ciuic-state) is removed then.
     """
-    from ciuic.config import canonical_root, remove_roots, writable_file
+    from ciuic.config import canonical_root
 
-    session = current()
     asked = list(dict.fromkeys(canonical_root(os.fsdecode(path)) for path in paths))
+    unprotect(current(), asked, as_json=as_json)
+
+
+def unprotect(session: Session, asked: Sequence[Path], *, as_json: bool = False) -> None:
+    """Stop protecting directories, whose paths are taken as they are, and print what was done."""
+    from ciuic.config import remove_roots, writable_file
+
     configured = [root.path for root in session.config.roots]
     for path in asked:
         if path not in configured:

@@ -9,26 +9,30 @@ snapshot is taken first, so that an undo can be undone. Nothing else is touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from ciuic.cli.shared.contents import as_recorded
+from ciuic.cli.shared import sets
+from ciuic.cli.shared.contents import as_recorded, owner_name
 from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
 from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, DestinationExists, NotFound, Partial, UsageError
+from ciuic.errors import CiuicError, Damaged, DestinationExists, NotFound, Partial, UsageError
 from ciuic.excludes import check_pattern
-from ciuic.types import FLAG_MOUNTPOINT, SAFETY_MESSAGE, TAG_INCOMPLETE, is_safety
+from ciuic.repository.snapshot_sets import parse_set_name
+from ciuic.types import FLAG_MOUNTPOINT, SAFETY_MESSAGE, TAG_INCOMPLETE, SnapshotId, is_safety, order_of
 
 if TYPE_CHECKING:
     from ciuic.history import LastGood, Timeline
     from ciuic.repository import Repository
+    from ciuic.repository.snapshot_sets import SnapshotSet
     from ciuic.restore import RestoreItem, RestorePlan, RestoreProgress, Result
     from ciuic.system.open_files import OpenFile
     from ciuic.types import Snapshot
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 # A screenful; --json has all of them.
 _SHOWN_NAMES = 20
 _SHOWN_OPEN_FILES = 5
+_FIRST_NAMES = 3
 
 
 @click.command("restore", cls=FrameCommand)
@@ -96,13 +101,30 @@ _SHOWN_OPEN_FILES = 5
     help="What to do with files that exist; alone it means always. Without it they stop the restore (exit 6).",
 )
 @click.option("--delete", is_flag=True, help="Also remove what the snapshot does not have, only below PATH.")
-@click.option("--dry-run", is_flag=True, help="Say what would be done; change nothing.")
+@click.option(
+    "--dry-run",
+    "--plan",
+    "dry_run",
+    is_flag=True,
+    help="Say what would be done: names and sizes, room on the disk, and the programs that have such files open. Change nothing.",
+)
 @click.option(
     "--special/--no-special",
     "special",
     default=None,
     help="Restore device nodes, setuid and setgid bits, file capabilities and other attributes of the system, or leave them"
     " out. Default: leave them out, with exit code 8, if others may have written the repository.",
+)
+@click.option(
+    "--member",
+    metavar="HOST",
+    help="Of a set (-s set:NAME) the snapshot of this host, into -d. Default: of this one, where it was.",
+)
+@click.option("--all-members", is_flag=True, help="Of a set all snapshots, each into DEST/MEMBER.")
+@click.option(
+    "--incomplete",
+    is_flag=True,
+    help="Restore from a set although members of it are missing: not one instant of all.",
 )
 @click.option("--no-safety", is_flag=True, help="Take no safety snapshot before changing a protected root.")
 @click.option(
@@ -117,7 +139,7 @@ _SHOWN_OPEN_FILES = 5
     is_eager=True,
     expose_value=False,
     callback=show_lazy_restores,
-    help="Show the lazy restores of this machine, and nothing else.",
+    help="Show the lazy restores of this machine and the restores that were cut short, and nothing else.",
 )
 @json_option
 def restore_command(
@@ -132,6 +154,9 @@ def restore_command(
     delete: bool,
     dry_run: bool,
     special: bool | None,
+    member: str | None,
+    all_members: bool,
+    incomplete: bool,
     no_safety: bool,
     lazy: bool,
     foreground: bool,
@@ -139,7 +164,8 @@ def restore_command(
 ) -> int:
     """Restore files and directories from a snapshot.
 
-    Directories are merged. Interrupted or killed, it can be run again; no file is ever half there.
+    Directories are merged. Interrupted or killed, it can be run again; no file is ever half there. A set of which members are missing is
+    refused.
     """
     if snapshot is not None and last_good:
         raise UsageError("-s names a snapshot, and --last-good chooses one: give one of them")
@@ -151,11 +177,48 @@ def restore_command(
             hint="such as: -s latest -p DIR, or --last-good -p DIR",
         )
     session = current()
+    found = None if snapshot is None else sets.for_restore(session, snapshot, incomplete=incomplete)
+    if found is None and (member is not None or all_members or incomplete):
+        raise UsageError(
+            "--member, --all-members and --incomplete go with a set",
+            hint="-s set:NAME; see: ciuic list --sets",
+        )
+    if lazy and (include or exclude):
+        raise UsageError("--lazy restores a whole directory: leave out --include and --exclude")
+    options = [
+        *(() if overwrite is None else (f"--overwrite={overwrite}",)),
+        *(("--delete",) if delete else ()),
+        *(word for pattern in include for word in ("--include", pattern)),
+        *(word for pattern in exclude for word in ("--exclude", pattern)),
+        *(() if special is None else ("--special" if special else "--no-special",)),
+        *(("--no-safety",) if no_safety else ()),
+    ]
+    planned_so = partial(
+        planned,
+        session,
+        overwrite=overwrite,
+        delete=delete,
+        dry_run=dry_run,
+        special=special,
+        include=include,
+        exclude=exclude,
+    )
+    carry_out_so = partial(carry_out, session, dry_run=dry_run, no_safety=no_safety, as_json=as_json)
+    if found is not None:
+        assert snapshot is not None
+        if not found.is_whole:
+            sets.warn_of_lacking(session, found)
+        if all_members:
+            if lazy or member is not None or dest is None:
+                raise UsageError(
+                    "--all-members restores each member of a set into a directory of its own",
+                    hint="with -d DEST, and without --member and --lazy",
+                )
+            return _restore_members(found, paths, dest, options, planned_so, carry_out_so, as_json=as_json)
+        snapshot = str(_member_to_restore(session, found, snapshot, member, dest).id)
     if everything and snapshot is not None:
         store = session.snapshots
         paths = tuple(root.path for root in store.load(store.resolve(snapshot)).roots)
-    if lazy and (include or exclude):
-        raise UsageError("--lazy restores a whole directory: leave out --include and --exclude")
     if lazy or foreground:
         _require_only_lazy(lazy, paths, overwrite, delete, dry_run)
     chosen = _last_good(session, paths) if last_good else {}
@@ -169,38 +232,100 @@ def restore_command(
         named = str(chosen[path].snapshot.id) if snapshot is None else snapshot
         wanted.setdefault(named, []).append(path)
     # All before the first: a conflict or a mistake ends the command while nothing has been made or changed.
-    plans = [
-        _planned(
-            session,
-            named,
-            some,
-            dest,
-            overwrite,
-            delete=delete,
-            dry_run=dry_run,
-            special=special,
-            include=include,
-            exclude=exclude,
-        )
-        for named, some in wanted.items()
-    ]
+    plans = [planned_so(named, some, dest) for named, some in wanted.items()]
     if not last_good:
-        return _carry_out(session, plans[0], dry_run=dry_run, no_safety=no_safety, as_json=as_json)
+        return carry_out_so(plans[0], again=words_again(plans[0], dest, options))
+    stay = {} if delete else {path: _staying(path, one, dest) for path, one in chosen.items()}
     documents: list[dict[str, Any]] = []
     codes = [
-        _carry_out(
-            session, plan, dry_run=dry_run, no_safety=no_safety, as_json=as_json, show=documents.append
-        )
-        for plan in plans
+        carry_out_so(plan, again=words_again(plan, dest, options), show=documents.append) for plan in plans
     ]
+    _tell_staying([place for places in stay.values() for place in places], dry_run=dry_run)
     if as_json:
         out_json(
             {
-                "last_good": [_choice_document(path, one) for path, one in chosen.items()],
+                "last_good": [
+                    {
+                        **_choice_document(path, one),
+                        "staying": [json_name("path", place) for place in stay.get(path, ())],
+                    }
+                    for path, one in chosen.items()
+                ],
                 "restores": documents,
                 "code": max(codes),
             }
         )
+    return max(codes)
+
+
+def _member_to_restore(
+    session: Session, found: SnapshotSet, text: str, member: str | None, dest: bytes | None
+) -> Snapshot:
+    """Return the snapshot of a set that is to be restored: that of ``--member`` or ``MEMBER/set:NAME``, else this host's own.
+
+    Raises:
+        UsageError: it would take the place of this host's files, and is another's.
+        NotFound: there is none.
+    """
+    named = parse_set_name(text)
+    wanted = member or (named.member if named is not None else "")
+    if not wanted:
+        try:
+            return sets.own_member(session, found)
+        except NotFound as error:
+            raise NotFound(
+                error.message,
+                hint="--member HOST -d DEST restores the snapshot of another host, --all-members -d DEST all",
+            ) from None
+    snapshot = found.member_snapshot(wanted)
+    if dest is None and not sets.is_of_this_host(session, found, wanted):
+        raise UsageError(
+            f"{wanted} is another host, whose files would take the places of those of this one",
+            hint=f"-d DEST restores into a directory; -s {snapshot.id} is restored wherever it is asked for",
+        )
+    return snapshot
+
+
+def _restore_members(
+    found: SnapshotSet,
+    paths: Sequence[bytes],
+    dest: bytes,
+    options: Sequence[str],
+    planned_so: Callable[[str, Sequence[bytes], bytes], RestorePlan],
+    carry_out_so: Callable[..., int],
+    *,
+    as_json: bool,
+) -> int:
+    """Restore all members of a set that are found, each into a directory of its name; return the worst exit code.
+
+    Args:
+        found: The set.
+        paths: What is restored of each; empty: every root.
+        dest: Directory of these directories.
+        options: Words of the command that go on with a restore that is cut short.
+        planned_so: Returns the plan of one restore.
+        carry_out_so: Carries it out.
+        as_json: Print one document.
+    """
+    plans = []
+    for member, snapshot in sets.directory_names(found).items():
+        place = os.path.join(dest, os.fsencode(member))
+        wanted = paths or [root.path for root in snapshot.roots]
+        try:
+            plans.append((member, place, planned_so(str(snapshot.id), wanted, place)))
+        except NotFound as error:
+            raise NotFound(f"{member}: {error.message}", hint=error.hint) from None
+    documents: list[dict[str, Any]] = []
+    codes = []
+    for member, place, plan in plans:
+        if not as_json:
+            note(f"{shown_text(member)}:")
+        codes.append(carry_out_so(plan, again=words_again(plan, place, options), show=documents.append))
+    if as_json:
+        restores = [
+            {"member": member, **document} for (member, _, _), document in zip(plans, documents, strict=True)
+        ]
+        out_json({"set": sets.document(found), "restores": restores, "code": max(codes)})
     return max(codes)
 
 
@@ -271,6 +396,38 @@ def _show_choice(session: Session, path: bytes, one: LastGood) -> None:
         )
 
 
+def _staying(path: bytes, one: LastGood, dest: bytes | None) -> list[bytes]:
+    """Return where newer checkpoints that are not whole are now, which the chosen snapshot does not have: a restore leaves them there."""
+    from ciuic.repository.lookup import find
+
+    above = os.path.dirname(path) if dest is None else os.path.abspath(dest)
+    found: list[bytes] = []
+    for skipped in one.passed_over:
+        bad = skipped.checkpoint
+        if bad is None or bad.checkpoint.verdict.is_good:
+            continue
+        place = os.path.join(above, os.path.relpath(bad.checkpoint.path, os.path.dirname(path)))
+        try:
+            find(one.repository, one.snapshot, bad.checkpoint.path)
+        except NotFound:
+            if os.path.lexists(place) and place not in found:
+                found.append(place)
+        except Damaged:
+            # It is restored, or told as damaged.
+            continue
+    return found
+
+
+def _tell_staying(places: Sequence[bytes], *, dry_run: bool) -> None:
+    if places:
+        verb, stays = ("is", "stays") if len(places) == 1 else ("are", "stay")
+        warn(
+            f"{plural(len(places), 'newer checkpoint')} that {verb} not whole {'would stay' if dry_run else stays} beside what was restored:",
+            hint="a training that looks for its newest one would take it: --delete removes what the snapshot does not have, or remove it by hand",
+        )
+        _names(places)
+
+
 def _choice_document(path: bytes, one: LastGood) -> dict[str, Any]:
     newer = one.newer_good
     return {
@@ -288,7 +445,7 @@ def _choice_document(path: bytes, one: LastGood) -> dict[str, Any]:
     }
 
 
-def _planned(
+def planned(
     session: Session,
     snapshot: str,
     paths: Sequence[bytes],
@@ -311,6 +468,12 @@ def _planned(
             check_pattern(pattern)
         except ValueError as error:
             raise UsageError(str(error)) from None
+    for pattern in include:
+        if pattern.startswith("!"):
+            raise UsageError(
+                f"--include {pattern!r} takes nothing in: a pattern with ! takes back what others named",
+                hint=f"--exclude {pattern[1:]!r} leaves it out; \\! is a name that begins with !",
+            )
     plan = plan_restore(
         session.repository_of(source.id),
         source,
@@ -340,13 +503,14 @@ def _planned(
     return plan
 
 
-def _carry_out(
+def carry_out(
     session: Session,
     plan: RestorePlan,
     *,
     dry_run: bool,
     no_safety: bool,
     as_json: bool,
+    again: Sequence[str | bytes],
     also_changed: Sequence[bytes] = (),
     afterwards: Callable[[Result], None] = lambda result: None,
     show: Callable[[dict[str, Any]], None] = out_json,
@@ -359,6 +523,7 @@ def _carry_out(
         dry_run: change nothing.
         no_safety: take no safety snapshot.
         as_json: print one document.
+        again: words of the command, without the program's name, that goes on if this one is cut short.
         also_changed: paths that ``afterwards`` changes.
         afterwards: called after the plan is executed, to add to its result.
         show: takes the document.
@@ -368,47 +533,205 @@ def _carry_out(
     # Of what is replaced here, wherever it is restored from.
     local = session.local
     targets = [*(target.path for target in plan.targets), *also_changed]
-    safety = None if dry_run or no_safety else _safety(local, str(plan.snapshot.id), targets)
+    safety = None if dry_run or no_safety else _safety(local, plan, targets)
     # Once, before anything is changed: afterwards nothing tells which name an open file had.
     open_before = find_open_files(targets)
     # A name for each path, of which a restore may have millions: collected only where they are printed.
     items: list[RestoreItem] = []
-    result = _execute(
-        plan, dry_run, items.append if dry_run or session.verbosity > 0 else None, _runtime_dir(session)
-    )
-    afterwards(result)
-    changed = {item.path for item in items if item.action in ("restored", "removed")}
-    open_files = [one for one in open_before if one.path in changed] if dry_run else replaced(open_before)
+    on_item = items.append if dry_run or session.verbosity > 0 else None
+    with _recorded(session, plan, again, dry_run):
+        result = _execute(plan, dry_run, on_item, _runtime_dir(session))
+        afterwards(result)
+    open_files = _cut_off(open_before, items, result.removed) if dry_run else replaced(open_before)
+    forecast = _forecast(plan, items, result.removed) if dry_run else None
     # Retention compares snapshots of later than this moment, to find out whether the restored paths were
     # changed since: one that was cut during the restore shows half of it.
     if safety is not None:
-        _safety_is_over(local, safety)
+        _safety_is_over(local, safety, changed=_may_have_changed(local, plan, result, safety, also_changed))
     if as_json:
         show(
             {
                 **_document(plan, result, items, safety, dry_run),
                 "open_files": [
-                    {**json_name("path", one.path), "pid": one.pid, "program": one.program}
+                    {
+                        **json_name("path", one.path),
+                        "pid": one.pid,
+                        "program": one.program,
+                        "user": owner_name("pwd", one.uid),
+                        "how": one.how,
+                    }
                     for one in open_files
                 ],
+                "plan": None if forecast is None else forecast.document(),
             }
         )
     else:
         _print(plan, result, items, dry_run)
+        if forecast is not None:
+            forecast.print()
     if open_files:
         _warn_of_open_files(open_files, dry_run)
     return _exit_code(plan, result)
 
 
+@contextmanager
+def _recorded(
+    session: Session, plan: RestorePlan, again: Sequence[str | bytes], dry_run: bool
+) -> Iterator[None]:
+    """Have ``ciuic status`` tell of the restore if it is cut short."""
+    from ciuic.restore.unfinished import recorded, records_directory
+
+    destinations = [target.path for target in plan.targets if target.source.entry.is_dir]
+    # A single file is there or not, and leaves nothing to go on with.
+    if dry_run or not destinations:
+        yield
+        return
+    words: list[str | bytes] = ["ciuic"]
+    if session.names_repository:
+        words += ["--repo", session.place]
+    if session.packs_option is not None:
+        words += ["--packs-url", session.packs_option]
+    with recorded(
+        str(plan.snapshot.id), destinations, list(map(os.fsencode, (*words, *again))), records_directory()
+    ):
+        yield
+
+
+def words_again(plan: RestorePlan, dest: bytes | None, options: Sequence[str]) -> list[str | bytes]:
+    """Return the words of a restore that goes on with this one: of the same snapshot, whatever is the latest by then."""
+    words: list[str | bytes] = ["restore", "-s", str(plan.snapshot.id)]
+    for target in plan.targets:
+        words += ["-p", target.source.path]
+    return [*words, *(() if dest is None else ("-d", dest)), *options]
+
+
+def _cut_off(
+    files: Sequence[OpenFile], items: Sequence[RestoreItem], removed: Sequence[bytes]
+) -> list[OpenFile]:
+    """Return the files in use that would be replaced, or removed with the tree that they are in."""
+    gone = set(removed)
+    changed = {item.path for item in items if item.action == "restored"}
+
+    def is_gone(path: bytes) -> bool:
+        while gone and path not in gone and path != os.path.dirname(path):
+            path = os.path.dirname(path)
+        return path in gone
+
+    return [one for one in files if one.path in changed or is_gone(one.path)]
+
+
+class _Room(NamedTuple):
+    """Free space of a file system that is restored to."""
+
+    place: bytes
+    needed_bytes: int
+    """At most: without what holes and shared extents save, and what is replaced gives back."""
+    free_bytes: int
+
+
+class _Forecast(NamedTuple):
+    """Changes that a restore would make, and the room that it needs."""
+
+    made: list[RestoreItem]
+    replaced: list[RestoreItem]
+    removed: Sequence[bytes]
+    rooms: list[_Room]
+
+    def document(self) -> dict[str, Any]:
+        """Return it in JSON."""
+        return {
+            **{
+                name: {"files": len(items), "bytes": sum(item.size_bytes for item in items)}
+                for name, items in (("made", self.made), ("replaced", self.replaced))
+            },
+            "removed": {"names": len(self.removed)},
+            "room": [
+                {
+                    **json_name("path", room.place),
+                    "needed_bytes": room.needed_bytes,
+                    "free_bytes": room.free_bytes,
+                    "enough": room.needed_bytes <= room.free_bytes,
+                }
+                for room in self.rooms
+            ],
+        }
+
+    def print(self) -> None:
+        """Print it, one line for each kind of change and for each file system."""
+        from ciuic.units import human_size
+
+        for verb, items in (("made", self.made), ("replaced", self.replaced)):
+            if items:
+                size = human_size(sum(item.size_bytes for item in items))
+                names = _first_names([item.path for item in items])
+                note(f"  {verb}: {plural(len(items), 'file')}, {size}: {names}")
+        if self.removed:
+            note(
+                f"  removed, with all below: {plural(len(self.removed), 'name')}: {_first_names(self.removed)}"
+            )
+        for room in self.rooms:
+            words = f"{human_size(room.needed_bytes)} at most, {human_size(room.free_bytes)} free at {shown(room.place)}"
+            if room.needed_bytes <= room.free_bytes:
+                note(f"  room: {words}")
+            else:
+                warn(f"the room may not suffice: {words}", hint="free some, or -d another disk")
+
+
+def _first_names(paths: Sequence[bytes]) -> str:
+    names = ", ".join(map(shown, paths[:_FIRST_NAMES]))
+    return f"{names} …" if len(paths) > _FIRST_NAMES else names
+
+
+def _forecast(plan: RestorePlan, items: Sequence[RestoreItem], removed: Sequence[bytes]) -> _Forecast:
+    from ciuic.repository.lookup import is_within
+    from ciuic.system.disk_space import measurable, writable_bytes
+
+    made = [item for item in items if item.action in ("restored", "linked") and not item.replaces]
+    replaced = [item for item in items if item.action in ("restored", "linked") and item.replaces]
+    places: dict[int, _Room] = {}
+    for target in plan.targets:
+        place = measurable(os.fsdecode(target.path))
+        needed_bytes = sum(item.size_bytes for item in items if is_within(item.path, target.path))
+        device = os.stat(place).st_dev
+        known = places.get(device)
+        places[device] = _Room(
+            os.fsencode(place) if known is None else known.place,
+            needed_bytes + (0 if known is None else known.needed_bytes),
+            writable_bytes(place),
+        )
+    return _Forecast(made, replaced, removed, [*places.values()])
+
+
+_USES: Final = {
+    "writing": "open for writing",
+    "reading": "open",
+    "mapped": "mapped",
+    "cwd": "its working directory",
+}
+
+
 def _warn_of_open_files(files: Sequence[OpenFile], dry_run: bool) -> None:
     would = "would be" if dry_run else "were"
-    counted = plural(len(files), "open file", "open files")
-    warn(
-        f"{counted} {would} replaced; the programs go on with the old content, and what they write is in no snapshot:",
-        hint="stop them before the restore" if dry_run else "restart them",
-    )
+    directories = [one for one in files if one.how == "cwd"]
+    others = [one for one in files if one.how != "cwd"]
+    if others:
+        warn(
+            f"{plural(len(others), 'open file', 'open files')} {would} replaced; the programs go on with the old content, and what they write is in no snapshot:",
+            hint="stop them before the restore" if dry_run else "restart them",
+        )
+        _users(others)
+    if directories:
+        warn(
+            f"{plural(len(directories), 'working directory', 'working directories')} {would} removed; the programs there find no file by a relative name:",
+            hint="stop them before the restore" if dry_run else "restart them",
+        )
+        _users(directories)
+
+
+def _users(files: Sequence[OpenFile]) -> None:
     for one in files[:_SHOWN_OPEN_FILES]:
-        complain(f"    {shown(one.path)} ({shown_text(one.program)}, {one.pid})")
+        user = shown_text(owner_name("pwd", one.uid))
+        complain(f"    {shown(one.path)}: {_USES[one.how]} ({user}: {shown_text(one.program)}, {one.pid})")
     if len(files) > _SHOWN_OPEN_FILES:
         complain(f"    and {len(files) - _SHOWN_OPEN_FILES} more; --json lists them all")
 
@@ -469,19 +792,68 @@ def excluded(session: Session) -> Callable[[bytes, bool], bool] | None:
     return keep
 
 
-def _safety(session: Session, source: str, targets: Sequence[bytes]) -> str | None:
+def _safety(session: Session, plan: RestorePlan, targets: Sequence[bytes]) -> str | None:
     from ciuic.cli.shared import safety_snapshot as safety
 
     roots = safety.covering(safety.protected_roots(session), targets)
     if not roots:
         return None
-    return safety.take(session, roots, f"{SAFETY_MESSAGE}{source}", targets)
+    message = f"{SAFETY_MESSAGE}{plan.snapshot.id}"
+    return safety.take(session, roots, message, targets, _first_safety(session, plan, message))
 
 
-def _safety_is_over(session: Session, taken: str) -> None:
+def _first_safety(session: Session, plan: RestorePlan, message: str) -> str:
+    """Return the safety snapshot from before the first run of a restore that was cut short and goes on now; empty if there is none."""
+    from ciuic.compare.restore_records import first_of, was_cut_short
+    from ciuic.restore.unfinished import records_directory, unfinished
+
+    here = {target.path for target in plan.targets if target.source.entry.is_dir}
+    snapshot = str(plan.snapshot.id)
+    if not any(
+        one.snapshot == snapshot and set(one.destinations) == here for one in unfinished(records_directory())
+    ):
+        return ""
+    try:
+        infos = session.repository.snapshots.infos()
+        safeties = [info for info in infos if is_safety(info.tags, info.message)]
+        if not safeties:
+            return ""
+        newest = max(safeties, key=order_of)
+        # Of another restore since, or of one that ended: what it left is what an undo is to bring back.
+        if newest.message != message or not was_cut_short(session.repository_dir, str(newest.id)):
+            return ""
+        return first_of(session.repository_dir, str(newest.id))
+    except (CiuicError, OSError):
+        # A restore goes on without.
+        return ""
+
+
+def _may_have_changed(
+    session: Session, plan: RestorePlan, result: Result, safety: str, also_changed: Sequence[bytes]
+) -> bool:
+    """Return False if everything was as the snapshot has it already, attributes and directories included."""
+    from ciuic.compare.diff import diff_snapshots
+
+    if result.restored or result.removed or not result.complete or also_changed:
+        return True
+    repository = session.repository
+    if not os.path.samefile(repository.path, plan.repository.path):
+        return True
+    try:
+        before = repository.snapshots.load(SnapshotId(safety))
+        return any(
+            target.path != target.source.path
+            or next(diff_snapshots(repository, before, plan.snapshot, target.path), None) is not None
+            for target in plan.targets
+        )
+    except (CiuicError, OSError):
+        return True
+
+
+def _safety_is_over(session: Session, taken: str, *, changed: bool) -> None:
     from ciuic.cli.shared import safety_snapshot as safety
 
-    safety.is_over(session, taken)
+    safety.is_over(session, taken, changed=changed)
 
 
 def _runtime_dir(session: Session) -> Path | None:
@@ -667,12 +1039,13 @@ def undo_command(snapshot: str | None, dry_run: bool, as_json: bool) -> int:
     else:
         plan = plan_nothing(repository, safety)
     note(f"taking back the restore from {shown_text(safety.message.removeprefix(SAFETY_MESSAGE))}")
-    return _carry_out(
+    return carry_out(
         session,
         plan,
         dry_run=dry_run,
         no_safety=False,
         as_json=as_json,
+        again=["undo", str(safety.id)],
         also_changed=made,
         afterwards=lambda result: _remove(repository, safety, made, keep, doubt, result, dry_run=dry_run),
     )
@@ -711,6 +1084,8 @@ def _was_unseen(
 
 
 def _safety_snapshot(session: Session, repository: Repository, wanted: str | None) -> Snapshot:
+    from ciuic.compare.restore_records import first_of, has_changed
+
     store = repository.snapshots
     if wanted is not None:
         found = store.load(store.resolve(wanted))
@@ -720,13 +1095,26 @@ def _safety_snapshot(session: Session, repository: Repository, wanted: str | Non
                 hint=f"ciuic restore -s {found.id} brings back what it has",
             )
         return found
-    safeties = [info for info in store.infos() if is_safety(info.tags, info.message)]
+    safeties = [
+        info
+        for info in store.infos()
+        if is_safety(info.tags, info.message) and has_changed(repository.path, str(info.id))
+    ]
     if not safeties:
         raise NotFound(
             "there is no restore to undo: no restore over a protected root has left a safety snapshot",
             hint="ciuic list shows the snapshots",
         )
-    return store.load(max(safeties, key=lambda info: info.order_ns).id)
+    newest = max(safeties, key=order_of)
+    first = first_of(repository.path, str(newest.id))
+    try:
+        return store.load(SnapshotId(first))
+    except NotFound:
+        warn(
+            f"the restore went on with one that was cut short, and the safety snapshot from before that, {first}, is gone",
+            hint="what is brought back is the state between the two",
+        )
+        return store.load(newest.id)
 
 
 def _remove(

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.shared import pairs, times
-from ciuic.cli.shared.contents import as_recorded, children_of, roots_below
+from ciuic.cli.shared import pairs, sets, times
+from ciuic.cli.shared.contents import as_recorded, children_of, owner_name, roots_below
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import abandon_stdout, json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.set_of_hosts import set_document
 from ciuic.errors import CiuicError, UsageError
 from ciuic.repository.lookup import find
+from ciuic.repository.snapshot_sets import sets_of
 from ciuic.types import (
     FLAG_MOUNTPOINT,
     FLAG_OPEN_FOR_WRITING,
@@ -32,6 +34,7 @@ from ciuic.types import (
 )
 
 if TYPE_CHECKING:
+    from ciuic.repository.snapshot_sets import SnapshotSet
     from ciuic.types import RootRecord
 
 
@@ -57,18 +60,71 @@ _LABEL_WIDTH = 9
 @click.argument("path", required=False, type=SNAPSHOT_PATH)
 @json_option
 def show_command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
-    """Show one snapshot; with PATH, the directory or file there as it was."""
+    """Show one snapshot or set; with PATH, the directory or file there as it was."""
     session = current()
     store = session.snapshots
+    if path is None and (found := sets.set_named(session, snapshot_id)) is not None:
+        _show_set(session, found, as_json)
+        return
     snapshot = store.load(store.resolve(snapshot_id))
     if path is not None:
         _show_path(session, snapshot, as_recorded(snapshot, path), as_json)
     elif as_json:
         # Looked up at each call: neither repository can promise anything for the other.
         half = pairs.looked_up(session, [snapshot]).get(snapshot.id)
-        out_json({**_facts(snapshot), "pair": pairs.document(snapshot.pair, half)})
+        out_json(
+            {
+                **_facts(snapshot),
+                "pair": pairs.document(snapshot.pair, half),
+                "set": _set_facts(session, snapshot),
+            }
+        )
     else:
         _print_facts(session, snapshot)
+
+
+def _set_of(session: Session, snapshot: Snapshot) -> SnapshotSet | None:
+    """Return the set that a snapshot is of, with what else is here of it; None if it is of none."""
+    place = snapshot.set_member
+    if place is None:
+        return None
+    # With --as-host other members are not read, and not told as missing.
+    others = [snapshot] if session.as_host is not None else [snapshot, *session.snapshots.load_all()[0]]
+    return next(one for one in sets_of(others) if (one.id, one.members) == (place.id, place.members))
+
+
+def _set_facts(session: Session, snapshot: Snapshot) -> dict[str, Any] | None:
+    facts, found = set_document(snapshot.set_member), _set_of(session, snapshot)
+    if facts is None or found is None:
+        return None
+    return {
+        **facts,
+        "snapshots": {member: str(one.id) for member, one in found.found.items()},
+        "whole": found.is_whole,
+    }
+
+
+def _show_set(session: Session, found: SnapshotSet, as_json: bool) -> None:
+    if as_json:
+        out_json(sets.document(found))
+        return
+    from ciuic.units import human_size
+
+    out(f"set {shown_text(found.name)}", bold=True)
+    out(f"id       {found.id}")
+    out(f"time     {times.clock(found.newest.time_ns)}")
+    out(f"size     {human_size(found.size_bytes)}")
+    _print_members(found)
+    sets.warn_of_lacking(session, found)
+
+
+def _print_members(found: SnapshotSet) -> None:
+    for member in found.members:
+        snapshot = found.found.get(member)
+        out(
+            f"member   {shown_text(member)}  {'missing here' if snapshot is None else snapshot.id}",
+            fg="yellow" if snapshot is None else None,
+        )
 
 
 def _facts(snapshot: Snapshot) -> dict[str, Any]:
@@ -151,6 +207,13 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
         out_prose(
             f"partial  without {shown(lacking.path)}: {shown_text(lacking.reason)}", _LABEL_WIDTH, fg="yellow"
         )
+    if (place := snapshot.set_member) is not None:
+        out_prose(
+            f"set      {shown_text(place.name)}: {shown_text(place.member)} of {shown_text(', '.join(place.members))} ({place.id})",
+            _LABEL_WIDTH,
+        )
+        if session.as_host is None and (found := _set_of(session, snapshot)) is not None:
+            _print_members(found)
     pairs.print_half(snapshot.pair, pairs.looked_up(session, [snapshot]).get(snapshot.id))
 
 
@@ -168,6 +231,8 @@ def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool)
                 "snapshot": str(snapshot.id),
                 **json_name("path", path),
                 "type": "directory" if entry is None else _type_name(entry),
+                "uid": None if entry is None else entry.uid,
+                "gid": None if entry is None else entry.gid,
                 "entries": [_entry_facts(child, snapshot) for child in entries],
             }
         )
@@ -215,8 +280,8 @@ def _print_entries(entries: list[Entry], full_path: bytes | None) -> None:
     lines = [
         (
             stat.filemode(entry.mode),
-            _owner("pwd", entry.uid),
-            _owner("grp", entry.gid),
+            owner_name("pwd", entry.uid),
+            owner_name("grp", entry.gid),
             _size(entry),
             times.clock(entry.mtime_ns),
             _name(entry, full_path),
@@ -254,17 +319,6 @@ def _lag(lag_ms: int) -> str:
 
     # Rounded up: it is an upper bound.
     return human_duration(-(-lag_ms // 1000)) if lag_ms >= 1000 else f"{lag_ms} ms"
-
-
-def _owner(database: str, number: int) -> str:
-    """The name that this machine has for a user or group; the number where it has none."""
-    import grp
-    import pwd
-
-    try:
-        return pwd.getpwuid(number).pw_name if database == "pwd" else grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
 
 
 def _held_for(uid: int | None) -> str:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.shared import times
+from ciuic.cli.shared import sets, times
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose, wrapped
-from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
-from ciuic.errors import CiuicError, Damaged, UsageError
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
+from ciuic.errors import CiuicError, Damaged, Partial, UsageError
 from ciuic.types import TAG_NOT_HELD
 from ciuic.units import human_duration, human_size, parse_duration, parse_share
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ciuic.remote.reading.versions import SoundObjects
     from ciuic.remote.upkeep.version_repair import LockRenewal
     from ciuic.repository import Repository
+    from ciuic.repository.snapshot_sets import SnapshotSet
     from ciuic.types import SnapshotId
 
 
@@ -136,6 +137,8 @@ def verify_command(
     """Verify snapshots: everything there and, with --checksum, every byte right. Exit 4 on damage.
 
     With --remote those of a remote; all of them if none is named. Without --checksum it reads logs, manifests and trees there.
+
+    set:NAME verifies all members of a set; exit 8 if some of them are missing there.
     """
     session = current()
     if use_remote(session, remote, name):
@@ -158,14 +161,17 @@ def verify_command(
     if not ids and not everything:
         raise click.UsageError("which snapshots? Name them (such as latest), or give --all")
     # All ids are resolved before the first byte is read: a typing error shows at once, and not after hours.
-    result = _verify(session, None if everything else resolve_all(session, ids), checksum, share)
+    chosen, of_sets = ([], []) if everything else sets.expanded(session, ids)
+    result = _verify(session, None if everything else chosen, checksum, share)
     not_held = _not_held(session, result)
     archived = _archived(session)
     if as_json:
         document = {**as_document(result), "sample": share, "not_held": not_held, "archived_packs": archived}
-        out_json(document)
+        out_json({**document, "sets": [_set_document(one, result) for one in of_sets]})
     else:
         _print_verified(result, everything, share)
+        for one in of_sets:
+            _print_set(one, result)
         if archived:
             note(
                 f"{plural(len(archived), 'pack')} archived in the store: cold, not read; ciuic remote thaw ID"
@@ -176,7 +182,29 @@ def verify_command(
                 f"{plural(len(not_held), 'snapshot')}{named} with files not held at the cut, whose content may be later; "
                 "see: ciuic show ID"
             )
-    return Damaged.exit_code if result.damaged else 0
+    for one in of_sets:
+        sets.warn_of_lacking(session, one)
+    if result.damaged:
+        return Damaged.exit_code
+    return 0 if all(one.is_whole for one in of_sets) else Partial.exit_code
+
+
+def _damaged_members(found: SnapshotSet, result: VerifyResult) -> list[str]:
+    """Return the members of a set whose snapshots damage touches."""
+    touched = {id_ for damage in result.damages for id_ in damage.snapshots}
+    return [member for member, snapshot in found.found.items() if snapshot.id in touched]
+
+
+def _set_document(found: SnapshotSet, result: VerifyResult) -> dict[str, Any]:
+    return {**sets.document(found), "damaged": _damaged_members(found, result)}
+
+
+def _print_set(found: SnapshotSet, result: VerifyResult) -> None:
+    """Print which members of a set are damaged, and which are not."""
+    damaged = _damaged_members(found, result)
+    for member, snapshot in found.found.items():
+        word = "damaged" if member in damaged else "right" if result.checksum else "there"
+        out(f"  {shown_text(member)}  {snapshot.id}  {word}", fg="red" if member in damaged else None)
 
 
 def _archived(session: Session) -> list[str]:
@@ -224,8 +252,11 @@ def _verify(
             for repository, _ in asked
             if (part := [id_ for id_ in ids if id_ in repository.snapshots.names()])
         ]
-    if checksum and session.remote_url is not None:
-        session.remote.read_anew()
+    if session.remote_url is not None:
+        if checksum:
+            session.remote.read_anew()
+        else:
+            session.remote.read_manifests_anew()
     with reporting() as report:
         return _united(
             [
