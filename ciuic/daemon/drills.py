@@ -8,7 +8,6 @@ and compared to ciuic.maintenance.drill.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,15 +16,16 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import describe_exit
 from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.drill_process import DrillJob
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import ErrorDocument
 from ciuic.protocol.last_drill import LastDrill, read_drills, standing_drill
 from ciuic.structs import decode_json
-from ciuic.system.child_process import environment, module_command
+from ciuic.system.child_process import module_command
 from ciuic.system.memory import is_memory_short
 from ciuic.units import human_duration
 
@@ -128,16 +128,15 @@ class Drills:
         if last is None or last.is_good:
             self._alerts.clear(KEY_DRILL)
         else:
-            what = (
-                "a restore would not be exact"
-                if last.verdict == "damaged"
-                else "the last drill could not be done"
-            )
+            is_damage = last.verdict == "damaged"
             self._alerts.report(
                 KEY_DRILL,
-                f"{what}: {last.reason}",
-                hint="ciuic drill repeats it; ciuic verify --all --checksum names all damage",
-                severity="problem" if last.verdict == "damaged" else "warning",
+                f"{'a restore would not be exact' if is_damage else 'the last drill failed'}: {last.reason}",
+                hint="ciuic drill repeats it; ciuic verify --all --checksum names all damage"
+                if is_damage
+                else "ciuic drill repeats it, with the same options if it was done by hand",
+                severity="problem" if is_damage else "warning",
+                since_ns=last.time_ns,
             )
         # Twice the time, because a drill waits for captures and memory. Without any record it counts from the daemon's start.
         good_ns = next((one.time_ns for one in records if one.is_good), self._late_since_ns)
@@ -165,35 +164,14 @@ class Drills:
         # Unless it leaves a record, from which the next one follows.
         self._not_before = trio.current_time() + _RETRY_SECONDS
         log.info("drill_begun")
-        process = await trio.lowlevel.open_process(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            cwd=str(self._cwd),
-            env=environment(),
-        )
-        mark_expendable(process.pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with suppress(trio.BrokenResourceError):  # it ended early; its exit status says how
-                await process.stdin.send_all(msgspec.json.encode(job) + b"\n")
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._end_if_memory_is_short, process)
-                answer = b"".join([part async for part in process.stdout])
-                status = await process.wait()
-                nursery.cancel_scope.cancel()
-        except BaseException:
-            process.terminate()
-            # Shielded, because it removes what it has restored.
-            with trio.move_on_after(_END_SECONDS, shield=True):
-                await process.wait()
-            raise
-        finally:
-            with trio.CancelScope(shield=True):
-                await process.stdin.aclose()
-                await process.stdout.aclose()
+        # It removes what it has restored before it ends.
+        async with (
+            job_process(self._command, job, self._cwd, wait_seconds=_END_SECONDS) as running,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(self._end_if_memory_is_short, running.process)
+            answer, status = await running.output()
+            nursery.cancel_scope.cancel()
         self._conclude(status, answer)
 
     async def _end_if_memory_is_short(self, process: trio.Process) -> None:
@@ -214,5 +192,7 @@ class Drills:
             # No snapshot yet, or one that was removed meanwhile.
             if refusal.code != NotFound.exit_code:
                 raise CiuicError(refusal.error, hint=refusal.hint)
+            # The next look, after the first snapshot: nothing failed.
+            self._not_before = 0.0
             return
         log.warning("drill_without_outcome", how=describe_exit(status))

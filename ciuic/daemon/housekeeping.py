@@ -2,7 +2,7 @@
 
 Guarantees: an epoch whose outcome a worker was not told is settled; an epoch that a worker gave up, a store
 short of space, a remote that falls behind, a clock that was set and processes that bypass the overlay are
-alerts; `systemctl status` shows an up-to-date line.
+alerts, as is a root whose newest snapshot is overdue; `systemctl status` shows an up-to-date line.
 
 A clock that was set is detected by comparing wall time with the time since boot, which cannot be set. A host
 that slept does not count as a clock that was set (CLOCK_BOOTTIME counts sleep), nor does a clock that NTP
@@ -12,7 +12,6 @@ adjusts a little at a time. Leaves the consequences to schedule.py and ciuic.ret
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -21,10 +20,14 @@ import trio
 
 from ciuic import STATE_DIR_NAME
 from ciuic.daemon.base.events import KEY_MISSING
+from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.worker_process import OverlayWorker
+from ciuic.daemon.snapshots.snapshot_ages import boot_ns, overdue_after_seconds
 from ciuic.errors import CiuicError
-from ciuic.protocol.control_types import rfc3339
+from ciuic.printable import one_line
+from ciuic.protocol.control_types import RepositoryStatus, rfc3339
+from ciuic.repository import Repository
 from ciuic.units import human_duration, human_size, plural
 
 # Each round asks every worker for its status and looks at the repository.
@@ -35,9 +38,22 @@ _LOW_SPACE_BYTES = 1 << 30
 _LOW_SPACE_SHARE = 0.05
 # Beginning of the key of the alert that a remote is behind.
 _KEY_REMOTE = "remote:"
+_KEY_FULL = "full"
+_KEY_GOOD = "last-good:"
+_KEY_OVERDUE = "overdue:"
 # Less than this is clock discipline (NTP), not a clock that was set.
 _STEP_SECONDS = 60.0
 log = structlog.get_logger(__name__)
+
+
+def _newest(store: Store, roots: list[str]) -> tuple[dict[str, LastSnapshot | None], bool]:
+    """Return the newest snapshot of each root, and whether the repository could be read."""
+    try:
+        # Without a repository `latest_of` finds nothing, as where its disk is not mounted.
+        return store.latest_of(roots), store.path is not None and Repository.exists(store.path)
+    except CiuicError as error:
+        log.warning("store_unreadable", error=str(error))
+        return dict.fromkeys(roots), False
 
 
 class ClockWatch:
@@ -46,7 +62,7 @@ class ClockWatch:
     def __init__(
         self,
         now_ns: Callable[[], int],
-        boot_ns: Callable[[], int] = lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME),
+        boot_ns: Callable[[], int] = boot_ns,
     ) -> None:
         self._now_ns = now_ns
         self._boot_ns = boot_ns
@@ -95,6 +111,8 @@ class DaemonHousekeeping:
             self._parts.scheduled.retry = False
             self._parts.schedule.post()
         self._parts.first_snapshots.retry()
+        await self._look_at_ages()
+        self._look_at_checkpoints()
         await self._look_at_space()
         await self._look_at_remotes()
         self._parts.notifier.status(self.status_line())
@@ -149,6 +167,51 @@ class DaemonHousekeeping:
             )
         self._parts.schedule.heed_clock()
 
+    async def _look_at_ages(self) -> None:
+        """Report roots whose newest snapshot is overdue."""
+        parts = self._parts
+        roots = [root.path for root in parts.settings.roots]
+        found, is_readable = await trio.to_thread.run_sync(_newest, parts.store, roots)
+        parts.ages.note(found, is_readable=is_readable)
+        overdue = parts.ages.overdue(roots, parts.settings.interval_seconds)
+        for alert in parts.alerts.standing():
+            if alert.key.startswith(_KEY_OVERDUE) and alert.root not in overdue:
+                parts.alerts.clear(alert.key)
+        limit = human_duration(overdue_after_seconds(parts.settings.interval_seconds))
+        every = human_duration(parts.settings.interval_seconds)
+        for path, exists in overdue.items():
+            # The limit and not the age, which would make another wording each half minute.
+            what = (
+                f"the newest snapshot of {path} is older than {limit}"
+                if exists
+                else f"there is no snapshot of {path} after {limit}"
+            )
+            parts.alerts.report(
+                f"{_KEY_OVERDUE}{path}",
+                f"{what}, and one is due every {every}",
+                hint="other alerts say why; ciuic snapshot takes one now",
+                root=path,
+            )
+
+    def _look_at_checkpoints(self) -> None:
+        """Report roots whose newest GOOD checkpoint is too old."""
+        alerts = self._parts.alerts
+        limits = {root.path: root.last_good_within_seconds for root in self._parts.settings.roots}
+        old = self._parts.good_checkpoints.too_old(limits.items())
+        for alert in alerts.standing():
+            if alert.key.startswith(_KEY_GOOD) and alert.root not in old:
+                alerts.clear(alert.key)
+        for root, path in old.items():
+            limit = human_duration(limits[root])
+            alerts.report(
+                f"{_KEY_GOOD}{root}",
+                f"the newest GOOD checkpoint of {root}, {one_line(path)}, is older than {limit}"
+                if path
+                else f"no checkpoint of {root} was GOOD for {limit}",
+                hint="ciuic checkpoints shows what the newest snapshot has, and why it is not GOOD",
+                root=root,
+            )
+
     async def _look_at_space(self) -> None:
         settings, alerts = self._parts.settings, self._parts.alerts
         if settings.repository is None:
@@ -168,6 +231,8 @@ class DaemonHousekeeping:
                 "repository, and let ciuic protect make it",
                 severity="warning",
             )
+        await trio.to_thread.run_sync(self._parts.forecast.note, facts)
+        self._tell_forecast(facts)
         if settings.min_free is not None:
             floor = settings.min_free.floor_bytes(facts.total_bytes)
         else:
@@ -181,6 +246,29 @@ class DaemonHousekeeping:
             self._parts.upkeep.suggest()
         else:
             alerts.clear("space")
+
+    def _tell_forecast(self, facts: RepositoryStatus) -> None:
+        """Report a file system that will soon be full."""
+        alerts, limit_seconds = self._parts.alerts, self._parts.settings.alert.full_within_seconds
+        self._parts.forecast.apply(facts)
+        # Above the limit by a quarter it ends: a rate near the limit would raise and clear it all day.
+        ends_seconds = limit_seconds * (1.25 if _KEY_FULL in alerts else 1.0)
+        if facts.full_in_seconds is None or facts.full_in_seconds >= ends_seconds:
+            alerts.clear(_KEY_FULL)
+            return
+        mostly = (
+            "the repository"
+            if facts.own_growth_bytes_per_day >= facts.growth_bytes_per_day / 2
+            else "other data than the repository"
+        )
+        # The limit and not the forecast, which would make another wording each half minute.
+        alerts.report(
+            _KEY_FULL,
+            f"the store's file system will be full within {human_duration(limit_seconds)} at the rate of the last week; "
+            f"it is mostly {mostly} that grows",
+            hint="shorten [retention], move the repository, or free space: ciuic prune",
+            severity="warning",
+        )
 
     async def _look_at_remotes(self) -> None:
         alerts, max_lags = self._parts.alerts, dict(self._parts.settings.max_lags)

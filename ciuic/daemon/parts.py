@@ -19,17 +19,23 @@ from ciuic.daemon.base.process_priority import SLICE, PriorityControl, SliceWeig
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import ActiveSettings, Settings
+from ciuic.daemon.base.spans import SpanWriter
 from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.drills import DRILL_MODULE, Drills
+from ciuic.daemon.good_checkpoints import GoodCheckpoints
+from ciuic.daemon.number_watch import NumberWatch
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
+from ciuic.daemon.snapshots.held_snapshots import HeldSnapshots
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.daemon.snapshots.reserve import SpaceWatch
 from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots
+from ciuic.daemon.snapshots.snapshot_ages import SnapshotAges
 from ciuic.daemon.snapshots.snapshot_when import EventSnapshots
+from ciuic.daemon.space_forecast import SpaceForecast
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
@@ -37,6 +43,7 @@ from ciuic.daemon.verdicts import VERDICT_MODULE, Verdicts
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.protocol.pairing import SOCKET_NAME
+from ciuic.protocol.span_spool import SPANS_NAME
 from ciuic.system import mountinfo
 from ciuic.system.child_process import environment, module_command
 
@@ -102,6 +109,8 @@ class DaemonParts:
 
         # From a due snapshot to its capture.
         self.space = SpaceWatch(settings, store, time.monotonic)
+        self.forecast = SpaceForecast(now_ns)
+        self.ages = SnapshotAges(self.runtime, now_ns)
         self.schedule = Schedule(self.settings.interval_seconds)
         self.captures = Captures(self.runtime.path, command_prefix)
         self.snapshots = Snapshots(
@@ -116,18 +125,24 @@ class DaemonParts:
                 host=os.uname().nodename,
                 new_capture=self.captures.new,
                 space=self.space,
+                spans=SpanWriter(
+                    self.runtime.path / SPANS_NAME,
+                    lambda: self.settings.exports_spans,
+                    lambda: self.store.path,
+                ),
                 on_urgency=urgency_changed.set,
                 on_space_wanted=space_is_wanted,
                 on_scheduled_lost=self.schedule.post,
             )
         )
+        self.held_snapshots = HeldSnapshots(self.snapshots)
         take = partial(self.snapshots.take, scheduled=True)
         self.first_snapshots = FirstSnapshots(take, roots, self.alerts)
         self.scheduled = ScheduledSnapshots(
             self.schedule.ticks, take, roots, self.snapshots.scheduled_roots, self.alerts
         )
 
-        self.event_snapshots = EventSnapshots(settings, roots, self.snapshots.take, self.alerts)
+        self.event_snapshots = EventSnapshots(settings, roots, self.snapshots.take, self.alerts, self.runtime)
 
         # The roots, and the workers that serve them.
         spare = SpareProcess(
@@ -169,11 +184,13 @@ class DaemonParts:
             command=[*command_prefix, *module_command(DRILL_MODULE)],
             is_busy=lambda: bool(self.snapshots.capturing.running() or self.upkeep.running()),
         )
+        self.good_checkpoints = GoodCheckpoints(now_ns)
         self.verdicts = Verdicts(
             settings,
             committed,
             cwd=self.settings.runtime_dir,
             command=[*command_prefix, *module_command(VERDICT_MODULE)],
+            good=self.good_checkpoints,
         )
         self.priorities = PriorityControl(
             (self.snapshots.capturing.running, self.upkeep.running),
@@ -197,6 +214,10 @@ class DaemonParts:
             events=self.events,
             now_ns=now_ns,
             as_service=bool(self.slice),
+            newest_snapshot=self.ages.newest,
+        )
+        self.numbers = NumberWatch(
+            settings, self.alerts, cwd=self.settings.runtime_dir, newest_snapshot=self.ages.newest
         )
         self.pairing = Pairing(
             self.runtime.path / SOCKET_NAME,

@@ -17,7 +17,9 @@ from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import RootSettings, Settings
 from ciuic.daemon.roots.mount_hooks import MountHooks, RealMounts, is_mounted
 from ciuic.daemon.roots.sessions import SessionStore
+from ciuic.daemon.roots.snapshots_view import SnapshotsView, ViewPlan
 from ciuic.daemon.roots.supervisor import RootSupervisor, backing_descriptors
+from ciuic.daemon.roots.view_process import ViewJob
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import CiuicError, NotFound
@@ -80,7 +82,24 @@ class ServedRoots:
         self._on_mounted = on_mounted
         self._sessions = sessions
         self._spare = spare or SpareProcess(runtime.path, environment())
+        self._views = ViewPlan(self._view_job, runtime.path)
         self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
+
+    def _view_job(self, path: str) -> ViewJob | None:
+        """Return what a process needs to show the snapshots of a root; None where none is to be shown, or there are none yet."""
+        settings = self._settings()
+        root = settings.root(path)
+        if root is None or not root.shows_snapshots or settings.repository is None:
+            return None
+        # Made when the first root is served.
+        if not self._store().is_ready:
+            return None
+        return ViewJob(
+            repository=str(settings.repository),
+            root=path,
+            socket=str(self._runtime.worker_socket(path)),
+            io_priority=settings.io_priority,
+        )
 
     def start(self, root: RootSettings, nursery: trio.Nursery) -> RootSupervisor:
         """Begin to serve a root; `settled` waits for the end of the first attempt."""
@@ -91,6 +110,7 @@ class ServedRoots:
             events=self._events,
             on_session=self._session_started,
             on_session_lost=self._snapshots.session_lost,
+            view=SnapshotsView(root.path, self._views, self._alerts),
         )
         self.supervisors[root.path] = supervisor
         nursery.start_soon(self._run, supervisor)
@@ -207,6 +227,7 @@ class ServedRoots:
             "silent",
             "reserved",
             "left-out",
+            "view",
         )
         for kind in kinds:
             self._alerts.clear(f"{kind}:{path}")

@@ -36,7 +36,7 @@ from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
 from ciuic.daemon.base.runtime import bind_control_socket
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.base.systemd import Notifier, is_restarting, take_stored_fds
-from ciuic.daemon.control_api import Api, serve_api
+from ciuic.daemon.control_api import Api
 from ciuic.daemon.drills import next_drill_ns
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.parts import DaemonParts
@@ -49,6 +49,9 @@ from ciuic.errors import CiuicError, NotFound, NotPermitted
 from ciuic.protocol.control_types import (
     BesideStatus,
     DrillStatus,
+    FlushReport,
+    HoldRequest,
+    HoldState,
     MountState,
     PruneReport,
     ReloadReport,
@@ -61,6 +64,7 @@ from ciuic.protocol.control_types import (
     StatusDocument,
     rfc3339,
 )
+from ciuic.protocol.http_server import serve_http
 from ciuic.protocol.last_drill import LastDrill, drill_status, read_drills, standing_drill
 from ciuic.protocol.metrics_file import METRICS_NAME
 from ciuic.system import logs
@@ -96,13 +100,16 @@ async def status_document(parts: DaemonParts) -> StatusDocument:
         now_ns = parts.now_ns()
         remotes = parts.settings.remotes
         facts = await trio.to_thread.run_sync(_ask_store, parts.store, parts.space, paths, remotes, now_ns)
+    parts.forecast.apply(facts.repository)
+    parts.ages.note(facts.by_root, is_readable=facts.is_readable)
     now_ns = parts.now_ns()
     due = parts.schedule.next_due()
     next_snapshot = due.astimezone().isoformat(timespec="seconds") if due is not None else None
     for path, root in roots.items():
         newest = facts.by_root[path]
         root.last_snapshot = summary(newest) if newest is not None else None
-        root.seconds_since_last = _age_seconds(newest, now_ns)
+        root.seconds_since_last = parts.ages.seconds(path)
+        root.seconds_since_good = parts.good_checkpoints.seconds(path)
         if path in protected:
             root.next_snapshot = rfc3339(now_ns) if path in parts.first_snapshots.waiting else next_snapshot
     return StatusDocument(
@@ -163,6 +170,7 @@ class _StoreFacts(NamedTuple):
     by_root: Mapping[str, LastSnapshot | None]
     remotes: list[RemoteStatus]
     drills: list[LastDrill]
+    is_readable: bool
 
 
 def _ask_store(
@@ -171,15 +179,17 @@ def _ask_store(
     # Every root has an entry, also where the repository cannot be read.
     by_root: dict[str, LastSnapshot | None] = dict.fromkeys(roots)
     lags: list[RemoteStatus] = []
+    is_readable = True
     try:
         newest = store.latest() if store.path is not None else None
         by_root = store.latest_of(roots)
         lags = store.remotes(remotes, now_ns=now_ns)
     except CiuicError as error:
         log.warning("store_unreadable", error=str(error))
-        newest = None
+        newest, is_readable = None, False
     drills = [] if store.path is None else read_drills(store.path)
-    return _StoreFacts(space.measure(), newest, by_root, lags, drills)
+    repository = space.measure()
+    return _StoreFacts(repository, newest, by_root, lags, drills, is_readable and repository.exists)
 
 
 def _age_seconds(snapshot: LastSnapshot | None, now_ns: int) -> float | None:
@@ -327,6 +337,7 @@ class Daemon:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._feed_watchdog)
             nursery.start_soon(parts.metrics_registry.follow, parts.events)
+            nursery.start_soon(parts.ages.follow, parts.events)
             nursery.start_soon(
                 keep_metrics_file,
                 parts.runtime.path / METRICS_NAME,
@@ -335,7 +346,7 @@ class Daemon:
             )
             nursery.start_soon(parts.accounts.run)
             nursery.start_soon(parts.watch.tell)
-            await nursery.start(serve_api, Api(self), listener, self._served.wait, parts.accounts.revoked)
+            await nursery.start(serve_http, Api(self), listener, self._served.wait, parts.accounts.revoked)
             await nursery.start(parts.pairing.serve, self._served.wait)
             working = trio.CancelScope()
             nursery.start_soon(self._work, nursery, working)
@@ -382,6 +393,7 @@ class Daemon:
                 workers.start_soon(parts.sessions.run)
                 workers.start_soon(parts.priorities.run)
                 workers.start_soon(parts.snapshots.capturing.run)
+                workers.start_soon(parts.held_snapshots.run)
                 workers.start_soon(parts.upkeep.run)
                 workers.start_soon(parts.drills.run)
                 workers.start_soon(parts.verdicts.run)
@@ -390,6 +402,7 @@ class Daemon:
                 workers.start_soon(parts.event_snapshots.run)
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(parts.watch.run)
+                workers.start_soon(parts.numbers.run)
 
     async def _inherit_sessions(self) -> None:
         """Take over sessions of predecessors."""
@@ -455,6 +468,17 @@ class Daemon:
 
     async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
         return await find_state(self.parts.snapshots, self.parts.store, snapshot_id, wait=wait)
+
+    async def flush(self, roots: Sequence[str]) -> FlushReport:
+        self.parts.refuse_when_stopping()
+        return FlushReport(complete=await self.parts.snapshots.flush(roots))
+
+    async def hold(self, request: HoldRequest) -> HoldState:
+        self.parts.refuse_when_stopping()
+        return await self.parts.held_snapshots.hold(request)
+
+    async def decide_hold(self, token: str, *, cut: bool) -> SnapshotState | None:
+        return await self.parts.held_snapshots.decide(token, cut=cut)
 
     async def add_root(self, path: str) -> RootStatus:
         parts = self.parts

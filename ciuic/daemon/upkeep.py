@@ -7,9 +7,7 @@ ciuic.retention what to remove, to ciuic.maintenance.prune removing it.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +15,9 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable, send_urgency
+from ciuic.daemon.base.child_processes import describe_exit, send_urgency
 from ciuic.daemon.base.events import Alerts, Wakeup
+from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store, UpkeepNeed, UpkeepRules
 from ciuic.daemon.base.settings import Settings
@@ -26,7 +25,7 @@ from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.errors import BY_EXIT_CODE, CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
 from ciuic.structs import decode_json
-from ciuic.system.child_process import environment, module_command
+from ciuic.system.child_process import module_command
 from ciuic.system.urgency import Urgency
 from ciuic.units import plural
 
@@ -39,6 +38,8 @@ _KEY_UNSTORED = "unstored"
 # An alert is a sentence; the log has all ids.
 _MAX_NAMED_SNAPSHOTS = 20
 UPKEEP_MODULE = "ciuic.daemon.upkeep_process"
+# To the end of a process that was told to end.
+_END_SECONDS = 10.0
 log = structlog.get_logger(__name__)
 
 
@@ -199,36 +200,15 @@ class Upkeep:
         return self._store().upkeep_need(rules, now_ns=self._now_ns())
 
     async def _run_process(self, job: UpkeepJob) -> PruneReport:
-        process = await trio.lowlevel.open_process(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            cwd=str(self._cwd),
-            env=environment(),
-        )
-        mark_expendable(process.pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with suppress(trio.BrokenResourceError):  # it ended early; its exit status says how
-                await process.stdin.send_all(msgspec.json.encode(job) + b"\n")
+        # Upkeep looks between any two pieces of work whether it should stop; its writes are crash-safe, and the lock goes with it. No process
+        # of ours may write to the repository when the lock is released.
+        async with job_process(self._command, job, self._cwd, wait_seconds=_END_SECONDS) as running:
             # From now on a line that the process is sent is an urgency.
-            self._process = process
-            answer = b"".join([part async for part in process.stdout])
-            status = await process.wait()
-        except BaseException:
-            process.terminate()  # its writes are crash-safe, and the lock goes with it
-            # Upkeep looks between any two pieces of work whether it should stop. Shielded, because no process
-            # of ours may write to the repository when the lock is released.
-            with trio.move_on_after(10, shield=True):
-                await process.wait()
-            raise
-        finally:
-            self._process = None
-            with trio.CancelScope(shield=True):
-                await process.stdin.aclose()
-                await process.stdout.aclose()
+            self._process = running.process
+            try:
+                answer, status = await running.output()
+            finally:
+                self._process = None
         try:
             if status == 0:
                 return decode_json(answer, PruneReport)

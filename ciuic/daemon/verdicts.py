@@ -8,23 +8,23 @@ the daemon: it is judged when somebody looks at it.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import describe_exit
 from ciuic.daemon.base.events import Wakeup
+from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.good_checkpoints import GoodCheckpoints
 from ciuic.daemon.verdict_process import VerdictJob
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
 from ciuic.structs import decode_json
-from ciuic.system.child_process import environment, module_command
+from ciuic.system.child_process import module_command
 from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, own_key
 
 VERDICT_MODULE = "ciuic.daemon.verdict_process"
@@ -38,7 +38,13 @@ class Verdicts:
     """Judges snapshots as they come; `run` is its task. Belongs to the trio thread."""
 
     def __init__(
-        self, settings: Callable[[], Settings], wakeup: Wakeup, *, cwd: Path, command: Sequence[str] = ()
+        self,
+        settings: Callable[[], Settings],
+        wakeup: Wakeup,
+        *,
+        cwd: Path,
+        command: Sequence[str] = (),
+        good: GoodCheckpoints | None = None,
     ) -> None:
         """Prepare to start processes.
 
@@ -47,7 +53,9 @@ class Verdicts:
             wakeup: set when a snapshot was committed.
             cwd: working directory of the processes.
             command: command of a process; empty: the module.
+            good: is told of the verdicts.
         """
+        self._good = good
         self._settings = settings
         self._wakeup = wakeup
         self._cwd = cwd
@@ -95,6 +103,8 @@ class Verdicts:
             if not records.key:
                 return records, []
             records.remove_all_but(repository.snapshots.names())
+            if self._good is not None:
+                self._good.look(repository, records, [root.path for root in self._settings().roots])
             ids = [str(info.id) for info in repository.snapshots.list()]
         self._settled.intersection_update(ids)
         self._settled.update(
@@ -103,41 +113,24 @@ class Verdicts:
         return records, [id_ for id_ in ids if id_ not in self._settled][:_MAX_SNAPSHOTS]
 
     async def _judge(self, job: VerdictJob, records: VerdictRecords) -> None:
-        process = await trio.lowlevel.open_process(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            cwd=str(self._cwd),
-            env=environment(),
-        )
-        mark_expendable(process.pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
         missing = set(job.snapshots)
-        try:
-            with suppress(trio.BrokenResourceError):  # it ended early; its exit status says how
-                await process.stdin.send_all(msgspec.json.encode(job) + b"\n")
+        # It writes nothing but its output.
+        async with job_process(self._command, job, self._cwd, at_once=True) as running:
             rest = b""
-            async for piece in process.stdout:
-                *lines, rest = (rest + piece).split(b"\n")
-                if len(rest) > MAX_RECORD_BYTES:
-                    raise CiuicError("the process that judges checkpoints printed no record")
-                for line in lines:
-                    record = decode_json(line, VerdictRecord)
-                    # A process that was taken over must not speak of other snapshots.
-                    if record.snapshot in missing:
-                        missing.remove(record.snapshot)
-                        await trio.to_thread.run_sync(records.write, record)
-            status = await process.wait()
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CiuicError(f"the process that judges checkpoints printed no record: {error}") from error
-        finally:
-            process.kill()  # it writes nothing but its output
-            with trio.CancelScope(shield=True):
-                await process.wait()
-                await process.stdin.aclose()
-                await process.stdout.aclose()
+            try:
+                async for piece in running.stdout:
+                    *lines, rest = (rest + piece).split(b"\n")
+                    if len(rest) > MAX_RECORD_BYTES:
+                        raise CiuicError("the process that judges checkpoints printed no record")
+                    for line in lines:
+                        record = decode_json(line, VerdictRecord)
+                        # A process that was taken over must not speak of other snapshots.
+                        if record.snapshot in missing:
+                            missing.remove(record.snapshot)
+                            await trio.to_thread.run_sync(records.write, record)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise CiuicError(f"the process that judges checkpoints printed no record: {error}") from error
+            status = await running.process.wait()
         log.info("checkpoints_judged", snapshots=len(job.snapshots) - len(missing))
         if status:
             log.warning("verdicts_failed", error=describe_exit(status), without=sorted(missing)[:5])

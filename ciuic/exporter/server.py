@@ -15,6 +15,7 @@ import ipaddress
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -95,11 +96,13 @@ class ExporterServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, listen: str, path: Path) -> None:
+    def __init__(self, listen: str, path: Path, more: Callable[[], str] = lambda: "") -> None:
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
         self.address_family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         self.path = path
+        self.more = more
+        """Returns metrics of the exporter's own other work."""
         self.is_local = ipaddress.ip_address(host).is_loopback
         """Only this host reaches it."""
         self._free_threads = threading.BoundedSemaphore(_MAX_THREADS)
@@ -194,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.MISDIRECTED_REQUEST, b"ciuic: the request must be for localhost or an address\n"
             )
         elif path == "/metrics":
-            self._answer(HTTPStatus.OK, metrics_text(self.server.path))
+            self._answer(HTTPStatus.OK, self.server.more().encode() + metrics_text(self.server.path))
         elif path == "/":
             self._answer(HTTPStatus.OK, _INDEX)
         else:

@@ -255,6 +255,30 @@ class Pacing:
         return count
 
 
+class NoticeFilter:
+    """Notices of events, without those that repeat too often. Belongs to the trio thread."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._pacing = Pacing(trio.current_time)
+        self._of_users = Pacing(
+            trio.current_time, burst=_BURST_OF_A_USER, pause_seconds=_PAUSE_SECONDS / _BURST_OF_A_USER
+        )
+
+    def notice(self, event: Event) -> AlertNotice | None:
+        """Return the notice for an event; None where there is none, or it is left out."""
+        notice = notice_of(event, self._host)
+        if notice is None:
+            return None
+        left_out = self._pacing.left_out(f"{notice.event} {notice.key}")
+        user = str((notice.trainer or {}).get("user", ""))
+        if left_out is None or (user and self._of_users.left_out(user) is None):
+            log.info("alert_not_told_again", key=notice.key, kind=notice.event)
+            return None
+        notice.left_out = left_out
+        return notice
+
+
 class AlertHook:
     """Queue of notices and their delivery. `follow` and `run` are its tasks."""
 
@@ -285,21 +309,12 @@ class AlertHook:
 
     async def follow(self, events: EventBus) -> None:
         """Queue notices of events, until the bus is closed."""
-        pacing = Pacing(trio.current_time)
-        of_users = Pacing(
-            trio.current_time, burst=_BURST_OF_A_USER, pause_seconds=_PAUSE_SECONDS / _BURST_OF_A_USER
-        )
+        notices = NoticeFilter(self._host)
         with events.subscribe() as subscription:
             async for event in subscription.events():
-                notice = notice_of(event, self._host) if self._settings().command else None
+                notice = notices.notice(event) if self._settings().command else None
                 if notice is None:
                     continue
-                left_out = pacing.left_out(f"{notice.event} {notice.key}")
-                user = str((notice.trainer or {}).get("user", ""))
-                if left_out is None or (user and of_users.left_out(user) is None):
-                    log.info("alert_not_told_again", key=notice.key, kind=notice.event)
-                    continue
-                notice.left_out = left_out
                 try:
                     self._send.send_nowait(notice)
                 except trio.WouldBlock:
@@ -339,40 +354,64 @@ class AlertHook:
             log.error("alert_command_failed", key=notice.key, command=settings.command[0], error=str(error))
             return
         self._on_refusal(None)
-        try:
-            await self._run(notice, settings, prepared)
-        finally:
-            prepared.discard()
+        await self._run(notice, settings, prepared)
 
     async def _run(self, notice: AlertNotice, settings: AlertConfig, prepared: Prepared) -> None:
         try:
-            # A session of its own, so that its process group can be killed.
-            process = await trio.lowlevel.open_process(
-                prepared.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, cwd="/", **prepared.how,
-            )  # fmt: skip
+            in_time, status, output = await run_prepared(
+                prepared, msgspec.json.encode(notice), settings.timeout_seconds
+            )
         except (OSError, subprocess.SubprocessError) as error:
             log.error("alert_command_failed", key=notice.key, command=settings.command[0], error=str(error))
             return
-        mark_expendable(process.pid)
-        said = bytearray()
-        try:
-            in_time = await _attend(process, msgspec.json.encode(notice), said, settings.timeout_seconds)
-        finally:
-            if process.returncode is None:  # the daemon ends
-                with trio.CancelScope(shield=True):
-                    await _kill(process)
-        output = bytes(said[:_MAX_OUTPUT_BYTES]).decode("utf-8", "replace").strip()
         if not in_time:
             log.error(
                 "alert_command_killed", key=notice.key, after_seconds=settings.timeout_seconds, output=output
             )
-        elif process.returncode:
-            log.error(
-                "alert_command_failed", key=notice.key, how=describe_exit(process.returncode), output=output
-            )
+        elif status:
+            log.error("alert_command_failed", key=notice.key, how=describe_exit(status), output=output)
         else:
             log.info("alert_told", key=notice.key, kind=notice.event, output=output)
+
+
+class CommandEnd(NamedTuple):
+    """Exit status and output of a command."""
+
+    in_time: bool
+    status: int
+    output: str
+    """Beginning of what it printed."""
+
+
+async def run_prepared(prepared: Prepared, document: bytes, seconds: float) -> CommandEnd:
+    """Run a command to its end, or kill it with what it has started at its time limit.
+
+    Args:
+        prepared: the command; what belongs to it is discarded.
+        document: its standard input.
+        seconds: time limit.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it could not be started.
+    """
+    try:
+        # A session of its own, so that its process group can be killed.
+        process = await trio.lowlevel.open_process(
+            prepared.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, cwd="/", **prepared.how,
+        )  # fmt: skip
+        mark_expendable(process.pid)
+        said = bytearray()
+        try:
+            in_time = await _attend(process, document, said, seconds)
+        finally:
+            if process.returncode is None:  # the daemon ends
+                with trio.CancelScope(shield=True):
+                    await _kill(process)
+    finally:
+        prepared.discard()
+    output = bytes(said[:_MAX_OUTPUT_BYTES]).decode("utf-8", "replace").strip()
+    return CommandEnd(in_time, process.returncode or 0, output)
 
 
 async def _attend(process: trio.Process, document: bytes, said: bytearray, seconds: float) -> bool:

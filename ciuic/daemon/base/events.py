@@ -119,14 +119,24 @@ class Alerts:
         self._standing: dict[str, Alert] = {}
 
     def report(
-        self, key: str, message: str, *, hint: str = "", root: str = "", severity: Severity = "problem"
+        self,
+        key: str,
+        message: str,
+        *,
+        hint: str = "",
+        root: str = "",
+        severity: Severity = "problem",
+        since_ns: int | None = None,
     ) -> None:
         """Report that a condition holds.
 
-        A condition that is reported again keeps its beginning; a new wording is announced.
+        A condition that is reported again keeps its beginning, unless ``since_ns`` gives one; a new wording is announced.
         """
         known = self._standing.get(key)
-        since = known.since if known else rfc3339(self._now_ns())
+        if since_ns is not None:
+            since = rfc3339(since_ns)
+        else:
+            since = known.since if known else rfc3339(self._now_ns())
         alert = Alert(key=key, severity=severity, since=since, message=message, hint=hint, root=root)
         # Most conditions are reported every half minute for as long as they hold.
         if alert != known:

@@ -104,11 +104,31 @@ class Metrics:
             "Cut of the newest committed snapshot that has the root; absent where there is none",
             ["root"],
         )
+        self._age_of_root = self._gauge(
+            "ciuic_root_snapshot_age_seconds",
+            "Age of the newest committed snapshot that has the root, whatever the clock is set to; absent where there is none",
+            ["root"],
+        )
+        self._good = self._gauge(
+            "ciuic_root_last_good_checkpoint_age_seconds",
+            "Age of the newest checkpoint that is GOOD by its stored verdict; absent where none is",
+            ["root"],
+        )
         self._stored = self._gauge("ciuic_store_bytes", "Bytes in the store's packs")
         self._free = self._gauge(
             "ciuic_store_free_bytes", "What an ordinary process can use of the store's file system"
         )
         self._reserve = self._gauge("ciuic_store_reserve_bytes", "What captures leave of that to others")
+        self._growth = self._gauge(
+            "ciuic_store_growth_bytes_per_day",
+            "Rate of the last week at which the use of the store's file system grows",
+        )
+        # With a label set of its own, so that it can be absent.
+        self._full = self._gauge(
+            "ciuic_store_full_in_seconds",
+            "Time until that file system is full at this rate; absent while it is not known, or does not grow",
+            ["path"],
+        )
         self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")
         self._remotes = {field: self._gauge(name, text, ["remote"]) for field, name, text in _REMOTE_GAUGES}
         self._drill = self._gauge(
@@ -155,7 +175,13 @@ class Metrics:
     def text(self, status: StatusDocument) -> bytes:
         """Return all metrics as of `status`."""
         # A root that is no longer protected must not keep its last figures.
-        for gauge in (self._mounted, self._last_of_root, *self._roots.values()):
+        for gauge in (
+            self._mounted,
+            self._last_of_root,
+            self._age_of_root,
+            self._good,
+            *self._roots.values(),
+        ):
             gauge.clear()
         self._interval.set(status.interval_seconds)
         self._undo_limit.set(status.undo_limit_bytes)
@@ -180,6 +206,10 @@ class Metrics:
         self._stored.set(status.repository.size_bytes)
         self._free.set(status.repository.free_bytes)
         self._reserve.set(status.repository.reserve_bytes)
+        self._growth.set(status.repository.growth_bytes_per_day)
+        self._full.clear()
+        if status.repository.full_in_seconds is not None:
+            self._full.labels(status.repository.path).set(status.repository.full_in_seconds)
         self._count.set(status.repository.snapshots)
         for severity in ("problem", "warning"):
             self._alerts.labels(severity).set(sum(alert.severity == severity for alert in status.alerts))
@@ -234,6 +264,10 @@ class Metrics:
         self._mounted.labels(root.path).set(root.state == "mounted")
         for field, gauge in self._roots.items():
             gauge.labels(root.path).set(getattr(root, field))
+        if root.seconds_since_last is not None:
+            self._age_of_root.labels(root.path).set(root.seconds_since_last)
+        if root.seconds_since_good is not None:
+            self._good.labels(root.path).set(root.seconds_since_good)
         if root.last_snapshot is not None:
             cut = datetime.fromisoformat(root.last_snapshot.time)
             self._last_of_root.labels(root.path).set(cut.timestamp())

@@ -170,6 +170,11 @@ class Store:
         # Marks of the repository that were found in the roots last.
         self._marks: list[RepositoryMark] = []
 
+    @property
+    def is_ready(self) -> bool:
+        """True once `ensure` has found or made the repository."""
+        return self._seen
+
     def ensure(self, root_fds: Iterable[int] = ()) -> None:
         """Create the repository if there never was one.
 

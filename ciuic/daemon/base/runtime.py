@@ -21,12 +21,15 @@ from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.peer_socket import allow_descriptors
 from ciuic.protocol.worker_frames import worker_socket
 from ciuic.structs import decode_json
-from ciuic.types import Pair
+from ciuic.types import Pair, SetMember
 
 # Connections that the kernel queues: a command that finds the queue full takes the daemon for absent.
 _BACKLOG = 512
 # Attempts to lock a file that is still at its path. One fails only where another daemon ends at this moment.
 _MAX_LOCK_ATTEMPTS = 100
+_AGES_NAME = "snapshot-ages.json"
+_EVENTS_NAME = "snapshot-events.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 log = structlog.get_logger(__name__)
 
 
@@ -53,6 +56,7 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     """Ordinary user that asked for the snapshot, and for whom a hold is; None for administrators and the
     schedule."""
     pair: Pair | None = None
+    set_member: SetMember | None = None
     scheduled: bool = False
     requested: bool = False
     """A caller asked for it, or it is the first of a root: the capture is not throttled below half."""
@@ -69,6 +73,43 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     capture_started_ticks: int = 0
     """Field 22 of /proc/<pid>/stat, which distinguishes the capture from a later process with the same
     pid."""
+
+
+class AgeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Newest snapshot of a root, and when it was cut."""
+
+    snapshot: str
+    """Its id; empty: the root has none."""
+    boot_ns: int
+    """Time since boot at its cut, negative before the boot; without one: when the root was first seen so."""
+
+
+class AgeRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of the file of ages, by root. It means nothing in another boot."""
+
+    boot_id: str = ""
+    roots: dict[str, AgeRecord] = {}
+
+
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Pending events and recent snapshots of a rule of ``[[snapshot_when]]``."""
+
+    roots: list[str] = []
+    """Roots in which something happened that no snapshot has yet."""
+    cuts: list[float] = []
+    """Times of its snapshots in the last hour, in seconds since boot."""
+
+
+class EventRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of the file of events, by rule. It means nothing in another boot."""
+
+    boot_id: str = ""
+    rules: dict[str, EventRecord] = {}
+
+
+def boot_id() -> str:
+    """Return the identity of this boot of the kernel."""
+    return _BOOT_ID.read_text().strip()
 
 
 class RuntimeDirectory:
@@ -153,7 +194,7 @@ class RuntimeDirectory:
         """Remove the daemon's files and unlock; remove the directory if it is empty.
 
         Args:
-            keep_pending: leave the journal for a successor that goes on with the pending snapshots.
+            keep_pending: leave the journal for a successor that goes on with the pending snapshots, ages and events.
             keep_untrusted: leave the list of roots whose tracking has a gap for a successor that goes on with
                 their sessions. Without the list it would trust tracking that never saw what was written past
                 the overlay.
@@ -162,6 +203,8 @@ class RuntimeDirectory:
             return
         if not keep_pending:
             (self.path / "pending.json").unlink(missing_ok=True)
+            (self.path / _AGES_NAME).unlink(missing_ok=True)
+            (self.path / _EVENTS_NAME).unlink(missing_ok=True)
         if not keep_untrusted:
             (self.path / "untrusted.json").unlink(missing_ok=True)
         # Before the lock ends: afterwards the file may be the next daemon's.
@@ -207,6 +250,35 @@ class RuntimeDirectory:
         ) as file:
             file.write(content)
         temporary.rename(self.path / name)
+
+    def write_ages(self, ages: AgeRecords) -> None:
+        """Replace the record of ages of snapshots. A failure costs a successor's knowledge and nothing else."""
+        try:
+            self._replace(_AGES_NAME, msgspec.json.encode(ages))
+        except OSError as error:
+            log.warning("ages_not_written", error=str(error))
+
+    def read_ages(self) -> AgeRecords:
+        """Return the predecessor's record of ages; an empty one when there is none or it cannot be read."""
+        try:
+            return decode_json((self.path / _AGES_NAME).read_bytes(), AgeRecords)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return AgeRecords()
+
+    def write_events(self, rules: dict[str, EventRecord]) -> None:
+        """Replace the record of events. A failure costs a successor's knowledge and nothing else."""
+        try:
+            self._replace(_EVENTS_NAME, msgspec.json.encode(EventRecords(boot_id=boot_id(), rules=rules)))
+        except OSError as error:
+            log.warning("events_not_written", error=str(error))
+
+    def read_events(self) -> dict[str, EventRecord]:
+        """Return the predecessor's record of events, by rule; an empty one when there is none of this boot, or it cannot be read."""
+        try:
+            found = decode_json((self.path / _EVENTS_NAME).read_bytes(), EventRecords)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return {}
+        return found.rules if found.boot_id == boot_id() else {}
 
     def read_pending(self) -> list[PendingRecord]:
         """Return the predecessor's pending snapshots; empty when there is no journal or it cannot be read."""

@@ -21,6 +21,7 @@ from ciuic.config import (
     SnapshotWhen,
     TrainerConfig,
     WatchConfig,
+    WatchNumber,
     check_overlaps,
     check_repository,
     raise_for,
@@ -40,6 +41,10 @@ class RootSettings(NamedTuple):
     driver: str = "auto"
     excludes: tuple[str, ...] = ()
     """Effective patterns (ciuic.excludes), global ones included."""
+    last_good_within_seconds: int = 0
+    """Age of the newest GOOD checkpoint from which an alert stands; 0: none does."""
+    shows_snapshots: bool = False
+    """The root's snapshots are shown at `.snapshots` in it."""
 
 
 class Settings(NamedTuple):
@@ -75,8 +80,11 @@ class Settings(NamedTuple):
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
     snapshot_when: tuple[SnapshotWhen, ...] = ()
+    watch_numbers: tuple[WatchNumber, ...] = ()
     exports_metrics: bool = False
     """An exporter is configured, for which the metrics are written to a file."""
+    exports_spans: bool = False
+    """An exporter is configured, for which the spans of snapshots are written to a file."""
     config_path: str = ""
 
     def root(self, path: str) -> RootSettings | None:
@@ -94,7 +102,13 @@ def settings_of(config: Config) -> Settings:
         reserve=config.repository.reserve,
         group=config.control.group,
         roots=tuple(
-            RootSettings(str(root.path), root.driver, tuple(config.excludes_of(root)))
+            RootSettings(
+                str(root.path),
+                root.driver,
+                tuple(config.excludes_of(root)),
+                root.last_good_within_seconds,
+                root.snapshots_dir,
+            )
             for root in config.roots
         ),
         interval_seconds=config.schedule.interval_seconds,
@@ -121,7 +135,9 @@ def settings_of(config: Config) -> Settings:
         alert=config.alert,
         trainers=config.trainers,
         snapshot_when=config.snapshot_when,
+        watch_numbers=config.watch_numbers,
         exports_metrics=config.exporter.listen is not None,
+        exports_spans=config.exporter.otlp is not None,
         config_path=str(config.file or ""),
     )
 

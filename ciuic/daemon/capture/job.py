@@ -20,7 +20,7 @@ import msgspec
 from ciuic.structs import json_decoder
 from ciuic.system.io_throttle import PaceState
 from ciuic.system.urgency import Urgency
-from ciuic.types import LeftOut, Pair
+from ciuic.types import LeftOut, Pair, SetMember
 
 # Exit status: the sealed epoch was given up or cannot be read exactly any more; nothing was committed, and a
 # retry is useless.
@@ -74,6 +74,7 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     hold_uid: int | None = None
     """Ordinary user that it is held for; None: an administrator."""
     pair: Pair | None = None
+    set_member: SetMember | None = None
     lock_wait_seconds: float = 0.0
     """Longest wait for another writer to the repository before Busy (75)."""
     io_priority: str = "idle"
@@ -139,6 +140,8 @@ class Done(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="do
     modes: dict[str, str]
     """Mode of each root (`printable`): tracked, full or offline."""
     seconds: float
+    commit_seconds: float = 0.0
+    """Part of `seconds` that the commit took, after everything was read."""
     errors: tuple[ReadError, ...] = ()
     errors_total: int = 0
     """Number of all errors; `errors` has the first thousand, of each root the first 250."""

@@ -104,20 +104,22 @@ def run_job(job: CaptureJob, report: Report, committed: Callable[[Done], None] =
         try:
             captured = capture_roots(job, repository, writer, report)
             report.check()
+            read = time.monotonic()
             snapshot = _commit(job, captured, writer, report)
         except OSError as error:
             raise room.failed(error, writer) from error
         except NoRoom:
             room.give_back(writer)
             raise
-        done = _done(snapshot, report, begun)
+        done = _done(snapshot, report, begun, read)
         # Before the repository is closed, which takes four syncs of SQLite: callers that wait for the
         # snapshot need not wait for these (docs/decisions/snapshot-of-nothing.md).
         committed(done)
     return done
 
 
-def _done(snapshot: Snapshot, report: Report, begun: float) -> Done:
+def _done(snapshot: Snapshot, report: Report, begun: float, read: float) -> Done:
+    ended = time.monotonic()
     return Done(
         id=str(snapshot.id),
         new_bytes=snapshot.new_bytes,
@@ -127,7 +129,8 @@ def _done(snapshot: Snapshot, report: Report, begun: float) -> Done:
         files_read=report.files_read,
         bytes_read=report.bytes_read,
         modes={printable(root.path): root.mode for root in snapshot.roots},
-        seconds=round(time.monotonic() - begun, 3),
+        seconds=round(ended - begun, 3),
+        commit_seconds=ended - read,
         errors=tuple(report.errors),
         errors_total=report.errors_total,
         left_out=snapshot.left_out,
@@ -168,6 +171,7 @@ def _commit(job: CaptureJob, captured: Captured, writer: Writer, report: Report)
             message=" ".join(filter(None, notes)),
             parent=captured.parent,
             pair=job.pair,
+            set_member=job.set_member,
             left_out=captured.left_out,
             incomplete=captured.incomplete,
         )

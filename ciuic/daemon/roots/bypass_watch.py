@@ -161,9 +161,10 @@ class BypassWatch:
         return None
 
     def _take_mounts(self, mounts: list[BypassingMount]) -> None:
+        named = [str(mount) for mount in mounts[:5]]
+        if named and named != [str(mount) for mount in self.mounts[:5]]:
+            log.warning("tracking_has_gap", root=self._path, mounts=named)
         self.mounts = mounts
-        if mounts and not self.has_gap:
-            log.warning("tracking_has_gap", root=self._path, mounts=[str(mount) for mount in mounts[:5]])
         # Never cleared here; see _take.
         self.has_gap |= bool(mounts)
         self._report(
@@ -174,8 +175,9 @@ class BypassWatch:
         )
 
     def _take(self, found: Sequence[Bypasser]) -> None:
+        known = {process.pid for process in self.processes}
         self.processes = [process for process in found if process.writes]
-        if self.processes and not self.has_gap:
+        if any(process.pid not in known for process in self.processes):
             named = [_named(process) for process in self.processes[:5]]
             located = all(process.known for process in self.processes)
             log.warning("tracking_has_gap", root=self._path, processes=named, located=located)

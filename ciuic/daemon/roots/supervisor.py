@@ -34,6 +34,7 @@ from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.bypass_watch import BypassWatch
 from ciuic.daemon.roots.mount_hooks import MountHooks
+from ciuic.daemon.roots.snapshots_view import SnapshotsView
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.errors import CiuicError, Unreachable
 from ciuic.fuse_layer.journal.succession import (
@@ -295,6 +296,7 @@ class RootSupervisor:
         on_session: Callable[[str, OverlayWorker], Awaitable[None]],
         on_session_lost: Callable[[str, str], None],
         departs: bool = False,
+        view: SnapshotsView | None = None,
     ) -> None:
         """Take the parts.
 
@@ -306,8 +308,10 @@ class RootSupervisor:
             on_session: called when a worker serves the root.
             on_session_lost: called when a session is lost.
             departs: the root is no longer protected: its overlay is served only until nobody is in it, and `run` ends then.
+            view: shows the root's snapshots in it; None: nothing does.
         """
         self.settings = settings
+        self.view = view
         self._departs = departs
         self.path = settings.path
         self.in_use = False
@@ -344,32 +348,39 @@ class RootSupervisor:
 
     async def run(self) -> None:
         """Serve the root until `stop` or `leave`."""
-        failures = 0
         try:
             with self._scope:
-                while not self._stopping:
-                    if self._departs and not await self._hooks.is_mounted(self.path):
-                        await self._hooks.forget(self.path)
-                        self._set("unmounted")
-                        break
-                    began = trio.current_time()
-                    worker = await self._establish()
-                    if worker is None:
-                        failures += 1
-                    else:
-                        while worker is not None:
-                            began = trio.current_time()
-                            await self._watch(worker)
-                            worker = await self._succeeded(worker)
-                        lived = trio.current_time() - began
-                        # A worker that lived for long ends the row of failures, so that the next mount
-                        # follows at once.
-                        failures = 0 if lived >= STABLE_SECONDS else failures
-                        failures += 1
-                    if not self._stopping:
-                        await trio.sleep(BACKOFF_SECONDS[min(failures - 1, len(BACKOFF_SECONDS) - 1)])
+                async with trio.open_nursery() as nursery:
+                    if self.view is not None:
+                        nursery.start_soon(self.view.run, lambda: self.worker)
+                    await self._run()
+                    nursery.cancel_scope.cancel()
         finally:
             self._finished.set()
+
+    async def _run(self) -> None:
+        failures = 0
+        while not self._stopping:
+            if self._departs and not await self._hooks.is_mounted(self.path):
+                await self._hooks.forget(self.path)
+                self._set("unmounted")
+                break
+            began = trio.current_time()
+            worker = await self._establish()
+            if worker is None:
+                failures += 1
+            else:
+                while worker is not None:
+                    began = trio.current_time()
+                    await self._watch(worker)
+                    worker = await self._succeeded(worker)
+                lived = trio.current_time() - began
+                # A worker that lived for long ends the row of failures, so that the next mount
+                # follows at once.
+                failures = 0 if lived >= STABLE_SECONDS else failures
+                failures += 1
+            if not self._stopping:
+                await trio.sleep(BACKOFF_SECONDS[min(failures - 1, len(BACKOFF_SECONDS) - 1)])
 
     async def _establish(self) -> OverlayWorker | None:
         """Mount, or adopt the worker of a predecessor.
@@ -604,6 +615,8 @@ class RootSupervisor:
                 await self._hooks.detach_dead(self.path)
             else:
                 self._on_session_lost(self.path, worker.session)
+                if self.view is not None:
+                    await self.view.end(worker)
                 await self._stop_worker(worker)
         except (CiuicError, OSError, trio.TooSlowError) as error:
             log.error("root_not_unmounted", root=self.path, error=str(error) or type(error).__name__)
@@ -624,6 +637,8 @@ class RootSupervisor:
     async def leave(self) -> None:
         """End the task and leave the overlay mounted: its worker serves on, and the next daemon adopts it."""
         self._stopping = True
+        if self.view is not None:
+            self.view.leaving = True
         self._scope.cancel()
         await self._finished.wait()
         worker, self.worker = self.worker, None
@@ -688,6 +703,7 @@ class RootSupervisor:
             state=self.state,
             restarts=self.restarts,
             error=self.error,
+            snapshots_dir="off" if self.view is None else self.view.state,
             bypassing=self.bypass.reports(),
             bypassing_mounts=self.bypass.mount_reports(),
         )

@@ -29,6 +29,7 @@ from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.base.spans import SnapshotCourse, SpanWriter
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob, printable
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
@@ -45,6 +46,7 @@ from ciuic.daemon.snapshots.reserve import Shortage, SpaceWatch
 from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import Progress, RepositoryStatus, SnapshotState, rfc3339
+from ciuic.protocol.span_spool import Attribute
 from ciuic.system.processes import start_ticks
 from ciuic.system.urgency import Urgency
 from ciuic.types import LeftOut
@@ -77,6 +79,8 @@ class Context(NamedTuple):
     flush: Flush = flush
     space: SpaceWatch | None = None
     """None: captures keep no reserve."""
+    spans: SpanWriter | None = None
+    """Takes the course of each snapshot; None: nobody asks for it."""
     on_urgency: Callable[[], None] = lambda: None
     """Called when the urgency of the running capture may have changed."""
     on_space_wanted: Callable[[], None] = lambda: None
@@ -361,6 +365,34 @@ class Capturing:
             )
         else:
             self._context.alerts.clear("unreadable")
+        await self._record_course(pending, done)
+
+    async def _record_course(
+        self, pending: PendingSnapshot, done: Done | None = None, error: str = ""
+    ) -> None:
+        """Record how a snapshot that is committed or given up came about; without `done` its figures are not known."""
+        if self._context.spans is None:
+            return
+        end_ns = self._context.now_ns()
+        began_at = pending.capture_began_at
+        figures: dict[str, Attribute] = {"ciuic.capture.attempts": pending.record.attempts}
+        if done is not None:
+            figures["ciuic.snapshot.files"] = done.files
+            figures["ciuic.capture.files_read"] = done.files_read
+            figures["ciuic.capture.bytes_read"] = done.bytes_read
+            figures["ciuic.capture.bytes_stored"] = done.new_bytes
+        course = SnapshotCourse(
+            snapshot=pending.id,
+            roots=[cut.path for cut in pending.record.cuts],
+            cut_ns=pending.record.time_ns,
+            hold_microseconds=pending.record.hold_microseconds,
+            capture_ns=None if began_at is None else end_ns - int((trio.current_time() - began_at) * 1e9),
+            commit_ns=None if done is None else end_ns - int(done.commit_seconds * 1e9),
+            end_ns=end_ns,
+            error=error,
+            figures=figures,
+        )
+        await self._context.spans.write(course)
 
     def _after_commit(self, pending: PendingSnapshot) -> None:
         self.last_failure = None
@@ -399,6 +431,7 @@ class Capturing:
         pending.commit(new_bytes=found.new_bytes)
         log.info("snapshot_committed", id=pending.id, new_bytes=found.new_bytes, found="after restart")
         self._after_commit(pending)
+        await self._record_course(pending)
         return True
 
     async def _give_up(self, pending: PendingSnapshot, failure: Failed) -> None:
@@ -418,6 +451,7 @@ class Capturing:
             f"snapshot {pending.id} of {rfc3339(pending.record.time_ns)} failed: {failure.error}",
             hint=failure.hint or "its changes will be in the next snapshot",
         )
+        await self._record_course(pending, error=failure.error)
 
     def settings_changed(self) -> None:
         """Try the next scheduled snapshot even if the last one did not fit: other excludes may make it fit."""
@@ -495,6 +529,7 @@ def make_job(
         hold_reason=record.hold_reason or record.message if record.hold else "",
         hold_uid=record.user if record.hold else None,
         pair=record.pair,
+        set_member=record.set_member,
         lock_wait_seconds=_LOCK_WAIT_SECONDS,
         io_priority=settings.io_priority,
         urgency=urgency,

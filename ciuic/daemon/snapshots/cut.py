@@ -49,6 +49,7 @@ from ciuic.daemon.snapshots.snapshot_queue import SnapshotQueue
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 from ciuic.system.child_process import program_environment, script_command
+from ciuic.types import SetMember
 
 # Longest wait of a hold for the operations in flight, by attempt. While it waits, every other change of the
 # job waits too, so one slow operation (an unlink that frees gigabytes) must not stop the rest: release soon,
@@ -260,14 +261,28 @@ def _cut_on_new_connections(
 
     Blocks; may raise CutFailed and CiuicError.
     """
+    hold = _hold_on_new_connections(workers, hold_seconds)
+    try:
+        return _with_sessions(hold.cut(), workers)
+    finally:
+        hold.close()
+
+
+def _hold_on_new_connections(workers: Sequence[tuple[str, OverlayWorker]], hold_seconds: float) -> RootsHold:
+    """Hold the roots of these workers, and of no successor of one. Blocks; may raise CutFailed and CiuicError."""
     parts = [(path, worker.connect()) for path, worker in workers]
+    hold = RootsHold(parts)
     try:
         for (path, worker), (_, client) in zip(workers, parts, strict=True):
             _check_session(path, worker, client)
-        cuts = cut_together(parts, hold_seconds=hold_seconds)
-    finally:
-        for _, client in parts:
-            client.close()
+        hold.begin(hold_seconds)
+    except BaseException:
+        hold.close()
+        raise
+    return hold
+
+
+def _with_sessions(cuts: Sequence[RootCut], workers: Sequence[tuple[str, OverlayWorker]]) -> list[RootCut]:
     sessions = {path: worker.session for path, worker in workers}
     return [cut._replace(session=sessions[cut.path]) for cut in cuts]
 
@@ -287,6 +302,81 @@ def _check_session(path: str, worker: OverlayWorker, client: WorkerClient) -> No
         )
 
 
+class RootsHold:
+    """A hold of all changing operations of several roots. Blocks; for one thread at a time.
+
+    Args:
+        parts: path and connection of each root; a connection is used for nothing else, because a hold belongs
+            to it.
+        clock: monotonic clock.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[str, WorkerClient]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._parts = parts
+        self._clock = clock
+
+    def begin(self, seconds: float) -> None:
+        """Hold all roots; each worker ends its hold by itself after this time.
+
+        Raises:
+            CutFailed: a root could not be held; none is then.
+        """
+        held: list[WorkerClient] = []
+        failed_root = ""
+        try:
+            for root, client in self._parts:
+                failed_root = root
+                # Before the hold, which may fail half-way: releasing what is not held does nothing.
+                held.append(client)
+                client.hold(seconds)
+        except BaseException as error:
+            _release_all(held)
+            if not isinstance(error, CiuicError):
+                raise
+            raise _not_cut(failed_root, error) from error
+
+    def cut(self) -> list[RootCut]:
+        """Cut all roots and release all. `RootCut.session` is left empty.
+
+        Raises:
+            CutFailed: a root could not be cut, or the first may have been released before the last was cut. No
+                epoch counts as sealed then.
+        """
+        done: list[RootCut] = []
+        failure: CiuicError | None = None
+        root = ""
+        try:
+            began = self._clock()
+            for root, client in self._parts:
+                reply = client.cut()
+                done.append(RootCut(root, "", reply.epoch, reply.cut_ns, reply.hold_us))
+            # A worker ends a hold by itself after USE_OF_HOLD_SECONDS, so that a daemon that dies here stops no
+            # job. The first root may have gone on by now, and the epochs would not be of one instant.
+            if self._clock() - began > USE_OF_HOLD_SECONDS:
+                failure = CiuicError("the cuts took longer than the first root was held")
+        except CiuicError as error:
+            failure = error
+        finally:
+            _release_all([client for _, client in self._parts])
+        if failure is None:
+            return done
+        # The epochs that were cut before the failure; the roots after it have none.
+        for part, (_, client) in zip(done, self._parts, strict=False):
+            _quietly(partial(client.abort, part.epoch))
+        raise _not_cut(root, failure) from failure
+
+    def close(self) -> None:
+        """End the connections, and with them a hold that is in force. Never blocks."""
+        for _, client in self._parts:
+            client.close()
+
+
+def _not_cut(root: str, error: CiuicError) -> CutFailed:
+    return CutFailed(f"no snapshot could be cut: {root}: {error}", hint=error.hint)
+
+
 def cut_together(
     parts: Sequence[tuple[str, WorkerClient]],
     *,
@@ -296,44 +386,75 @@ def cut_together(
     """Hold all roots, cut all, release all. Blocks; run in a thread. `RootCut.session` is left empty.
 
     Args:
-        parts: path and connection of each root; a connection is used for nothing else, because a hold belongs
-            to it.
+        parts: as in `RootsHold`.
         hold_seconds: longest wait for the operations in flight.
         clock: monotonic clock.
 
     Raises:
-        CutFailed: a root could not be held and cut, or the first may have been released before the last was
-            cut. No epoch counts as sealed then.
+        CutFailed: as `RootsHold.begin` and `RootsHold.cut`.
     """
-    done: list[RootCut] = []
-    held: list[WorkerClient] = []
-    failure: CiuicError | None = None
-    failed_root = ""
-    try:
-        for root, client in parts:
-            failed_root = root
-            # Before the hold, which may fail half-way: releasing what is not held does nothing.
-            held.append(client)
-            client.hold(hold_seconds)
-        began = clock()
-        for root, client in parts:
-            failed_root = root
-            reply = client.cut()
-            done.append(RootCut(root, "", reply.epoch, reply.cut_ns, reply.hold_us))
-        # A worker ends a hold by itself after USE_OF_HOLD_SECONDS, so that a daemon that dies here stops no
-        # job. The first root may have gone on by now, and the epochs would not be of one instant.
-        if clock() - began > USE_OF_HOLD_SECONDS:
-            failure = CiuicError("the cuts took longer than the first root was held")
-    except CiuicError as error:
-        failure = error
-    finally:
-        _release_all(held)
-    if failure is None:
-        return done
-    # The epochs that were cut before the failure; the roots after it have none.
-    for part, (_, client) in zip(done, parts, strict=False):
-        _quietly(partial(client.abort, part.epoch))
-    raise CutFailed(f"no snapshot could be cut: {failed_root}: {failure}", hint=failure.hint) from failure
+    hold = RootsHold(parts, clock)
+    hold.begin(hold_seconds)
+    return hold.cut()
+
+
+class HoldReleased(CiuicError):
+    """Error: a hold was released without a cut, because its holder asked for that or did not decide in time."""
+
+
+class HeldCut:
+    """A cut in two steps: all roots are held, then somebody decides whether they are cut.
+
+    Guarantees: the cut lies within one unbroken hold of every root, or there is none (`RootsHold.cut`, whose
+    workers refuse what comes after their deadline). No hold outlives the limit by more than the cut itself,
+    whatever happens to the one who decides or to this daemon.
+
+    Args:
+        limit_seconds: longest hold.
+        member: place of the snapshot in its set.
+        flushed: the caches were written back before (`Snapshots.flush`).
+    """
+
+    def __init__(self, limit_seconds: float, member: SetMember, *, flushed: bool) -> None:
+        self.limit_seconds = limit_seconds
+        self.member = member
+        self.flushed = flushed
+        self.settled = trio.Event()
+        """Set when all roots are held, and when that has failed."""
+        self._decided = trio.Event()
+        self._cuts = False
+
+    def decide(self, *, cut: bool) -> None:
+        """Cut, or release; only the first decision counts."""
+        if not self._decided.is_set():
+            self._cuts = cut
+            self._decided.set()
+
+    @asynccontextmanager
+    async def cut(
+        self, supervisors: Sequence[RootSupervisor], turn: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> AsyncIterator[list[RootCut]]:
+        """Do what `cut_all` does, once, when it is decided. Other cuts wait for it, for the limit at most.
+
+        Raises:
+            HoldReleased: nothing was cut.
+            CutFailed: the roots could not be held, or not cut before their holds ended.
+        """
+        async with turn():
+            workers = _serving(supervisors)
+            hold = await trio.to_thread.run_sync(_hold_on_new_connections, workers, self.limit_seconds)
+            try:
+                self.settled.set()
+                with trio.move_on_after(self.limit_seconds):
+                    await self._decided.wait()
+                if not self._cuts:
+                    self._decided.set()
+                    raise HoldReleased("the hold was released without a cut")
+                # The thread is not abandoned on cancellation: an epoch that is cut must become known.
+                cuts = await trio.to_thread.run_sync(hold.cut)
+            finally:
+                hold.close()
+            yield _with_sessions(cuts, workers)
 
 
 def _release_all(clients: Sequence[WorkerClient]) -> None:
@@ -420,6 +541,8 @@ async def make_cut(
     supervisors: Sequence[RootSupervisor],
     flush: Flush,
     turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    *,
+    held: HeldCut | None = None,
 ) -> AsyncIterator[SnapshotCut]:
     """Flush and cut all these roots at one instant.
 
@@ -430,19 +553,21 @@ async def make_cut(
         supervisors: the roots.
         flush: flushes one of them.
         turn: held from the cut until the block ends, and not for the flush.
+        held: makes the cut when it is decided elsewhere; the roots were flushed before. None: cut now.
 
     Raises:
         CutFailed: no cut was made in time.
         CiuicError: a worker ended.
     """
-    tags = [] if await flush_all(supervisors, flush) else [TAG_UNFLUSHED]
+    flushed = await flush_all(supervisors, flush) if held is None else held.flushed
+    tags = [] if flushed else [TAG_UNFLUSHED]
     for supervisor in supervisors:
         await supervisor.refresh_bypassing()
     trusted = {supervisor.path: not supervisor.bypass.has_gap for supervisor in supervisors}
     # Before the cut: writers past the overlay that are known to be gone now have written all they will, and a
     # capture that compares everything has it.
     unbypassed = {supervisor.path for supervisor in supervisors if supervisor.bypass.all_accounted}
-    async with cut_all(supervisors, turn) as cuts:
+    async with (cut_all if held is None else held.cut)(supervisors, turn) as cuts:
         # Workers may have been replaced since the first look.
         for supervisor in supervisors:
             trusted[supervisor.path] &= not supervisor.bypass.has_gap

@@ -405,6 +405,8 @@ class PendingSnapshot:
         record.promised_ns = record.promised_ns or record.time_ns
         record.cuts, record.time_ns = list(cut.records), cut.time_ns
         record.hold_microseconds = cut.hold_microseconds
+        # The other members of its set are of the instant that this snapshot has lost.
+        record.set_member = None
         record.tags = list(dict.fromkeys([*record.tags, TAG_RETAKEN, *cut.tags]))
         self.trust_tracking, self.unbypassed, self.cut_at = cut.trust_tracking, cut.unbypassed, cut_at
         self.interrupted, self.doubtful = {}, {}

@@ -21,7 +21,7 @@ Leaves to others: what a cut is (cut.py), when one is due (schedule.py), which s
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +34,15 @@ from ciuic.daemon.base.runtime import PendingRecord
 from ciuic.daemon.roots.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.daemon.snapshots.capturing import Capturing, Context
-from ciuic.daemon.snapshots.cut import CutTurns, Retaking, make_cut, mounted_roots, settle_epoch
+from ciuic.daemon.snapshots.cut import (
+    CutTurns,
+    HeldCut,
+    Retaking,
+    flush_all,
+    make_cut,
+    mounted_roots,
+    settle_epoch,
+)
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.snapshots.snapshot_queue import ROOM_SECONDS, Promises, SnapshotQueue
 from ciuic.errors import CiuicError, NotFound, Unreachable
@@ -77,6 +85,7 @@ class Snapshots:
         pair: Pair | None = None,
         hold_reason: str = "",
         user: int | None = None,
+        held: HeldCut | None = None,
     ) -> PendingSnapshot:
         """Cut, and return when the instant is fixed, the id is final, and the journal names it.
 
@@ -89,6 +98,7 @@ class Snapshots:
             pair: training state that the snapshot belongs to; the request gets a cut of its own.
             hold_reason: reason for a hold; empty: the message says it.
             user: ordinary user that asks, and for whom a hold is; None for administrators.
+            held: makes the cut when it is decided elsewhere; the request gets a cut of its own.
 
         Raises:
             Busy: the queue has no place for this user after ROOM_SECONDS.
@@ -96,38 +106,56 @@ class Snapshots:
             CiuicError: no root can be cut.
         """
         requested = not scheduled and pair is None
-        until_seconds = trio.current_time() + ROOM_SECONDS
+        room_seconds = ROOM_SECONDS if held is None else held.limit_seconds
+        until_seconds = trio.current_time() + room_seconds
+        alone = pair is not None or held is not None
         with self._requests.join(
-            request, scheduled=scheduled, requested=requested, alone=pair is not None, user=user
+            request, scheduled=scheduled, requested=requested, alone=alone, user=user
         ) as cut:
             # The request may wait for a place in the queue that a slow capture takes, so that capture is
             # hurried.
             self._context.on_urgency()
-            async with self._turns.of(user):
+            # A held cut is prepared already, and other hosts may be held until it is held, too.
+            async with self._turns.of(user) if held is None else nullcontext():
                 # A request that had the turn before may have cut for this one too.
                 if (pending := cut.outcome) is None:
                     async with self._queue.place(user, until_seconds):
                         self._requests.close(cut)
                         try:
-                            pending = await self._cut_now(cut, pair, hold_reason, user)
+                            pending = await self._cut_now(cut, pair, hold_reason, user, held)
                         except CiuicError as error:
                             # A failure is for all merged requests: each would meet the same again.
                             cut.failure = error
                             raise
         return pending
 
+    async def flush(self, roots: Sequence[str]) -> bool:
+        """Prepare a held cut of these roots (empty: all); return whether every one was flushed.
+
+        Raises:
+            NotFound: a root is not protected.
+            CiuicError: no root could be cut.
+        """
+        supervisors, _ = await mounted_roots(self._context.roots(), roots)
+        return await flush_all(supervisors, self._context.flush)
+
     def is_full(self, user: int) -> bool:
         """Return whether a request of this ordinary user would have to wait for a place."""
         return self._queue.is_full(user)
 
     async def _cut_now(
-        self, cut: _SharedCut, pair: Pair | None, hold_reason: str, user: int | None
+        self,
+        cut: _SharedCut,
+        pair: Pair | None,
+        hold_reason: str,
+        user: int | None,
+        held: HeldCut | None = None,
     ) -> PendingSnapshot:
         """Cut, and put the snapshot into the queue."""
         supervisors, missing = await mounted_roots(self._context.roots(), cut.roots)
         async with self._new_id(supervisors) as (snapshot_id, is_first):
             turn = partial(self._turns.cut, user)
-            async with make_cut(supervisors, self._context.flush, turn) as made:
+            async with make_cut(supervisors, self._context.flush, turn, held=held) as made:
                 # No await from here until the queue has the snapshot: an epoch that was cut must be known to
                 # the queue and the journal.
                 record = PendingRecord(
@@ -140,6 +168,7 @@ class Snapshots:
                     hold_reason=hold_reason,
                     user=user,
                     pair=pair,
+                    set_member=held.member if held is not None else None,
                     scheduled=cut.scheduled,
                     requested=cut.requested or is_first,
                     hold_microseconds=made.hold_microseconds,

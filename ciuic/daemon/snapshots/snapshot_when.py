@@ -4,11 +4,12 @@ The overlay workers count what happens to the names of ``[[snapshot_when]]`` (fu
 counts every second, while there are rules. Guarantees: a burst gives one snapshot, cut when a rule's names have been quiet for two
 seconds, at most half a minute after the first; rules that are due together share a snapshot; a rule cuts no sooner than
 ``least_between`` after its last one and no more than ``per_hour`` times an hour, and what has happened meanwhile is cut when it may
-again. A worker that has died and was replaced counts from the daemon's next look on.
+again, by the daemon that follows where this one is killed. A worker that has died and was replaced counts from the daemon's next look on.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
@@ -18,6 +19,7 @@ import trio
 
 from ciuic.config import SnapshotWhen
 from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.base.runtime import EventRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.errors import CiuicError
@@ -53,6 +55,16 @@ class _RuleState:
         self.roots.add(root)
         self._last = now
 
+    def record(self) -> EventRecord:
+        """Return what a successor must know."""
+        return EventRecord(roots=sorted(self.roots), cuts=list(self._cuts))
+
+    def take_over(self, record: EventRecord, now: float) -> None:
+        """Go on from what a predecessor knew; its events count from now on as if they had just happened."""
+        for root in record.roots:
+            self.happened(root, now)
+        self._cuts.extend(cut for cut in record.cuts if cut <= now)
+
     def hurry(self) -> None:
         """Wait for no quiet: files are being removed, and those that are still there are not in any cut."""
         self._hurries = True
@@ -87,6 +99,7 @@ class EventSnapshots:
         roots: Callable[[], Mapping[str, RootSupervisor]],
         take: Callable[[SnapshotRequest], Awaitable[Any]],
         alerts: Alerts,
+        runtime: RuntimeDirectory,
     ) -> None:
         """Prepare to look.
 
@@ -95,10 +108,13 @@ class EventSnapshots:
             roots: supervisors of the roots, by path.
             take: cuts a snapshot.
             alerts: where failures are reported.
+            runtime: keeps for a successor what was not cut yet.
         """
         self._settings = settings
         self._roots = roots
         self._take = take
+        self._runtime = runtime
+        self._written: dict[str, EventRecord] | None = None
         self._alerts = alerts
         self._states: list[_RuleState] = []
         self._epochs: dict[str, tuple[int, float]] = {}
@@ -114,22 +130,42 @@ class EventSnapshots:
         while True:
             await trio.sleep(PERIOD_SECONDS)
             try:
-                await self.once(trio.current_time())
+                # Since boot: a successor goes on with these times.
+                await self.once(time.clock_gettime(time.CLOCK_BOOTTIME))
             except Exception:
                 log.exception("event_snapshots_failed")  # a defect there must not end the service
 
     async def once(self, now: float) -> None:
-        """Take the counts, and cut what is due."""
+        """Take the counts, and cut what is due.
+
+        Args:
+            now: seconds since boot.
+        """
         rules = self._settings().snapshot_when
+        if self._written is None:
+            self._written = self._runtime.read_events()
         if tuple(state.rule for state in self._states) != rules:
+            known = self._written
             self._states = [_RuleState(rule) for rule in rules]
+            for state in self._states:
+                if (record := known.get(str(state.rule))) is not None:
+                    state.take_over(record, now)
         if not rules and not self._asked:
             return
         for path, root in list(self._roots().items()):
             if root.worker is not None and (rules or path in self._asked):
                 await self._look(path, root, now)
+        # Before the cut, which may take long: what was counted is known nowhere else.
+        self._keep()
         if now >= self._not_before:
             await self._cut(now)
+            self._keep()
+
+    def _keep(self) -> None:
+        records = {str(state.rule): state.record() for state in self._states}
+        if records != self._written:
+            self._written = records
+            self._runtime.write_events(records)
 
     async def _look(self, path: str, root: RootSupervisor, now: float) -> None:
         named = [state for state in self._states if state.rule.name is not None]

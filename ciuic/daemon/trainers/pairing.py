@@ -1,4 +1,4 @@
-"""Snapshots of files that trainers request as pairs of their training states (ciuic.protocol.pairing).
+"""Snapshots of files that users request: as pairs of their training states, or of their jobs (ciuic.protocol.pairing).
 
 Guarantees: root and the group of the control socket may have any root cut; other callers only roots that
 belong to their user, or to a group of theirs that may write there, by the kernel's credentials of the caller
@@ -46,6 +46,7 @@ from ciuic.protocol.pairing import (
     PAIRED,
     Answer,
     Cut,
+    Files,
     Known,
     PairRefused,
     States,
@@ -54,6 +55,7 @@ from ciuic.protocol.pairing import (
     text_of,
 )
 from ciuic.protocol.peer_socket import Caller
+from ciuic.system.slurm import is_job_tag
 from ciuic.types import Pair, SnapshotId
 from ciuic.units import plural
 
@@ -66,6 +68,8 @@ _MAX_CONNECTIONS: Final = 256
 _MAX_CONNECTIONS_OF_A_USER: Final = 64
 # Length of texts of a caller that go into a snapshot's message.
 _MAX_TEXT: Final = 200
+# As many as `job_tags` makes.
+_MAX_JOB_TAGS: Final = 4
 log = structlog.get_logger(__name__)
 
 
@@ -200,6 +204,8 @@ class Pairing:
             asked = decode_question(question.data)
             if isinstance(asked, Known):
                 return await self._states(asked.ids, caller)
+            if isinstance(asked, Files):
+                return await self._files(asked, caller)
             return await self._cut(asked, caller)
         except CiuicError as error:
             log.info("pair_refused", uid=caller.uid, error=error.message)
@@ -244,43 +250,68 @@ class Pairing:
 
     async def _cut(self, wanted: Cut, caller: Caller) -> Taken:
         training = _checked(wanted)
-        if self._is_stopping():
-            raise Unreachable("the daemon is stopping")
-        privileged = self._is_administrator(caller)
-        roots = self._chosen(wanted.roots, caller, privileged=privileged)
-        if not privileged and self._snapshots.is_full(caller.uid):
-            raise Busy("as many snapshots of ordinary users wait for capture as may wait at once")
+        roots, user = self._admitted(wanted.roots, caller)
         request = SnapshotRequest(
             message=f"files of {training}: {wanted.message[:_MAX_TEXT]}".rstrip(": "),
             tags=[PAIRED],
             roots=[root.path for root in roots],
         )
         pair = Pair(of="training", id=training, repository=wanted.repository, time_ns=wanted.time_ns)
-        pending = None
-        refusal = await self._hold_refusal(wanted, caller, privileged=privileged)
+        refusal = await self._hold_refusal(wanted, caller, privileged=user is None)
         request.hold = bool(wanted.hold_reason) and not refusal
         try:
-            # Files of a later instant would not belong to the state. A request that is given up may be cut
-            # all the same: its files name a state that does not name them (docs/decisions/pairs.md).
-            with trio.move_on_after(CUT_SECONDS):
-                pending = await self._snapshots.take(
-                    request,
-                    pair=pair,
-                    hold_reason=wanted.hold_reason[:_MAX_TEXT] if request.hold else "",
-                    user=None if privileged else caller.uid,
-                )
+            taken = await self._take(
+                request, user, pair, wanted.hold_reason[:_MAX_TEXT] if request.hold else ""
+            )
         finally:
-            if request.hold and not privileged:
+            if request.hold and user is not None:
                 self._holds.settled(caller.uid)
+        log.info("pair_cut", id=taken.id, training=training, uid=caller.uid)
+        note = "; ".join(filter(None, (refusal, _note(wanted.repository, roots))))
+        return msgspec.structs.replace(taken, note=note)
+
+    async def _files(self, wanted: Files, caller: Caller) -> Taken:
+        """Take a snapshot of a job's files."""
+        if not wanted.roots:
+            raise UsageError("the directories of the job are to be named")
+        if len(wanted.tags) > _MAX_JOB_TAGS or not all(map(is_job_tag, wanted.tags)):
+            raise UsageError("a job's snapshot has tags of its job alone, such as slurm-job=7")
+        roots, user = self._admitted(wanted.roots, caller)
+        request = SnapshotRequest(
+            message=wanted.message[:_MAX_TEXT],
+            tags=list(wanted.tags),
+            roots=[root.path for root in roots],
+        )
+        taken = await self._take(request, user)
+        log.info("job_cut", id=taken.id, tags=wanted.tags, uid=caller.uid)
+        return taken
+
+    def _admitted(self, wanted: Sequence[str], caller: Caller) -> tuple[list[RootSupervisor], int | None]:
+        """Return the roots that the caller may have a snapshot of, and its user; None for an administrator."""
+        if self._is_stopping():
+            raise Unreachable("the daemon is stopping")
+        privileged = self._is_administrator(caller)
+        roots = self._chosen(wanted, caller, privileged=privileged)
+        if not privileged and self._snapshots.is_full(caller.uid):
+            raise Busy("as many snapshots of ordinary users wait for capture as may wait at once")
+        return roots, None if privileged else caller.uid
+
+    async def _take(
+        self, request: SnapshotRequest, user: int | None, pair: Pair | None = None, hold_reason: str = ""
+    ) -> Taken:
+        """Cut a snapshot within `CUT_SECONDS`."""
+        pending = None
+        # Files of a later instant would not belong to the state. A request that is given up may be cut
+        # all the same: its files name a state that does not name them (docs/decisions/pairs.md).
+        with trio.move_on_after(CUT_SECONDS):
+            pending = await self._snapshots.take(request, pair=pair, hold_reason=hold_reason, user=user)
         if pending is None:
             raise Busy(f"no snapshot could be cut within {CUT_SECONDS:.0f} s")
-        log.info("pair_cut", id=pending.id, training=training, uid=caller.uid)
         return Taken(
             id=pending.id,
             repository=self._repository(),
             time_ns=pending.record.time_ns,
             roots=tuple(pending.state.roots),
-            note="; ".join(filter(None, (refusal, _note(wanted.repository, roots)))),
         )
 
     async def _hold_refusal(self, wanted: Cut, caller: Caller, *, privileged: bool) -> str:

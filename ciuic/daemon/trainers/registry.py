@@ -23,7 +23,8 @@ import structlog
 import trio
 
 from ciuic.daemon.base.events import Alerts
-from ciuic.daemon.trainers.emergency import Emergencies
+from ciuic.daemon.trainers.emergency import MAX_ALERTS, Emergencies
+from ciuic.daemon.trainers.loss_watch import trouble_text
 from ciuic.daemon.trainers.trainer import ProcessIdentity, TrainerEnd, WatchedTrainer
 from ciuic.errors import Busy
 from ciuic.printable import escaped
@@ -32,7 +33,7 @@ from ciuic.protocol.watch_client import Hello, Kind
 from ciuic.structs import decode_json
 from ciuic.system import processes
 from ciuic.system.privileges import may_trace
-from ciuic.units import plural
+from ciuic.units import human_duration, plural
 
 JOURNAL_NAME: Final = "watched.json"
 # Incidents that are kept over restarts, for the status document and for the hourly limits.
@@ -49,7 +50,20 @@ RETURN_SECONDS: Final = 30.0
 MAX_TRAINERS: Final = 512
 # A user may register any number of processes, and must not use up the places of all.
 MAX_TRAINERS_OF_A_USER: Final = 64
+# Beginning of the key of the alert that a trainer is silent for much longer than usual.
+_KEY_SILENCE: Final = "beat:"
+_KEY_LOSS: Final = "loss:"
 log = structlog.get_logger(__name__)
+
+
+def silence_key(trainer: WatchedTrainer) -> str:
+    """Return the key of the alert that a trainer has stopped to beat."""
+    return _KEY_SILENCE + trainer.key.removeprefix("trainer:")
+
+
+def loss_key(trainer: WatchedTrainer) -> str:
+    """Return the key of the alert about the loss of a trainer, which stands until it is in order, or the trainer registers again."""
+    return _KEY_LOSS + trainer.key.removeprefix("trainer:")
 
 
 class WatchRecord(msgspec.Struct, kw_only=True):
@@ -118,12 +132,16 @@ class TrainerRegistry:
         emergencies: Emergencies,
         now_ns: Callable[[], int],
         on_change: Callable[[], None],
+        silence: Callable[[], int] = lambda: 0,
+        newest_snapshot: Callable[[int], str] = lambda before_ns: "",
     ) -> None:
         self.nursery: trio.Nursery | None = None
         self._alerts = alerts
         self._emergencies = emergencies
         self._now_ns = now_ns
         self._on_change = on_change
+        self._silence = silence
+        self._newest_snapshot = newest_snapshot
         self._may_trace = may_trace()
         self._watched: dict[ProcessIdentity, WatchedTrainer] = {}
         # Trainers that ended while no daemon watched; their writer processes may still report how.
@@ -163,6 +181,8 @@ class TrainerRegistry:
             known.add_page(page)
         if clears:
             self._alerts.clear(known.key)
+            if known.losses.trouble is None:
+                self._alerts.clear(loss_key(known))
         log.info(
             "trainer_watched", trainer=known.label, kind=known.kind, heartbeat_seconds=known.heartbeat_seconds
         )
@@ -197,6 +217,8 @@ class TrainerRegistry:
         if self._watched.get(trainer.identity) is trainer:
             del self._watched[trainer.identity]
             trainer.forgotten = True
+            self._alerts.clear(silence_key(trainer))
+            self._alerts.clear(loss_key(trainer))
             if trainer.life < 0:
                 trainer.close()
             # Otherwise the task that waits for its end closes it: a descriptor that is waited for must not be
@@ -213,7 +235,9 @@ class TrainerRegistry:
                 self._alerts.clear(trainer.key)
                 found += 1
         for alert in self._alerts.standing():
-            if alert.key.startswith((f"trainer:{text}:", f"trainer:{escaped(text)}:")):
+            if alert.key.startswith(
+                tuple(f"{kind}{name}:" for kind in ("trainer:", _KEY_LOSS) for name in (text, escaped(text)))
+            ):
                 self._alerts.clear(alert.key)
                 found += 1
         return found
@@ -250,6 +274,34 @@ class TrainerRegistry:
             self._emergencies.report(trainer, "hung", f"no beat for {trainer.heartbeat_seconds:g} s")
         elif found == "recovered":
             self._emergencies.report(trainer, "recovered", "")
+        self._look_at_losses(trainer)
+        usual_seconds = trainer.silent_too_long(self._silence())
+        if not usual_seconds:
+            self._alerts.clear(silence_key(trainer))
+        # Names are the users' to choose, and must not fill the status document.
+        elif sum(alert.key.startswith(_KEY_SILENCE) for alert in self._alerts.standing()) < MAX_ALERTS:
+            # The usual interval and not the silence, which would make another wording each second.
+            self._alerts.report(
+                silence_key(trainer),
+                f"trainer {trainer.label} has stopped to beat: it used to every {human_duration(max(1, usual_seconds))}",
+                hint="it may hang; heartbeat_seconds of its manager, or [[trainer]] heartbeat, sets a limit with an emergency snapshot",
+                severity="warning",
+            )
+
+    def _look_at_losses(self, trainer: WatchedTrainer) -> None:
+        before_ns = trainer.look_at_losses()
+        losses = trainer.losses
+        if losses.trouble == losses.told:
+            return
+        if losses.trouble is None:
+            self._alerts.clear(loss_key(trainer))
+        elif sum(alert.key.startswith(_KEY_LOSS) for alert in self._alerts.standing()) < MAX_ALERTS:
+            snapshot = "" if before_ns is None else self._newest_snapshot(before_ns)
+            text, hint, severity = trouble_text(losses.trouble, snapshot)
+            self._alerts.report(
+                loss_key(trainer), f"the loss of trainer {trainer.label} {text}", hint=hint, severity=severity
+            )
+        losses.told = losses.trouble
 
     async def _await_end(self, trainer: WatchedTrainer) -> None:
         try:
@@ -261,6 +313,7 @@ class TrainerRegistry:
         # trainer.
         if self._watched.get(trainer.identity) is trainer:
             del self._watched[trainer.identity]
+        self._alerts.clear(silence_key(trainer))
         trainer.close()
         self._on_change()
 

@@ -8,22 +8,31 @@ did not look (the host was suspended) does not count as silence.
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Final, Literal, NamedTuple
 
 import trio
 
 from ciuic.daemon.base.accounts import user_name
 from ciuic.daemon.base.alert_hook import trainer_key
+from ciuic.daemon.trainers.loss_watch import LossWatch
 from ciuic.printable import shown_name
 from ciuic.protocol.control_types import IncidentKind, TrainerStatus, rfc3339
-from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_page
+from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_losses, read_page
 from ciuic.protocol.watch_client import Kind
 from ciuic.system import processes
 
 # Pages of one process: each SnapshotManager has one.
 _MAX_PAGES: Final = 16
+# Gaps between beats from which the usual one is taken, and how many it needs.
+_GAPS: Final = 64
+_MIN_GAPS: Final = 8
+# Shortest silence that is told: gaps are known to a second, and a pause of a minute needs nobody.
+_MIN_SILENT_SECONDS: Final = 300.0
 # SIGINT: a user pressed Ctrl-C.
 _INTERRUPTED: Final = 2
 
@@ -120,11 +129,32 @@ class WatchedTrainer:
         self.forgotten = False
         self.page_came = trio.Event()
         self._pages: list[int] = []
+        # Losses of each page that have been seen, by descriptor.
+        self._seen_losses: dict[int, int] = {}
+        self.losses = LossWatch()
+        self._looked_ns: int | None = None
+        """Its losses, where it reports them."""
         self._beats: int | None = None
         # A beat was seen. The first content of a file does not count, which may be left from an earlier run.
         self._beating = False
         self._last_beat_ns = 0
         self._silent_seconds = 0.0
+        # Time since the last beat, and the last such times.
+        self._gap_seconds = 0.0
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
+
+    def silent_too_long(self, times: int) -> float:
+        """Return its usual interval in seconds if it has beaten and has been silent for so many times that; else 0.
+
+        It is silent too long after `times` of the median interval, twice the longest of the last ones (a validation, a checkpoint)
+        and 5 minutes. A trainer with a time limit of its own, that is done or has no process is none.
+        """
+        if self._gap_seconds <= _MIN_SILENT_SECONDS or len(self._gaps) < _MIN_GAPS:
+            return 0.0
+        if self.heartbeat_seconds or not times or not self.present or self.closed(self.pulses()):
+            return 0.0
+        usual = median(self._gaps)
+        return usual if self._gap_seconds > max(times * usual, 2 * max(self._gaps)) else 0.0
 
     @property
     def key(self) -> str:
@@ -152,10 +182,14 @@ class WatchedTrainer:
             os.close(page)
             return
         self._pages.append(page)
+        # Its losses were never looked at.
+        self._looked_ns = None
         self.page_came.set()
         # A process that makes one manager after the other would collect pages: the oldest ones go.
         while len(self._pages) > _MAX_PAGES:
-            os.close(self._pages.pop(0))
+            gone = self._pages.pop(0)
+            self._seen_losses.pop(gone, None)
+            os.close(gone)
 
     def pulses(self) -> list[HeartbeatReading]:
         """Return the contents of its pages."""
@@ -165,12 +199,28 @@ class WatchedTrainer:
                 found.append(read_page(page))
         return found
 
+    def look_at_losses(self) -> int | None:
+        """Take what it has reported since the last look, and return the time since boot before that one; None at the first."""
+        before_ns, self._looked_ns = self._looked_ns, time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        for page in self._pages:
+            with suppress(OSError):
+                found = read_losses(page, self._seen_losses.get(page, 0))
+                self._seen_losses[page] = found.total
+                for step, loss in found.losses:
+                    self.losses.add(step, loss)
+        return before_ns
+
     def look(self, elapsed_seconds: float, now_ns: int) -> Literal["beat", "silent", "hung", "recovered"]:
         """Return what has happened since the last look, `elapsed_seconds` ago."""
         pulses = self.pulses()
         its_own = sum(pulse.beats for pulse in pulses)
         beats = its_own + self.file_beats
+        self._gap_seconds += elapsed_seconds
         if beats != self._beats:
+            # The time before the first beat is none between two.
+            if self._beating:
+                self._gaps.append(self._gap_seconds)
+            self._gap_seconds = 0.0
             self._beating = its_own > 0 or (self._beats is not None and self.file_beats > 0)
             self._beats, self._silent_seconds = beats, 0.0
             if self._beating:

@@ -38,6 +38,7 @@ from ciuic.daemon.base.accounts import Accounts
 from ciuic.daemon.base.alert_hook import AlertHook
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.deliveries import Deliveries
 from ciuic.daemon.peer_messages import ReceiverOptions
 from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer, close_all
 from ciuic.daemon.roots.permission import WatchPermission, owners
@@ -341,6 +342,7 @@ class TrainerWatch:
         events: EventBus,
         now_ns: Callable[[], int],
         as_service: bool,
+        newest_snapshot: Callable[[int], str] = lambda before_ns: "",
     ) -> None:
         """Put the parts together.
 
@@ -353,6 +355,7 @@ class TrainerWatch:
             events: bus that the alert command listens to.
             now_ns: wall clock.
             as_service: systemd-run is known to work, so the alert command is run as a service of its own.
+            newest_snapshot: returns the newest snapshot if it is from before a time since boot, else nothing.
         """
         self._roots = roots
         self._accounts = accounts
@@ -367,6 +370,13 @@ class TrainerWatch:
             service_directory=self._runtime_dir if as_service else None,
             on_refusal=self._alert_refused,
         )
+        self._deliveries = Deliveries(
+            lambda: settings().alert,
+            os.uname().nodename,
+            os.environ,
+            alerts,
+            service_directory=self._runtime_dir if as_service else None,
+        )
         self._emergencies = Emergencies(
             take,
             alerts=alerts,
@@ -377,7 +387,12 @@ class TrainerWatch:
         )
         self._is_stopped = False
         self._trainers = TrainerRegistry(
-            alerts=alerts, emergencies=self._emergencies, now_ns=now_ns, on_change=self._note
+            alerts=alerts,
+            emergencies=self._emergencies,
+            now_ns=now_ns,
+            on_change=self._note,
+            silence=lambda: settings().watch.silence,
+            newest_snapshot=newest_snapshot,
         )
         self._files = _TrainerFiles(self._trainers, lambda: settings().trainers)
         self._socket = WatchSocket(
@@ -390,8 +405,9 @@ class TrainerWatch:
         )
 
     async def tell(self) -> None:
-        """Run the alert command for alerts and incidents, until the event bus is closed."""
+        """Run the alert command and send messages for alerts and incidents, until the event bus is closed."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._deliveries.run, self._events)
             nursery.start_soon(self._hook.run)
             await self._hook.follow(self._events)
             nursery.cancel_scope.cancel()

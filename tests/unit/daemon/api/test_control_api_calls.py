@@ -15,12 +15,13 @@ import trio
 from support.served_sockets import FakeOperations, served
 
 from ciuic import __version__
-from ciuic.daemon import control_api
-from ciuic.daemon.control_api import MAX_BODY_BYTES
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Damaged, NotFound, NotPermitted, Unreachable, UsageError
+from ciuic.protocol import http_server
 from ciuic.protocol.control import ControlClient
-from ciuic.protocol.control_types import Index, SnapshotRequest
+from ciuic.protocol.control_types import HoldRequest, Index, SnapshotRequest
+from ciuic.protocol.http_server import MAX_BODY_BYTES
 from ciuic.protocol.socket_http import Connection
+from ciuic.types import SetMember
 
 
 @pytest.fixture
@@ -41,6 +42,12 @@ def test_every_call_arrives_and_is_answered(client: ControlClient, operations: F
     assert client.take_snapshot(wait=True).state == "committed"
     assert client.snapshot_state("cs-1").state == "committed"
     assert client.wait_snapshot("cs-2").id == "cs-2"
+    assert client.flush(["/r"]).complete
+    member = SetMember(id="ab" * 16, name="n", member="a", members=("a", "b"))
+    held = HoldRequest(snapshot=SnapshotRequest(message="m"), set_member=member, limit_seconds=2.0)
+    token = client.hold(held).token
+    assert client.cut_hold(token).id == "cs-123456"
+    client.release_hold(token)
     assert client.add_root("/r").state == "mounted"
     client.remove_root("/r")
     assert client.prune(dry_run=True).removed == ["cs-000001"]
@@ -55,6 +62,10 @@ def test_every_call_arrives_and_is_answered(client: ControlClient, operations: F
         ("snapshot_state", "cs-123456", True),
         ("snapshot_state", "cs-1", False),
         ("snapshot_state", "cs-2", True),
+        ("flush", ["/r"]),
+        ("hold", held),
+        ("decide_hold", "a1", True),
+        ("decide_hold", "a1", False),
         ("add_root", "/r"),
         ("remove_root", "/r"),
         ("prune", True),
@@ -117,7 +128,7 @@ def test_a_body_that_never_ends_is_given_up(
     client: ControlClient, operations: FakeOperations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that stops in mid-request is refused and disconnected, so its slot is free again."""
-    monkeypatch.setattr(control_api, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(client.socket))
         caller.sendall(b"POST /v1/roots HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{")

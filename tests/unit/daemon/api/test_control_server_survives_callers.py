@@ -15,9 +15,10 @@ from structlog.testing import capture_logs
 from support.live import wait_for
 from support.served_sockets import FakeOperations, served
 
-from ciuic.daemon import control_api
 from ciuic.errors import Busy, Unreachable
+from ciuic.protocol import http_server
 from ciuic.protocol.control import ControlClient
+from ciuic.protocol.peer_socket import Caller
 
 _UNFINISHED = (
     b"POST /v1/roots HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{",
@@ -125,7 +126,7 @@ def test_a_connection_from_before_a_revocation_takes_no_request(
 ) -> None:
     """After the socket was taken back from a group, open connections take no request, except those of root."""
     path, revoked = short_tmp / "c.sock", [0]
-    monkeypatch.setattr(control_api, "_is_root", lambda stream: is_root)
+    monkeypatch.setattr(http_server, "caller_of", lambda peer: Caller(0 if is_root else 1000, frozenset()))
     with served(path, FakeOperations(), revocations=lambda: revoked[0]), _call(path) as before:
         assert _ask(before) == 200
         revoked[0] += 1
@@ -194,7 +195,7 @@ def test_caller_that_does_not_read_does_not_delay_the_end(
             await trio.lowlevel.checkpoint()
             return b"ciuic_up 1\n" * 10**6
 
-    monkeypatch.setattr(control_api, "GRACEFUL_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "GRACEFUL_SECONDS", 0.1)
     path = short_tmp / "c.sock"
     # When it ends, the server expects its thread to end.
     with served(path, Talkative()):

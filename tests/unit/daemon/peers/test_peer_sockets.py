@@ -16,7 +16,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from support.second_user import User, reach
-from support.served_sockets import connected, send_descriptors
+from support.socket_callers import connected, send_descriptors
 
 from ciuic.daemon.base import accounts as accounts_module
 from ciuic.daemon.base.accounts import AccountNames, Accounts

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import trio
 
 from ciuic.config import SnapshotWhen
 from ciuic.daemon.base.events import Alerts, EventBus
+from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.snapshots.snapshot_when import MAX_WAIT_SECONDS, EventSnapshots
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import SnapshotRequest
@@ -18,6 +20,8 @@ from ciuic.protocol.worker_frames import NameCounts, WatchedNames
 
 class _Site:
     """Two roots whose workers count what the test says."""
+
+    place: ClassVar[Path]
 
     def __init__(self, *rules: SnapshotWhen) -> None:
         self.rules = rules
@@ -31,7 +35,10 @@ class _Site:
         self.alerts = Alerts(EventBus(lambda: 0), lambda: 0)
         roots: Any = {path: SimpleNamespace(worker=self._worker(path)) for path in ("/a", "/b")}
         settings: Any = lambda: SimpleNamespace(snapshot_when=self.rules)  # noqa: E731
-        self.part = EventSnapshots(settings, lambda: roots, self._take, self.alerts)
+        self._make = lambda: EventSnapshots(
+            settings, lambda: roots, self._take, self.alerts, RuntimeDirectory(self.place)
+        )
+        self.part = self._make()
 
     def _worker(self, path: str) -> Any:
         async def ask(call: Any) -> NameCounts:
@@ -51,11 +58,20 @@ class _Site:
             raise self.failure
         self.taken.append(request)
 
+    def restart(self) -> None:
+        """Go on with the part of another daemon, which knows what lies in the runtime directory alone."""
+        self.part = self._make()
+
     def at(self, now: float, **counts: tuple[int, ...]) -> int:
         """Look at this time, after these counts of the roots; return the number of snapshots so far."""
         self.counts = {f"/{name}": found for name, found in counts.items()}
         trio.run(self.part.once, now)
         return len(self.taken)
+
+
+@pytest.fixture(autouse=True)
+def _runtime_directory(tmp_path: Path) -> None:
+    _Site.place = tmp_path
 
 
 def test_a_burst_gives_one_snapshot_when_it_is_over() -> None:
@@ -79,6 +95,29 @@ def test_limits_of_a_rule_delay_and_lose_nothing() -> None:
     assert [site.at(2), site.at(10, a=(1,)), site.at(61), site.at(62)] == [1, 1, 1, 2]
     site.at(200, a=(1,))
     assert [site.at(3601), site.at(3602)] == [2, 3]
+
+
+def test_a_killed_daemons_events_and_limits_are_its_successors() -> None:
+    """What was counted before it was killed is cut, and neither spacing nor the hour begins anew; another boot begins with nothing."""
+    site = _Site(SnapshotWhen(appears="DONE", least_between_seconds=60, per_hour=2))
+    site.at(100, a=(1,))
+    site.restart()
+    assert [site.at(101), site.at(103)] == [0, 1]
+    assert site.taken[0].roots == ["/a"]
+    site.at(110, b=(1,))
+    site.restart()
+    assert [site.at(130), site.at(162), site.at(163)] == [1, 1, 2]
+    site.at(300, a=(1,))
+    site.restart()
+    assert [site.at(3000), site.at(3702), site.at(3703)] == [2, 2, 3]
+    site.restart()
+    assert site.at(3900) == 3
+    site.at(4000, a=(1,))
+    site.restart()
+    # Since another boot: times before its beginning are none.
+    record = site.place / "snapshot-events.json"
+    record.write_bytes(record.read_bytes().replace(b'"boot_id":"', b'"boot_id":"0'))
+    assert [site.at(5), site.at(10)] == [3, 3]
 
 
 def test_rules_that_are_due_together_share_a_snapshot() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
+import pytest
 import trio
 import trio.testing
 
@@ -14,6 +16,8 @@ from ciuic.daemon.trainers.registry import RETURN_SECONDS, TrainerRegistry, Watc
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import Event, Incident, SnapshotRequest, SnapshotState
+from ciuic.protocol.heartbeat_page import HeartbeatPage
+from ciuic.protocol.watch_client import Hello
 
 NOBODYS_PID = (1 << 22) + 5
 """A pid above every limit of the kernel."""
@@ -193,6 +197,102 @@ def test_trainer_that_recovers_has_no_alert_and_no_snapshot() -> None:
     bench.run(story)
     assert len(bench.requests) == 1
     assert len(bench.alerts.standing()) == MAX_ALERTS
+
+
+def test_silence_is_an_alert_until_it_beats(page: HeartbeatPage) -> None:
+    """The alert begins once, ends with a beat, and goes with the trainer."""
+    bench = Bench()
+
+    async def story() -> None:
+        trainers = TrainerRegistry(
+            alerts=bench.alerts, emergencies=bench.emergencies, now_ns=bench.now_ns, on_change=lambda: None,
+            silence=lambda: 20,
+        )  # fmt: skip
+        hello = Hello(
+            name="a", where="/w", kind="library", pid=NOBODYS_PID, start_ticks=5, heartbeat_seconds=0.0
+        )
+        async with trio.open_nursery() as nursery:
+            trainers.nursery = nursery
+            watched = trainers.add(ProcessIdentity(0, NOBODYS_PID, 5), -1, [os.dup(page.fd)], hello)
+
+            def keys(seconds: int, *, beats: bool) -> list[str]:
+                for _ in range(seconds):
+                    if beats:
+                        page.beat()
+                    trainers._look_at(watched)
+                return [alert.key for alert in bench.alerts.standing()]
+
+            assert keys(30, beats=True) == []
+            assert keys(299, beats=False) == []
+            assert keys(3, beats=False) == ["beat:a:/w"]
+            (alert,) = bench.alerts.standing()
+            assert alert.message.endswith("has stopped to beat: it used to every 1s")
+            assert keys(1, beats=True) == []
+            assert keys(700, beats=False) == ["beat:a:/w"]
+            trainers.drop(watched)
+            assert bench.alerts.standing() == []
+            nursery.cancel_scope.cancel()
+
+    bench.run(story)
+    assert bench.requests == []
+
+
+def test_a_loss_that_is_no_number_is_an_alert_until_it_is_in_order(page: HeartbeatPage) -> None:
+    """The alert names the step and the newest snapshot before it, and ends with ten ordinary losses or by --forget."""
+    bench = Bench()
+
+    async def story() -> None:
+        trainers = TrainerRegistry(
+            alerts=bench.alerts, emergencies=bench.emergencies, now_ns=bench.now_ns, on_change=lambda: None,
+            newest_snapshot=lambda before_ns: "cs-abcdef",
+        )  # fmt: skip
+        hello = Hello(
+            name="a", where="/w", kind="library", pid=NOBODYS_PID, start_ticks=5, heartbeat_seconds=0.0
+        )
+        async with trio.open_nursery() as nursery:
+            trainers.nursery = nursery
+            watched = trainers.add(ProcessIdentity(0, NOBODYS_PID, 5), -1, [os.dup(page.fd)], hello)
+
+            def texts(*losses: float) -> list[str]:
+                for loss in losses:
+                    page.report_loss(watched.status().step, loss)
+                    page.beat(watched.status().step + 1)
+                    trainers._look_at(watched)
+                return [alert.message.partition(" pid ")[2] for alert in bench.alerts.standing()]
+
+            assert texts(*[2.0, 2.1] * 20) == []
+            assert texts(9.0) == [f"{NOBODYS_PID} spiked to 9 at step 40; it was 2.05"]
+            (alert,) = bench.alerts.standing()
+            assert (alert.key, alert.severity) == ("loss:a:/w", "warning")
+            assert alert.hint == "the newest snapshot before it: cs-abcdef; ciuic hold keeps it"
+            assert texts(float("nan"), 2.0) == [f"{NOBODYS_PID} is no finite number at step 41; it was 2.1"]
+            assert [one.severity for one in bench.alerts.standing()] == ["problem"]
+            assert texts(*[2.0] * 9) == []
+            assert len(texts(float("inf"))) == 1
+            assert trainers.forget("a") == 1
+            assert bench.alerts.standing() == []
+            # Losses that were there before the first look may be in every snapshot.
+            second = HeartbeatPage()
+            second.report_loss(1, float("nan"))
+            late = Hello(
+                name="b", where="/w", kind="library", pid=NOBODYS_PID, start_ticks=6, heartbeat_seconds=0.0
+            )
+            trainers._look_at(trainers.add(ProcessIdentity(0, NOBODYS_PID, 6), -1, [os.dup(second.fd)], late))
+            second.close()
+            assert [one.hint for one in bench.alerts.standing()] == [
+                "ciuic list shows the snapshots before it; ciuic hold keeps it"
+            ]
+            nursery.cancel_scope.cancel()
+
+    bench.run(story)
+    assert bench.requests == []
+
+
+@pytest.fixture
+def page() -> Iterator[HeartbeatPage]:
+    made = HeartbeatPage()
+    yield made
+    made.close()
 
 
 def test_trainer_gone_without_a_witness_is_lost() -> None:

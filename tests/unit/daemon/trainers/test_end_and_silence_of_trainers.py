@@ -15,7 +15,14 @@ import pytest
 from ciuic.config import TrainerConfig
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer, judge
 from ciuic.daemon.trainers.watch import look_at
-from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage, HeartbeatReading, check_page, read_page
+from ciuic.protocol.heartbeat_page import (
+    Goodbye,
+    HeartbeatPage,
+    HeartbeatReading,
+    check_page,
+    read_losses,
+    read_page,
+)
 from ciuic.system import processes
 
 KILLED = signal.SIGKILL.value
@@ -91,6 +98,27 @@ def test_a_heartbeat_page_reads_back(page: HeartbeatPage) -> None:
     assert reading.reason.isprintable()
 
 
+def test_losses_read_back(page: HeartbeatPage) -> None:
+    """The last 128 losses are read once each, the oldest first, NaN included."""
+    assert read_losses(page.fd, 0) == (0, ())
+    page.report_loss(5, 2.5)
+    page.report_loss(6, float("nan"))
+    first = read_losses(page.fd, 0)
+    assert (first.total, first.losses[0], len(first.losses)) == (2, (5, 2.5), 2)
+    assert first.losses[1][1] != first.losses[1][1]
+    for step in range(200):
+        page.report_loss(step, 1.0)
+    found = read_losses(page.fd, first.total)
+    assert (found.total, len(found.losses)) == (202, 128)
+    assert [step for step, _ in found.losses] == list(range(72, 200))
+    assert read_losses(page.fd, 202).losses == ()
+    page.report_loss(200, 1.0)
+    assert read_losses(page.fd, 202).losses == ((200, 1.0),)
+    # The trainer may write anything.
+    os.pwrite(page.fd, b"\xff" * 3072, 0)
+    assert len(read_losses(page.fd, 203).losses) == 128
+
+
 def test_a_child_does_not_speak_for_its_parent(page: HeartbeatPage) -> None:
     """A forked child that ends writes no goodbye for its parent."""
     child = os.fork()
@@ -155,6 +183,68 @@ def test_trainer_after_its_goodbye_may_be_silent(page: HeartbeatPage) -> None:
     assert {watched.look(1.0, 0) for _ in range(9)} == {"silent"}
     assert watched.status().state == "closed"
     watched.close()
+
+
+def beaten(page: HeartbeatPage, *, each_seconds: int, heartbeat_seconds: float = 0.0) -> WatchedTrainer:
+    """Return a trainer that has beaten twenty times."""
+    watched = trainer(heartbeat_seconds)
+    watched.add_page(os.dup(page.fd))
+    for step in range(20):
+        page.beat(step)
+        for _ in range(each_seconds):
+            watched.look(1.0, 0)
+    return watched
+
+
+@pytest.mark.parametrize(("each_seconds", "limit_seconds"), [(1, 300), (10, 300), (60, 1200)])
+def test_silence_for_much_longer_than_usual_is_told(
+    page: HeartbeatPage, each_seconds: int, limit_seconds: int
+) -> None:
+    """Twenty usual intervals of silence are too long, at least 5 minutes, and the next beat ends it."""
+    watched = beaten(page, each_seconds=each_seconds)
+    for _ in range(limit_seconds - each_seconds + 1):
+        watched.look(1.0, 0)
+    assert watched.silent_too_long(20) == 0
+    watched.look(1.0, 0)
+    assert watched.silent_too_long(20) == each_seconds
+    assert watched.silent_too_long(0) == 0
+    page.beat(21)
+    watched.look(1.0, 0)
+    assert watched.silent_too_long(20) == 0
+    watched.close()
+
+
+def test_a_long_pause_that_happened_before_is_usual(page: HeartbeatPage) -> None:
+    """A trainer that validates for half an hour now and then is not silent within twice that."""
+    watched = beaten(page, each_seconds=1)
+    for _ in range(1800):
+        watched.look(1.0, 0)
+    assert watched.silent_too_long(20)
+    page.beat(21)
+    for _ in range(3500):
+        watched.look(1.0, 0)
+    assert not watched.silent_too_long(20)
+    for _ in range(200):
+        watched.look(1.0, 0)
+    assert watched.silent_too_long(20)
+    watched.close()
+
+
+def test_no_silence_of_one_that_is_done_or_has_a_limit(page: HeartbeatPage) -> None:
+    """A time limit of its own, a goodbye, and a process that is gone leave nothing to tell."""
+    limited = beaten(page, each_seconds=1, heartbeat_seconds=9e9)
+    watched = beaten(page, each_seconds=1)
+    for _ in range(1000):
+        limited.look(1.0, 0)
+        watched.look(1.0, 0)
+    assert (limited.silent_too_long(20), watched.silent_too_long(20)) == (0, 1)
+    watched.present = False
+    assert watched.silent_too_long(20) == 0
+    watched.present = True
+    page.say_goodbye(Goodbye.CLOSED)
+    assert watched.silent_too_long(20) == 0
+    watched.close()
+    limited.close()
 
 
 def test_a_heartbeat_file_of_an_earlier_run_is_no_incident() -> None:

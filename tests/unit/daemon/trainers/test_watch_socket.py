@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.live import wait_for
-from support.served_sockets import ServedWatch, connected, send_descriptors
+from support.served_sockets import ServedWatch
+from support.socket_callers import connected, send_descriptors
 
 from ciuic.daemon.trainers.registry import MAX_TRAINERS_OF_A_USER
 from ciuic.errors import Busy, CiuicError, Unreachable, UsageError

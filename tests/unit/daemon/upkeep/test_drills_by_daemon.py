@@ -23,8 +23,9 @@ from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.metrics import Metrics
 from ciuic.daemon.base.settings import Settings, settings_of
 from ciuic.daemon.drills import KEY_DRILL, KEY_LATE, Drills, next_drill_ns
-from ciuic.protocol.control_types import StatusDocument
+from ciuic.protocol.control_types import StatusDocument, rfc3339
 from ciuic.protocol.last_drill import LastDrill, add_drill, drill_status, read_drills
+from ciuic.repository import Repository
 from ciuic.system.memory import is_memory_short
 
 WEEK = 7 * 86_400
@@ -138,6 +139,21 @@ def test_damage_is_an_alert_until_a_drill_is_good(tmp_path: Path) -> None:
     assert (alert.key, alert.severity) == (KEY_DRILL, "warning")
 
 
+def test_a_failed_drill_is_told_as_one(tmp_path: Path) -> None:
+    """It is no damage, which `ciuic verify` would find; it stands since the newest one."""
+    made = Drilled(tmp_path)
+    made.settings = made.settings._replace(drill_every_seconds=0)
+    for age_seconds in (100, 7):
+        add_drill(made.made.path, record(age_seconds, "failed"))
+        made.look()
+        (alert,) = made.alerts.standing()
+        assert (alert.message, alert.since) == (
+            "the last drill failed: why",
+            rfc3339(record(age_seconds).time_ns),
+        )
+        assert "verify" not in alert.hint
+
+
 def test_a_full_scratch_is_a_failed_drill(tmp_path: Path) -> None:
     """What cannot be done is told, and repeated after a day and not each minute."""
     made = Drilled(tmp_path)
@@ -188,6 +204,22 @@ def test_a_process_without_outcome_is_not_repeated_each_minute(tmp_path: Path) -
 
     trio.run(twice)
     assert begun.read_text() == "x"
+
+
+def test_a_repository_without_snapshots_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
+    """A daemon that begins with an empty repository drills as soon as it has a snapshot, not an hour later."""
+    made = Drilled(tmp_path)
+    Repository.create(tmp_path / "empty").close()
+    made.settings = made.settings._replace(repository=tmp_path / "empty")
+
+    async def looks() -> None:
+        await made.drills.once()
+        made.settings = made.settings._replace(repository=made.made.path)
+        await made.drills.once()
+
+    trio.run(looks)
+    assert [one.verdict for one in read_drills(made.made.path)] == ["good"]
+    assert made.alert_keys() == []
 
 
 def test_a_drill_that_is_late_is_an_alert(tmp_path: Path) -> None:

@@ -1,0 +1,268 @@
+"""Finished spans of snapshots as files, for the exporter, which sends them to a tracing system.
+
+The daemon has no network and the uploader is another process, perhaps minutes later: both append to a spool of their own, and agree
+on one trace without talking, because its id and those of its spans are derived from the repository, the snapshot and the work
+(`trace_id`, `span_id`).
+
+Guarantees: a spool takes at most two files of `MAX_BYTES`, ``NAME`` and the older ``NAME.1``; the oldest spans yield. A reader sees
+whole lines, and knows how many spans it has missed: they are numbered. Nothing is synced; a reboot empties the runtime directories.
+
+Format: lines of JSON. The first is a `_Header`, each further one a `Span` whose number is the header's plus its place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal, NamedTuple
+
+import msgspec
+
+from ciuic.structs import decode_json
+from ciuic.types import MAX_TIME_NS
+
+SPANS_NAME: Final = "spans.jsonl"
+"""Spool of the daemon in its runtime directory."""
+UPLOAD_SPANS_NAME: Final = "upload-spans.jsonl"
+"""Spool of the uploader, in the runtime directory of its unit, or else beside the daemon's."""
+MAX_BYTES: Final = 1 << 20
+"""Size at which a file is set aside: about 2,500 spans."""
+_MAX_LINE_BYTES: Final = 64 << 10
+_MAX_ROOTS: Final = 32
+_UPLOAD_RUNTIME_DIR: Final = Path("/run/ciuic-upload")
+_RUNTIME_VARIABLE: Final = "RUNTIME_DIRECTORY"
+
+SpanName = Literal["cut", "capture", "commit", "upload"]
+PARENTS: Final[dict[SpanName, SpanName | None]] = {
+    "cut": None,
+    "capture": "cut",
+    "commit": "capture",
+    "upload": "cut",
+}
+"""Work that each is a part or a consequence of."""
+Attribute = str | int | float | list[str]
+_TimeNs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of work on a snapshot that has ended."""
+
+    name: SpanName
+    repository: str
+    snapshot: str
+    start_ns: _TimeNs
+    end_ns: _TimeNs
+    remote: str = ""
+    """Remote of an upload."""
+    error: str = ""
+    """Why it failed; empty: it did not."""
+    attributes: dict[str, Attribute] = {}
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
+    series: str
+    """Random name of a numbering."""
+    first: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    """Number of the first span of the file."""
+
+
+class SpoolPosition(msgspec.Struct, frozen=True):
+    """Number of the next span that a reader wants."""
+
+    series: str = ""
+    number: int = 0
+
+
+class SpoolPart(NamedTuple):
+    """Spans that were read."""
+
+    spans: list[Span]
+    position: SpoolPosition
+    """Where to read on once these were taken."""
+    missed: int
+    """Spans that were thrown away before they could be read, or are damaged."""
+
+
+def trace_id(repository: str, snapshot: str) -> int:
+    """Return the id of the trace of a snapshot, 128 bits."""
+    return _digest(16, "trace", repository, snapshot)
+
+
+def span_id(span: Span) -> int:
+    """Return the id of a span, 64 bits; the same for the same work, so that a span that was sent twice can be told."""
+    return _digest(8, "span", span.repository, span.snapshot, span.name, span.remote)
+
+
+def parent_id(span: Span) -> int | None:
+    """Return the id of the span that this one belongs below; None for the first."""
+    parent = PARENTS[span.name]
+    return None if parent is None else span_id(msgspec.structs.replace(span, name=parent, remote=""))
+
+
+def _digest(size: int, *parts: str) -> int:
+    text = "\0".join(("ciuic", *parts)).encode("utf-8", "surrogateescape")
+    # 0 is no id (W3C Trace Context).
+    return int.from_bytes(hashlib.blake2b(text, digest_size=size).digest(), "big") or 1
+
+
+def upload_spool(runtime_dir: Path, environ: Mapping[str, str] | None = None) -> Path:
+    """Return the spool of the process that uploads.
+
+    Args:
+        runtime_dir: the daemon's runtime directory, where the process is no unit with one of its own.
+        environ: environment; None for that of the process.
+    """
+    own = (os.environ if environ is None else environ).get(_RUNTIME_VARIABLE, "")
+    return Path(own or runtime_dir) / UPLOAD_SPANS_NAME
+
+
+def spools(runtime_dir: Path) -> list[Path]:
+    """Return the spools that an exporter reads, which may not exist."""
+    places = (runtime_dir, _UPLOAD_RUNTIME_DIR)
+    return [runtime_dir / SPANS_NAME, *(place / UPLOAD_SPANS_NAME for place in places)]
+
+
+def append_spans(path: Path, spans: Sequence[Span], max_bytes: int = MAX_BYTES) -> None:
+    """Append spans to a spool, readable by every user of the host. Raises OSError.
+
+    The directory is on tmpfs, and must be writable by the caller alone.
+    """
+    lines = b"".join(_encode(span) for span in spans)
+    fd = _open_locked(path)
+    # Unbuffered: a reader sees whole lines, and the lock ends with the descriptor.
+    with os.fdopen(fd, "r+b", buffering=0) as stream:
+        size = os.fstat(fd).st_size
+        header = _header(stream.read(_MAX_LINE_BYTES))
+        if header is None:
+            _replace(path, _Header(series=secrets.token_hex(8), first=0), lines)
+        elif size >= max_bytes:
+            stream.seek(0)
+            passed = sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 18), b"")) - 1
+            older = _older(path)
+            older.unlink(missing_ok=True)
+            # A link, so that another writer finds this file or the next one.
+            os.link(path, older)
+            _replace(path, _Header(series=header.series, first=header.first + passed), lines)
+        else:
+            # What a writer that was killed has left of a line counts as one, and is passed over.
+            is_whole = os.pread(fd, 1, size - 1) == b"\n"
+            stream.seek(size)
+            stream.write((b"" if is_whole else b"\n") + lines)
+
+
+def _open_locked(path: Path) -> int:
+    """Return a descriptor of the file at ``path``, locked against other writers."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # Another writer may have set it aside meanwhile.
+            if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _replace(path: Path, header: _Header, lines: bytes) -> None:
+    """Replace a file by the next, under the lock on the former."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as stream:
+        stream.write(msgspec.json.encode(header) + b"\n" + lines)
+        # Independent of the umask of the writer.
+        os.fchmod(stream.fileno(), 0o644)
+    os.replace(temporary, path)
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+def _encode(span: Span) -> bytes:
+    line = msgspec.json.encode(span) + b"\n"
+    if len(line) > _MAX_LINE_BYTES:
+        # Texts of any length are in the attributes and the error alone.
+        line = (
+            msgspec.json.encode(msgspec.structs.replace(span, attributes={}, error=span.error[:1000])) + b"\n"
+        )
+    return line
+
+
+def shown_roots(roots: Sequence[str]) -> list[str]:
+    """Return the first of these paths, as many as a span has at most."""
+    return [
+        root.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        for root in roots[:_MAX_ROOTS]
+    ]
+
+
+def read_spans(path: Path, position: SpoolPosition, most: int) -> SpoolPart:
+    """Return the next spans of a spool; none where it does not exist.
+
+    Args:
+        path: the spool.
+        position: where to begin.
+        most: limit on the number of spans.
+    """
+    # The newer first: should it be set aside meanwhile, it is read twice and nothing is missed.
+    newer, older = _content(path), _content(_older(path))
+    headers = [_header(newer), _header(older)]
+    spans: list[Span] = []
+    missed = 0
+    for content, header in ((older, headers[1]), (newer, headers[0])):
+        if header is None or len(spans) >= most:
+            continue
+        if header.series != (headers[0] or header).series:
+            # Left from before the spool was begun anew.
+            continue
+        if header.series != position.series:
+            position = SpoolPosition(header.series, header.first)
+        missed += max(0, header.first - position.number)
+        number = max(position.number, header.first)
+        # What follows the last line end is still being written.
+        for line in content.split(b"\n")[1 + number - header.first : -1]:
+            if len(spans) >= most:
+                break
+            number += 1
+            span = decode_span(line)
+            if span is None:
+                missed += 1
+            else:
+                spans.append(span)
+        position = SpoolPosition(header.series, number)
+    return SpoolPart(spans, position, missed)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as stream:
+            return stream.read(4 * MAX_BYTES)
+    except OSError:
+        return b""
+
+
+def _header(content: bytes) -> _Header | None:
+    line, end, _ = content.partition(b"\n")
+    try:
+        return decode_json(line, _Header) if end else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def decode_span(line: bytes) -> Span | None:
+    """Return the span in a line; None if it has none."""
+    try:
+        span = decode_json(line, Span) if len(line) <= _MAX_LINE_BYTES else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if span is None or span.end_ns < span.start_ns else span
