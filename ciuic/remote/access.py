@@ -39,7 +39,14 @@ from ciuic.remote.documents import (
 )
 from ciuic.remote.documents import open_remote as open_stored
 from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.object_names import KEYS_PREFIX, REMOTE_JSON, is_slot, repository_prefix, slot_name
+from ciuic.remote.object_names import (
+    KEYS_PREFIX,
+    REMOTE_JSON,
+    REPOSITORIES_PREFIX,
+    is_slot,
+    repository_prefix,
+    slot_name,
+)
 from ciuic.remote.objects.model import (
     READS,
     NoSuchObject,
@@ -481,15 +488,38 @@ def repository_space(remote: Remote, repository: Repository) -> Remote:
 def repository_spaces(remote: Remote) -> list[Remote]:
     """Return the spaces of all repositories with an identity of their own."""
     spaces = []
-    ids = dict.fromkeys(
-        found.name.split("/")[1]
-        for found in remote.objects.list("repositories/")
-        if found.name.endswith(f"/{REMOTE_JSON}")
-    )
-    for repository_id in ids:
+    for repository_id in _space_ids(remote.objects):
         objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
         spaces.append(_opened_space(objects, remote, repository_id))
     return spaces
+
+
+# Objects of one space that are listed before the rest of it is left out: a page of a store.
+_LISTED_OF_A_SPACE: Final = 1000
+
+
+def _space_ids(objects: Objects) -> list[str]:
+    """Return the ids of the repositories that have a space. A LIST for each thousand objects, or for each space that has more."""
+    ids: dict[str, None] = {}
+    after: str | None = ""
+    while after is not None:
+        begun, after = after, None
+        # Spaces follow each other whole: their names have one length.
+        current, listed = "", 0
+        for found in objects.list(REPOSITORIES_PREFIX, after=begun):
+            id_ = found.name.split("/")[1]
+            current, listed = id_, listed + 1 if id_ == current else 1
+            if not _SPACE_END.match(f"/{REPOSITORIES_PREFIX}{id_}"):
+                continue
+            name = f"{REPOSITORIES_PREFIX}{id_}/{REMOTE_JSON}"
+            is_long = listed > _LISTED_OF_A_SPACE
+            if found.name == name or (is_long and id_ not in ids and objects.info(name) is not None):
+                ids[id_] = None
+            if is_long:
+                # "0" follows "/": behind everything in that directory.
+                after = f"{REPOSITORIES_PREFIX}{id_}0"
+                break
+    return list(ids)
 
 
 def _opened_space(objects: Objects, remote: Remote, repository_id: str) -> Remote:

@@ -7,7 +7,8 @@ is not; every other document is sealed as a whole.
 
 References:
     docs/remote-format.md: section 3 (remote.json), section 6 (log entries: hello, commit, fence, remove, move, state,
-    retired), section 7 (manifests: the snapshot file, its marks and where it came from), section 8 (rounds of collectors)
+    retired), section 7 (manifests: the snapshot file, its marks and where it came from), section 8 (rounds of collectors),
+    section 12 (sets)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import base64
 import hmac
 import os
 from collections.abc import Callable
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -277,6 +278,53 @@ def decode_round(sealer: Sealer, round_: int, part: RoundPart, data: bytes) -> S
         UnsupportedFormat: a later version of ciuic wrote it.
     """
     return _decode_document(sealer, round_name(round_, part), data, StoredRound)
+
+
+MAX_SET_BYTES: Final = 4 << 20
+"""Limit of an object of a set: a plan with 10,000 members."""
+_SetLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+
+
+class StoredSetPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt to cut a set: what all members do alike."""
+
+    id: HexId
+    name: _SetLabel
+    members: Annotated[tuple[_SetLabel, ...], msgspec.Meta(min_length=1, max_length=10_000)]
+    """In order, each once."""
+    hold_limit_seconds: Annotated[float, msgspec.Meta(gt=0, le=60)]
+
+
+class StoredSetMark(msgspec.Struct, frozen=True, kw_only=True):
+    """What one command says in an attempt: that it is here, that all are, that it holds, what is decided."""
+
+    by: HexId
+    """Nonce of the command."""
+    decision: Literal["", "cut", "abort"] = ""
+    missing: Annotated[tuple[_SetLabel, ...], msgspec.Meta(max_length=10_000)] = ()
+    """Members that did not come, where that is why it was given up."""
+    here: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=10_000)] = ()
+    """With ``go``: the nonces of the commands that are here, in the order of the members."""
+    set: HexId | None = None
+    """With ``ready`` and ``cut``: the id of the set, which depends on all these nonces."""
+
+
+def encode_set_object(sealer: Sealer, name: str, content: StoredSetPlan | StoredSetMark) -> bytes:
+    """Return the bytes of an object below ``sets/``. ValueError for one that cannot be read back."""
+    return _encode_document(sealer, name, content, type(content))
+
+
+_SetObject = TypeVar("_SetObject", StoredSetPlan, StoredSetMark)
+
+
+def decode_set_object(sealer: Sealer, name: str, data: bytes, kind: type[_SetObject]) -> _SetObject:
+    """Return the content of an object below ``sets/``.
+
+    Raises:
+        DamagedRemote: it does not open, or is none of this kind.
+        UnsupportedFormat: a later version of ciuic wrote it.
+    """
+    return _decode_document(sealer, name, data, kind)
 
 
 _PAGES: Final = (b"<!doctype html", b"<html")

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -525,6 +526,8 @@ class InlinePool:
 
 # Entries of one log that are asked for at once; more than are needed are at most this many small requests.
 _ENTRY_BATCH: Final = 16
+# Logs whose newest entries are asked for while another log is taken in: of ten thousand logs most have one new entry.
+_LOGS_AHEAD: Final = 32
 # A collector may delete what a listing named before it is read. It does so once a round: three are plenty.
 
 _MAX_CACHE_BYTES: Final = 256 << 20
@@ -544,6 +547,17 @@ class NewEntries(NamedTuple):
     """Packs that new commits name."""
     complete: bool
     """False if commits may be summed up in what was read, or are lost: then their packs are not among ``packs``."""
+
+
+class _BegunLog(NamedTuple):
+    """Log with new entries, of which the newest were asked for."""
+
+    writer: str
+    known: LogSummary
+    end: int
+    """Number of its last entry."""
+    newest: Iterable[LogEntry | None]
+    """Last entries, backwards."""
 
 
 class _GapError(Exception):
@@ -571,7 +585,7 @@ class LogReader:
         *,
         cache_path: str | None = None,
         disk: Disk | None = None,
-        threads: int = 8,
+        threads: int = 16,
         skip_damaged: bool = False,
         passes_cuts: bool = False,
     ) -> None:
@@ -661,12 +675,10 @@ class LogReader:
         complete = not damaged
         changed = False
         with ThreadPoolExecutor(self._threads) if self._threads > 1 else InlinePool() as pool:
-            for writer, end in ends.items():
-                known = self.logs.get(writer) or LogSummary()
-                if end < known.next:
-                    continue
+            for begun in self._begin_logs(pool, ends):
+                writer, known = begun.writer, begun.known
                 try:
-                    entries = self._read(pool, writer, known.next, end)
+                    entries = self._read(pool, begun)
                 except RolledBack:
                     raise
                 except (DamagedRemote, UnsupportedFormat) as error:
@@ -691,6 +703,20 @@ class LogReader:
         if changed:
             self._save()
         return NewEntries(tuple(packs), complete)
+
+    def _begin_logs(
+        self, pool: ThreadPoolExecutor | InlinePool, ends: Mapping[str, int]
+    ) -> Iterator[_BegunLog]:
+        """Yield each log with new entries; the newest entries of logs behind it are on their way then."""
+        ahead: deque[_BegunLog] = deque()
+        for writer, end in ends.items():
+            known = self.logs.get(writer) or LogSummary()
+            if end >= known.next:
+                newest = self._read_batch(pool, writer, known.next, end)
+                ahead.append(_BegunLog(writer, known, end, newest))
+            if len(ahead) > _LOGS_AHEAD:
+                yield ahead.popleft()
+        yield from ahead
 
     def _list(self) -> dict[str, int]:
         """Return the number of the last entry of each log."""
@@ -724,13 +750,13 @@ class LogReader:
                 self._objects, log_prefix(writer), log_entry_name(writer, next_ - 1), reason
             )
 
-    def _read(
-        self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, end: int
-    ) -> list[tuple[int, LogEntry]]:
-        """Return the entries from ``first``, or from the last that sums up those before it, to ``end``."""
+    def _read(self, pool: ThreadPoolExecutor | InlinePool, begun: _BegunLog) -> list[tuple[int, LogEntry]]:
+        """Return the entries that are new, or those from the last that sums up those before it on."""
+        writer, first, end = begun.writer, begun.known.next, begun.end
+        newest = begun.newest
         for _ in range(_ATTEMPTS):
             try:
-                return self._read_back(pool, writer, first, end)
+                return self._read_back(pool, writer, first, end, newest)
             except _GapError as gap:
                 missing = str(gap)
                 # A collector has summed up the log meanwhile: then its end is another.
@@ -742,21 +768,21 @@ class LogReader:
                 listed, end = end, max(numbers, default=-1)
                 # An end that was listed may be summed up by a later one, and never vanishes.
                 self._check_end(writer, listed + 1, end)
+                newest = self._read_batch(pool, writer, first, end)
         raise DamagedRemote(missing, "this entry of a log is missing between others")
 
     def _read_back(
-        self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, end: int
+        self,
+        pool: ThreadPoolExecutor | InlinePool,
+        writer: str,
+        first: int,
+        end: int,
+        newest: Iterable[LogEntry | None],
     ) -> list[tuple[int, LogEntry]]:
-        def read(number: int) -> LogEntry | None:
-            try:
-                return read_entry(self._objects, self._sealer, writer, number)
-            except NoSuchObject:
-                return None
-
         entries: list[tuple[int, LogEntry]] = []
         for last in range(end, first - 1, -_ENTRY_BATCH):
-            numbers = range(last, max(last - _ENTRY_BATCH, first - 1), -1)
-            for number, entry in zip(numbers, pool.map(read, numbers), strict=True):
+            batch = newest if last == end else self._read_batch(pool, writer, first, last)
+            for number, entry in zip(_batch_of(first, last), batch, strict=True):
                 if entry is None:
                     raise _GapError(log_entry_name(writer, number))
                 entries.append((number, entry))
@@ -764,10 +790,27 @@ class LogReader:
                     return entries[::-1]
         return entries[::-1]
 
+    def _read_batch(
+        self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, last: int
+    ) -> Iterable[LogEntry | None]:
+        """Ask for the entry ``last`` and some before it, down to ``first``; return them backwards."""
+
+        def read(number: int) -> LogEntry | None:
+            try:
+                return read_entry(self._objects, self._sealer, writer, number)
+            except NoSuchObject:
+                return None
+
+        return pool.map(read, _batch_of(first, last))
+
     def _save(self) -> None:
         if self._cache_path:
             content = msgspec.msgpack.encode(self.logs)
             self._disk.replace_file(self._cache_path, xxhash.xxh3_128_digest(content) + content)
+
+
+def _batch_of(first: int, last: int) -> range:
+    return range(last, max(last - _ENTRY_BATCH, first - 1), -1)
 
 
 def _with_hint(error: DamagedRemote | UnsupportedFormat) -> DamagedRemote | UnsupportedFormat:

@@ -25,15 +25,21 @@ MANIFESTS_PREFIX: Final = "manifests/"
 PACKS_PREFIX: Final = "packs/"
 TABLES_PREFIX: Final = "tables/"
 ROUNDS_PREFIX: Final = "gc/"
+STATUS_PREFIX: Final = "status/"
 REPOSITORIES_PREFIX: Final = "repositories/"
+SETS_PREFIX: Final = "sets/"
+SET_PLANS_PREFIX: Final = "sets/plans/"
 MAX_NUMBER: Final = 10**10 - 1
 """Largest number of a log entry or a round: ten digits."""
+MAX_ATTEMPT: Final = 9999
+"""Largest number of an attempt to cut a set of one name, from 1."""
 MAX_STEP: Final = 2**63 - 1
 MAX_LABEL_CHARACTERS: Final = 64
 
 PackRef = NewType("PackRef", str)
 """Kind and id of a pack: ``d`` or ``m``, and 32 hexadecimal digits."""
 RoundPart = Literal["begun", "final", "done"]
+SetMark = Literal["here", "go", "ready", "decision"]
 
 _KIND_LETTERS: Final[dict[PackKind, str]] = {"data": "d", "meta": "m"}
 _KINDS: Final[dict[str, PackKind]] = {"d": "data", "m": "meta"}
@@ -56,6 +62,7 @@ _LOG_ENTRY: Final = re.compile(r"w/([0-9a-f]{32})/([0-9]{10})\Z")
 _PACK: Final = re.compile(r"packs/(data|meta)/([0-9a-f]{2})/(\2[0-9a-f]{30})\Z")
 _TABLE: Final = re.compile(r"tables/([0-9a-f]{2})/(\1[0-9a-f]{30})\Z")
 _ROUND: Final = re.compile(r"gc/([0-9]{10})(|\.final|\.done)\Z")
+_STATUS: Final = re.compile(r"status/([0-9a-f]{32})(?:\.([0-9]{10}))?\Z")
 _NOT_LABEL: Final = re.compile("[^A-Za-z0-9._-]")
 
 # Types of the fields of JSON and msgpack documents; msgspec checks them when it decodes.
@@ -89,6 +96,15 @@ class RoundName(NamedTuple):
 
     round: int
     part: RoundPart
+
+
+class StatusName(NamedTuple):
+    """Object with the status of a host."""
+
+    reporter: str
+    """Digits of the key that signs it."""
+    hour: int | None
+    """Hours since 1970 of one that the store does not let its host replace; None: it is replaced in place."""
 
 
 def new_hex_id() -> str:
@@ -197,6 +213,35 @@ def parse_round(name: str) -> RoundName | None:
     """Return round and part of the object of this name, or None."""
     found = _ROUND.match(name)
     return RoundName(int(found[1]), _SUFFIXES[found[2]]) if found else None
+
+
+def status_name(reporter: str, hour: int | None = None) -> str:
+    """Return the name of a host's status: the one that is replaced in place, or that of an hour since 1970."""
+    if not _HEX_ID.match(reporter):
+        raise ValueError(f"a reporter must be 32 hexadecimal digits, got {reporter!r}")
+    return f"{STATUS_PREFIX}{reporter}" + ("" if hour is None else f".{_digits(hour)}")
+
+
+def parse_status(name: str) -> StatusName | None:
+    """Return reporter and hour of the status of this name, or None."""
+    found = _STATUS.match(name)
+    return StatusName(found[1], int(found[2]) if found[2] else None) if found else None
+
+
+def set_plan_name(hidden: str, attempt: int) -> str:
+    """Return the name of the plan of an attempt to cut the set whose name is hidden as these 32 hexadecimal digits."""
+    if not _HEX_ID.match(hidden) or not 1 <= attempt <= MAX_ATTEMPT:
+        raise ValueError(
+            f"a plan must have 32 hexadecimal digits and 1 to {MAX_ATTEMPT}, got {hidden!r}, {attempt}"
+        )
+    return f"{SET_PLANS_PREFIX}{hidden}/{attempt:04}"
+
+
+def set_mark_name(set_id: str, mark: SetMark, hidden: str = "") -> str:
+    """Return the name of a mark of a set; those of one member have that member's hidden name."""
+    if not _HEX_ID.match(set_id) or (mark in ("here", "ready")) != bool(_HEX_ID.match(hidden)):
+        raise ValueError(f"not a mark of a set: {set_id!r}, {mark}, {hidden!r}")
+    return f"{SETS_PREFIX}{set_id}/{mark}" + (f"/{hidden}" if hidden else "")
 
 
 def _digits(number: int) -> str:

@@ -9,6 +9,10 @@ The process needs to read the repository and to write its state directory, and n
 and pauses while other processes wait for the disk. Nothing waits for it but a caller that asked for its snapshot to be on a
 remote.
 
+Before a deadline (`ciuic.remote.upload_deadline`) all of that is otherwise: only what is expected to end in time is sent, the
+newest state of each training first, the smallest of these before the others; in place of one that would be late the newest older one
+that is not. Files follow if there is time for them. The status says what to expect.
+
 What retention needs to know of the snapshots on the remote is kept in a local file (`FactsOfRemote`). It is a cache: what it
 lacks is read from the manifests. The status for people, which `ciuic remote status` reads, is a record of
 `ciuic.repository.notes` at ``<state directory>/<name of the remote>/status``. It may be old, and the process that wrote it
@@ -23,7 +27,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,9 +36,13 @@ from typing import Final, NamedTuple
 import msgspec
 from blake3 import blake3
 
+from ciuic import __version__
 from ciuic.config import Config, RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.protocol.stored_remotely import StoredRecord, upload_state_dir, write_record
+from ciuic.protocol.last_drill import read_last_drill
+from ciuic.protocol.span_spool import Span, append_spans, upload_spool
+from ciuic.protocol.stored_remotely import StoredRecord, remote_lag, upload_state_dir, write_record
+from ciuic.remote import host_status
 from ciuic.remote.access import (
     Remote,
     configured_objects,
@@ -43,12 +51,30 @@ from ciuic.remote.access import (
     repository_space,
 )
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
+from ciuic.remote.host_status import HostStatus
 from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
 from ciuic.remote.object_names import parse_manifest
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.uploader import Labels, Stopped, UncommittedPacks, UploadedSnapshot, Uploader, persist
+from ciuic.remote.upload_deadline import (
+    LOOK_SECONDS,
+    DeadlineWatch,
+    ExpectedState,
+    Outcome,
+    UploadDeadline,
+    UploadForecast,
+    WriteRate,
+)
+from ciuic.remote.uploader import (
+    Labels,
+    Overtaken,
+    Stopped,
+    UncommittedPacks,
+    UploadedSnapshot,
+    Uploader,
+    persist,
+)
 from ciuic.remote.writer_log import SEVERAL_WRITERS, LogRotation, WriterLog, WriterState
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
@@ -61,8 +87,10 @@ from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_ma
 from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
-from ciuic.system.urgency import REQUESTED_MIN_SHARE
+from ciuic.system.precedence import IoPriority, place
+from ciuic.system.urgency import REQUESTED_MIN_SHARE, Urgency
 from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
+from ciuic.verdicts.records import VerdictRecords
 
 _FACTS_NAME: Final = "facts"
 
@@ -224,7 +252,7 @@ class FactsOfRemote:
         self._facts[info.id] = StoredFacts(
             snapshot=str(info.id),
             manifest=manifest,
-            time_ns=info.time_ns,
+            time_ns=max(0, info.time_ns),
             tags=info.tags,
             message=info.message,
             held=info.held,
@@ -347,7 +375,13 @@ class Replication:
         uploaded: Callable[[UploadedSnapshot], None] = lambda snapshot: None,
         waiting: Callable[[Waiting], None] = lambda waiting: None,
         other_writers: Callable[[int], None] = lambda number: None,
+        began: Callable[[Path, WriterLog], None] = lambda directory, log: None,
+        unreadable: Callable[[str], None] = lambda text: None,
         again: Collection[str] = (),
+        spool: Path | None = None,
+        deadlines: DeadlineWatch | None = None,
+        rate: Callable[[], WriteRate] = WriteRate,
+        forecast: Callable[[UploadForecast | None], None] = lambda forecast: None,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Take the parts; `run` contacts the remote.
@@ -365,7 +399,13 @@ class Replication:
             uploaded: Called after each commit.
             waiting: Told what the remote lacks, whenever that changes.
             other_writers: Told how many other logs commit snapshots of this repository.
+            began: Told the directory of the remote's state and the log of this host, once it is written.
+            unreadable: Told in words which snapshot could not be read here; with an empty text when none is left.
             again: Snapshots to upload although an operator gave them up.
+            spool: Takes a span of each upload; None: nobody asks for it.
+            deadlines: Tells of the end of this machine; None: it has none.
+            rate: Returns how fast the store takes objects.
+            forecast: Told what the remote will have at a deadline; None: there is none any more.
             now_ns: The clock, UTC.
         """
         self._repository = repository
@@ -380,7 +420,17 @@ class Replication:
         self._uploaded = uploaded
         self._waiting = waiting
         self._other_writers = other_writers
+        self._began = began
+        self._unreadable = unreadable
         self._again = frozenset(again)
+        self._spool = spool
+        self._deadlines = deadlines or DeadlineWatch(None)
+        self._rate = rate
+        self._forecast = forecast
+        self._plan: _Plan | None = None
+        """What is sent before the deadline; None: there is no deadline."""
+        self._seen = 0
+        """State of the repository for which the upload under way was chosen."""
         self._now_ns = now_ns
         self._stored: set[str] = set()
         self._passed_over: set[str] = set()
@@ -406,15 +456,17 @@ class Replication:
         try:
             with self._open(remote) as uploader:
                 while not self._stop.is_set():
-                    seen = self._changes()
-                    self._apply_retention(uploader)
-                    for info in self._due() if self._window_is_open() else ():
-                        self._upload(uploader, info)
-                        if self._changes() != seen:
-                            # A newer one may go first.
-                            break
-                    else:
-                        self._wait(seen)
+                    seen = self._begin_round(uploader)
+                    try:
+                        for info in self._next(uploader):
+                            self._upload(uploader, info)
+                            if self._changes() != seen:
+                                # A newer one may go first.
+                                break
+                        else:
+                            self._wait(seen)
+                    except Overtaken:
+                        continue
         except Stopped:
             return
 
@@ -425,11 +477,50 @@ class Replication:
             Stopped: ``stop`` was set before everything was stored.
             DamagedRemote: the remote is not what this host knows it to be.
         """
+        found: list[UploadedSnapshot | None] = []
         with self._open(remote) as uploader:
-            self._apply_retention(uploader)
-            found = [self._upload(uploader, info) for info in self._due()]
-            self._apply_retention(uploader)
+            while True:
+                self._begin_round(uploader)
+                try:
+                    found.extend(self._upload(uploader, info) for info in self._next(uploader))
+                except Overtaken:
+                    continue
+                break
+            if self._plan is None:
+                self._apply_retention(uploader)
         return [one for one in found if one is not None]
+
+    def _begin_round(self, uploader: Uploader) -> int:
+        """Look at the repository and the deadline; return the state of the repository."""
+        self._seen = self._changes()
+        deadline = self._deadlines.now()
+        if deadline is not None:
+            if self._plan is None or self._plan.deadline != deadline:
+                self._plan = _Plan(deadline)
+            return self._seen
+        if self._plan is not None:
+            # The machine is still there.
+            self._plan = None
+            self._forecast(None)
+        self._apply_retention(uploader)
+        return self._seen
+
+    def _next(self, uploader: Uploader) -> Iterable[SnapshotInfo]:
+        """Return what is uploaded now, in its order."""
+        if self._plan is not None:
+            return self._in_time(uploader, self._plan)
+        return self._due() if self._window_is_open() else ()
+
+    def _check_overtaken(self) -> None:
+        """End an upload for which the choice may be another one by now.
+
+        Raises:
+            Overtaken: a deadline has come, gone or changed; or before one there is another newest snapshot.
+        """
+        if self._deadlines.now() != (None if self._plan is None else self._plan.deadline):
+            raise Overtaken
+        if self._plan is not None and self._changes() != self._seen:
+            raise Overtaken
 
     def _open(self, remote: Remote) -> _Opened:
         space = persist(lambda: repository_space(remote, self._repository), self._stop, self._problem)
@@ -463,6 +554,7 @@ class Replication:
                 labels=self._labels,
                 step=self._step,
                 problem=self._problem,
+                check=self._check_overtaken,
             )
             uploader.begin()
             reader = LogReader(
@@ -506,6 +598,7 @@ class Replication:
         self._logs = reader
         self._own_log = LogRotation(space.objects, space.sealer, log, reader)
         self._given_up = reader.given_up(self._repository.id) - self._again
+        self._began(directory, log)
         for damaged in reader.damaged.values():
             # Snapshots whose commits are lost are uploaded again: their packs are there.
             events.warning("remote_log_damaged", remote=self._config.name, error=damaged.error.message)
@@ -529,6 +622,138 @@ class Replication:
         for info in in_order_of_need(self._repository, wanted, self._stored):
             if self._failed.get(info.id, 0) <= now:
                 yield info
+
+    def _in_time(self, uploader: Uploader, plan: _Plan) -> Iterator[SnapshotInfo]:
+        """Yield what is expected to be stored before the deadline, and tell of all that is not.
+
+        After each one the rest is estimated anew, at the rate of now.
+        """
+        infos = self._repository.snapshots.list()
+        wanted = [info for info in infos if info.id not in self._given_up - self._stored]
+        newest = newest_of_roots(self._repository, wanted)
+        tried: set[str] = set()
+        while True:
+            chosen, forecast = self._choose(uploader, plan, wanted, newest, tried)
+            self._forecast(forecast)
+            for one in forecast.states:
+                if plan.told.get(one.root) != (one.newest, one.outcome, one.resume):
+                    plan.told[one.root] = (one.newest, one.outcome, one.resume)
+                    events.warning("upload_before_deadline", **_event_of(self._config.name, forecast, one))
+            if chosen is None:
+                return
+            tried.add(chosen.id)
+            yield chosen
+
+    def _choose(
+        self,
+        uploader: Uploader,
+        plan: _Plan,
+        infos: Sequence[SnapshotInfo],
+        newest: Sequence[_NewestOfRoot],
+        tried: Collection[str],
+    ) -> tuple[SnapshotInfo | None, UploadForecast]:
+        """Return the next snapshot to send, and what the remote will have at the deadline."""
+        rate, left = self._rate(), self._deadlines.left(plan.deadline)
+        states: list[ExpectedState] = []
+        sizes = {one.info.id: self._lacks(uploader, one.info, rate, left) for one in newest}
+        chosen: list[SnapshotInfo] = []
+        # States before files, and the smallest first: each that is whole is one more training that goes on.
+        for one in sorted(newest, key=lambda one: (not one.is_state, sizes[one.info.id] or 0)):
+            size_bytes = sizes[one.info.id]
+            outcome, needed = self._outcome(one.info, size_bytes, rate, left, tried)
+            older = self._older(uploader, one, infos, rate, left, tried) if outcome == "left out" else None
+            send = one.info if outcome in ("promised", "tried") else older
+            if send is not None:
+                chosen.append(send)
+                sent = size_bytes if send is one.info else self._lacks(uploader, send, rate, left)
+                left -= (None if sent is None else rate.seconds_for(sent)) or 0.0
+            states.append(self._expected(one, infos, outcome, size_bytes, needed, send))
+        forecast = UploadForecast(
+            by_seconds=plan.deadline.by_seconds, cause=plan.deadline.cause, states=tuple(states)
+        )
+        return next((one for one in chosen if one.id not in tried), None), forecast
+
+    def _outcome(
+        self,
+        info: SnapshotInfo,
+        size_bytes: int | None,
+        rate: WriteRate,
+        left: float,
+        tried: Collection[str],
+    ) -> tuple[Outcome, float | None]:
+        """Return what becomes of a snapshot in the time that is left, and the time that it needs."""
+        if info.id in self._stored:
+            return "stored", None
+        if size_bytes is None or info.id in tried:
+            # It cannot be read, or an upload of it has failed.
+            return "left out", None
+        needed = rate.seconds_for(size_bytes)
+        if needed is None:
+            return "tried", None
+        return ("promised" if needed <= left else "left out"), needed
+
+    def _older(
+        self,
+        uploader: Uploader,
+        one: _NewestOfRoot,
+        infos: Sequence[SnapshotInfo],
+        rate: WriteRate,
+        left: float,
+        tried: Collection[str],
+    ) -> SnapshotInfo | None:
+        """Return the newest older snapshot of a root that fits, if it is newer than what the remote has."""
+        looked_at = 0
+        for info in infos:
+            if info.id == one.info.id or one.root not in info.roots or info.order_ns > one.info.order_ns:
+                continue
+            if info.id in self._stored or looked_at == _MAX_OLDER:
+                return None
+            if one.is_state and not _is_state(self._repository, info):
+                continue
+            looked_at += 1
+            size_bytes = self._lacks(uploader, info, rate, left)
+            if self._outcome(info, size_bytes, rate, left, tried)[0] == "promised":
+                return info
+        return None
+
+    def _lacks(self, uploader: Uploader, info: SnapshotInfo, rate: WriteRate, left: float) -> int | None:
+        """Return the bytes that the remote lacks of a snapshot, of one that is late in any case at least so many; None if it cannot be read."""
+        if info.id in self._stored:
+            return 0
+        try:
+            return uploader.missing_bytes(info.id, rate.bytes_within(left))
+        except (NotFound, Damaged):
+            return None
+
+    def _expected(
+        self,
+        one: _NewestOfRoot,
+        infos: Sequence[SnapshotInfo],
+        outcome: Outcome,
+        size_bytes: int | None,
+        needed: float | None,
+        send: SnapshotInfo | None,
+    ) -> ExpectedState:
+        """Return what the remote will have of a root; what is only tried does not count."""
+        stored = [info for info in infos if info.id in self._stored and one.root in info.roots]
+        if send is not None and outcome != "tried":
+            stored.append(send)
+        resume = max(stored, key=lambda info: (info.order_ns, info.id), default=None)
+        labels = Labels()
+        with suppress(CiuicError):
+            if resume is not None and one.is_state:
+                labels = self._labels(self._repository, self._repository.snapshots.load(resume.id))
+        return ExpectedState(
+            root=one.root,
+            newest=str(one.info.id),
+            outcome=outcome,
+            size_bytes=size_bytes or 0,
+            needed_seconds=needed,
+            resume="" if resume is None else str(resume.id),
+            epoch=labels.epoch,
+            step=labels.step,
+            in_set=one.in_set,
+        )
 
     def _apply_retention(self, uploader: Uploader) -> None:
         """Give up what no rule of the remote keeps, and pass over what none would keep."""
@@ -554,7 +779,9 @@ class Replication:
         self._unwanted = removed - self._stored
 
     def _upload(self, uploader: Uploader, info: SnapshotInfo) -> UploadedSnapshot | None:
+        self._check_overtaken()
         id_ = info.id
+        began_ns = self._now_ns()
         try:
             done = uploader.upload(id_)
         except (NotFound, Damaged) as error:
@@ -563,6 +790,7 @@ class Replication:
                 return None
             events.warning("snapshot_not_uploaded", snapshot=id_, error=error.message)
             self._failed[id_] = time.monotonic() + _AGAIN_SECONDS
+            self._unreadable(f"{id_} cannot be uploaded: {error.message}")
             return None
         finally:
             # The space of a pack that prune deletes is free only when no process has it open.
@@ -570,12 +798,37 @@ class Replication:
             self._repository.close()
         self._stored.add(id_)
         self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
-        self._failed.pop(id_, None)
+        if self._failed.pop(id_, None) is not None and not self._failed:
+            self._unreadable("")
         infos = self._repository.snapshots.list()
         self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
         self._uploaded(done)
+        self._record_span(info, done, began_ns)
         persist(self._own_log.tidy, self._stop, self._problem)
         return done
+
+    def _record_span(self, info: SnapshotInfo, done: UploadedSnapshot, began_ns: int) -> None:
+        """Write the span of an upload; what cannot be written is left out."""
+        if self._spool is None:
+            return
+        span = Span(
+            name="upload",
+            repository=self._repository.id,
+            snapshot=str(info.id),
+            remote=self._config.name,
+            start_ns=began_ns,
+            # Not the wall clock, which may have been set meanwhile.
+            end_ns=began_ns + int(done.seconds * 1e9),
+            attributes={
+                "ciuic.snapshot.outcome": "uploaded",
+                "ciuic.remote.name": self._config.name,
+                "ciuic.upload.bytes_sent": done.sent_bytes,
+            },
+        )
+        try:
+            append_spans(self._spool, [span])
+        except OSError as error:
+            events.warning("span_not_written", path=str(self._spool), error=str(error))
 
     def _content(self, id_: str) -> str:
         """Return the digest of a snapshot file here; empty if it is not here."""
@@ -616,8 +869,11 @@ class Replication:
     def _wait(self, seen: int) -> None:
         """Return when snapshots came or went, the window opened, or a failed one is due again."""
         began, was_open = time.monotonic(), self._window_is_open()
-        while not self._stop.wait(_POLL_SECONDS):
+        deadline = None if self._plan is None else self._plan.deadline
+        while not self._stop.wait(_POLL_SECONDS if deadline is None else LOOK_SECONDS):
             if self._changes() != seen or self._window_is_open() != was_open:
+                return
+            if self._deadlines.now() != deadline:
                 return
             if time.monotonic() - began > _AGAIN_SECONDS:
                 return
@@ -666,6 +922,65 @@ def in_order_of_need(
         else:
             files.append(info)
     return states + files + others
+
+
+# Older snapshots of a training that are looked at where the newest would be late: each costs a walk.
+_MAX_OLDER: Final = 8
+
+
+class _Plan:
+    """What is sent before a deadline."""
+
+    def __init__(self, deadline: UploadDeadline) -> None:
+        self.deadline = deadline
+        self.told: dict[bytes, tuple[str, str, str]] = {}
+        """Newest snapshot, its outcome and that of a resume, by root, as the log has them."""
+
+
+class _NewestOfRoot(NamedTuple):
+    """Newest snapshot of a root."""
+
+    root: bytes
+    info: SnapshotInfo
+    is_state: bool
+    in_set: bool
+
+
+def newest_of_roots(repository: Repository, infos: Iterable[SnapshotInfo]) -> list[_NewestOfRoot]:
+    """Return the newest snapshot of each root, without those that were taken before a restore.
+
+    Args:
+        repository: The repository.
+        infos: Its snapshots, newest first.
+    """
+    found: dict[bytes, _NewestOfRoot] = {}
+    for info in infos:
+        roots = [root for root in info.roots if root not in found]
+        if not roots or is_safety(info.tags, info.message):
+            continue
+        try:
+            snapshot = None if STATE_TAGS.isdisjoint(info.tags) else repository.snapshots.load(info.id)
+        except CiuicError:
+            # Removed meanwhile, or damaged: it cannot be uploaded.
+            continue
+        is_state = snapshot is not None and snapshot.is_state
+        in_set = snapshot is not None and snapshot.set_member is not None
+        found.update({root: _NewestOfRoot(root, info, is_state, in_set) for root in roots})
+    return list(found.values())
+
+
+def _event_of(name: str, forecast: UploadForecast, one: ExpectedState) -> dict[str, str | int | float]:
+    """Return the fields of a line of the log."""
+    return {
+        "remote": name,
+        "cause": forecast.cause,
+        "newest": one.newest,
+        "outcome": one.outcome,
+        "size_bytes": one.size_bytes,
+        **({} if one.needed_seconds is None else {"needed_seconds": round(one.needed_seconds, 1)}),
+        "resume": one.resume or "nothing",
+        **({} if one.step is None else {"step": one.step}),
+    }
 
 
 def _is_state(repository: Repository, info: SnapshotInfo) -> bool:
@@ -725,6 +1040,8 @@ class UploadStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the remote, once it was opened."""
     other_writers: int = 0
     """Logs of other hosts, or of lost states of this one, that commit snapshots of this repository."""
+    forecast: UploadForecast | None = None
+    """What the remote will have when this machine ends; None: no end is known."""
 
     @property
     def runs(self) -> bool:
@@ -773,6 +1090,10 @@ class StatusWriter:
         self._remote_id = "" if before is None else before.remote_id
         self._other_writers = 0 if before is None else before.other_writers
         self._waits_for = ""
+        self._unreadable = ""
+        self._forecast: UploadForecast | None = None
+        self.changed: Callable[[], None] = lambda: None
+        """Called when something changed that other hosts may want to know."""
         self._last: UploadedSnapshot | None = None
         self._marks = [(clock(), 0)]
 
@@ -788,16 +1109,33 @@ class StatusWriter:
         """Note how many other logs commit snapshots of this repository."""
         self._other_writers = number
 
+    @property
+    def error(self) -> str:
+        """What is waited for, or could not be read, in words; empty while all is well."""
+        return self._waits_for or self._unreadable
+
     def waiting(self, waiting: Waiting) -> None:
         """Note what the remote lacks."""
         self._waiting = waiting
         self.write()
+        self.changed()
 
     def problem(self, text: str) -> None:
         """Note what is waited for; an empty text: nothing."""
         self._waits_for = text
         self.write()
         self._tell(text)
+        self.changed()
+
+    def forecast(self, forecast: UploadForecast | None) -> None:
+        """Note what the remote will have at a deadline."""
+        self._forecast = forecast
+        self.write()
+
+    def unreadable(self, text: str) -> None:
+        """Note which snapshot could not be read here; an empty text: none."""
+        self._unreadable = text
+        self.changed()
 
     def uploaded(self, snapshot: UploadedSnapshot) -> None:
         """Note a commit."""
@@ -835,6 +1173,7 @@ class StatusWriter:
                 received_bytes=sum(count.received_bytes for count in counts.values()),
                 remote_id=self._remote_id,
                 other_writers=self._other_writers,
+                forecast=self._forecast,
             )
             try:
                 write_note(self._directory, _STATUS_NAME, status, durable=False)
@@ -860,6 +1199,7 @@ def run(
     stop: threading.Event | None = None,
     state_dir: Path | None = None,
     tell: Callable[[str, str], None] = lambda name, text: None,
+    urgent_nice: int = 0,
 ) -> None:
     """Upload to all configured remotes until SIGTERM or SIGINT; with ``once`` until each has everything.
 
@@ -873,6 +1213,7 @@ def run(
         state_dir: State directory; None: `upload_state_dir`.
         tell: Told the name of a remote and in words what it waits for, at each attempt; with an empty text when it goes on.
             Called by several threads.
+        urgent_nice: Nice value before a deadline, where the process may return to it.
 
     Each remote is on its own: one that is away, or refuses, keeps none of the others waiting.
 
@@ -889,13 +1230,25 @@ def run(
     if not once:
         with suppress(OSError):
             yield_to_others("idle", _MIN_SHARE)
-    place = state_dir or upload_state_dir()
-    os.makedirs(place, mode=0o755, exist_ok=True)
+    directory = state_dir or upload_state_dir()
+    os.makedirs(directory, mode=0o755, exist_ok=True)
     failures: list[BaseException] = []
+    uploads = [
+        _RemoteUpload(config, remote, repository_dir, directory, event, labels, again, tell)
+        for remote in config.remotes
+    ]
+    ended = threading.Event()
+    watch = threading.Thread(
+        target=_watch_deadline,
+        args=(directory, uploads, ended, None if once else urgent_nice),
+        name="deadline",
+        daemon=True,
+    )
+    watch.start()
 
-    def upload(remote: RemoteConfig) -> None:
+    def upload(one: _RemoteUpload) -> None:
         try:
-            _RemoteUpload(config, remote, repository_dir, place, event, labels, again, tell).run(once=once)
+            one.run(once=once)
         except Stopped:
             return
         except (CiuicError, OSError) as error:
@@ -906,15 +1259,36 @@ def run(
             failures.insert(0, error)
             event.set()
 
-    threads = [threading.Thread(target=upload, args=(remote,), name=remote.name) for remote in config.remotes]
+    threads = [threading.Thread(target=upload, args=(one,), name=one.name) for one in uploads]
     for thread in threads:
         thread.start()
     for thread in threads:
         # In slices, so that signals are handled meanwhile.
         while thread.is_alive():
             thread.join(0.5)
+    ended.set()
     if failures:
         raise failures[0]
+
+
+def _watch_deadline(
+    state_dir: Path, uploads: Sequence[_RemoteUpload], ended: threading.Event, urgent_nice: int | None
+) -> None:
+    """Make the uploads urgent while there is a deadline; ``urgent_nice`` is None where the process has its full priority."""
+    deadlines = DeadlineWatch(state_dir)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    idle = IoPriority.parse("idle")
+    urgent = False
+    while not ended.wait(LOOK_SECONDS):
+        if urgent == (deadlines.now() is not None):
+            continue
+        urgent = not urgent
+        for one in uploads:
+            one.urge(urgent)
+        if urgent_nice is not None and urgent:
+            place(os.getpid(), 1.0, idle, min_nice=urgent_nice)
+        elif urgent_nice is not None:
+            place(os.getpid(), _MIN_SHARE, idle, min_nice=nice)
 
 
 class _RemoteUpload:
@@ -940,6 +1314,29 @@ class _RemoteUpload:
         self._again = again
         self._objects: Objects | None = None
         self._status = StatusWriter(remote.name, state_dir, os.getpid(), tell=tell)
+        self._reporter: host_status.StatusReporter | None = None
+        self._limit = RateLimit(remote.bandwidth_bytes)
+        self._counting: CountingObjects | None = None
+        self._pace: Pace | None = None
+        self._urgent = False
+
+    @property
+    def name(self) -> str:
+        """Name of the remote."""
+        return self._remote.name
+
+    def urge(self, urgent: bool) -> None:
+        """Work without pauses and without a limit of the rate, or as usual again; from another thread."""
+        self._urgent = urgent
+        self._limit.change(None if urgent else self._remote.bandwidth_bytes)
+        if self._pace is not None:
+            self._pace.urge(self._urgency(once=False))
+
+    def _urgency(self, *, once: bool) -> Urgency:
+        if self._urgent:
+            return Urgency(min_share=1.0)
+        # Somebody waits for the end of a single run.
+        return Urgency(min_share=REQUESTED_MIN_SHARE if once else _MIN_SHARE)
 
     def run(self, *, once: bool) -> None:
         """Upload; without ``once`` also what fails is tried again."""
@@ -955,16 +1352,17 @@ class _RemoteUpload:
                     self._status.problem(text)
                     self._stop.wait(_REOPEN_SECONDS)
         finally:
+            if self._reporter is not None:
+                self._reporter.close()
             if self._objects is not None:
                 self._objects.close()
 
     def _store(self) -> Objects:
         """Return the store. RemoteUnreachable while the directory of a ``file`` URL is not there."""
         if self._objects is None:
-            counted = CountingObjects(configured_objects(self._remote))
-            self._status.counts(counted)
-            limit = RateLimit(self._remote.bandwidth_bytes)
-            self._objects = LimitedObjects(counted, limit, RateLimit(None))
+            self._counting = CountingObjects(configured_objects(self._remote))
+            self._status.counts(self._counting)
+            self._objects = LimitedObjects(self._counting, self._limit, RateLimit(None))
         return self._objects
 
     def _upload(self, *, once: bool) -> None:
@@ -984,14 +1382,18 @@ class _RemoteUpload:
             self._status.opened(remote.id)
             pace = Pace(
                 gauges(waits_files(str(self._config.runtime_dir))),
-                # Somebody waits for the end of a single run.
-                min_share=REQUESTED_MIN_SHARE if once else _MIN_SHARE,
+                urgency=self._urgency(once=once),
                 processor_waits=processor_waits(),
             )
+
+            self._pace = pace
 
             def step() -> None:
                 pace.step()
                 self._status.step()
+
+            def began(directory: Path, log: WriterLog) -> None:
+                self._begin_reports(remote, directory, log, promised=not once)
 
             replication = Replication(
                 repository,
@@ -1006,9 +1408,140 @@ class _RemoteUpload:
                 uploaded=self._status.uploaded,
                 waiting=self._status.waiting,
                 other_writers=self._status.other_writers,
+                began=began,
+                unreadable=self._status.unreadable,
                 again=self._again,
+                spool=None if self._config.exporter.otlp is None else upload_spool(self._config.runtime_dir),
+                deadlines=DeadlineWatch(self._state_dir),
+                rate=lambda: WriteRate() if self._counting is None else self._counting.write_rate(),
+                forecast=self._status.forecast,
             )
-            if once:
-                replication.catch_up(remote)
-            else:
+            if not once:
                 replication.run(remote)
+                return
+            try:
+                replication.catch_up(remote)
+            finally:
+                if self._reporter is not None:
+                    self._reporter.report()
+
+    def _begin_reports(self, remote: Remote, directory: Path, log: WriterLog, *, promised: bool) -> None:
+        """Have this host say on the remote how it is, until this process ends; ``promised``: again and again."""
+        every_seconds = self._remote.status_every_seconds
+        if not every_seconds or self._reporter is not None:
+            return
+        try:
+            key = host_status.own_key(f"{directory}/status-key", log.writer, log.own_names)
+        except OSError as error:
+            events.warning("host_status_without_key", error=str(error))
+            return
+
+        def facts() -> HostStatus:
+            return _host_status(
+                self._repository_dir,
+                self._remote,
+                self._state_dir,
+                remote.id,
+                self._labels,
+                self._status.error,
+                every_seconds if promised else 0,
+            )
+
+        self._reporter = host_status.StatusReporter(remote.objects, remote.sealer, key, facts, every_seconds)
+        if promised:
+            self._status.changed = self._reporter.changed
+            self._reporter.start()
+
+
+def _host_status(
+    repository_dir: Path,
+    remote: RemoteConfig,
+    state_dir: Path,
+    remote_id: str,
+    labels: LabelsOf,
+    error: str,
+    interval_seconds: int,
+) -> HostStatus:
+    """Return what this host says of itself on a remote; nothing but local files is read."""
+    now_ns = time.time_ns()
+    with Repository.open(repository_dir) as repository:
+        infos = repository.snapshots.list()
+        lag = remote_lag(remote.name, repository.id, infos, now_ns=now_ns, state_dir=state_dir)
+        newest: dict[bytes, SnapshotInfo] = {}
+        states: dict[bytes, host_status.StatusState] = {}
+        for info in infos:
+            if is_safety(info.tags, info.message):
+                continue
+            for root in info.roots:
+                if root not in newest and _is_state(repository, info):
+                    states[root] = _local_state(repository, info, labels)
+                newest.setdefault(root, info)
+        stored = newest_stored_states(state_dir, remote.name, (repository.id, remote_id))
+        verdicts = VerdictRecords(repository)
+        roots = [(path, info) for path, info in newest.items() if path not in states]
+        drill = read_last_drill(remote.name, state_dir)
+        return HostStatus(
+            time_ns=now_ns,
+            host=socket.gethostname(),
+            ciuic=__version__,
+            repository=repository.id,
+            interval_seconds=interval_seconds,
+            max_lag_seconds=remote.max_lag_seconds,
+            behind=host_status.StatusBehind(
+                snapshots=lag.snapshots,
+                size_bytes=lag.size_bytes,
+                only_here_ns=now_ns - int(lag.seconds * 1e9) if lag.seconds else 0,
+            ),
+            newest=host_status.StatusState(snapshot=str(infos[0].id), time_ns=max(0, infos[0].time_ns))
+            if infos
+            else None,
+            newest_stored_ns=lag.newest_ns,
+            error=host_status.limited(error),
+            roots=tuple(
+                _root_status(path, info, verdicts) for path, info in roots[: host_status.MAX_ENTRIES]
+            ),
+            trainings=tuple(
+                host_status.StatusTraining(
+                    name=host_status.limited(os.fsdecode(path.strip(b"/"))),
+                    local=states.get(path),
+                    stored=_stored_state(stored.get(path)),
+                )
+                for path in sorted(states.keys() | stored.keys())[: host_status.MAX_ENTRIES]
+            ),
+            drill=None
+            if drill is None
+            else host_status.StatusDrill(
+                time_ns=drill.time_ns, verdict=drill.verdict, reason=host_status.limited(drill.reason)
+            ),
+        )
+
+
+def _local_state(repository: Repository, info: SnapshotInfo, labels: LabelsOf) -> host_status.StatusState:
+    epoch, step = None, None
+    # What cannot be read here says nothing of the step.
+    with suppress(CiuicError, ValueError):
+        found = labels(repository, repository.snapshots.load(info.id))
+        epoch, step = found.epoch, found.step
+    return host_status.StatusState(
+        snapshot=str(info.id), time_ns=max(0, info.time_ns), epoch=epoch, step=step
+    )
+
+
+def _stored_state(state: StoredState | None) -> host_status.StatusState | None:
+    if state is None:
+        return None
+    return host_status.StatusState(
+        snapshot=state.snapshot, time_ns=state.time_ns, epoch=state.epoch, step=state.step
+    )
+
+
+def _root_status(path: bytes, info: SnapshotInfo, verdicts: VerdictRecords) -> host_status.StatusRoot:
+    found = verdicts.summary(info.id)
+    verdict = None if found is None or found.newest is None else found.newest.checkpoint.verdict
+    return host_status.StatusRoot(
+        path=host_status.limited(os.fsdecode(path)),
+        snapshot=str(info.id),
+        time_ns=max(0, info.time_ns),
+        verdict="" if verdict is None else verdict.state,
+        reason="" if verdict is None else host_status.limited(verdict.reason),
+    )

@@ -145,6 +145,10 @@ class Stopped(Exception):
     """The uploader was told to end."""
 
 
+class Overtaken(Exception):
+    """Something else is to be uploaded first: a deadline has come, or a newer snapshot before one."""
+
+
 class _RefusedPack(Exception):
     """The store takes no pack of this size, and smaller ones can be made."""
 
@@ -168,6 +172,7 @@ class Outbox:
         size: PackSize,
         *,
         problem: Callable[[str], None] = lambda text: None,
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads.
@@ -177,12 +182,14 @@ class Outbox:
             stop: Set when the uploader ends; then nothing is sent again.
             size: Told how long each pack took.
             problem: Told in words what sending waits for; with an empty text when it goes on.
+            check: Called after each pack by those that wait; ends the wait by raising.
             clock: Monotonic clock.
         """
         self._objects = objects
         self._stop = stop
         self._size = size
         self._problem = problem
+        self._check = check
         self._clock = clock
         self._packs: queue.SimpleQueue[ClosedPack | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -202,6 +209,7 @@ class Outbox:
         Raises:
             Stopped: the uploader was told to end.
             CiuicError: the store refuses for good.
+            Overtaken: ``check`` said so.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._may_go_on(pack.size_bytes))
@@ -213,7 +221,7 @@ class Outbox:
     def wait(self) -> None:
         """Return when everything is stored. Raises like `hand_over`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._waiting_bytes)
+            self._changed.wait_for(lambda: self._failure is not None or self._is_settled())
             self._raise_failure()
 
     def take_stored(self) -> list[ClosedPack]:
@@ -235,7 +243,13 @@ class Outbox:
         for thread in self._threads:
             thread.join()
 
+    def _is_settled(self) -> bool:
+        if self._waiting_bytes:
+            self._check()
+        return not self._waiting_bytes
+
     def _may_go_on(self, size_bytes: int) -> bool:
+        self._check()
         # A pack alone may be larger than the limit.
         return (
             self._failure is not None
@@ -397,12 +411,20 @@ class _WholeSnapshots:
         self._walked: set[ChunkId] = set()
 
     def missing(
-        self, repository: Repository, packing: _Packing, snapshot: Snapshot
+        self,
+        repository: Repository,
+        has_many: Callable[[Collection[bytes]], set[bytes]],
+        snapshot: Snapshot,
     ) -> Iterator[list[Reached]]:
         """Yield the chunks that the remote lacks, at most `_BATCH` at once, each of them once in a list.
 
         The caller hands all over for upload before it takes the next list, and calls `add` after the commit. Until then
         nothing is remembered: a walk that was given up leaves no trace.
+
+        Args:
+            repository: The repository.
+            has_many: Returns those of some chunks that the remote has with all their bases, or that are on their way there.
+            snapshot: The snapshot.
 
         Raises:
             Damaged: a chunk of the snapshot cannot be found, or a tree cannot be read.
@@ -413,7 +435,7 @@ class _WholeSnapshots:
         walker = Walker(repository, seen=nodes, seen_data=_Nothing())
         reached = chain(_of_checkpoints(repository, walker, self._whole, snapshot), walker.walk(snapshot))
         while batch := list(islice(reached, _BATCH)):
-            stored = packing.has_many([one.id for one in batch])
+            stored = has_many([one.id for one in batch])
             lacking = {one.id: one for one in batch if one.id not in stored}
             if lacking:
                 yield list(lacking.values())
@@ -696,6 +718,7 @@ class Uploader:
         step: Callable[[], None] = lambda: None,
         problem: Callable[[str], None] = lambda text: None,
         sent: Callable[[int], None] = lambda size_bytes: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the parts; `begin` contacts the remote.
 
@@ -713,6 +736,7 @@ class Uploader:
             step: Called between pieces of work; pauses while others need the disk.
             problem: Told in words what is waited for; with an empty text when it is over.
             sent: Told of bytes that were handed over to be sent.
+            check: Called between pieces of work and after each pack; ends an upload by raising `Overtaken`.
         """
         self._repository = repository
         self._copies = _LocalCopies(repository, packs)
@@ -726,6 +750,7 @@ class Uploader:
         self._step = step
         self._problem = problem
         self._sent = sent
+        self._check = check
         self._whole = _WholeSnapshots()
         self._size = PackSize(bytes_per_second)
         self._checked = -1
@@ -757,6 +782,7 @@ class Uploader:
             NotFound: the snapshot was removed meanwhile.
             Damaged: it cannot be read here; nothing of it was committed.
             Stopped: the uploader was told to end.
+            Overtaken: ``check`` said so; what was stored by then is found by the next upload.
         """
         began = time.monotonic()
         snapshot = self._repository.snapshots.load(id_)
@@ -781,6 +807,33 @@ class Uploader:
         self._previous = digest
         return UploadedSnapshot(snapshot.id, name, sent_bytes, time.monotonic() - began)
 
+    def missing_bytes(self, id_: SnapshotId, at_most: int | None = None) -> int:
+        """Return about how many bytes the remote lacks of a snapshot; nothing is sent.
+
+        Args:
+            id_: The snapshot.
+            at_most: Count no further than this.
+
+        Raises:
+            NotFound: the snapshot was removed meanwhile.
+            Damaged: it cannot be read here.
+        """
+        snapshot = self._repository.snapshots.load(id_)
+        counted: set[bytes] = set()
+        total = 0
+        for lacking in self._whole.missing(self._repository, self._index.has_many, snapshot):
+            for one in lacking:
+                places = self._repository.chunks.locate_all(one.id)
+                ids = [one.id, *(ChunkId(place.base) for place in places if place.base)]
+                present = counted | self._index.has_many(ids[1:]) if len(ids) > 1 else counted
+                for id_of_one, place in zip(ids, places, strict=True):
+                    if id_of_one not in present:
+                        counted.add(id_of_one)
+                        total += place.stored_bytes + ROW_BYTES
+            if at_most is not None and total > at_most:
+                break
+        return total
+
     def give_up(self, manifests: Sequence[str]) -> None:
         """Give up the snapshots of these manifests; durable on return. A collection frees their space.
 
@@ -790,12 +843,15 @@ class Uploader:
         self._persist(lambda: self._log.remove(manifests))
 
     def _store_chunks(self, snapshot: Snapshot) -> int:
-        outbox = Outbox(self._remote.objects, self._stop, self._size, problem=self._problem)
+        outbox = Outbox(
+            self._remote.objects, self._stop, self._size, problem=self._problem, check=self._check
+        )
         packing = _Packing(self._remote.sealer, self._index, outbox, self._size, self._uncommitted.add)
         try:
-            for missing in self._whole.missing(self._repository, packing, snapshot):
+            for missing in self._whole.missing(self._repository, packing.has_many, snapshot):
                 for chunk in self._copies.read(missing, packing):
                     self._step()
+                    self._check()
                     packing.put(chunk)
                     self._sent(len(chunk.data))
             packing.finish()

@@ -31,7 +31,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -53,7 +56,7 @@ from ciuic.remote.documents import (
     read_object,
 )
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.log_reader import LogReader, LogSummary, Rounds, missing_object_error
+from ciuic.remote.log_reader import InlinePool, LogReader, LogSummary, Rounds, missing_object_error
 from ciuic.remote.object_names import HexId, Number, log_entry_name, log_prefix, new_hex_id, parse_log_entry
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RefusedBody
 from ciuic.remote.sealing.sealer import Sealer
@@ -514,6 +517,7 @@ class LogUpkeep:
         max_entries: A log with more entries than this is summed up.
         retire_ns: Age from which a silent writer's log is ended.
         new_id: For tests.
+        threads: Logs that are looked at, and of which entries are deleted, at the same time.
     """
 
     def __init__(
@@ -525,6 +529,7 @@ class LogUpkeep:
         max_entries: int = DEFAULT_MAX_ENTRIES,
         retire_ns: int = DEFAULT_RETIRE_NS,
         new_id: Callable[[], str] = new_hex_id,
+        threads: int = 16,
     ) -> None:
         self._objects = objects
         self._sealer = sealer
@@ -532,6 +537,7 @@ class LogUpkeep:
         self._max_entries = max_entries
         self._retire_ns = retire_ns
         self._new_id = new_id
+        self._threads = threads
 
     def sum_up_own(self, writer: str) -> int:
         """Sum up this log alone if it is long, and return the number of snapshots that it has then."""
@@ -547,8 +553,13 @@ class LogUpkeep:
             stored: Manifests that are there: a log does not forget that it removed one of these, whose commit would seem lost.
         """
         self._sum_up(now_ns, stored=frozenset(stored))
-        for writer, summary in self._reader.logs.items():
-            self._delete_old(writer, summary)
+        with self._pool() as pool:
+            # Entries of one log go one after the other, but each log by itself.
+            for _ in pool.map(self._delete_old, list(self._reader.logs)):
+                pass
+
+    def _pool(self) -> ThreadPoolExecutor | InlinePool:
+        return ThreadPoolExecutor(self._threads) if self._threads > 1 else InlinePool()
 
     def _sum_up(
         self,
@@ -559,19 +570,30 @@ class LogUpkeep:
         removed_before = {writer: set(summary.removed) for writer, summary in self._reader.logs.items()}
         self._reader.refresh()
         # As they were before any of them is summed up here: readers that are slow may be at either.
-        committed = {writer: set(summary.committed) for writer, summary in self._reader.logs.items()}
+        commits = Counter(chain.from_iterable(summary.committed for summary in self._reader.logs.values()))
+        committed = {writer: frozenset(summary.committed) for writer, summary in self._reader.logs.items()}
         removed = self._reader.removed()
-        for writer, summary in self._reader.logs.items():
-            if summary.retired or (only is not None and writer not in only):
-                continue
-            retire = now_ns is not None and self._is_silent(writer, summary, now_ns)
+        chosen = [
+            writer
+            for writer, summary in self._reader.logs.items()
+            if not summary.retired and (only is None or writer in only)
+        ]
+        silent = self._silent(chosen, now_ns)
+        for writer in chosen:
+            summary = self._reader.logs[writer]
+            retire = writer in silent
             # A sum would forget that packs move; those of a mover that is gone have arrived when its log is ended.
             if not retire and summary.moving:
                 continue
             if not retire and summary.next - max(summary.state, 0) <= self._max_entries:
                 continue
-            elsewhere = set().union(*(some for other, some in committed.items() if other != writer))
-            kept = summary.removed - (removed_before.get(writer, set()) - elsewhere - stored)
+            forgotten = {
+                manifest
+                for manifest in removed_before.get(writer, ())
+                # No other log commits it.
+                if manifest not in stored and commits[manifest] == (manifest in committed[writer])
+            }
+            kept = summary.removed - forgotten
             live = tuple(
                 snapshot
                 for manifest, snapshot in sorted(summary.committed.items())
@@ -593,13 +615,25 @@ class LogUpkeep:
                 # A long log costs its readers time; a round that does not end would keep everything from being deleted.
                 events.warning("remote_log_not_summed_up", error=error.message)
 
-    def _is_silent(self, writer: str, summary: LogSummary, now_ns: int) -> bool:
-        own = self._reader.last_own(writer)
-        info = self._objects.info(log_entry_name(writer, own)) if own >= 0 else None
-        return info is not None and info.modified_ns < now_ns - self._retire_ns
+    def _silent(self, writers: Sequence[str], now_ns: int | None) -> set[str]:
+        """Return those of the writers that have been silent for so long that their logs end; none without a time."""
+        if now_ns is None:
+            return set()
+        before_ns = now_ns - self._retire_ns
 
-    def _delete_old(self, writer: str, summary: LogSummary) -> None:
-        """Delete the entries that the last sum makes superfluous."""
+        def is_silent(writer: str) -> bool:
+            own = self._reader.last_own(writer)
+            info = self._objects.info(log_entry_name(writer, own)) if own >= 0 else None
+            return info is not None and info.modified_ns < before_ns
+
+        with self._pool() as pool:
+            return {
+                writer for writer, silent in zip(writers, pool.map(is_silent, writers), strict=True) if silent
+            }
+
+    def _delete_old(self, writer: str) -> None:
+        """Delete the entries that the last sum of a log makes superfluous."""
+        summary = self._reader.logs[writer]
         first = self._reader.first.get(writer, 0)
         if summary.state <= first:
             return

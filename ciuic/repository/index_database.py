@@ -75,7 +75,8 @@ CREATE TABLE snapshots (
   files INTEGER NOT NULL, tags TEXT NOT NULL, message TEXT NOT NULL, parent TEXT NOT NULL, host TEXT NOT NULL,
   roots BLOB NOT NULL, held INTEGER NOT NULL, hold_reason TEXT NOT NULL,
   signature TEXT NOT NULL,         -- of the marks file these values were read with
-  placed_ns INTEGER NOT NULL DEFAULT 0
+  placed_ns INTEGER NOT NULL DEFAULT 0,
+  set_id TEXT NOT NULL DEFAULT '', set_name TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 {_BASES}"""
@@ -191,9 +192,12 @@ class IndexDatabase:
         """Add what an index of an earlier ciuic lacks; its rows stay."""
         if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name='bases_by_base'").fetchone():
             self.db.executescript(_BASES)
-        if not _has_places(self.db):
-            # No snapshot of an earlier ciuic has a place of its own.
-            self.db.execute("ALTER TABLE snapshots ADD COLUMN placed_ns INTEGER NOT NULL DEFAULT 0")
+        known = _catalogue_columns(self.db)
+        # No snapshot of an earlier ciuic has a place of its own, or is of a set.
+        for name, kind in (("placed_ns", "INTEGER"), ("set_id", "TEXT"), ("set_name", "TEXT")):
+            if name not in known:
+                default = "0" if kind == "INTEGER" else "''"
+                self.db.execute(f"ALTER TABLE snapshots ADD COLUMN {name} {kind} NOT NULL DEFAULT {default}")
 
     def create(self) -> None:
         """Create the tables."""
@@ -361,10 +365,9 @@ class IndexDatabase:
         self.db.close()
 
 
-def _has_places(db: sqlite3.Connection) -> bool:
-    """Return whether the catalogue has places of snapshots; that of an earlier ciuic has none."""
-    query = "SELECT 1 FROM pragma_table_info('snapshots') WHERE name='placed_ns'"
-    return db.execute(query).fetchone() is not None
+def _catalogue_columns(db: sqlite3.Connection) -> set[str]:
+    """Return the columns of the catalogue; that of an earlier ciuic lacks some."""
+    return {name for (name,) in db.execute("SELECT name FROM pragma_table_info('snapshots')")}
 
 
 def _distrust(db: sqlite3.Connection) -> None:
@@ -468,8 +471,10 @@ def settled_ns(directory: str, *, wait: bool) -> int:
 
 # No tag contains it: a tag has no blanks, of which U+001F is one to Python.
 _SEPARATOR = "\x1f"
-# Those of every index; `placed_ns` is missing in one that only an earlier ciuic has written.
+# Those of every index; `_LATER` may be missing in one that only an earlier ciuic has written.
 _COLUMNS = "id,time_ns,size_bytes,new_bytes,files,tags,message,parent,host,roots,held,hold_reason,signature"
+_LATER = {"placed_ns": "0", "set_id": "''", "set_name": "''"}
+"""Columns that came later, with what stands for them where they are missing."""
 
 
 class Catalogue:
@@ -484,8 +489,10 @@ class Catalogue:
         ``newest`` limits the rows to that many of the newest, in the order of `list`.
         """
         # SQLite sorts and cuts, so that the newest snapshot does not cost a row for every other one.
-        placed = "placed_ns" if _has_places(self._db) else "0"
-        order = f" ORDER BY max({placed}, time_ns) DESC, id LIMIT {newest}" if newest >= 0 else ""
+        known = _catalogue_columns(self._db)
+        later = [name if name in known else default for name, default in _LATER.items()]
+        placed = later[0]
+        order = f" ORDER BY max({placed}, time_ns) DESC, id DESC LIMIT {newest}" if newest >= 0 else ""
         return [
             (
                 SnapshotInfo(
@@ -502,6 +509,8 @@ class Catalogue:
                     held=bool(held),
                     hold_reason=hold_reason,
                     placed_ns=placed_ns,
+                    set_id=set_id,
+                    set_name=set_name,
                 ),
                 signature,
             )
@@ -520,7 +529,9 @@ class Catalogue:
                 hold_reason,
                 signature,
                 placed_ns,
-            ) in self._db.execute(f"SELECT {_COLUMNS},{placed} FROM snapshots{order}")
+                set_id,
+                set_name,
+            ) in self._db.execute(f"SELECT {_COLUMNS},{','.join(later)} FROM snapshots{order}")
         ]
 
     def put(self, infos: Iterable[tuple[SnapshotInfo, str]]) -> None:
@@ -528,7 +539,8 @@ class Catalogue:
         with Transaction(self._db):
             self._db.executemany(
                 # Replaced as a whole, because a row also has the marks.
-                f"INSERT OR REPLACE INTO snapshots ({_COLUMNS},placed_ns) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                f"INSERT OR REPLACE INTO snapshots ({_COLUMNS},{','.join(_LATER)}) "
+                "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
                 (
                     (
                         str(info.id),
@@ -545,6 +557,8 @@ class Catalogue:
                         info.hold_reason,
                         signature,
                         info.placed_ns,
+                        info.set_id,
+                        info.set_name,
                     )
                     for info, signature in infos
                 ),
@@ -572,4 +586,6 @@ def info_of(snapshot: Snapshot) -> SnapshotInfo:
         held=snapshot.held,
         hold_reason=snapshot.hold_reason,
         placed_ns=snapshot.placed_ns,
+        set_id="" if snapshot.set_member is None else snapshot.set_member.id,
+        set_name="" if snapshot.set_member is None else snapshot.set_member.name,
     )

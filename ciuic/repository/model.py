@@ -88,6 +88,9 @@ class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
     placed_ns: int = 0
     """Place in the order of snapshots where it is not `time_ns`: at the commit a clock that had been ahead had
     dated others later. 0: it is `time_ns`."""
+    set_id: str = ""
+    """Id of the set that it is of (`ciuic.types.SetMember`); empty for none."""
+    set_name: str = ""
 
     @property
     def order_ns(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import struct
 from typing import TypeVar
@@ -13,7 +14,8 @@ from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.tree_format import attributes_problem
 from ciuic.structs import decode_msgpack
-from ciuic.types import CHUNK_ID_BYTES, LeftOut, Pair, RootRecord, Snapshot, SnapshotId
+from ciuic.types import CHUNK_ID_BYTES, LeftOut, Pair, RootRecord, SetMember, Snapshot, SnapshotId
+from ciuic.units import plural
 
 VERSION = 1
 # Magic, version, payload bytes, XXH3-128 of the fields before and the payload.
@@ -37,6 +39,7 @@ class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     new_bytes: int
     files: int
     pair: Pair | None = None
+    set_member: SetMember | None = None
     left_out: tuple[LeftOut, ...] = ()
     incomplete: tuple[bytes, ...] = ()
     placed_ns: int = 0
@@ -56,6 +59,9 @@ class StoredMarks(msgspec.Struct, frozen=True, kw_only=True):
     """Message now; not in the file: as in the snapshot file."""
 
 
+MAX_SET_MEMBERS = 10_000
+_MAX_SET_LABEL = 255
+_SET_ID = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T", StoredSnapshot, StoredMarks)
 
 
@@ -75,6 +81,7 @@ def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
         new_bytes=snapshot.new_bytes,
         files=snapshot.files,
         pair=snapshot.pair,
+        set_member=snapshot.set_member,
         left_out=snapshot.left_out,
         incomplete=snapshot.incomplete,
         placed_ns=snapshot.placed_ns,
@@ -148,7 +155,24 @@ def _problem(stored: StoredSnapshot) -> str:
             return f"the root {root.path!r} has an impossible number of files that are not held"
         if problem := attributes_problem(root.entry):
             return f"the root {root.path!r}: {problem}"
+    if stored.set_member is not None and (problem := set_member_problem(stored.set_member)):
+        return problem
     return _pair_problem(stored.pair) if stored.pair is not None else ""
+
+
+def set_member_problem(member: SetMember) -> str:
+    """Return why this cannot be a place in a set; empty when it can."""
+    if not _SET_ID.fullmatch(member.id):
+        return f"{member.id[:64]!r} cannot be the id of a set"
+    if not 0 < len(member.members) <= MAX_SET_MEMBERS:
+        return f"a set cannot have {plural(len(member.members), 'member')}"
+    for label in (member.name, *member.members):
+        # Shown in tables and compared: one line, and the same everywhere.
+        if not 0 < len(label) <= _MAX_SET_LABEL or not label.isprintable():
+            return f"{label[:64]!r} cannot be a name in a set"
+    if list(member.members) != sorted({*member.members, member.member}):
+        return "its members are not in order, or not each once, or it is none of them"
+    return ""
 
 
 def _pair_problem(pair: Pair) -> str:
@@ -192,6 +216,7 @@ def apply_marks(stored: StoredSnapshot, marks: StoredMarks) -> Snapshot:
         new_bytes=stored.new_bytes,
         files=stored.files,
         pair=stored.pair,
+        set_member=stored.set_member,
         left_out=stored.left_out,
         incomplete=stored.incomplete,
         placed_ns=stored.placed_ns,

@@ -1,7 +1,7 @@
 """Committed snapshots: list them, load them, find the newest, and resolve what a person names.
 
-A person names a snapshot by an id, a prefix of one, `latest`, `latest~N`, or a time. `CommittedSnapshots`
-answers that, whatever keeps the snapshots; a source brings `names`, `infos`, `load`, `load_all` and `path`.
+A person names a snapshot by an id, a prefix of one, `latest`, `latest~N`, a time, or as the member of a set
+(`ciuic.repository.snapshot_sets`). `CommittedSnapshots` answers that, whatever keeps the snapshots; a source brings `names`, `infos`, `load`, `load_all` and `path`.
 
 `SnapshotStore` keeps them as files of a directory. The files in snapshots/ are the truth; the catalogue in
 SQLite is only a faster way to list them. A snapshot is listed if and only if its file is there. Nothing here
@@ -32,8 +32,9 @@ from ciuic.repository.index_database import (
     info_of,
 )
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
+from ciuic.repository.snapshot_sets import SnapshotSet, named_snapshot, parse_set_name, sets_of
 from ciuic.times import parse_time
-from ciuic.types import Snapshot, SnapshotId, is_safety
+from ciuic.types import Snapshot, SnapshotId, is_safety, order_of
 
 _LATEST = re.compile(r"latest(?:~(\d{1,9}))?\Z")
 _PREFIX = re.compile(r"(?:cs-)?([0-9a-f]{1,32})\Z")
@@ -107,6 +108,7 @@ _Ids = list[SnapshotId]
 _Texts = list[str]
 _Snapshots = list[Snapshot]
 _Unreadables = list[UnreadableSnapshot]
+_Sets = list[SnapshotSet]
 
 
 class CommittedSnapshots(ABC):
@@ -189,7 +191,7 @@ class CommittedSnapshots(ABC):
         """
         infos = self.infos()
         # The order that `newest_first` relies on.
-        infos.sort(key=lambda info: (-info.order_ns, info.id))
+        infos.sort(key=order_of, reverse=True)
         chosen = [
             info
             for info in infos
@@ -236,7 +238,8 @@ class CommittedSnapshots(ABC):
         as `ciuic.times` reads it ("2h", "14:05", "2023-06-15 15:00"). It names the newest snapshot not
         after it, where seconds count whole; a date alone means the end of that day. Safety snapshots are
         found by id alone: what a restore replaced is not the newest state that anybody wants back. With
-        ``root`` the names that are no ids mean snapshots that have this root.
+        ``root`` the names that are no ids mean snapshots that have this root. ``MEMBER/set:NAME`` is the
+        snapshot of a member of a set, ``set:NAME`` that of the only member here.
 
         Raises:
             NotFound: no snapshot fits, or it was promised and lost.
@@ -246,10 +249,21 @@ class CommittedSnapshots(ABC):
         # Also if its file is damaged: the caller must be told that.
         if text in names:
             return SnapshotId.parse(text)
+        if (of_set := self._resolve_of_set(text)) is not None:
+            return of_set
         try:
             return resolve(text, names, lambda: self.list(root=root, safety=False))
         except NotFound as error:
             raise self.lost(text) or error from None
+
+    def _resolve_of_set(self, text: str) -> SnapshotId | None:
+        """Return the id of the member of a set that ``text`` names; None if it names no set."""
+        named = parse_set_name(text)
+        return None if named is None else named_snapshot(named, self.sets()).id
+
+    def sets(self) -> _Sets:
+        """Return the sets of which snapshots are here, newest first. Reads all snapshots."""
+        return sets_of(self.load_all()[0])
 
     def unreadable(self) -> _Unreadables:
         """Return the snapshots that cannot be read; reads them all. Never raises for their content."""
@@ -358,7 +372,7 @@ class SnapshotStore(CommittedSnapshots):
                 continue
             except (CiuicError, ValueError) as error:
                 unreadable.append(UnreadableSnapshot(name, self.path(name), str(error)))
-        loaded.sort(key=lambda snapshot: (-snapshot.order_ns, snapshot.id))
+        loaded.sort(key=order_of, reverse=True)
         return loaded, unreadable
 
     def state(self) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.framework_adapter import FrameworkAdapter
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.preemption import BeforePreemption, Preempted, requeue_slurm, requeue_submitit
-from ciuic.training.remote.copies import RemoteProgress
+from ciuic.training.remote.copies import RemoteProgress, UploadBeforeEnd
 from ciuic.training.results import Resumed, Save, SaveResult, State, Stats
 from ciuic.training.rules import (
     AfterIf,
@@ -82,6 +82,7 @@ __all__ = [
     "TensorChange",
     "UnknownType",
     "Unsaveable",
+    "UploadBeforeEnd",
     "check_resume",
     "import_state",
     "register_type",

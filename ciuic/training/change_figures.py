@@ -161,6 +161,8 @@ class ChangeFigures(NamedTuple):
     old_inf: int
     new_inf: int
     """Infinities of either sign. All four counts are of the parts that were read."""
+    new_norm: float | None = None
+    """Euclidean norm after, of all elements that are finite then; None as ``old_norm``."""
 
 
 class FigureSums:
@@ -175,6 +177,8 @@ class FigureSums:
         self.changed = 0
         self._largest: float = 0
         self._old, self._new, self._change, self._dot = _Sum(), _Sum(), _Sum(), _Sum()
+        # Of elements that were not finite before.
+        self._mended = _Sum()
         self._nan, self._inf = [0, 0], [0, 0]
         self._left_out = False
 
@@ -225,6 +229,7 @@ class FigureSums:
         masks = [mask for mask in (self._count(before, 0), self._count(after, 1)) if mask is not None]
         if masks:
             finite = masks[0] & masks[-1]
+            self._add_alone(after[~finite & numpy().isfinite(after)])
             before, after = before[finite], after[finite]
         if not before.size:
             return
@@ -247,6 +252,10 @@ class FigureSums:
         self._change.add(float(np.vdot(change, change).real), 2 * (change_exponent + quartered))
         self._dot.add(float(np.vdot(before, after).real), old_exponent + new_exponent)
 
+    def _add_alone(self, after: Array) -> None:
+        values, exponent = _scaled(_as_floats(after))
+        self._mended.add(float(numpy().vdot(values, values).real), 2 * exponent)
+
     def _count(self, values: Array, side: int) -> Array | None:
         """Count NaN and infinities of one side; return which elements are neither, None if all are."""
         np = numpy()
@@ -265,6 +274,9 @@ class FigureSums:
             changed = self.changed if self._same_kind and self._kinds[0].read is not None else None
             return ChangeFigures(elements, changed, None, None, None, None, None, *counts)
         change = self._change.root()
+        whole = _Sum()
+        for part in (self._new, self._mended):
+            whole.add(part.total, part.exponent)
         if self._left_out:
             return ChangeFigures(elements, self.changed, change, None, None, self._largest, None, *counts)
         return ChangeFigures(
@@ -276,6 +288,7 @@ class FigureSums:
             self._largest,
             self._dot.cosine(self._old, self._new),
             *counts,
+            whole.root(),
         )
 
 

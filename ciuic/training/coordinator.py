@@ -30,6 +30,7 @@ from ciuic.training.save_schedule import Forecast, SaveSchedule, forecast_for
 from ciuic.training.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered
+from ciuic.training.trackers import Tracker, TrackerFeeds
 from ciuic.training.writer.client import WriterClient
 from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
 from ciuic.training.writer.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules
@@ -62,7 +63,7 @@ class SaveCoordinator:
     """Parts of one manager, wired to each other."""
 
     def __init__(self, settings: Settings) -> None:
-        """Create the repository if there is none, meet the other ranks, and install signal handlers.
+        """Meet the other ranks, create the repository if there is none, and install signal handlers.
 
         Raises:
             ValueError: An option is out of its range.
@@ -72,11 +73,23 @@ class SaveCoordinator:
         self._settings = settings
         # First: it may refuse the rules, and nothing has been created by then.
         preempted = rule_of(settings.rules)
-        uploads = uploads_of(settings.save_dir, settings.remotes)
+        # Before what takes different times on the ranks, such as making a remote, and before anything that is collective:
+        # the ranks that make a manager are counted first, with a time limit.
+        ranks = Ranks.meet(settings.name) if self._may_join else None
+        try:
+            uploads = uploads_of(settings.save_dir, settings.remotes)
+        except BaseException:
+            if ranks is not None:
+                ranks.leave()
+            raise
+        if ranks is not None and not ranks.find_directories(settings.save_dir):
+            ranks = None
         self.root = os.fsencode(f"/{settings.name}")
         self.run = RunProgress()
         self.forecast: Forecast | None = None
         self.callbacks = SaveCallbacks()
+        self._trackers = TrackerFeeds(str(settings.save_dir), settings.name)
+        self._is_tracked = False
         self._closed = False
         self._last_save: LastSave | None = None
         self._deferred: list[Callable[[], object]] = []
@@ -105,9 +118,6 @@ class SaveCoordinator:
             overlap=settings.options.overlap,
         )
         self.registered = Registered(self.boundaries, self.pipeline.overlap.watch)
-        # Before anything that is collective: the ranks that make a manager are counted first, with a time
-        # limit.
-        ranks = Ranks.meet(settings.name) if self._may_join else None
         self.schedule = SaveSchedule(settings.rules, None if ranks is None else ranks.vote())
         self.taker = SnapshotTaker(
             self.run,
@@ -117,6 +127,7 @@ class SaveCoordinator:
             ranks,
             FilesystemPairing(settings.filesystem, settings.save_dir),
             NameLock(str(settings.save_dir), settings.name),
+            self._trackers,
         )
         if preempted is not None:
             # Not the vote of the schedule: each has a message of its own under way from boundary to boundary.
@@ -124,6 +135,7 @@ class SaveCoordinator:
             self._last_save = LastSave(
                 preempted,
                 agree,
+                root=self.root,
                 is_closed=lambda: self._closed,
                 run=self.run,
                 boundaries=self.boundaries,
@@ -170,7 +182,7 @@ class SaveCoordinator:
     def report(self, metrics: Mapping[str, float]) -> None:
         """Give metrics to the rules, and save if that makes a snapshot due and the state is whole."""
         self.schedule.report(metrics)
-        self.heartbeat.beat(self.run.step)
+        self.heartbeat.report(self.run.step, metrics)
         self.pipeline.advance()
         if self.taker.ranks is not None:
             return  # The others hear of it at the next boundary: this rank must not act on it alone.
@@ -178,10 +190,18 @@ class SaveCoordinator:
         if saves and self.boundaries.whole:
             self._save_if_due()
 
+    def track(self, tracker: Tracker) -> None:
+        """Log the saves that begin from now on to a tracker, in place of one of the same name."""
+        self._trackers.add(tracker)
+        if not self._is_tracked:
+            self._is_tracked = True
+            self.callbacks.add(self._trackers.put)
+
     def resume_from(self, state: State) -> None:
         """Continue step count, rules and run id from a loaded state."""
         self.pipeline.state_saved()
         self.run.step, self.run.epoch = state.facts.step or 0, state.facts.epoch
+        self.run.newest_ns = max(self.run.newest_ns, state.time_ns)
         self.run.id = state.facts.run or self.run.id
         self.schedule.begin_at(self.run.step)
         self.taker.acquire_name()
@@ -239,7 +259,11 @@ class SaveCoordinator:
         """Meet the other ranks if that has not happened yet and torch.distributed is initialized by now."""
         if not self._may_join:
             return
-        if self.taker.ranks is None and (ranks := Ranks.meet(self._settings.name)) is not None:
+        if (
+            self.taker.ranks is None
+            and (ranks := Ranks.meet(self._settings.name)) is not None
+            and ranks.find_directories(self._settings.save_dir)
+        ):
             self.taker.join_ranks(ranks)
             if self._last_save is not None:
                 self._last_save.join_ranks(ranks)
@@ -284,6 +308,8 @@ class SaveCoordinator:
         self.taker.close_ranks()
         # Last: a callback may be slow, and must delay no other step of the end.
         self.callbacks.close(max(0.0, end - time.monotonic()))
+        # After the callbacks, whose thread gives the trackers the last saves.
+        self._trackers.close(max(0.0, end - time.monotonic()))
 
     def _take_skipped(self, timeout_seconds: float) -> None:
         # What is under way occupies the arenas.
@@ -342,19 +368,25 @@ class SaveCoordinator:
 
     def _prepare(self) -> None:
         """Allocate the first arena and compute the forecast, now that the state has its size."""
-        self.taker.prepare()
-        size_bytes = self.pipeline.size_bytes
+        try:
+            self.taker.prepare()
+        finally:
+            # Also after an error: the other ranks wait for this one.
+            size_bytes = self.taker.size_in_directory(self.pipeline.size_bytes)
         self.forecast = forecast_for(
             self._settings.save_dir,
             self.root,
             size_bytes,
+            copy_bytes=self.pipeline.size_bytes,
             write_seconds=self.pipeline.costs.write_estimate_seconds(size_bytes),
             rules=self.schedule.rules,
             keeps=self._settings.keeps,
             grace_seconds=None if self._last_save is None else self._last_save.grace_seconds,
         )
-        for warning in self.forecast.warnings:
-            log.warning("ciuic: %s", warning)
+        # Ranks of one directory would say the same.
+        if self.taker.ranks is None or self.taker.ranks.leads_directory:
+            for warning in self.forecast.warnings:
+                log.warning("ciuic: %s", warning)
 
     def _leave_ranks(self) -> None:
         log.error(

@@ -103,6 +103,12 @@ class FrameworkAdapter:
         self._await_saves()
         return self._coordinator.load_to_resume(find)
 
+    @property
+    def shares_directory(self) -> bool:
+        """True if all ranks save in one directory."""
+        ranks = self._coordinator.taker.ranks
+        return ranks is None or len(ranks.directories.groups) == 1
+
     def restore(self, state: State) -> Resumed:
         """Put a state of `load_state` into the objects and the random generators, in place, and continue from it.
 

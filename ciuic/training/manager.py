@@ -28,6 +28,7 @@ from ciuic.training.rules import Best, Keep, Latest, Rule, SaveRules, rules_of
 from ciuic.training.save_schedule import Forecast
 from ciuic.training.snapshot_taker import explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
+from ciuic.training.trackers import Tracker
 from ciuic.training.writer.paired_files import Roots
 
 if TYPE_CHECKING:
@@ -333,6 +334,24 @@ class SnapshotManager(TrainingSnapshots):
         self._coordinator.callbacks.add(callback)
         return callback
 
+    def track(self, tracker: Tracker) -> None:
+        """Log the saves that begin from now on to a run of an experiment tracker.
+
+        ``ciuic.integrations`` has them: ``mlflow.track(manager)``, ``wandb.track(manager)``,
+        ``tensorboard.track(manager, writer)``; the callbacks for Lightning and the Trainer find theirs. Each
+        snapshot stores to which runs it was logged. A thread of the tracker logs step, verdict and sizes when the
+        save has ended; the training never waits for it, and `close` at most 5 seconds. Of several ranks rank 0 logs.
+
+        Args:
+            tracker: Takes the place of one of the same name.
+
+        Raises:
+            ValueError: The manager is closed.
+        """
+        if self._coordinator.closed:
+            raise ValueError(self._closed_because)
+        self._coordinator.track(tracker)
+
     # -- loading and resuming
 
     def load_latest_snapshot(self) -> State | None:
@@ -350,24 +369,30 @@ class SnapshotManager(TrainingSnapshots):
         self._await_saves()
         return self._coordinator.load_latest()
 
-    def resume(self) -> Resumed | None:
+    def resume(self, *, tracker_run: str | None = None) -> Resumed | None:
         """Put the newest good state into every registered object and into the random generators, in place.
 
         Objects in the snapshot that are not registered are left out. Every rank gets the same snapshot, and
         from it what was its own.
+
+        Args:
+            tracker_run: Id of a run of MLflow, Weights & Biases or another tracker: only snapshots that `track`
+                logged to it, in the local directory alone. No tracker is asked.
 
         Returns:
             Where the run continues; None if there is no snapshot: the run begins.
 
         Raises:
             NoUsableSnapshot: There are snapshots, and none is whole (a `Damaged`).
+            NotFound: None was logged to ``tracker_run``; the message names runs to which some were.
             CiuicError: The local directory has none, and a remote cannot be read.
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: The state of an object does not fit it: other names, shapes, dtypes or parameter
                 groups, or a model on the meta device; nothing has been changed. Or the manager is closed.
         """
         self._take_over()
-        state = self.framework.load_state()
+        find = None if tracker_run is None else lambda: self.load_snapshot(tracker_run=tracker_run)
+        state = self.framework.load_state(find)
         return None if state is None else self.framework.restore(state)
 
     def _earlier(self) -> list[SnapshotManager]:

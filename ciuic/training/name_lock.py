@@ -33,7 +33,7 @@ class NameLock:
     def __init__(self, repository: str, name: str) -> None:
         """Create a lock that is not held."""
         self._path = f"{repository}/{FILE_NAME}"
-        self._name = name
+        self.name = name
         self._offset = xxhash.xxh64_intdigest(name.encode("utf-8", "surrogateescape")) % _SLOTS
         self._fd = -1
 
@@ -56,7 +56,7 @@ class NameLock:
                 "ciuic: another process%s saves a training as %r in this repository too: each would resume from, and "
                 "remove, snapshots of the other; give each a save_dir or a name= of its own",
                 f" ({other})" if other else "",
-                self._name,
+                self.name,
             )
         except OSError as error:
             log.debug("ciuic: cannot tell whether another training saves in this repository: %s", error)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from ciuic.training.format.reading import Facts, Loaded, PassedOver
@@ -55,6 +55,8 @@ class State(dict[str, Any]):
         self.facts = loaded.facts
         self.passed_over: list[PassedOver] = loaded.passed_over
         """Newer snapshots that are not whole, with the reasons."""
+        self.time_ns = loaded.time_ns
+        """Place of the snapshot in the order of snapshots: what is saved from it on comes after."""
         self.passes: dict[str, Any] | None = loaded.values.get("passes")
         """Passes over a loader that tells its own position, and the epoch that the program gave."""
         self.ranks: dict[str, Any] = loaded.values.get("ranks", {})
@@ -119,6 +121,14 @@ class SaveResult:
     metrics: Mapping[str, float]
     error: str | None = None
     """Why the save failed; None if it has not."""
+    size_bytes: int | None = None
+    """Size of the snapshot's files; None if the save failed."""
+    new_bytes: int | None = None
+    """Growth of the repository; None if the save failed."""
+    write_seconds: float | None = None
+    """Time from the end of the stall to the commit; None if the save failed."""
+    trackers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Runs of experiment trackers at the save, as in `Facts.trackers`."""
 
     @property
     def durable(self) -> bool:
@@ -126,9 +136,26 @@ class SaveResult:
         return self.id is not None
 
     @classmethod
-    def of(cls, facts: Facts, *, id_: str | None = None, error: str | None = None) -> SaveResult:
-        """Return the end of a save with these facts."""
-        return cls(id_, facts.step, facts.epoch, dict(facts.metrics), error)
+    def failed(cls, facts: Facts, error: str) -> SaveResult:
+        """Return the end of a save with these facts that has failed."""
+        return cls(None, facts.step, facts.epoch, dict(facts.metrics), error, trackers=facts.trackers)
+
+    @classmethod
+    def saved(
+        cls, facts: Facts, id_: str, *, size_bytes: int, new_bytes: int, write_seconds: float
+    ) -> SaveResult:
+        """Return the end of a save with these facts that is durable."""
+        return cls(
+            id_,
+            facts.step,
+            facts.epoch,
+            dict(facts.metrics),
+            None,
+            size_bytes,
+            new_bytes,
+            write_seconds,
+            facts.trackers,
+        )
 
 
 class Save:

@@ -235,7 +235,7 @@ class SavePipeline:
         """
         self._size_bytes = state.size_bytes
         joint = manifest.joint_save
-        # The end of a sharded save is told by rank 0 alone, whose writer makes the snapshot.
+        # The end of a sharded save is told by rank 0 alone, whatever other directories have.
         told = facts if joint is None or joint.rank == 0 else None
         copy = partial(
             stage,
@@ -481,7 +481,15 @@ class SavePipeline:
         # A part of a snapshot that another rank's writer makes: nothing to tell here.
         if facts is not None and not isinstance(end, Put):
             self.callbacks.notify(
-                SaveResult.of(facts, error=end) if isinstance(end, str) else SaveResult.of(facts, id_=end.id)
+                SaveResult.failed(facts, end)
+                if isinstance(end, str)
+                else SaveResult.saved(
+                    facts,
+                    end.id,
+                    size_bytes=end.size_bytes,
+                    new_bytes=end.new_bytes,
+                    write_seconds=end.seconds,
+                )
             )
         if isinstance(end, Saved):
             log.debug("ciuic: saved %s, %d new bytes", end.id, end.new_bytes)

@@ -199,7 +199,8 @@ class Forecast(NamedTuple):
     """Expected cost of a snapshot."""
 
     size_bytes: int
-    """Size of the uncompressed state: what a snapshot takes of which nothing was stored before."""
+    """Size of the uncompressed state, as far as it is stored in this directory, by however many ranks: what a snapshot
+    takes of which nothing was stored before."""
     write_seconds: float | None
     """Estimated time until a snapshot is durable, also the last one before preemption. None: unknown."""
     free_bytes: int
@@ -217,6 +218,7 @@ def forecast(
     stored: int = 0,
     shortest_interval_seconds: float | None = None,
     grace_seconds: float | None = None,
+    copy_bytes: int | None = None,
     memory_bytes: int | None = None,
 ) -> Forecast:
     """Compute a forecast.
@@ -229,7 +231,8 @@ def forecast(
         stored: Number of them that exist already.
         shortest_interval_seconds: Shortest time between two snapshots that a rule asks for.
         grace_seconds: Time between a signal and the end of the process.
-        memory_bytes: Memory that is left for the copy of the state.
+        copy_bytes: Size of this process's copy of its state; None: all of it.
+        memory_bytes: Memory that is left for the copy.
     """
     said = []
     size, free = human_size(size_bytes), human_size(free_bytes)
@@ -252,8 +255,11 @@ def forecast(
             said.append(
                 f"{takes}, and one is due every {shortest_interval_seconds:.0f} s: some will be skipped"
             )
-    if memory_bytes is not None and size_bytes > memory_bytes:
-        said.append(f"the copy of {size} does not fit into memory: {human_size(memory_bytes)} are left")
+    copy_bytes = size_bytes if copy_bytes is None else copy_bytes
+    if memory_bytes is not None and copy_bytes > memory_bytes:
+        said.append(
+            f"the copy of {human_size(copy_bytes)} does not fit into memory: {human_size(memory_bytes)} are left"
+        )
     return Forecast(size_bytes, write_seconds, free_bytes, tuple(said))
 
 
@@ -262,6 +268,7 @@ def forecast_for(
     root: bytes,
     size_bytes: int,
     *,
+    copy_bytes: int,
     write_seconds: float | None,
     rules: Iterable[Rule],
     keeps: Iterable[Keep],
@@ -289,6 +296,7 @@ def forecast_for(
             default=None,
         ),
         grace_seconds=grace_seconds,
+        copy_bytes=copy_bytes,
         memory_bytes=memory_left(),
     )
 

@@ -5,7 +5,9 @@ staged is told to `SavePipeline.outcome`, except for errors of the program itsel
 
 Of a sharded state all ranks stage their parts at the same step, or none does. Before anything is staged, they exchange
 whether they can save, what they would store, and the token that rank 0 gave the snapshot. From then on no rank waits
-for another: each writer stores its part, and rank 0's makes the snapshot when all have (`writer.rank_parts`).
+for another: each writer stores its part, and that of the first rank of a directory makes the snapshot when all have
+(`writer.rank_parts`). Ranks that save in several directories (hosts without a file system in common) make as many
+snapshots, in parallel, which together are a set: each has what all ranks have alike, and the shards of its own ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import xxhash
 
 from ciuic.repository import Repository
 from ciuic.repository.locks import Claim
+from ciuic.system.slurm import job_tags
 from ciuic.training import arguments
 from ciuic.training.format import shards
 from ciuic.training.format.reading import (
@@ -42,9 +45,11 @@ from ciuic.training.state import rank_state, stateful
 from ciuic.training.state.rank_state import RankState
 from ciuic.training.state.registered import Registered
 from ciuic.training.state.stateful import unregistered
+from ciuic.training.trackers import TrackerFeeds
 from ciuic.training.writer.messages import JointSave, Manifest
 from ciuic.training.writer.paired_files import FilesystemPairing, Roots, planned_id
 from ciuic.training.writer.rank_parts import report_failure
+from ciuic.types import SetMember
 
 TAG: Final = "training"
 """Tag of every snapshot of a training state."""
@@ -63,6 +68,12 @@ class RunProgress:
         self.step = 0
         self.epoch: int | None = None
         """Epoch that the program named last."""
+        self.newest_ns = 0
+        """Time of the newest state of the run, also of one that another host has saved."""
+
+    def next_time_ns(self) -> int:
+        """Return the time of a state that is saved now: later than all before it, whatever clocks of hosts said."""
+        return max(time.time_ns(), self.newest_ns + 1)
 
 
 class BoundaryState(NamedTuple):
@@ -184,8 +195,14 @@ class AgreedSave(NamedTuple):
     joint_save: JointSave
     size_bytes: int
     """Size of all ranks' parts together."""
+    run: str
+    """Id of the run, that of rank 0."""
+    time_ns: int
+    """Time of the state by the clock of rank 0, the same in all directories."""
+    metrics: Mapping[str, float]
+    """Metrics that rank 0 was told, by which every directory keeps the same snapshots."""
     claim: Claim | None
-    """Claim on the repository, on rank 0: nothing is swept until the snapshot is made."""
+    """Claim on the repository, on the first rank of a directory: nothing is swept until the snapshot is made."""
 
 
 GatheredStates = list[RankState] | AgreedSave | RanksGone | None
@@ -203,6 +220,9 @@ class _Readiness(NamedTuple):
     outline: str
     """Digest of what must be the same on all ranks."""
     size_bytes: int
+    run: str
+    time_ns: int
+    metrics: dict[str, float]
 
     def message(self) -> dict[str, Any]:
         """Return the plain value that is sent to other ranks."""
@@ -219,17 +239,21 @@ class _Readiness(NamedTuple):
             made = cls(**{**message, "mine": RankState.of(message["mine"])})
         except (TypeError, LookupError):
             made = None
-        texts = () if made is None else (made.token, made.outline)
+        texts = () if made is None else (made.token, made.outline, made.run)
         if (
             made is None
             or not all(isinstance(text, str) for text in texts)
             or type(made.size_bytes) is not int
+            or type(made.time_ns) is not int
+            or not 0 <= made.time_ns < 1 << 62
+            or not isinstance(made.metrics, dict)
+            or not all(isinstance(key, str) and type(one) is float for key, one in made.metrics.items())
         ):
             raise ValueError("another rank sent an invalid message before a sharded save")
         return made
 
 
-def _gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: int) -> GatheredState:
+def _gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], ranks: Ranks) -> GatheredState:
     """Gather what this rank stores, without the documents of the snapshot.
 
     Raises:
@@ -237,11 +261,20 @@ def _gather_part(objects: Mapping[str, Any], states: Mapping[str, Any], rank: in
     """
     for name, value in objects.items():
         shards.check_optimizer(value, name)
-    return _rank_pieces(states, rank) if rank else gather(states, {}, {}, with_shards=True)
+    if not ranks.leads_directory:
+        return _rank_pieces(states, ranks.rank)
+    return gather(states, {}, {}, with_shards=True)
 
 
 def agree(
-    ranks: Ranks, repository: str, objects: Mapping[str, Any], states: Mapping[str, Any], *, is_busy: bool
+    ranks: Ranks,
+    repository: str,
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+    *,
+    is_busy: bool,
+    run: RunProgress,
+    metrics: Mapping[str, float],
 ) -> AgreedSave | None:
     """Agree with the other ranks on a save. Collective.
 
@@ -251,6 +284,8 @@ def agree(
         objects: registered objects by name.
         states: their states by name.
         is_busy: whether this rank has no free arena.
+        run: progress of the run on this rank.
+        metrics: metrics that this rank was told.
 
     Returns:
         The agreement; None on all ranks if one has no room.
@@ -260,12 +295,12 @@ def agree(
         ValueError: on all ranks, if one has a state that cannot be stored.
     """
     claim = None
-    if ranks.saves:
+    if ranks.leads_directory:
         # Claimed before any rank stores: a prune between two parts would free what no snapshot refers to yet.
         with Repository.open(repository) as opened:
             claim = opened.claim()
     try:
-        agreed = _agree(ranks, objects, states, is_busy)
+        agreed = _agree(ranks, objects, states, is_busy, run, dict(metrics))
     except BaseException:
         if claim is not None:
             claim.release()
@@ -278,19 +313,26 @@ def agree(
 
 
 def _agree(
-    ranks: Ranks, objects: Mapping[str, Any], states: Mapping[str, Any], is_busy: bool
+    ranks: Ranks,
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+    is_busy: bool,
+    run: RunProgress,
+    metrics: dict[str, float],
 ) -> AgreedSave | None:
     """Exchange the ranks' messages and compare them."""
     mine, size_bytes = rank_state.own_state(objects), 0
     try:
-        size_bytes = _gather_part(objects, states, ranks.rank).size_bytes
+        size_bytes = _gather_part(objects, states, ranks).size_bytes
     except (TypeError, ValueError) as error:
         # Sent to the other ranks instead of raised here: all must leave the exchange together, and raise
         # alike.
         mine = RankState({}, str(error))
     # Random: reports that a dead run left in the same directory must not count for this snapshot.
     token = os.urandom(16).hex() if ranks.saves else ""
-    ready = _Readiness(mine, token, is_busy, _outline(states), size_bytes)
+    ready = _Readiness(
+        mine, token, is_busy, _outline(states), size_bytes, run.id, run.next_time_ns(), metrics
+    )
     try:
         all_ready = [_Readiness.of(one) for one in ranks.exchange(ready.message())]
     except ValueError as error:
@@ -306,14 +348,17 @@ def _agree(
             "the ranks have different tensors, or shards of different ones: save such states with "
             "torch.distributed.checkpoint and ciuic.training.dcp.storage"
         )
-    # All or none: rank 0's writer would wait for the missing part and then make no snapshot.
+    # All or none: the writer of a directory would wait for the missing part and then make no snapshot.
     if any(one.is_busy for one in all_ready):
         log.warning("ciuic: snapshot skipped: the writer of one rank is still storing the last two")
         return None
     return AgreedSave(
         [one.mine for one in all_ready],
-        JointSave(all_ready[0].token, ranks.rank, ranks.world_size),
+        JointSave(all_ready[0].token, ranks.rank, ranks.shared_by),
         sum(one.size_bytes for one in all_ready),
+        all_ready[0].run,
+        all_ready[0].time_ns,
+        all_ready[0].metrics,
         None,
     )
 
@@ -361,6 +406,7 @@ class SnapshotTaker:
         ranks: Ranks | None,
         pairing: FilesystemPairing,
         name_lock: NameLock,
+        trackers: TrackerFeeds,
     ) -> None:
         """Connect the parts of a manager that a snapshot needs.
 
@@ -372,6 +418,7 @@ class SnapshotTaker:
             ranks: connection to the other ranks; None if this process saves for itself.
             pairing: requests of snapshots of files.
             name_lock: lock on the name of the training in the repository.
+            trackers: experiment trackers to which saves are logged.
         """
         self._run = run
         self._registered = registered
@@ -380,6 +427,7 @@ class SnapshotTaker:
         self._ranks = ranks
         self._pairing = pairing
         self._name_lock = name_lock
+        self._trackers = trackers
         self._prepared = self._checked_completeness = self._ranks_met = self._is_silent = False
         self._skipped: _SkippedSave | None = None
 
@@ -390,8 +438,15 @@ class SnapshotTaker:
 
     @property
     def writes(self) -> bool:
-        """True if this process writes snapshots."""
-        return not self._is_silent if self._ranks is None else self._ranks.saves
+        """True if this process writes snapshots: of what ranks have alike rank 0, of shards one rank a directory."""
+        if self._ranks is None:
+            return not self._is_silent
+        return self._ranks.saves or (self._ranks.leads_directory and self._is_sharded)
+
+    @property
+    def _tells(self) -> bool:
+        """True if this process tells callbacks how a save ended: of several ranks rank 0."""
+        return self.writes if self._ranks is None else self._ranks.saves
 
     @property
     def is_prepared(self) -> bool:
@@ -413,12 +468,11 @@ class SnapshotTaker:
     def join_ranks(self, ranks: Ranks) -> None:
         """Save together with the other ranks from now on."""
         self._ranks = ranks
-        self._prepared = self._prepared or not ranks.saves
         self._schedule.decide_by(ranks.vote())
 
     def leave_ranks(self) -> None:
         """Save without the other ranks from now on: rank 0 by itself, others nothing."""
-        self._is_silent = not self.writes
+        self._is_silent = not self._tells
         self._ranks = None
         self._schedule.decide_by(None)
 
@@ -461,10 +515,21 @@ class SnapshotTaker:
         # Not earlier than the first step, in which optimizers create their state.
         states = self._registered.states()
         if self._ranks is not None and is_sharded:
-            self._pipeline.prepare(_gather_part(self._registered.objects, states, self._ranks.rank))
+            self._pipeline.prepare(_gather_part(self._registered.objects, states, self._ranks))
         else:
             self._pipeline.prepare(gather(states, {}, {}))
         self._pipeline.process_messages()
+
+    def size_in_directory(self, size_bytes: int) -> int:
+        """Return how much all ranks of this directory store at a save, in turn. Collective where the state is sharded.
+
+        Args:
+            size_bytes: what this one stores.
+        """
+        if self._ranks is None or not self._is_sharded:
+            return size_bytes
+        sizes = self._ranks.exchange(size_bytes)
+        return sum(int(sizes[rank]) for rank in self._ranks.shared_by)
 
     # -- what the ranks have of their own
 
@@ -527,7 +592,15 @@ class SnapshotTaker:
             self._pipeline.wait_for_arena()
         try:
             objects, states = self._registered.objects, self._registered.states()
-            found = agree(ranks, client.repository, objects, states, is_busy=not client.can_take)
+            found = agree(
+                ranks,
+                client.repository,
+                objects,
+                states,
+                is_busy=not client.can_take,
+                run=self._run,
+                metrics=self._schedule.reported,
+            )
             if found is None:
                 self._pipeline.count_skip(is_logged=True)
                 self._skipped = _SkippedSave(self._run.step, SnapshotSpec(_AT_END), None)
@@ -550,9 +623,9 @@ class SnapshotTaker:
             return self.take(request, self.gather_parts(may_wait=request.may_wait))
         except Exception as error:
             # The program does not see the exception of a save that it did not ask for.
-            if self.writes:
+            if self._tells:
                 self._pipeline.callbacks.notify(
-                    SaveResult.of(self._facts(request, world_size=1), error=str(error))
+                    SaveResult.failed(self._facts(request, world_size=1), str(error))
                 )
             raise
 
@@ -567,7 +640,7 @@ class SnapshotTaker:
         """
         if isinstance(parts, RanksGone):
             # Told by the rank that would have written it.
-            told = self._facts(request, world_size=1) if self.writes else None
+            told = self._facts(request, world_size=1) if self._tells else None
             self._pipeline.outcome(parts.problem, facts=told)
             return None
         if isinstance(parts, AgreedSave):
@@ -586,17 +659,18 @@ class SnapshotTaker:
             return self._take_whole(request, parts)
 
     def _take_part(self, request: SnapshotSpec, agreed: AgreedSave) -> None:
-        """Take this rank's part of the snapshot that rank 0's writer makes."""
+        """Take this rank's part of the snapshot that the writer of the directory's first rank makes."""
+        assert self._ranks is not None
         began = time.monotonic()
         joint_save, self._prepared = agreed.joint_save, True
         states = self._registered.states()
         manifest = Manifest(time_ns=time.time_ns(), message="", tags=(), files=[], joint_save=joint_save)
-        state = _gather_part(self._registered.objects, states, joint_save.rank)
-        # Not beside the next step: rank 0's writer waits for this part, so it is handed over before the step.
+        state = _gather_part(self._registered.objects, states, self._ranks)
+        # Not beside the next step: the first rank's writer waits for this part, so it is handed over before the step.
         save = self._pipeline.stage(state, Facts(), manifest, may_wait=False, beside=False)
         if isinstance(save, NotStaged):
-            # Otherwise rank 0's writer would wait for this part until its deadline.
-            with quietly("rank 0 could not be told that this rank has no part"):
+            # Otherwise that writer would wait for this part until its deadline.
+            with quietly("the writer of the snapshot could not be told that this rank has no part"):
                 reason = self._pipeline.stats.last_error or "no free arena"
                 report_failure(self._pipeline.client.repository, joint_save, reason)
             return
@@ -622,17 +696,22 @@ class SnapshotTaker:
         if parts:
             values["ranks"] = rank_state.differing(parts)
         facts = self._facts(request, world_size=len(parts) if parts else 1)
+        if agreed is not None:
+            metrics = dict(agreed.metrics) | metric_floats(request.metrics)
+            facts = msgspec.structs.replace(facts, run=agreed.run, metrics=metrics)
         request_pair = self._pairing.requester(request.filesystem)
         manifest = Manifest(
-            time_ns=time.time_ns(),
+            time_ns=self._run.next_time_ns() if agreed is None else agreed.time_ns,
             message=facts_summary(facts),
-            tags=(TAG, *request.tags),
+            tags=(TAG, *job_tags(), *request.tags),
             hold_reason=request.hold,
             files=[],
             joint_save=None if agreed is None else agreed.joint_save,
+            set_member=None if agreed is None else self._set_member(agreed),
             # The snapshot of the files names this one, so its id is chosen before it exists.
             id="" if request_pair is None else planned_id(),
         )
+        self._run.newest_ns = manifest.time_ns
         claim = None if agreed is None else agreed.claim
         try:
             state = gather(states, request.plain, values, with_shards=agreed is not None)
@@ -663,6 +742,19 @@ class SnapshotTaker:
         self._pipeline.stalled(time.monotonic() - began)
         self._record_taken(request)
         return save
+
+    def _set_member(self, agreed: AgreedSave) -> SetMember | None:
+        """Return the place of this directory's snapshot among those of all; None where there is one directory."""
+        assert self._ranks is not None
+        directories = self._ranks.directories
+        if len(directories.groups) == 1:
+            return None
+        return SetMember(
+            id=agreed.joint_save.token,
+            name=f"{self._name_lock.name}@{self._run.step}",
+            member=directories.names[directories.number_of(self._ranks.rank)],
+            members=tuple(sorted(directories.names)),
+        )
 
     def take_skipped(self, *, is_whole: bool) -> None:
         """Save what was skipped, at the end of the program. Collective where the state is sharded.
@@ -696,7 +788,7 @@ class SnapshotTaker:
             save.wait()
         if self._ranks is not None:
             with quietly("the other ranks are gone"):
-                self._ranks.durable(seconds)
+                self._ranks.durable(seconds, in_all_directories=self._is_sharded)
 
     def _record_taken(self, request: SnapshotSpec) -> None:
         """Record that a snapshot of this boundary was taken, by this rank or by rank 0."""
@@ -716,6 +808,7 @@ class SnapshotTaker:
             reason=request.reason,
             objects=tuple(self._registered.objects),
             run=self._run.id,
+            trackers=self._trackers.runs(),
             framework=framework_versions(),
             world_size=world_size,
         )

@@ -20,7 +20,7 @@ from ciuic.repository import Repository
 from ciuic.training import arguments, loading
 from ciuic.training.arguments import warn_deprecated
 from ciuic.training.convert import exporting
-from ciuic.training.format.reading import SavedSnapshot, saved_snapshots
+from ciuic.training.format.reading import Facts, SavedSnapshot, saved_snapshots
 from ciuic.training.logs import log
 from ciuic.training.remote.copies import RemoteCopies, RemoteProgress
 from ciuic.training.results import EXIT_SECONDS, State
@@ -72,6 +72,33 @@ def _by_facts(repository: Repository, root: bytes, *, step: int | None, epoch: i
             hint="load one of them by its id, or give both step and epoch",
         )
     raise NotFound(f"no snapshot has {wanted}; there are {_listed(saved) or 'none'}")
+
+
+def _of_tracker_run(save_dir: Path, root: bytes, run: str) -> State:
+    """Return the newest whole state that was logged to a run of a tracker.
+
+    Raises:
+        NotFound: None was.
+        NoUsableSnapshot: Some were, and none is whole.
+    """
+    state = loading.load_latest(save_dir, root, wanted=lambda facts: run in _tracker_runs(facts))
+    if state is not None:
+        return state
+    with Repository.open(save_dir) as repository:
+        saved = _readable(repository, root)
+    runs = list(dict.fromkeys(known for one in saved for known in _tracker_runs(one.facts)))
+    shown = ", ".join(map(one_line, runs[:_SHOWN])) + (
+        f" and {len(runs) - _SHOWN} more" if runs[_SHOWN:] else ""
+    )
+    raise NotFound(
+        f"no snapshot was logged to the run {one_line(run)}; "
+        + (f"there are snapshots of {shown}" if runs else "none was logged to any tracker"),
+        hint="resume() without tracker_run takes the newest whole snapshot",
+    )
+
+
+def _tracker_runs(facts: Facts) -> list[str]:
+    return [run["run"] for run in facts.trackers.values() if "run" in run]
 
 
 def _best_rule(rules: Iterable[Best], metric: str | None, mode: Mode | None) -> Best | None:
@@ -249,7 +276,12 @@ class TrainingSnapshots:
         return loading.load_latest(self.save_dir, self._root)
 
     def load_snapshot(
-        self, snapshot: str | None = None, *, step: int | None = None, epoch: int | None = None
+        self,
+        snapshot: str | None = None,
+        *,
+        step: int | None = None,
+        epoch: int | None = None,
+        tracker_run: str | None = None,
     ) -> State:
         """Return the state of one snapshot: the newest that is whole or, if one is named, exactly that one.
 
@@ -263,6 +295,8 @@ class TrainingSnapshots:
                 ``latest~2``, a time, or ``best``, as `load_best()` finds it.
             step: Optimizer steps of the run at the snapshot.
             epoch: Epoch that was recorded with it.
+            tracker_run: Id of a run of MLflow, Weights & Biases or another tracker: the newest whole snapshot that
+                was logged to it (`SnapshotManager.track`).
 
         Raises:
             NotFound: There is no such snapshot, or there are several; the message names what is there.
@@ -271,6 +305,11 @@ class TrainingSnapshots:
             ValueError: This version of ciuic or of the framework does not know what was saved, or it is named
                 in two ways.
         """
+        if tracker_run is not None:
+            if not (step is None and epoch is None and snapshot is None):
+                raise ValueError("load_snapshot must get tracker_run= alone, or none")
+            self._await_saves()
+            return _of_tracker_run(self.save_dir, self._root, tracker_run)
         if step is None and epoch is None and snapshot is None:
             newest = self.load_latest_snapshot()
             if newest is None:

@@ -47,6 +47,7 @@ from ciuic.training.writer.codecs import (
 from ciuic.training.writer.committing import LastCommit, commit, put_files
 from ciuic.training.writer.housekeeping import DAMAGE_NOTE, WriterHousekeeping
 from ciuic.training.writer.messages import (
+    SENT_TO_ALL,
     Attach,
     Awaited,
     Begin,
@@ -92,8 +93,10 @@ def main(fd: int, trainer_pid: int) -> None:
         trainer_pid: Process id of the trainer.
     """
     # The trainer answers these signals; this process exits after it.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
+    # Blocked since before this program was loaded (`client`). What has come meanwhile is ignored, too.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
     sock = socket.socket(fileno=fd)
     trainer = _Trainer(sock, trainer_pid)
     # Begin is the first message; a trainer that died before it has nothing to store.

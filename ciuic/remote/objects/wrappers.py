@@ -23,11 +23,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, check_name, merge_ranges
+from ciuic.remote.upload_deadline import LARGE_OBJECT_BYTES, WriteRate
 from ciuic.repository.identity import Bytes
 
 KINDS: Final = ("put", "create", "get", "head", "list", "delete")
 """Kinds of requests. Stores charge put, create and list alike, get and head alike, delete mostly not."""
 _LIST_PAGE: Final = 1000
+# Time of sending after which what was measured before counts half.
+_RATE_SECONDS: Final = 20.0
+_LATENCY_WEIGHT: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,19 @@ class RequestCount:
 
 
 class CountingObjects:
-    """Objects that count what is asked of others."""
+    """Objects that count what is asked of others, and measure how fast the store takes it."""
 
     def __init__(self, objects: Objects, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._objects = objects
         self._clock = clock
         self._lock = threading.Lock()
         self._counts = {kind: RequestCount() for kind in KINDS}
+        # Large objects under way, and the time in which there was at least one, with the bytes stored in it.
+        self._large = 0
+        self._large_since = 0.0
+        self._busy_seconds = 0.0
+        self._busy_bytes = 0.0
+        self._request_seconds = 0.0
 
     @property
     def url(self) -> str:
@@ -62,15 +72,23 @@ class CountingObjects:
         with self._lock:
             return dict(self._counts)
 
+    def write_rate(self) -> WriteRate:
+        """Return how fast the store takes objects, the last ones counting most."""
+        with self._lock:
+            self._settle_large(self._clock())
+            rate = self._busy_bytes / self._busy_seconds if self._busy_bytes else 0.0
+            return WriteRate(rate, self._request_seconds)
+
     def put(self, name: str, data: Sequence[Bytes]) -> None:
         """Store the parts as one object."""
-        with self._timed("put"):
+        size_bytes = sum(len(part) for part in data)
+        with self._timed("put", size_bytes=size_bytes):
             self._objects.put(name, data)
-            self._add("put", sent_bytes=sum(len(part) for part in data))
+            self._add("put", sent_bytes=size_bytes)
 
     def create(self, name: str, data: bytes) -> bool:
         """Store the object if the name is free."""
-        with self._timed("create"):
+        with self._timed("create", size_bytes=len(data)):
             created = self._objects.create(name, data)
             self._add("create", sent_bytes=len(data))
         return created
@@ -131,9 +149,24 @@ class CountingObjects:
         """Close the objects; the counts stay."""
         self._objects.close()
 
+    def _settle_large(self, now: float) -> None:
+        """Count the time until now in which a large object was under way."""
+        if self._large:
+            # At least a microsecond, so that what was stored at once has a rate.
+            self._busy_seconds += max(now - self._large_since, 1e-6)
+        self._large_since = now
+        if self._busy_seconds > _RATE_SECONDS:
+            self._busy_seconds /= 2
+            self._busy_bytes /= 2
+
     @contextmanager
-    def _timed(self, kind: str, requests: int = 1) -> Iterator[None]:
+    def _timed(self, kind: str, requests: int = 1, size_bytes: int = -1) -> Iterator[None]:
+        """Count and time an operation; ``size_bytes`` is the size of the object that it stores."""
+        is_large = size_bytes >= LARGE_OBJECT_BYTES
         started = self._clock()
+        with self._lock:
+            self._settle_large(started)
+            self._large += is_large
         failed = 0
         try:
             yield
@@ -143,7 +176,19 @@ class CountingObjects:
             failed = 1
             raise
         finally:
-            self._add(kind, requests=requests, failed=failed, waited_seconds=self._clock() - started)
+            ended = self._clock()
+            self._add(kind, requests=requests, failed=failed, waited_seconds=ended - started)
+            with self._lock:
+                self._settle_large(ended)
+                self._large -= is_large
+                # An object that was not stored is time without bytes.
+                if is_large and not failed:
+                    self._busy_bytes += size_bytes
+                elif size_bytes >= 0 and not failed:
+                    # A slow request counts at once, and is forgotten slowly: a promise depends on it.
+                    seconds = ended - started
+                    smoothed = self._request_seconds + _LATENCY_WEIGHT * (seconds - self._request_seconds)
+                    self._request_seconds = max(seconds, smoothed)
 
     def _add(
         self,
@@ -204,12 +249,14 @@ class RateLimit:
         bytes_per_second: float | None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         """Set the rate; None for no limit."""
         self._clock = clock
-        self._sleep = sleep
         self._lock = threading.Lock()
+        self._lifted = threading.Event()
+        """Set when the limit ends for those that wait."""
+        self._sleep = sleep or self._lifted.wait
         self._rate = _positive(bytes_per_second)
         # Time at which the next byte has its place.
         self._next = clock()
@@ -220,10 +267,14 @@ class RateLimit:
         return self._rate
 
     def change(self, bytes_per_second: float | None) -> None:
-        """Change the rate for requests that have not asked yet."""
+        """Change the rate for requests that have not asked yet; None also ends the waits of those that have."""
         with self._lock:
             self._rate = _positive(bytes_per_second)
             self._next = self._clock()
+        if bytes_per_second is None:
+            self._lifted.set()
+        else:
+            self._lifted.clear()
 
     def take(self, size_bytes: int) -> float:
         """Wait until this many bytes may be moved; return the seconds that were waited."""

@@ -1,4 +1,4 @@
-"""Cache of a remote on this host: files in a directory that no other user may write to.
+"""Cache on this host, of a remote or of figures: files in a directory that no other user may write to.
 
 Guarantees: the directory and everything above it can be changed by root and this user alone. A file appears whole or not at
 all, and is not synced: readers verify each file. Any file may be gone at any time.
@@ -159,7 +159,17 @@ def open_cache(remote: Remote, space: Remote, root: Path | None = None) -> Itera
     """
     # By place as well: a copy of a remote in another bucket has its id, and may be older.
     where = f"{remote.id}-{xxhash.xxh3_64_hexdigest(remote.objects.url.encode())}"
-    path = (cache_root() if root is None else root) / where / space.id
+    with open_cache_at((cache_root() if root is None else root) / where / space.id) as cache:
+        yield cache
+
+
+@contextmanager
+def open_cache_at(path: Path) -> Iterator[CacheDirectory]:
+    """Return the cache in a directory, made if need be; one that is deleted at the end if the disk refuses.
+
+    Raises:
+        NotPermitted: another user may write there.
+    """
     try:
         # Before and after: nothing is made where another user's links lead.
         check_own(path)

@@ -97,9 +97,15 @@ class ReadableRemote:
         return RemoteRepository(reader, self.snapshots.only(self._ids_in(reader)))
 
     def read_anew(self) -> None:
-        """Take no pack from the cache, to find out whether the bucket has them all as they were."""
+        """Take no pack and no manifest from the cache, to find out whether the bucket has them all as they were."""
         for reader in self.readers:
             reader.meta.read_anew()
+        self.read_manifests_anew()
+
+    def read_manifests_anew(self) -> None:
+        """Take no manifest from the cache."""
+        for entry in self.snapshots.entries.values():
+            entry.manifests.read_anew()
 
     def of_host(self, name: str) -> ReadableRemote:
         """Return the same with the snapshots of one host alone. It is closed with this one.

@@ -31,7 +31,7 @@ from ciuic.repository.index_database import info_of
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
 from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.repository.snapshots import UNREADABLE_MARKS, CommittedSnapshots, resolve
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import Snapshot, SnapshotId, order_of
 
 
 class Manifests:
@@ -58,6 +58,13 @@ class Manifests:
         self._logs = logs
         self.prefer: Final = prefer
         self._lock = threading.Lock()
+        # Digests of manifests that were read from the bucket since `read_anew`; None: the cache is believed.
+        self._seen: set[str] | None = None
+
+    def read_anew(self) -> None:
+        """Read each manifest from the bucket once more from now on, as a verification of the bucket has to."""
+        with self._lock:
+            self._seen = set()
 
     @property
     def url(self) -> str:
@@ -78,11 +85,15 @@ class Manifests:
             RemoteUnreachable: the store did not answer for too long.
         """
         name = live.manifest
-        data = self._cache.load(live.digest)
+        anew = self._seen is not None and live.digest not in self._seen
+        data = None if anew else self._cache.load(live.digest)
         # Named by its digest: whatever else lies there is no manifest.
         if data is None or object_digest(data) != live.digest:
             data = self._fetch(live)
             self._cache.store(live.digest, data)
+            with self._lock:
+                if self._seen is not None:
+                    self._seen.add(live.digest)
         try:
             return decode_manifest(self._space.sealer, name, data)
         except DamagedRemote as error:
@@ -258,7 +269,7 @@ class RemoteSnapshots(CommittedSnapshots):
         with ThreadPoolExecutor(_THREADS) as pool:
             results = list(pool.map(load, sorted(self.entries)))
         loaded = [one for one in results if isinstance(one, Snapshot)]
-        loaded.sort(key=lambda snapshot: (-snapshot.order_ns, snapshot.id))
+        loaded.sort(key=order_of, reverse=True)
         return loaded, [one for one in results if isinstance(one, UnreadableSnapshot)]
 
     def path(self, id_: str) -> str:
@@ -276,6 +287,8 @@ class RemoteSnapshots(CommittedSnapshots):
             NotFound: no snapshot fits, or no host of that name has one.
             UsageError: ``text`` is ambiguous: the ids that it could be are named.
         """
+        if (of_set := self._resolve_of_set(text)) is not None:
+            return of_set
         host, slash, rest = text.rpartition("/")
         if slash:
             return self.of_host(host).resolve(rest, root)

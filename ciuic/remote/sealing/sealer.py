@@ -97,6 +97,7 @@ _ENVELOPE: Final = struct.Struct("<8sHHI16s")
 ENVELOPE_BYTES: Final = _ENVELOPE.size
 _SALT_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
+_HIDING_INFO: Final = b"ciuic hidden names v1"
 _OBJECT_INFO: Final = b"ciuic object v1"
 _PACK_INFO: Final = b"ciuic pack v1"
 
@@ -245,6 +246,16 @@ class Sealer:
             raise DamagedRemote(
                 name, "it was altered, or sealed under another name, in another remote or with another key"
             ) from None
+
+    def hide(self, text: str) -> str:
+        """Return 32 hexadecimal digits that stand for the text in names of objects; they tell nothing without the key."""
+        master = self._master
+        key = (
+            hkdf(b"", self.remote_id, _HIDING_INFO)
+            if master is None
+            else master.derive(self.remote_id, _HIDING_INFO)
+        )
+        return blake3(text.encode(), key=key).hexdigest(16)
 
     def for_pack(self, name: str, pack_id: bytes, header: bytes) -> PackSeal:
         """Return the seals of a pack with this id and header; ``name`` is for messages."""

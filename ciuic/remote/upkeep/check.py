@@ -640,6 +640,7 @@ def check_remote(
         RemoteUnreachable: the store did not answer for too long.
     """
     report = CheckReport(data_read=read_data)
+    opened.read_manifests_anew()
     _check_slots(opened, report)
     for reader, repository in zip(opened.readers, opened.repositories, strict=True):
         _check_logs(reader, report)
@@ -786,6 +787,7 @@ def repair_remote(
             _repair_logs(reader, _sharing(local, reader), host, caches)
     for number in range(_MAX_PASSES):
         with reopen() as opened:
+            opened.read_manifests_anew()
             if not number:
                 _check_slots(opened, before)
             mended = 0

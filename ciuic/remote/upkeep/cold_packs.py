@@ -70,6 +70,7 @@ from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.lookup import Located, resolve
 from ciuic.repository.notes import read_note, write_note
+from ciuic.system.state_home import state_home
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry, RootRecord, SnapshotId
 
 
@@ -116,8 +117,6 @@ def classes_of_spaces(
     return [(reader, SpaceClasses(classes, prefix_of(opened, reader))) for reader in opened.readers]
 
 
-_ROOT_DIRECTORY: Final = Path("/var/lib/ciuic/thaw")
-"""Directory of the jobs of root, unless XDG_STATE_HOME says otherwise."""
 _JOB_SUFFIX: Final = ".thaw"
 
 PackState = Literal["wanted", "asked", "ready"]
@@ -199,17 +198,8 @@ class ThawJobs:
 
 
 def jobs_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where the jobs of this user lie.
-
-    It is ``$XDG_STATE_HOME/ciuic/thaw`` if that is set, else /var/lib/ciuic/thaw for root and ~/.local/state/ciuic/thaw
-    for others.
-    """
-    variables = os.environ if environ is None else environ
-    if (home := variables.get("XDG_STATE_HOME", "")).startswith("/"):
-        return Path(home) / "ciuic" / "thaw"
-    if os.geteuid() == 0:
-        return _ROOT_DIRECTORY
-    return Path(variables.get("HOME") or os.path.expanduser("~")) / ".local" / "state" / "ciuic" / "thaw"
+    """Return where the jobs of this user lie."""
+    return state_home("thaw", environ)
 
 
 _ASKING_THREADS: Final = 8

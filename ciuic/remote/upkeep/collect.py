@@ -17,12 +17,14 @@ from typing import Final, NamedTuple
 from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.documents import GivenUp, LiveManifest
 from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.host_status import expired_statuses
 from ciuic.remote.log_reader import LogReader, Rounds
-from ciuic.remote.object_names import PackRef
+from ciuic.remote.object_names import STATUS_PREFIX, PackRef
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry
 from ciuic.remote.remote_index import RemoteIndex, cold_packs
+from ciuic.remote.sets import remove_old_sets
 from ciuic.remote.upkeep.collection_round import (
     DEFAULT_POLICY,
     CollectionPolicy,
@@ -34,6 +36,7 @@ from ciuic.remote.upkeep.collection_round import (
 from ciuic.remote.writer_log import WriterLog, WriterState
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.snapshot_sets import named_set, parse_set_name
 from ciuic.types import SnapshotId
 
 # A round that deletes nothing may be one of another collector, or all that it condemned is needed again.
@@ -90,7 +93,12 @@ def collect_remote(
         RemoteUnreachable: the store did not answer for too long.
         RemoteRefused: these credentials may not delete.
     """
-    return _in_each_space(opened, lambda reader: _collect(reader, host, policy, between), collected)
+    spaces = _in_each_space(opened, lambda reader: _collect(reader, host, policy, between), collected)
+    objects = opened.remote.objects
+    objects.delete(expired_statuses(objects.list(STATUS_PREFIX)))
+    # Hosts that may not delete leave theirs.
+    remove_old_sets(objects)
+    return spaces
 
 
 def preview_collection(
@@ -254,7 +262,7 @@ def resolve_snapshots(
 
     Args:
         opened: The remote.
-        texts: What the operator named.
+        texts: What the operator named; a set (``set:NAME``) means all its members.
         held: Allow snapshots that were held when they were uploaded.
 
     Raises:
@@ -262,12 +270,7 @@ def resolve_snapshots(
         UsageError: a text is ambiguous.
         CiuicError: a snapshot is held.
     """
-    chosen = list(
-        dict.fromkeys(
-            SnapshotId(text) if text in opened.snapshots.entries else opened.snapshots.resolve(text)
-            for text in texts
-        )
-    )
+    chosen = list(dict.fromkeys(id_ for text in texts for id_ in _named(opened, text)))
     refused = [] if held else [id_ for id_ in chosen if _is_held(opened, id_)]
     if refused:
         raise CiuicError(
@@ -275,6 +278,16 @@ def resolve_snapshots(
             hint="--held gives up held snapshots as well: a release after the upload is not known here",
         )
     return chosen
+
+
+def _named(opened: ReadableRemote, text: str) -> list[SnapshotId]:
+    """Return the snapshot that a text names, or all of a set."""
+    if text in opened.snapshots.entries:
+        return [SnapshotId(text)]
+    named = parse_set_name(text)
+    if named is None or named.member:
+        return [opened.snapshots.resolve(text)]
+    return [one.id for one in named_set(named.name, opened.snapshots.sets()).found.values()]
 
 
 def _is_held(opened: ReadableRemote, id_: SnapshotId) -> bool:

@@ -197,6 +197,11 @@ class NeededChunks:
         self.data.add(chunk)
 
 
+# Manifests that are read ahead of the walk: the cache keeps them until then.
+_MANIFESTS_AHEAD: Final = 256
+_MANIFEST_THREADS: Final = 16
+
+
 def live_chunks(
     reader: SpaceReader, *, between: Callable[[], None] = lambda: None
 ) -> Callable[[Mapping[str, LiveManifest]], NeededChunks]:
@@ -217,9 +222,15 @@ def live_chunks(
         found = RemoteSnapshots(entries)
         needed = NeededChunks()
         walker = Walker(RemoteRepository(reader, found), seen=needed.nodes, seen_data=needed.data)
-        for name in entries:
-            for _ in walker.walk(found.load(SnapshotId(name))):
-                between()
+        names = list(entries)
+        for start in range(0, len(names), _MANIFESTS_AHEAD):
+            some = names[start : start + _MANIFESTS_AHEAD]
+            with ThreadPoolExecutor(_MANIFEST_THREADS) as pool:
+                for _ in pool.map(lambda name: manifests.read(snapshots[name]), some):
+                    between()
+            for name in some:
+                for _ in walker.walk(found.load(SnapshotId(name))):
+                    between()
         return needed
 
     return mark
@@ -318,6 +329,8 @@ class _CountingRepacker(Repacker):
 # Stored bytes of the records that one request asks for; each thread has as much in memory.
 _READ_BYTES_AT_ONCE: Final = 4 << 20
 _READING_THREADS: Final = 4
+# Logs that get their fences at the same time.
+_FENCING_THREADS: Final = 16
 
 
 class _Copy(NamedTuple):
@@ -861,21 +874,23 @@ class Collector:
     def _fence_logs(self, round_: int) -> None:
         """Put a fence into every log that is there after the round began."""
         self._reader.refresh()
-        while bare := [writer for writer in self._reader.logs if not self._is_fenced(writer, round_)]:
-            for writer in bare:
-                self._fence(writer, round_)
-            # One listing may lack a whole log, of which nobody would hear.
-            self._reader.refresh()
+        with ThreadPoolExecutor(_FENCING_THREADS) if self._threads > 1 else InlinePool() as pool:
+            while bare := [writer for writer in self._reader.logs if not self._is_fenced(writer, round_)]:
+                # Each log has its own order; one after the other, ten thousand would take a quarter of an hour.
+                for _ in pool.map(lambda writer: self._fence(writer, round_), bare):
+                    pass
+                # One listing may lack a whole log, of which nobody would hear.
+                self._reader.refresh()
 
     def _fence(self, writer: str, round_: int) -> None:
+        """Put a fence into one log, unless it has to be read again first."""
+        summary = self._reader.logs[writer]
+        before = -1
         # Each failure means that the log went on; a writer makes one entry for each snapshot.
-        while not self._is_fenced(writer, round_):
-            summary = self._reader.logs[writer]
+        while not self._is_fenced(writer, round_) and summary.next != before:
             before = summary.next
             entry = LogFence(nonce=self._new_id(), round=round_)
             append_to_log(self._objects, self._sealer, writer, summary, entry)
-            if summary.next == before:
-                self._reader.refresh()
 
     def _is_fenced(self, writer: str, round_: int) -> bool:
         summary = self._reader.logs[writer]

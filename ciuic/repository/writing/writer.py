@@ -103,6 +103,7 @@ def _committed_snapshot(draft: SnapshotDraft, new_bytes: int, placed_ns: int = 0
         new_bytes=new_bytes,
         files=sum(root.entry.total_files + root.links_files for root in draft.roots),
         pair=draft.pair,
+        set_member=draft.set_member,
         left_out=draft.left_out,
         incomplete=draft.incomplete,
         placed_ns=placed_ns,

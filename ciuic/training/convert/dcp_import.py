@@ -29,7 +29,7 @@ from ciuic.errors import CiuicError
 from ciuic.training.convert.export_state import load_everything
 from ciuic.training.convert.foreign_directory import ForeignDirectory
 from ciuic.training.convert.foreign_files import check_archive, load_plain, reason
-from ciuic.training.convert.inert_pickle import Made, Name, read_pickle
+from ciuic.training.inert_pickle import Made, Name, read_pickle
 from ciuic.training.json_documents import MALFORMED
 
 METADATA: Final = ".metadata"

@@ -43,9 +43,10 @@ from typing import Any, Final
 from ciuic.errors import CiuicError, NotFound, UsageError
 from ciuic.repository import Repository
 from ciuic.training.format import structure
-from ciuic.training.format.reading import STATE_FILE, Facts, load, read_facts
+from ciuic.training.format.reading import STATE_FILE, Facts, load_from, read_facts
 from ciuic.training.format.stored_files import ReadFrom, SnapshotRef, open_repository
 from ciuic.training.format.structure import KIND
+from ciuic.training.loading_sets import whole_state
 from ciuic.training.logs import log
 from ciuic.types import SnapshotId
 
@@ -275,7 +276,9 @@ def lightning_checkpoint(checkpoint: dict[str, Any], of_rank: dict[str, Any]) ->
     return {**checkpoint, LOOPS: of_rank[LOOPS]}
 
 
-def read_snapshot(save_dir: ReadFrom, root: bytes | None, snapshot: str | None) -> ExportState:
+def read_snapshot(
+    save_dir: ReadFrom, root: bytes | None, snapshot: str | None, also: Sequence[ReadFrom] = ()
+) -> ExportState:
     """Read a snapshot's state.
 
     Args:
@@ -283,19 +286,20 @@ def read_snapshot(save_dir: ReadFrom, root: bytes | None, snapshot: str | None) 
         root: Path of the training in its snapshots; None for any training.
         snapshot: An id, an unambiguous prefix of one, ``latest``, ``latest~2``, a time; None: the newest that
             can be read whole.
+        also: Further repositories, which may have other parts of the state.
 
     Raises:
-        NotFound: There is no such snapshot, or it holds no training state.
+        NotFound: There is no such snapshot, it holds no training state, or a part of it is missing.
         Damaged: It is not as it was saved.
         ValueError: This version of ciuic or of the framework does not know what was saved.
     """
     with open_repository(save_dir) as repository:
         if snapshot is not None:
-            return _read(save_dir, repository, repository.snapshots.resolve(snapshot))
+            return _read(save_dir, repository, repository.snapshots.resolve(snapshot), also)
         found = repository.snapshots.list(root=root)
         for number, info in enumerate(found):
             try:
-                return _read(save_dir, repository, info.id)
+                return _read(save_dir, repository, info.id, also)
             except (CiuicError, ValueError) as error:
                 if number == len(found) - 1:
                     raise
@@ -304,12 +308,14 @@ def read_snapshot(save_dir: ReadFrom, root: bytes | None, snapshot: str | None) 
     raise NotFound(f"there is no snapshot in {where}")
 
 
-def _read(save_dir: ReadFrom, repository: Repository, id_: SnapshotId) -> ExportState:
+def _read(
+    save_dir: ReadFrom, repository: Repository, id_: SnapshotId, also: Sequence[ReadFrom]
+) -> ExportState:
     try:
         names = set(SnapshotRef(save_dir, id_).files(repository).names())
         if STATE_FILE not in names and _DCP_FILE in names:
             return ExportState(id_, read_facts(repository, id_), _read_dcp(save_dir, id_))
-        loaded = load(save_dir, id_, prepare=without_classes)
+        loaded = load_from(whole_state([save_dir, *also], id_), id_, prepare=without_classes)
     except ModuleNotFoundError as error:
         raise missing_package(str(error.name), f"the state in {id_}") from None
     plain = loaded.values.get("plain", ())

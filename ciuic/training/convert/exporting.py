@@ -59,6 +59,7 @@ def export(
     only: Sequence[str] = (),
     ranks: int = 1,
     overwrite: bool = False,
+    also: Sequence[Callable[[], Repository]] = (),
 ) -> Exported:
     """Write the state of a snapshot in a format of others, durably on return.
 
@@ -73,6 +74,7 @@ def export(
         only: Names of the objects to export; none: all.
         ranks: Number of ranks for which ``dcp`` cuts the tensors.
         overwrite: Whether to replace what an earlier export has written at ``path``.
+        also: Further repositories, which may have other parts of a state that several hosts have saved.
 
     Raises:
         UsageError: An argument is wrong, or a package is not installed.
@@ -90,7 +92,7 @@ def export(
             importlib.import_module(name)
         except ModuleNotFoundError:
             raise missing_package(name, f"--to {to}") from None
-    state = read_snapshot(str(save_dir) if isinstance(save_dir, Path) else save_dir, root, snapshot)
+    state = read_snapshot(str(save_dir) if isinstance(save_dir, Path) else save_dir, root, snapshot, also)
     chosen = state.only(only)
     path = path.absolute()
     try:

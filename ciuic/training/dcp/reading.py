@@ -39,7 +39,6 @@ from ciuic.training.format.stored_files import (
     ReadFrom,
     SnapshotRef,
     arrays_of,
-    open_repository,
 )
 from ciuic.training.free_resources import reader_count
 from ciuic.training.json_documents import decode_json
@@ -276,8 +275,8 @@ class CiuicStorageReader(StorageReader):
         if self._metadata is None:
             found = self._chosen or self._find()
             self.id, self._place = found.id, self._fixed_place or self._source.place(found)
-            with open_repository(self._place) as repository:
-                self._metadata = decode_metadata(self._snapshot.files(repository).read(METADATA_FILE))
+            with self._snapshot.open() as files:
+                self._metadata = decode_metadata(files.read(METADATA_FILE))
             meta = self._metadata.storage_meta or StorageMeta()
             meta.checkpoint_id = meta.checkpoint_id or self.id
             self._metadata.storage_meta = meta
@@ -413,14 +412,13 @@ def read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
     Raises:
         ValueError: a later version wrote them, or they are malformed.
     """
-    with open_repository(snapshot.path) as repository:
-        files = snapshot.files(repository)
+    with snapshot.open() as files:
         document = decode_json(files.read(f"{folder}/{OBJECTS_FILE}"), f"{folder}/{OBJECTS_FILE}")
         if not isinstance(document, dict) or document.get("version") != OBJECTS_VERSION:
             raise ValueError(f"{folder}/{OBJECTS_FILE} was written by a later version of ciuic")
         beside = f"{folder}_objects"
         names = [name for name in files.names() if name.startswith(f"{beside}/") and name.endswith(SUFFIX)]
-        lookup = arrays_of(snapshot.path, files, names).lookup(beside)
+        lookup = arrays_of(snapshot, files, names).lookup(beside)
         found = structure.unpack(document["objects"], lookup)
     if not isinstance(found, dict):
         raise ValueError(

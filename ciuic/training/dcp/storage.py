@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ciuic.system.slurm import job_tags
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, encode_metadata
 from ciuic.training.dcp.rank_files import (
     ArenaPlacer,
@@ -298,7 +299,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         part.add_file(FACTS_FILE, encode_facts(facts))
         own = (self._checkpoint_id,) if self._checkpoint_id else ()
         message = ", ".join(filter(None, (self._checkpoint_id, facts_summary(facts))))
-        self.last_id = self._parts.commit(part, stored, message, (TAG, *own, *self.tags))
+        self.last_id = self._parts.commit(part, stored, message, (TAG, *own, *job_tags(), *self.tags))
         metadata.storage_data = places
 
     def _staged_for(self, addresses: list[int]) -> _StagedState | None:

@@ -32,9 +32,9 @@ from ciuic.training.format.stored_files import (
     RangeReader,
     ReadFrom,
     SnapshotRef,
+    StateRef,
     arrays_of,
     cut_to_templates,
-    open_repository,
     top_of,
 )
 from ciuic.training.format.tensors import safetensors_name, stored_shape
@@ -71,6 +71,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Size of all tensors."""
     run: str = ""
     """Id of the run, 32 hexadecimal digits; the same in all its snapshots, also after a resume."""
+    trackers: dict[str, dict[str, str]] = {}
+    """Runs of experiment trackers to which the save is logged: by tracker, ``run`` with the id and what else names it."""
     rank: int = 0
     world_size: int = 1
     framework: dict[str, str] = {}
@@ -110,6 +112,8 @@ class Loaded:
     values: dict[str, Any] = field(default_factory=dict)
     """Values of the manager itself: random generators, positions."""
     passed_over: list[PassedOver] = field(default_factory=list)
+    time_ns: int = 0
+    """Place of the snapshot in the order of snapshots, by the clock of its host."""
 
 
 def saved_snapshots(repository: Repository, root: bytes | None) -> list[SavedSnapshot]:
@@ -196,11 +200,21 @@ def load(
     templates: Mapping[str, TemplateLookup] | None = None,
     prepare: Callable[[Any], Any] | None = None,
 ) -> Loaded:
-    """Load the state in one snapshot.
+    """Load the state in one snapshot of a repository; as `load_from`."""
+    return load_from(SnapshotRef(path, id_), id_, templates, prepare)
+
+
+def load_from(
+    state_ref: StateRef,
+    id_: str,
+    templates: Mapping[str, TemplateLookup] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
+) -> Loaded:
+    """Load a state.
 
     Args:
-        path: Path of the repository, or a function that opens it.
-        id_: Snapshot.
+        state_ref: Where it is stored.
+        id_: What the state and errors call it.
         templates: Templates of sharded objects by name, of which only this rank's part is loaded
             (`stored_files.cut_to_templates`).
         prepare: Applied to what stands for a state in `state.json` before values are made of it.
@@ -210,18 +224,18 @@ def load(
         Damaged: Something is not as it was saved.
         ValueError: This version of ciuic or of the framework does not know what was saved.
     """
-    opened = SnapshotRef(path, id_)
-    source = RangeReader(opened)
+    source = RangeReader(state_ref)
     try:
         # Tensors that are created in torch's inference mode could not be trained afterwards.
-        with tensors.outside_inference_mode(), open_repository(path) as repository:
-            files = opened.files(repository)
+        with tensors.outside_inference_mode(), state_ref.open() as files:
             facts = _decode_facts(files.read(FACTS_FILE))
             state = decode_json(files.read(STATE_FILE), STATE_FILE)
             # A later version may mean something else by the same fields.
             if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
                 raise ValueError(f"{id_} was written by a later version of ciuic")
-            arrays = arrays_of(path, files, [name for name in files.names() if name.endswith(SUFFIX)], source)
+            arrays = arrays_of(
+                state_ref, files, [name for name in files.names() if name.endswith(SUFFIX)], source
+            )
             objects = {}
             prepare = prepare or (lambda skeleton: skeleton)
             for name, skeleton in state["objects"].items():
@@ -232,7 +246,7 @@ def load(
                     found = cut_to_templates(found, template or (lambda _: None))
                 objects[name] = found
             values = structure.unpack(prepare(state["values"]), arrays.lookup("values"))
-            return Loaded(id_, facts, objects, values)
+            return Loaded(id_, facts, objects, values, time_ns=files.time_ns)
     # Any process that can write the repository may have written these documents: whatever making values of
     # them raises is a ValueError, so that the snapshot is passed over and the one before it is tried.
     except MALFORMED as error:
@@ -305,7 +319,8 @@ def framework_versions() -> dict[str, str]:
 def check_resolves(repository: Repository, id_: SnapshotId) -> None:
     """Check that a reader finds every tensor of a state, with its shape and dtype.
 
-    A snapshot without a training state has nothing to find.
+    A snapshot without a training state has nothing to find. Of one that is part of a set the shards of other
+    members are not looked for.
 
     Raises:
         Damaged: A tensor is in no file or another than it is described, or a document is not as it should be.
@@ -325,17 +340,21 @@ def check_resolves(repository: Repository, id_: SnapshotId) -> None:
         for name in names:
             if name.endswith(SUFFIX):
                 held.setdefault(name.partition("/")[0], {}).update(files.header(name))
-        check_document(document, held)
+        member = snapshot.set_member
+        check_document(document, held, is_part=member is not None and len(member.members) > 1)
     except (*MALFORMED, ValueError) as error:
         raise Damaged(f"the state of {id_} cannot be loaded: {error}") from None
 
 
-def check_document(data: bytes | bytearray, held: Mapping[str, Mapping[str, TensorInFile]]) -> None:
+def check_document(
+    data: bytes | bytearray, held: Mapping[str, Mapping[str, TensorInFile]], *, is_part: bool = False
+) -> None:
     """Check that the tensors of a state's document are held by its files.
 
     Args:
         data: Content of `state.json`.
         held: Tensors in the files by object and name.
+        is_part: True if other snapshots have further pieces.
 
     Raises:
         ValueError: A tensor is in no file or another than it is described, or the document is no JSON.
@@ -346,7 +365,7 @@ def check_document(data: bytes | bytearray, held: Mapping[str, Mapping[str, Tens
         return  # a later version's own affair
     for of, skeleton in {**state["objects"], "values": state["values"]}.items():
         for own in _tensors_of(skeleton):
-            _check_tensor(own, held.get(of, {}), f"{of}.{own['name']}")
+            _check_tensor(own, held.get(of, {}), f"{of}.{own['name']}", is_part)
 
 
 def _tensors_of(skeleton: Any) -> Iterator[dict[str, Any]]:
@@ -363,10 +382,10 @@ def _tensors_of(skeleton: Any) -> Iterator[dict[str, Any]]:
             stack.extend(value)
 
 
-def _check_tensor(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -> None:
+def _check_tensor(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str, is_part: bool) -> None:
     """Raise ValueError unless a described tensor is held."""
     if own["$"] == "sharded":
-        _check_pieces(own, held, called)
+        _check_pieces(own, held, called, is_part)
     elif own["name"] not in held:
         raise ValueError(f"the tensor {called} is in no file")
     elif "dtype" in own:
@@ -377,7 +396,7 @@ def _check_tensor(own: dict[str, Any], held: Mapping[str, TensorInFile], called:
             raise ValueError(f"the tensor {called} of shape {own['shape']} cannot have {size_bytes} bytes")
 
 
-def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str) -> None:
+def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str, is_part: bool) -> None:
     shape, dtype = stored_shape(own["shape"]), safetensors_name(own["dtype"])
     regions = set()
     for name, where in held.items():
@@ -389,5 +408,5 @@ def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called:
         if where.dtype != dtype:
             raise ValueError(f"a piece of the tensor {called} is of {where.dtype}, expected {dtype}")
         regions.add((piece[1], where.shape))
-    if not is_whole(list(regions), shape):
+    if not is_part and not is_whole(list(regions), shape):
         raise ValueError(f"the pieces of the tensor {called} do not make up the whole")

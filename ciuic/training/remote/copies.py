@@ -10,14 +10,16 @@ to a remote; what is read is cached in the user's cache directory (`ciuic.remote
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ciuic.errors import CiuicError, NotFound
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.remote.upload_deadline import ExpectedState, announce
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.training.logs import quietly
 from ciuic.training.remote.uploads import (
@@ -28,7 +30,7 @@ from ciuic.training.remote.uploads import (
     start_missing,
     state_dir,
 )
-from ciuic.types import SnapshotId
+from ciuic.types import SetMember, SnapshotId
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -37,6 +39,41 @@ if TYPE_CHECKING:
 _POLL_SECONDS: Final = 0.1
 # The writer process starts the upload after a save; where it has not by then, the one that waits does.
 _START_SECONDS: Final = 10.0
+# Time for a process that uploads to say what it expects: it may have to be started, and to open the remote.
+_FORECAST_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class UploadBeforeEnd:
+    """What a remote has when a preempted program ends."""
+
+    url: str
+    snapshot: str
+    """Newest snapshot of the training."""
+    stored: bool
+    """True if the remote has it."""
+    expected: ExpectedState | None = None
+    """What the process that uploads expected; None: it said nothing in time."""
+
+    @property
+    def text(self) -> str:
+        """What is where, for the log."""
+        if self.stored:
+            part = ", which counts if every host of the set has stored its own"
+            return f"{self.snapshot} is on {self.url}{part if self.expected and self.expected.in_set else ''}"
+        head = f"{self.snapshot} is not on {self.url}"
+        one = self.expected
+        if one is None:
+            return f"{head}: its upload was not waited for, because nothing was heard of it"
+        if one.outcome == "left out":
+            took = "" if one.needed_seconds is None else f", which would take {one.needed_seconds:.0f} s"
+            head += f" and was not begun{took}"
+        else:
+            head += ", and was not stored in time"
+        if not one.resume or (one.resume == self.snapshot):
+            return f"{head}; what a resume from there starts at is what was there before"
+        where = one.resume if one.step is None else f"step {one.step} ({one.resume})"
+        return f"{head}; a resume from there starts at {where}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +95,8 @@ class RemoteProgress:
     """Why nothing is sent, in words; empty while all is well."""
     bytes_per_second: float
     """Rate over the last ten seconds."""
+    expected: tuple[ExpectedState, ...] = ()
+    """What it will have of each training when this machine ends; empty where no end was announced."""
 
 
 class RemoteCopies:
@@ -87,6 +126,59 @@ class RemoteCopies:
                 self._start()
             time.sleep(min(_POLL_SECONDS, max(0.0, end - now)))
         return True
+
+    def announce_end(self, cause: str, seconds: float) -> None:
+        """Tell the processes that upload that this machine, or they, end in this time. What fails is logged."""
+        if self.orders:
+            with quietly("the upload could not be told of the end"):
+                announce(state_dir(self._save_dir), seconds, cause)
+
+    def wait_before_end(self, root: bytes, timeout_seconds: float) -> tuple[UploadBeforeEnd, ...]:
+        """Wait for what the processes that upload promise or try to store before the announced end.
+
+        Nothing is waited for that they have left out, nor for a process that says nothing.
+
+        Returns:
+            What each remote has; nothing if there is no snapshot.
+
+        Raises:
+            CiuicError: The repository cannot be read.
+        """
+        id_ = newest(self._save_dir, root)
+        if id_ is None:
+            return ()
+        repository_id = self._repository_id()
+        began = time.monotonic()
+        end = began + timeout_seconds
+        while True:
+            now = time.monotonic()
+            found = tuple(self._before_end(order, repository_id, id_, root) for order in self.orders)
+            silent = now - began > _FORECAST_SECONDS
+            if now >= end or all(
+                one.stored
+                or (silent if one.expected is None else self._is_settled(order, repository_id, one.expected))
+                for order, one in zip(self.orders, found, strict=True)
+            ):
+                return found
+            time.sleep(min(_POLL_SECONDS, end - now))
+
+    def _before_end(self, order: UploadOrder, repository_id: str, id_: str, root: bytes) -> UploadBeforeEnd:
+        # Only here: the module imports the store's client.
+        from ciuic.remote.replication import read_status
+
+        status = read_status(order.name, state_dir(self._save_dir))
+        forecast = None if status is None else status.forecast
+        expected = None if forecast is None else forecast.of(root)
+        if expected is not None and expected.newest != id_:
+            # Of before the last save.
+            expected = None
+        return UploadBeforeEnd(order.url, id_, self._has(order, repository_id, id_), expected)
+
+    def _is_settled(self, order: UploadOrder, repository_id: str, expected: ExpectedState) -> bool:
+        """Return whether nothing more comes: the newest was left out, and an older one in its place is there."""
+        return expected.outcome == "left out" and (
+            not expected.resume or self._has(order, repository_id, expected.resume)
+        )
 
     def wait_newest(self, root: bytes, timeout_seconds: float) -> bool:
         """Wait until every remote has stored the newest snapshot of a training; return whether that came in time.
@@ -137,6 +229,7 @@ class RemoteCopies:
             uploading=uploading,
             waits_for=waits_for,
             bytes_per_second=0.0 if status is None else status.bytes_per_second,
+            expected=() if status is None or status.forecast is None else status.forecast.states,
         )
 
     def _repository_id(self) -> str:
@@ -199,6 +292,8 @@ class RemoteTraining:
         self._root = root
         self._closing = ExitStack()
         self._opened: dict[str, list[Repository]] = {}
+        # Threads that read a state open a remote when the first of them needs it.
+        self._opening = threading.Lock()
         self._candidates: list[RemoteCandidate] | None = None
 
     def candidates(self) -> list[RemoteCandidate]:
@@ -216,6 +311,19 @@ class RemoteTraining:
             ]
             self._candidates = sorted(found, key=lambda one: (-one.time_ns, one))
         return self._candidates
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the remotes."""
+        return self._remotes.keys()
+
+    def member_of(self, candidate: RemoteCandidate) -> SetMember | None:
+        """Return the place of a candidate in a set; None also of one that cannot be read."""
+        try:
+            snapshots = self._repositories(candidate.remote)[candidate.space].snapshots
+            return snapshots.load(SnapshotId(candidate.id)).set_member
+        except (NotFound, Damaged):
+            return None
 
     def named(self, find: Callable[[Repository], str]) -> RemoteCandidate:
         """Return the newest of the snapshots that ``find`` chooses, in each repository of each remote.
@@ -261,22 +369,26 @@ class RemoteTraining:
         self.close()
 
     def _repositories(self, name: str) -> list[Repository]:
-        if name not in self._opened:
-            # Only here: a training that has its snapshots needs no client of a store.
-            from ciuic.remote.access import configured_secrets, configured_settings
-            from ciuic.remote.reading.opening import open_remote_repository
+        with self._opening:
+            if name not in self._opened:
+                self._opened[name] = self._open(name)
+            return self._opened[name]
 
-            remote = self._remotes[name]
-            try:
-                opened = open_remote_repository(
-                    remote.url, configured_settings(remote), configured_secrets(remote)
-                )
-            except CiuicError as error:
-                error.message = (
-                    f"cannot tell whether there is something to resume at {remote.url}: {error.message}"
-                )
-                error.args = (error.message,)
-                raise
-            self._closing.callback(opened.close)
-            self._opened[name] = list(opened.repositories)
-        return self._opened[name]
+    def _open(self, name: str) -> list[Repository]:
+        # Only here: a training that has its snapshots needs no client of a store.
+        from ciuic.remote.access import configured_secrets, configured_settings
+        from ciuic.remote.reading.opening import open_remote_repository
+
+        remote = self._remotes[name]
+        try:
+            opened = open_remote_repository(
+                remote.url, configured_settings(remote), configured_secrets(remote)
+            )
+        except CiuicError as error:
+            error.message = (
+                f"cannot tell whether there is something to resume at {remote.url}: {error.message}"
+            )
+            error.args = (error.message,)
+            raise
+        self._closing.callback(opened.close)
+        return list(opened.repositories)

@@ -4,7 +4,8 @@
 
 It starts beside a writer process, has a session of its own, outlives the training, and ends by itself: when
 no training saves here any more and the remote has everything. A second one for the same remote ends at once.
-It runs at idle priority; its messages go to ``SAVE_DIR/remotes/NAME/log``.
+It runs at idle priority, except before a deadline that is announced in ``SAVE_DIR/remotes`` (`ciuic.remote.upload_deadline`); its
+messages go to ``SAVE_DIR/remotes/NAME/log``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main(save_dir: str, order: UploadOrder) -> None:
     uploader = UploadLock.uploader(save_dir, order.name)
     if not _acquired(uploader):
         return
+    urgent_nice = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(OSError):
         os.nice(_NICE)
     with suppress(OSError):
@@ -52,6 +54,7 @@ def main(save_dir: str, order: UploadOrder) -> None:
         labels=labels_of,
         stop=stop,
         state_dir=state_dir(save_dir),
+        urgent_nice=urgent_nice,
     )
     # In this order: a writer that waits for `users` must find this one free.
     uploader.release()

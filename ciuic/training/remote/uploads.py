@@ -115,7 +115,8 @@ class UploadOrder(msgspec.Struct, frozen=True, kw_only=True):
         keep = RetentionPolicy(**{**self.keep, "keep_tags": tuple(self.keep.get("keep_tags", ()))})
         key_file = None if self.key_file is None else Path(self.key_file)
         schedule = RemoteSchedule(self.interval_seconds)
-        return RemoteConfig(**values, key_file=key_file, keep=keep, schedule=schedule)
+        # A training that has ended would be a host that fell silent.
+        return RemoteConfig(**values, key_file=key_file, keep=keep, schedule=schedule, status_every_seconds=0)
 
 
 def state_dir(save_dir: str | os.PathLike[str]) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -26,6 +27,7 @@ from ciuic.system.poll import readable
 from ciuic.training.arena import Arena, allocate_arena
 from ciuic.training.remote.uploads import store_variables
 from ciuic.training.writer.messages import (
+    SENT_TO_ALL,
     Attach,
     Awaited,
     Begin,
@@ -57,20 +59,25 @@ def _start_writer(theirs: socket.socket, trainer_pid: int) -> subprocess.Popen[b
         OSError: the process could not be started.
     """
     arguments = str(theirs.fileno()), str(trainer_pid)
-    return subprocess.Popen(
-        module_command("ciuic.training.writer_process", *arguments),
-        # With the credentials of stores, for the process that uploads, which the writer starts.
-        env={**environment(of_trainer=True), **store_variables()},
-        stdin=subprocess.DEVNULL,
-        # stderr is inherited: with the trainer gone it is the only place left for messages.
-        stdout=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        # A session of its own: a signal to the trainer's process group (Ctrl-C, kill -PGID) must not
-        # end the writer.
-        start_new_session=True,
-        # The writer may outlive the job and must not keep its working directory busy.
-        cwd="/",
-    )
+    # Until the program that ignores them is loaded, half a second, any of these would end it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
+    try:
+        return subprocess.Popen(
+            module_command("ciuic.training.writer_process", *arguments),
+            # With the credentials of stores, for the process that uploads, which the writer starts.
+            env={**environment(of_trainer=True), **store_variables()},
+            stdin=subprocess.DEVNULL,
+            # stderr is inherited: with the trainer gone it is the only place left for messages.
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            # A session of its own: a signal to the trainer's process group (Ctrl-C, kill -PGID) must not
+            # end the writer.
+            start_new_session=True,
+            # The writer may outlive the job and must not keep its working directory busy.
+            cwd="/",
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def detach(process: subprocess.Popen[bytes]) -> None:

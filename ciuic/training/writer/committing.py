@@ -88,6 +88,7 @@ def commit(
         message=manifest.message,
         parent=known.snapshot,
         pair=other,
+        set_member=manifest.set_member,
     )
     snapshot = writer.commit(draft)
     if manifest.hold_reason:

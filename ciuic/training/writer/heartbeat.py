@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 from ciuic.printable import one_line
@@ -21,6 +22,8 @@ from ciuic.protocol.watch_client import MAX_TEXT_CHARACTERS, Hello
 from ciuic.system.processes import start_ticks
 from ciuic.training.logs import log
 
+LOSS: Final = "loss"
+"""Name of the metric that a daemon watches."""
 # Exceptions by which a program is ended, and not fails.
 _NO_FAILURE: Final = (KeyboardInterrupt, GeneratorExit)
 
@@ -82,6 +85,13 @@ class TrainerHeartbeat:
                 # The training was told to end and goes on: a goodbye that stays would hide its later death.
                 self._set_goodbye(Goodbye.NONE)
             self._page.beat(step)
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record that the training lives, and its loss if that is among the metrics."""
+        loss = metrics.get(LOSS)
+        if loss is not None and self._page is not None:
+            self._page.report_loss(step, float(loss))
+        self.beat(step)
 
     def preempted(self) -> None:
         """Record that the training was told to end, and will."""

@@ -7,6 +7,7 @@ starts the writer.
 from __future__ import annotations
 
 import array
+import signal
 import socket
 from typing import Final
 
@@ -17,9 +18,14 @@ from ciuic.structs import msgpack_decoder
 from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.remote.uploads import UploadOrder
 from ciuic.training.rules import Keep
-from ciuic.types import Pair
+from ciuic.types import Pair, SetMember
 
 # Long content goes through the arena, so that a message always fits into the buffer of the socket.
+SENT_TO_ALL: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that terminals and schedulers send to all processes of a job. The trainer answers them, and the writer ignores them: Slurm's
+``--signal=USR1@120`` killed the writer of the very snapshot that it asked for. They are blocked when the writer is started, until
+it ignores them.
+"""
 MAX_MESSAGE_BYTES: Final = 64 << 10
 COMPRESSIONS: Final = ("auto", "none", "small")
 """Values of the option ``compression``; ``auto`` runs codecs in idle processor time, on states before the newest.
@@ -135,16 +141,17 @@ class StoredFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JointSave(msgspec.Struct, frozen=True):
-    """A snapshot made by the writers of several ranks (rank_parts.py).
+    """A snapshot made by the writers of the ranks that save in one directory (rank_parts.py).
 
-    Each writer stores the part of its rank; the writer of rank 0 makes the snapshot when all parts are
+    Each writer stores the part of its rank; the writer of the first rank makes the snapshot when all parts are
     stored.
     """
 
     token: str
-    """Name of this save, the same on all ranks."""
+    """Name of this save, the same on all ranks, whatever their directories."""
     rank: int
-    world_size: int
+    ranks: tuple[int, ...]
+    """Ranks of the directory, the first of which makes the snapshot."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +169,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Files that other processes have stored."""
     joint_save: JointSave | None = None
     """The save of all ranks that this snapshot is part of; None: it is this process's alone."""
+    set_member: SetMember | None = None
+    """Place among the snapshots that all directories of the ranks make; None: there is one directory."""
 
 
 class Saved(msgspec.Struct, tag=True, frozen=True, kw_only=True):

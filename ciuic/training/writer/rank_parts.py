@@ -2,7 +2,7 @@
 
 They go through the repository's directory. `parts/TOKEN/RANK` is one rank's report on one snapshot. Its
 writer holds an exclusive flock(2) on it from before it stores until the report is complete, so a file that is
-unlocked and incomplete belongs to a writer that died. The writer of rank 0 waits for all reports and clears
+unlocked and incomplete belongs to a writer that died. The writer of the directory's first rank waits for all reports and clears
 the directory when it is done, leftovers of dead runs included. Trainers are not needed for any of this: if
 all are killed after they handed over their parts, the snapshot is still made.
 
@@ -112,7 +112,7 @@ def collect(
     """
     found: list[StoredFile] = []
     deadline = _Deadline(trainer_is_gone)
-    for rank in range(joint_save.world_size):
+    for rank in joint_save.ranks:
         if rank != joint_save.rank:
             found += _read_report(f"{_folder(repository, joint_save.token)}/{rank}", rank, deadline)
     return found

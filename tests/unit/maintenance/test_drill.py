@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.checkpoint_files import make_safetensors
 from support.cli_repository import FIRST_NS, CliRepository
@@ -197,6 +199,20 @@ def test_damage_ends_with_4_and_is_noted(cli: CliRepository) -> None:
     assert noted[0].time_ns > FIRST_NS
 
 
+def test_a_part_that_was_picked_proves_nothing_of_the_rest(cli: CliRepository) -> None:
+    """With -p or a smaller sample only damage is noted: alerts about late drills go on."""
+    for words in (["-p", f"{cli.root}/log"], ["--sample", "1KiB"]):
+        done = cli.run("drill", "latest", *words)
+        assert (done.exit_code, "only a part" in done.stderr) == (0, True), done.output
+    assert read_drills(cli.path) == []
+    for pack in (cli.path / "packs").glob("*.pack"):
+        body = bytearray(pack.read_bytes())
+        body[len(body) // 4 :: 97] = bytes(len(body[len(body) // 4 :: 97]))
+        pack.write_bytes(body)
+    assert cli.run("drill", "latest", "-p", f"{cli.root}/model-2.safetensors").exit_code == Damaged.exit_code
+    assert [one.verdict for one in read_drills(cli.path)] == ["damaged"]
+
+
 def test_a_command_runs_on_what_was_restored(cli: CliRepository, tmp_path: Path) -> None:
     """All of the path, in its directory, with its name in the environment and no network; its status is part of the verdict."""
     seen = tmp_path / "seen"
@@ -227,6 +243,37 @@ def test_a_command_that_fails_or_hangs_is_a_failed_drill(cli: CliRepository) -> 
     assert "FAILED" in cli.run("drill", "--run", "false").stdout
     assert cli.run("drill", "--run-timeout", "1s").exit_code == 2
     assert cli.run("drill", "--run", "true", "-p", "/a", "-p", "/b").exit_code == 2
+
+
+def test_a_command_that_succeeds_takes_its_failure_back(cli: CliRepository) -> None:
+    """Also on a part, where a drill without a command proves too little; damage stays."""
+    words = ("drill", "-p", f"{cli.root}/log", "--run")
+    assert cli.run(*words, "false").exit_code == 1
+    assert cli.run(*words, "true").exit_code == 0
+    assert [one.verdict for one in read_drills(cli.path)] == ["good", "failed"]
+    newest = read_drills(cli.path)[0]
+    add_drill(cli.path, msgspec.structs.replace(newest, verdict="damaged", files=1))
+    assert cli.run(*words, "true").exit_code == 0
+    assert [one.verdict for one in read_drills(cli.path)] == ["damaged", "good", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"), [(errno.EACCES, "owner"), (errno.ENOSPC, "no room"), (errno.EIO, "")]
+)
+def test_the_hint_where_a_drill_cannot_be_noted(
+    cli: CliRepository, monkeypatch: pytest.MonkeyPatch, number: int, hint: str
+) -> None:
+    """Another user helps against missing rights alone."""
+
+    def refuse(place: Path, drill: LastDrill) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ciuic.protocol.last_drill.add_drill", refuse)
+    done = cli.run("drill")
+    assert done.exit_code == 0
+    assert f"could not be noted in {cli.path}: {os.strerror(number)}" in done.stderr
+    assert hint in done.stderr
+    assert ("owner" in done.stderr) == (hint == "owner")
 
 
 def test_a_whole_tree_is_compared_with_its_directories(

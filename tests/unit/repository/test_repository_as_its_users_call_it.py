@@ -328,12 +328,13 @@ def test_a_child_comes_after_its_parent_when_the_clock_went_back_a_little(reposi
     assert repository.snapshots.ids() == ["cs-00000c", "cs-00000b", "cs-00000a", "cs-00000d"]
 
 
-def test_an_index_without_places_is_read_and_extended(repository: Repository) -> None:
-    """The catalogue of an earlier ciuic lists as it is, and gets places with the next snapshot."""
+def test_an_index_of_an_earlier_version_is_read_and_extended(repository: Repository) -> None:
+    """The catalogue of an earlier ciuic lists as it is, and gets places and sets with the next snapshot."""
     with repository.writer() as writer:
         make_snapshot(writer, "cs-00000a", {}, time_ns=time.time_ns() + 10**15)
     with sqlite3.connect(repository.path / "index.sqlite") as index:
-        index.execute("ALTER TABLE snapshots DROP COLUMN placed_ns")
+        for column in ("placed_ns", "set_id", "set_name"):
+            index.execute(f"ALTER TABLE snapshots DROP COLUMN {column}")
     index.close()
     assert repository.snapshots.ids() == ["cs-00000a"]
     assert [info.id for info in repository.snapshots.newest_known()] == ["cs-00000a"]

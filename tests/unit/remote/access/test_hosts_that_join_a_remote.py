@@ -12,12 +12,15 @@ import pytest
 from support.cli_repository import CliRepository
 
 from ciuic.errors import Busy, NotFound, NotPermitted, UsageError
-from ciuic.remote.access import Remote, RepositoryChoice, init_remote, join_repository
+from ciuic.remote.access import Remote, RepositoryChoice, init_remote, join_repository, repository_spaces
+from ciuic.remote.documents import encode_repository
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.sealing.key_slots import make_key_file, read_key_file
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.repository import Repository
 from ciuic.repository.disk import Disk
+from ciuic.repository.identity import Identity
 from ciuic.repository.locks import Lock
 from ciuic.repository.repository import unmake_empty
 
@@ -27,6 +30,40 @@ def remote() -> Iterator[Remote]:
     name = f"join-{uuid.uuid4().hex}"
     yield init_remote(MemoryObjects(name), master=MasterKey.generate(), block_size=1 << 16)
     forget_bucket(name)
+
+
+class CountedListing(MemoryObjects):
+    """Store that counts the objects that listings yield."""
+
+    listed = 0
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        for info in super().list(prefix, after=after):
+            self.listed += 1
+            yield info
+
+
+def test_spaces_are_found_without_listing_all_that_is_in_them(remote: Remote) -> None:
+    """Finding the repositories of a remote does not cost a listing of all their packs; what has other names is ignored."""
+    objects = CountedListing(remote.objects.url.removeprefix("memory://"))
+    ids = [f"{number:032x}" for number in range(3)]
+    for id_ in ids:
+        data = encode_repository(
+            repository_id=bytes.fromhex(id_),
+            master=remote.master,
+            block_size=1 << 16,
+            created_ns=1,
+            identity=Identity("xxh3-128", None, 1),
+        )
+        assert objects.create(f"repositories/{id_}/remote.json", data)
+    # A space without its remote.json, and names that are none of ciuic's.
+    for name in (*ids[:2], f"{9:032x}", "other"):
+        for number in range(1500):
+            objects.put(f"repositories/{name}/packs/data/00/{number:032x}", [b""])
+    objects.put("repositories/other/remote.json", [b"{}"])
+    found = repository_spaces(remote._replace(objects=objects))
+    assert [one.id for one in found] == ids
+    assert objects.listed < 5000
 
 
 class Died(BaseException):

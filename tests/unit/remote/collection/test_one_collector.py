@@ -6,10 +6,10 @@ import pytest
 from support.remote_world import (
     DAY_NS,
     EAGER,
-    Bucket,
     BucketJudge,
     Ids,
     Killed,
+    MeetingBucket,
     MemoryState,
     Party,
     Uploader,
@@ -36,7 +36,7 @@ class World:
 
     def __init__(self) -> None:
         self.now_ns = 10 * DAY_NS
-        self.bucket = Bucket(self.tick)
+        self.bucket = MeetingBucket(self.tick)
         self.ids = Ids("world")
         self.state = MemoryState()
         self.uploader = Uploader(self.bucket, self.ids, self.state, RemoteIndex.open(None, threads=1))
@@ -208,6 +208,32 @@ def log_entries(world: World, writer: str) -> dict[int, type]:
         for name in sorted(world.bucket.objects)
         if (position := parse_log_entry(name)) and position.writer == writer
     }
+
+
+def test_logs_are_kept_up_side_by_side(world: World) -> None:
+    """Fences, and looks at whether a writer is silent, do not wait for those of other logs."""
+    gone = world.upload(1)
+    world.upload(2)
+    world.remove(gone)
+    for _ in range(2):
+        Uploader(world.bucket, world.ids, MemoryState(), RemoteIndex.open(None, threads=1)).begin()
+    index = RemoteIndex.open(None, threads=1)
+    collector = make_collector(world.bucket, world.ids, MemoryState(), index, threads=4)
+    fence_logs = collector._fence_logs
+
+    def fence_logs_that_meet(round_: int) -> None:
+        # Logs of three uploaders, and of the collector itself.
+        world.bucket.meet("create w/", 4)
+        fence_logs(round_)
+        world.bucket.meet("", 1)
+
+    collector._fence_logs = fence_logs_that_meet  # type: ignore[method-assign]
+    assert collector.run().manifests == (gone,)
+    index.close()
+    reader = LogReader(world.bucket, world.uploader.sealer)
+    world.bucket.meet("info w/", 4)
+    LogUpkeep(world.bucket, world.uploader.sealer, reader).run(world.now_ns)
+    assert not world.judge.problem()
 
 
 def test_long_log_is_summed_up(world: World) -> None:

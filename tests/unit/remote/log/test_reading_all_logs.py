@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.remote_world import REPOSITORY, Bucket, Ids, sealer
+from support.remote_world import REPOSITORY, Bucket, Ids, MeetingBucket, sealer
 
 from ciuic.remote import documents
 from ciuic.remote.documents import (
@@ -87,6 +87,18 @@ def test_only_what_is_new_is_read() -> None:
     assert bucket.requests - before == 3
     assert len(logs.live()) == 41
     assert logs.logs[W].fence == 7
+
+
+def test_logs_are_read_side_by_side() -> None:
+    """Ten thousand logs with one new entry each take the time of a part of these requests."""
+    bucket = MeetingBucket()
+    writers = [f"{number:032x}" for number in range(8)]
+    for number, writer in enumerate(writers):
+        write(bucket, writer, 0, commit(number))
+    bucket.meet("get w/", len(writers))
+    logs = reader(bucket)
+    logs.refresh()
+    assert set(logs.live()) == {name(number) for number in range(len(writers))}
 
 
 def test_log_is_read_back_to_its_summary_only() -> None:

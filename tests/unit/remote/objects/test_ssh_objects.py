@@ -17,14 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import remote_recipe as recipe
 from support import slow_line
 from support.object_servers import free_ports
 from support.ssh_server import SshServer
 
 from ciuic.errors import CiuicError, Damaged, UsageError
+from ciuic.remote.host_status import StatusReporter, read_statuses
 from ciuic.remote.objects import ssh_objects
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
@@ -50,6 +53,7 @@ from ciuic.remote.objects.pipe_protocol import (
 from ciuic.remote.objects.pipe_server import serve
 from ciuic.remote.objects.ssh_objects import SshObjects
 from ciuic.remote.objects.urls import StoreSettings, parse_url
+from ciuic.remote.sealing.sealer import Sealer
 
 _KILLS = 5
 
@@ -160,6 +164,14 @@ def test_a_key_that_may_only_add(ssh_server: SshServer) -> None:
         with pytest.raises(RemoteRefused, match="may only add"):
             client.delete(["packs/a"])
         assert client.get("packs/a") == b"kept"
+        # A host still says how it is: each hour under a new name.
+        sealer, told = Sealer(recipe.REMOTE_ID, None), [recipe.STATUS]
+        reporter = StatusReporter(client, sealer, recipe.STATUS_KEY, lambda: told[-1], 300)
+        assert reporter.report()
+        told.append(msgspec.structs.replace(recipe.STATUS, time_ns=recipe.TIME_NS + 1, error="later"))
+        assert reporter.report()
+        ((_, _, status, flaw),), _ = read_statuses(client, sealer)
+        assert (status and status.error, flaw) == ("later", "")
         client.close()
         assert not (directory.parent / "elsewhere").exists()
         assert (directory / "packs" / "a").read_bytes() == b"kept"

@@ -89,6 +89,20 @@ def test_a_sound_remote_has_no_findings(world: World, read_data: bool) -> None:
     assert {name: bytes(world.remote.objects.get(name)) for name in world.names("")} == before
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_manifests_are_read_although_they_are_cached(world: World, lost: bool) -> None:
+    """A machine that has read the remote before finds that manifests are gone or other than committed."""
+    assert world.check().findings == []
+    for name in world.names("manifests/"):
+        if lost:
+            world.remote.objects.delete([name])
+        else:
+            world.remote.objects.put(name, [b"junk"])
+    for read_data in (False, True):
+        report = world.check(read_data=read_data)
+        assert report.damaged
+
+
 def damage(world: World, way: str) -> None:
     """Damage what both hosts need, in the packs that alpha uploaded first."""
     data = max(world.names("packs/data/"), key=lambda name: len(world.remote.objects.get(name)))

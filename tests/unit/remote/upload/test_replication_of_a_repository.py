@@ -252,6 +252,8 @@ def test_lost_requests_and_replies_lose_nothing(
 ) -> None:
     """With every fifth request or reply lost, each snapshot is committed exactly once and whole."""
     monkeypatch.setattr("ciuic.remote.uploader._FIRST_PAUSE_SECONDS", 0.001)
+    # What needs many requests fails many times, and its pauses double.
+    monkeypatch.setattr("ciuic.remote.uploader._LONGEST_PAUSE_SECONDS", 0.001)
     rng = random.Random(4)
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.live import wait_for
 from support.remote_host import BLOCK
@@ -13,7 +14,8 @@ from support.restoring import take, write
 
 from ciuic.config import Config, RemoteConfig
 from ciuic.protocol.stored_remotely import read_record
-from ciuic.remote.access import init_remote
+from ciuic.remote.access import init_remote, open_remote
+from ciuic.remote.host_status import HostStatus, StatusBehind, read_statuses
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.replication import read_status, run
@@ -116,3 +118,40 @@ def test_status_of_a_remote_that_is_away_keeps_what_was_known(world: World) -> N
     status = read_status("one", world.place / "state")
     assert status is not None
     assert (status.remote_id, status.snapshots) == (known.remote_id, known.snapshots)
+
+
+def _statuses(world: World, name: str) -> list[HostStatus]:
+    objects = open_objects(f"file://{world.place}/{name}")
+    try:
+        found, _ = read_statuses(objects, open_remote(objects, []).sealer)
+    finally:
+        objects.close()
+    assert all(not one.flaw for one in found)
+    return [one.status for one in found if one.status is not None]
+
+
+def test_an_upload_says_on_the_remote_how_its_host_is(world: World) -> None:
+    """A single run leaves a status that promises no next one; one that goes on promises it, under the same name; 0 leaves none."""
+    first, silent = world.config.remotes
+    quiet = msgspec.structs.replace(silent, status_every_seconds=0)
+    world.config = msgspec.structs.replace(world.config, remotes=(first, quiet))
+    id_ = world.snapshot(b"1")
+    world.run(once=True)
+    (status,) = _statuses(world, "one")
+    assert status.newest is not None
+    assert (status.newest.snapshot, status.interval_seconds, status.error) == (id_, 0, "")
+    assert (status.behind, status.newest_stored_ns) == (StatusBehind(), status.newest.time_ns)
+    assert [(root.path, root.snapshot) for root in status.roots] == [(str(world.root), id_)]
+    assert _statuses(world, "two") == []
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: world.run(once=False, stop=stop))
+    thread.start()
+    try:
+        wait_for(
+            "a status of the process that goes on",
+            lambda: [one.interval_seconds for one in _statuses(world, "one")] == [300],
+            _SECONDS,
+        )
+    finally:
+        stop.set()
+        thread.join()

@@ -12,7 +12,8 @@ import pytest
 
 from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune
-from ciuic.maintenance.sweep import HURRIED
+from ciuic.maintenance.sweep import HURRIED, Thresholds
+from ciuic.maintenance.usage import measure_usage
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import (
     DamagedChunk,
@@ -208,6 +209,31 @@ def test_a_base_outlives_its_snapshot(repository: Repository) -> None:
     repository.close()
     assert not any(repository.chunks.has(chunk) for chunk in chunks)
     assert repository.check_index() == []
+
+
+@pytest.mark.parametrize("gone", [(1,), (1, 2), (4,), (3, 4), (1, 2, 3, 4)])
+def test_space_told_of_differences_is_what_prune_frees(repository: Repository, gone: tuple[int, ...]) -> None:
+    """A base counts for every snapshot whose differences stand on it: prune frees what was told, to the byte."""
+    chain_of(repository, states(4), pack_bytes=4096)
+    with repository.writer() as writer:
+        commit(writer, put(writer, b"other" * 9999, None), 9)
+    chosen = [SnapshotId(f"cs-{number:06x}") for number in gone]
+
+    def stored_bytes() -> int:
+        repository.close()
+        return sum(
+            record.stored_bytes
+            for pack in repository.packs()
+            for record in repository.pack_records(pack.number)
+        )
+
+    usage = measure_usage(repository, frozenset(chosen))
+    before = stored_bytes()
+    assert usage.stored_bytes == before
+    with repository.writer() as writer:
+        writer.remove_snapshots(chosen)
+    prune(repository, thresholds=Thresholds(unused_share=0.0, pack_dead_share=0.0))
+    assert before - stored_bytes() == usage.together_bytes > 0
 
 
 def test_rewriting_a_pack_keeps_differences_and_bases(repository: Repository) -> None:

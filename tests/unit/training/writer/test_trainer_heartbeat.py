@@ -10,7 +10,7 @@ import pytest
 from support.served_sockets import RegistrationListener
 
 from ciuic import SnapshotManager
-from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_page
+from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_losses, read_page
 from ciuic.training import ManagerOptions
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
 
@@ -37,6 +37,7 @@ def test_steps_reports_and_saves_are_beats(short_tmp: Path, monkeypatch: pytest.
             )
             assert read_page(page)[:2] == (3, 7)
             assert read_page(page).goodbye is Goodbye.NONE
+            assert read_losses(page, 0) == (2, ((0, 1.0), (7, 0.5)))
             manager.close()
             assert read_page(page).goodbye is Goodbye.CLOSED
 
