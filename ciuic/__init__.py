@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from ciuic.training.manager import SnapshotManager
 
 __version__ = "0.2.0"
-__all__ = ["STATE_DIR_NAME", "SnapshotManager", "__version__", "check_resume"]
+__all__ = ["SNAPSHOTS_DIR_NAME", "STATE_DIR_NAME", "SnapshotManager", "__version__", "check_resume"]
 
 STATE_DIR_NAME = b".ciuic-state"
 """Reserved name of the state directory at the top of a backing directory; hidden by the overlay, skipped by
 capture."""
+SNAPSHOTS_DIR_NAME = b".snapshots"
+"""Name at the top of a root under which its snapshots are mounted, if its owner has nothing of that name."""
 
 
 def __getattr__(name: str) -> object:

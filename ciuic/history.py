@@ -13,6 +13,7 @@ import re
 import stat
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final, Literal, NamedTuple, NoReturn
 
 from ciuic.compare.diff import PathChange, attribute_details, diff_snapshots
@@ -23,12 +24,13 @@ from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.lookup import Located, find, is_within, join, resolve
 from ciuic.repository.tree_format import TreeNode
-from ciuic.types import ChunkId, Entry, RootRecord, Snapshot
+from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, order_of
 from ciuic.verdicts.model import Checkpoint, Verdict
 from ciuic.verdicts.records import (
     DatedCheckpoint,
     VerdictRecord,
     VerdictRecords,
+    age_of,
     newest_of,
     snapshot_digest,
 )
@@ -74,7 +76,7 @@ class Timeline:
         self.path = path
         self.snapshots = snapshots
         # Where the clock was set, times are not in the order of commits.
-        self._by_time = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.order_ns))
+        self._by_time = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, order_of(snapshot)))
         self._times = [snapshot.time_ns for snapshot in self._by_time]
 
     def root_of(self, snapshot: Snapshot) -> RootRecord:
@@ -127,6 +129,8 @@ class PathVersion(NamedTuple):
     details: tuple[str, ...] = ()
     """Names of what changed, as `ciuic.compare.diff` has them."""
     host: str = ""
+    ordinary: Snapshot | None = None
+    """Newest snapshot that has it and is no safety snapshot; None if all are."""
 
 
 def versions(
@@ -159,7 +163,7 @@ def versions(
         entry = found
         run.append(snapshot)
     if run and entry is not None:
-        yield PathVersion("added", run[-1], run[0], len(run), entry, (), timeline.host)
+        yield _version(repository, run, entry, None, timeline.host)
 
 
 def _version(
@@ -175,7 +179,8 @@ def _version(
         kind = "retyped"
     else:
         details = tuple(_details(repository, before, entry))
-    return PathVersion(kind, run[-1], run[0], len(run), entry, details, host)
+    ordinary = next((one for one in run if not one.is_safety), None)
+    return PathVersion(kind, run[-1], run[0], len(run), entry, details, host, ordinary)
 
 
 def _details(repository: Repository, old: Entry, new: Entry) -> list[str]:
@@ -262,6 +267,12 @@ class GlobMatcher:
             entry for entry in entries if name(_text(entry.name)) and (entry.is_dir or not only_directories)
         ]
 
+    def matches(self, path: bytes, *, is_directory: bool) -> bool:
+        """Return whether an absolute path is looked for."""
+        folder, _, name = path.rpartition(b"/")
+        is_named = self._name(_text(name)) is not None and (is_directory or not self._only_directories)
+        return is_named and self._leads_to(folder)
+
     def _leads_to(self, folder: bytes) -> bool:
         """Return True if what stands before the last component matches a directory."""
         above = self._above
@@ -326,6 +337,7 @@ def search(
     matcher: GlobMatcher,
     below: bytes = b"",
     *,
+    deep: bool = True,
     on_damage: OnDamage = _raise_damage,
 ) -> Iterator[FoundPath]:
     """Yield every path that matches, newest snapshot first and by name within a directory.
@@ -335,10 +347,11 @@ def search(
         timeline: Root to search.
         matcher: Which paths to yield.
         below: Absolute path; only what lies below it. Empty for the whole root.
+        deep: False for the names in that directory alone, without what lies below them.
         on_damage: Called for what cannot be read, a tree once however many snapshots have it, and for directories that
             are not looked into because of their long paths (`PathTooLong`).
     """
-    walk = _Walk(repository, timeline, matcher, on_damage)
+    walk = _Walk(repository, timeline, matcher, deep, on_damage)
     names = [name for name in below[len(timeline.path) :].split(b"/") if name]
     top = join(timeline.path, b"/".join(names)) if names else timeline.path
     for snapshot in timeline.snapshots:
@@ -357,11 +370,17 @@ class _Walk:
     """Walk over the trees of several snapshots, which passes over what it has seen at the same path."""
 
     def __init__(
-        self, repository: Repository, timeline: Timeline, matcher: GlobMatcher, on_damage: OnDamage
+        self,
+        repository: Repository,
+        timeline: Timeline,
+        matcher: GlobMatcher,
+        deep: bool,
+        on_damage: OnDamage,
     ) -> None:
         self._repository = repository
         self._timeline = timeline
         self._matcher = matcher
+        self._deep = deep
         self._on_damage = on_damage
         # What the newest snapshot has below these is not known.
         self._unknown: list[bytes] = []
@@ -425,7 +444,7 @@ class _Walk:
         below: list[tuple[bytes, bytes]] = []
         for node in self._unseen(snapshot, folder, tree):
             matching += self._matcher.of(folder, node.entries)
-            for entry in node.entries:
+            for entry in node.entries if self._deep else ():
                 if not is_dir(entry.mode) or not entry.content:
                     continue
                 path = join(folder, entry.name)
@@ -490,10 +509,17 @@ class RootChanges(NamedTuple):
     new: Snapshot
     directories: list[DirectoryChanges]
     """Directories in which something changed, by path."""
+    is_partial: bool = False
+    """There are more changes than were to be counted."""
 
 
 def changes_since(
-    repository: Repository, timeline: Timeline, since_ns: int, *, rolled_up: bool = False
+    repository: Repository,
+    timeline: Timeline,
+    since_ns: int,
+    *,
+    rolled_up: bool = False,
+    most: int | None = None,
 ) -> RootChanges | None:
     """Return what changed from the newest snapshot not after a time to the newest of all.
 
@@ -502,6 +528,7 @@ def changes_since(
         timeline: Root to compare.
         since_ns: Time; without a snapshot so old the oldest one is taken.
         rolled_up: Count each file in all directories above it, up to the root.
+        most: Count no more than so many changed paths; None for all.
 
     Returns:
         None for a root with a single snapshot.
@@ -514,8 +541,9 @@ def changes_since(
     if old.id == new.id:
         return None
     found = diff_snapshots(repository, old, new, timeline.path)
-    directories = summed(found, timeline.path, rolled_up=rolled_up)
-    return RootChanges(timeline.host, timeline.path, old, new, directories)
+    directories = summed(islice(found, most), timeline.path, rolled_up=rolled_up)
+    is_partial = most is not None and next(found, None) is not None
+    return RootChanges(timeline.host, timeline.path, old, new, directories, is_partial)
 
 
 def summed(changes: Iterable[PathChange], root: bytes, *, rolled_up: bool = False) -> list[DirectoryChanges]:
@@ -774,7 +802,7 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
         except Damaged as error:
             passed_over.append(PassedOver(snapshot, one_line(error.message), None))
             continue
-        found.sort(key=_age, reverse=True)
+        found.sort(key=age_of, reverse=True)
         newest = found[0] if found else None
         if newest is None:
             passed_over.append(PassedOver(snapshot, "it has no checkpoint of a known format there", None))
@@ -798,16 +826,12 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     )
 
 
-def _age(one: StoredCheckpoint) -> tuple[int, bytes]:
-    return one.mtime_ns, one.checkpoint.path
-
-
 def _judged_again(
     repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes
 ) -> list[StoredCheckpoint]:
     """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared."""
     found = list(checkpoints(repository, timeline, snapshot, path=path))
-    newest = max(found, key=_age, default=None)
+    newest = max(found, key=age_of, default=None)
     if newest is None or not newest.checkpoint.verdict.is_good:
         return found
     names = {posixpath.basename(name) for name in newest.checkpoint.files}
@@ -822,9 +846,9 @@ def _newest_first(
     places: Sequence[tuple[Repository, Timeline]],
 ) -> Iterator[tuple[Repository, Timeline, Snapshot]]:
     found = [
-        (snapshot.order_ns, repository, timeline, snapshot)
+        (order_of(snapshot), repository, timeline, snapshot)
         for repository, timeline in places
         for snapshot in timeline.snapshots
     ]
-    for _, repository, timeline, snapshot in sorted(found, key=lambda one: -one[0]):
+    for _, repository, timeline, snapshot in sorted(found, key=lambda one: one[0], reverse=True):
         yield repository, timeline, snapshot

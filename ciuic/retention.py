@@ -37,7 +37,7 @@ from typing import Protocol
 
 import msgspec
 
-from ciuic.types import SnapshotId, is_safety
+from ciuic.types import SnapshotId, is_safety, order_of
 
 NS_PER_SECOND = 10**9
 TAG_EMERGENCY = "emergency"
@@ -178,7 +178,7 @@ def plan_retention(
     """
     # In the order of commits: one that a clock ahead dated later must not pass for the newest.
     # The id decides between equal places, so that two runs never remove different snapshots.
-    everything = sorted(snapshots, key=lambda snapshot: (snapshot.order_ns, snapshot.id), reverse=True)
+    everything = sorted(snapshots, key=order_of, reverse=True)
     counted = [snapshot for snapshot in everything if snapshot.id not in states]
     # Safety snapshots have rules of their own, and take no place in the others.
     ordered = [snapshot for snapshot in counted if not is_safety(snapshot.tags, snapshot.message)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Collection
-from typing import Literal, NewType
+from typing import Literal, NewType, Protocol
 
 import msgspec
 
@@ -106,6 +106,23 @@ class SnapshotId(str):
 
 # An array in trees: the order of the fields is that of docs/format.md, section 5. Older readers ignore
 # further elements, so that a new field comes last. Without names of fields, which would be most of an entry.
+class Placed(Protocol):
+    """Snapshot, or a line of `list`, with its place in the order."""
+
+    @property
+    def id(self) -> SnapshotId:
+        """Id of the snapshot."""
+
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of commits."""
+
+
+def order_of(snapshot: Placed) -> tuple[int, str]:
+    """Return the sort key for the order of snapshots, oldest first, the only one there is: of equal places the higher id is the newer."""
+    return snapshot.order_ns, snapshot.id
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Name in a directory's frozen tree, or inode in a link table.
 
@@ -227,6 +244,23 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     problem: str = ""
 
 
+class SetMember(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a snapshot in a set: snapshots of one instant, one for each host or group of ranks.
+
+    Nothing else records a set. It is whole while every member that it names has a snapshot with its id, so a host
+    that died before its commit leaves a set that is told as incomplete.
+    """
+
+    id: str
+    """Identity of the set, 32 hexadecimal digits, drawn at random for each attempt to cut one."""
+    name: str
+    """Name of the set for people; several sets may have the same."""
+    member: str
+    """The member that this snapshot is: a host, or a name that is unique among ``members``."""
+    members: tuple[str, ...]
+    """All members of the set, in order, each once."""
+
+
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """A root that was configured but is missing from a snapshot."""
 
@@ -248,6 +282,7 @@ class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
     parent: str = ""
     """Id of the snapshot this one was built on; empty for none."""
     pair: Pair | None = None
+    set_member: SetMember | None = None
     left_out: tuple[LeftOut, ...] = ()
     incomplete: tuple[bytes, ...] = ()
     """Paths of the roots of which something could not be read."""
@@ -274,6 +309,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Uid of the ordinary user that the hold was made for; such a hold yields to ``min_free``. None for every
     other hold."""
     pair: Pair | None = None
+    set_member: SetMember | None = None
     left_out: tuple[LeftOut, ...] = ()
     """Configured roots that are missing from the snapshot."""
     incomplete: tuple[bytes, ...] = ()

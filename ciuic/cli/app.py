@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import click
@@ -43,15 +44,18 @@ GROUPS: Final = {
         "undo": "Take back the last restore",
     },
     "Look into snapshots": {
+        "pick": "Choose a path and a version on the screen",
         "show": "Show a snapshot, or a directory in it",
         "diff": "Compare two snapshots, or one with now",
         "history": "Show the versions of a path",
         "find": "Find names in all snapshots",
         "changed": "Show what changed since a time",
         "checkpoints": "List checkpoints with a verdict on each",
+        "tensors": "Show norms, drift and NaN of a checkpoint",
         "cat": "Print a file as it was",
         "mount": "Show snapshots as a read-only directory",
         "shell": "Run a program as if it were then",
+        "bisect": "Find the first bad snapshot by a command",
     },
     "Repository": {
         "hold": "Exempt snapshots from prune and forget",
@@ -62,13 +66,16 @@ GROUPS: Final = {
         "verify": "Can snapshots be restored? Read their data",
         "drill": "Prove that a restore works: do a part of it",
         "check": "Is the repository consistent? Repair it",
+        "stats": "Show what each snapshot takes, would free",
         "copy": "Copy the repository while it is in use",
         "remote": "Copies on object stores or other machines",
+        "fleet": "All hosts of a remote: are they well?",
     },
     "Training": {
         "watch": "Take a snapshot when a program dies or hangs",
         "export": "Write a training's state for other programs",
         "import": "Make a snapshot of another program's state",
+        "slurm": "Run a job that is saved, requeued, resumed",
     },
     "Service": {
         "doctor": "Is this host fit? Look at all it depends on",
@@ -78,7 +85,9 @@ GROUPS: Final = {
         "stop": "Stop the daemon",
         "config": "Show, check or convert the configuration",
         "metrics": "Print the daemon's metrics once",
-        "exporter": "Serve the metrics to Prometheus over HTTP",
+        "exporter": "Serve metrics to Prometheus, and send traces",
+        "web": "Show the snapshots in a browser",
+        "log": "Print what was done from that page",
         "completion": "Print shell completion code",
     },
 }
@@ -94,6 +103,7 @@ _MODULES: Final = {
     "undo": "restore",
     "cat": "show",
     "shell": "mount",
+    "bisect": "mount",
     "find": "history",
     "changed": "history",
     "checkpoints": "history",
@@ -102,6 +112,7 @@ _MODULES: Final = {
     "reload": "service",
     "stop": "service",
     "exporter": "metrics",
+    "log": "web",
 }
 
 
@@ -178,7 +189,7 @@ def cli(context: click.Context) -> None:
     """Snapshots under a running training job, and an exact way back.
 
     A snapshot ID may be any unambiguous prefix, "latest", "latest~2", or a time (2h, 14:05, "2023-06-15 15:00": the
-    newest snapshot not after it).
+    newest snapshot not after it). set:NAME is a set of several hosts.
     """
     if context.invoked_subcommand is None:
         out(context.get_help())
@@ -201,6 +212,7 @@ def guarded(session: Session, run: Callable[[], Any]) -> int:
     # click raises Abort for ^C during a command, and for ^C and ^D at a question.
     except (KeyboardInterrupt, click.Abort):
         complain("interrupted")
+        _tell_what_was_cut_short(session)
         code = INTERRUPTED
         _json_failure(session, "interrupted", "", code)
     except SystemExit as leaving:
@@ -211,6 +223,17 @@ def guarded(session: Session, run: Callable[[], Any]) -> int:
     finally:
         session.close()
     return code or _flush(session) or session.exit_code
+
+
+def _tell_what_was_cut_short(session: Session) -> None:
+    """Name the command that goes on with a restore: its directory is neither what it was nor what it is to be."""
+    if "restore" not in sys.argv[1:]:
+        return
+    from ciuic.cli.shared.lazy_restore import incomplete_lines
+
+    with suppress(CiuicError, OSError):
+        for line in incomplete_lines(session):
+            complain(line)
 
 
 def _failed(session: Session, error: Exception) -> int:

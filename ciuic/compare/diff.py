@@ -365,11 +365,22 @@ def _mounted(path: bytes, old: Entry | None, new: Entry | None) -> PathChange | 
     return PathChange("changed", path, old, None, ("unreadable", "another file system is mounted there"))
 
 
-def diff_live(repository: Repository, old: Snapshot, path: bytes | None = None) -> Iterator[PathChange]:
+def diff_live(
+    repository: Repository,
+    old: Snapshot,
+    path: bytes | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[PathChange]:
     """Yield the changes from the snapshot to what is on the disk now, parents before what is below them.
 
     A file with the same size, mtime, ctime and inode is not read. A file that cannot be read is a change with the detail
     ``unreadable``. Paths that were excluded from the snapshot show as added.
+
+    Args:
+        repository: Repository of the snapshot.
+        old: The snapshot.
+        path: Only what is at and below this path; None for all roots.
+        check: Called between names and blocks.
 
     Raises:
         NotFound: neither side has ``path``.
@@ -377,7 +388,7 @@ def diff_live(repository: Repository, old: Snapshot, path: bytes | None = None) 
     """
     if path is None:
         for root in sorted(old.roots, key=lambda root: root.path):
-            yield from _LiveWalk(repository, root).pair(root.path, root.entry)
+            yield from _LiveWalk(repository, root, check).pair(root.path, root.entry)
         return
     path = normalise(path)
     in_root = root_of(old, path)
@@ -389,7 +400,7 @@ def diff_live(repository: Repository, old: Snapshot, path: bytes | None = None) 
     with LiveNode.at(path) as live:
         if before is None and live.entry is None:
             raise NotFound(f"{one_line(path)} is not in {old.id}, nor on the disk now")
-    yield from _LiveWalk(repository, in_root).pair(path, before and before.entry)
+    yield from _LiveWalk(repository, in_root, check).pair(path, before and before.entry)
 
 
 def diff_restored(
@@ -401,7 +412,7 @@ def diff_restored(
         repository: Repository of the snapshot.
         source: File or directory in the snapshot.
         path: Absolute path at which it was restored; the paths of the changes are this one and those below it.
-        check: Called between blocks.
+        check: Called between names and blocks.
 
     Raises:
         Damaged: a tree or block map cannot be read.
@@ -421,6 +432,7 @@ class _LiveWalk:
         self._repository = repository
         self._side = _Side(repository, root)
         self._root_path = root.path
+        self._check = check
         self._worker = BlockWorker(repository, check)
 
     def pair(self, path: bytes, old: Entry | None) -> Iterator[PathChange]:
@@ -432,6 +444,7 @@ class _LiveWalk:
             lineage.enter(b"")
             try:
                 while frames:
+                    self._check()
                     above, node, names = frames[-1]
                     item = next(names, None)
                     if item is None:

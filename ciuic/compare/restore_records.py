@@ -57,10 +57,18 @@ class RestoreRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute paths below protected roots that it was to change; base64 in the file."""
     finished_ns: int = 0
     """Wall-clock time of its end; 0 while it is running, or if it was killed."""
+    changed: bool = True
+    """False if it ended and is known to have found everything as it was to be."""
+    first: str = ""
+    """Id of the safety snapshot of the restore, cut short, that this one goes on with; empty for one that begins anew."""
 
 
 def record_restore(
-    repository: str | os.PathLike[str], safety: str, paths: Iterable[bytes], snapshots: Iterable[str]
+    repository: str | os.PathLike[str],
+    safety: str,
+    paths: Iterable[bytes],
+    snapshots: Iterable[str],
+    first: str = "",
 ) -> None:
     """Note durably what a restore is about to change, and remove notes of snapshots that are gone. OSError.
 
@@ -69,31 +77,60 @@ def record_restore(
         safety: id of the safety snapshot.
         paths: absolute paths that the restore may change.
         snapshots: ids of all snapshots that exist.
+        first: id of the safety snapshot of the restore that this one goes on with.
     """
+    paths = tuple(paths)
     directory = f"{os.fspath(repository)}/{RESTORES_DIR}"
     # The first restore of a repository creates the directory.
     with suppress(FileNotFoundError):
         for name in set(os.listdir(directory)).difference(snapshots):
             # Not synced: a note that a power cut brings back is removed by the next restore.
             os.unlink(f"{directory}/{name}")
+    before = _read(repository, first) if first else None
+    if before is not None and set(before.paths) != set(paths):
+        # It does not have all that this one is about to change.
+        first = ""
     # Durable before anything is changed: after a power cut the note must not be missing while the restore's changes are there.
-    write_note(directory, safety, RestoreRecord(paths=tuple(paths)), durable=True)
+    write_note(directory, safety, RestoreRecord(paths=paths, first=first), durable=True)
 
 
-def record_end(repository: str | os.PathLike[str], safety: str, now_ns: int) -> None:
-    """Note that the restore has ended; does nothing where its begin was not noted. OSError."""
+def record_end(repository: str | os.PathLike[str], safety: str, now_ns: int, *, changed: bool = True) -> None:
+    """Note that the restore has ended, and whether it may have changed something; does nothing where its begin was not noted. OSError."""
     note = _read(repository, safety)
     if note is not None:
         directory = f"{os.fspath(repository)}/{RESTORES_DIR}"
         # Durable: without the end, a snapshot cut during the restore would count as later, and could cost the
         # safety snapshot.
-        write_note(directory, safety, msgspec.structs.replace(note, finished_ns=now_ns), durable=True)
+        write_note(
+            directory,
+            safety,
+            msgspec.structs.replace(note, finished_ns=now_ns, changed=changed),
+            durable=True,
+        )
 
 
 def restored_paths(repository: Repository, safety: Snapshot) -> tuple[bytes, ...]:
     """Return the paths that the restore was to change for which a safety snapshot was taken: its roots, where that was not noted."""
     note = _read(repository.path, str(safety.id))
     return note.paths if note is not None else tuple(root.path for root in safety.roots)
+
+
+def first_of(repository: str | os.PathLike[str], safety: str) -> str:
+    """Return the id of the safety snapshot from before the first of the runs, each cut short, that led to this restore."""
+    note = _read(repository, safety)
+    return note.first if note is not None and note.first else safety
+
+
+def has_changed(repository: str | os.PathLike[str], safety: str) -> bool:
+    """Return False if the restore is known to have changed nothing."""
+    note = _read(repository, safety)
+    return note is None or note.changed
+
+
+def was_cut_short(repository: str | os.PathLike[str], safety: str) -> bool:
+    """Return whether the restore is known to have begun and not to have ended."""
+    note = _read(repository, safety)
+    return note is not None and not note.finished_ns
 
 
 def _read(repository: str | os.PathLike[str], safety: str) -> RestoreRecord | None:

@@ -63,6 +63,8 @@ from ciuic.config.model import (
     TierRule,
     TrainerConfig,
     WatchConfig,
+    WatchNumber,
+    WebConfig,
 )
 from ciuic.deferred_imports import lazy_attributes
 from ciuic.retention import MinFree
@@ -124,6 +126,8 @@ __all__ = [
     "TierRule",
     "TrainerConfig",
     "WatchConfig",
+    "WatchNumber",
+    "WebConfig",
     "add_roots",
     "alert_flaw",
     "canonical_root",

@@ -23,6 +23,8 @@ from ciuic.config.values import (
     duration_value,
     endpoint_value,
     flag_value,
+    header_value,
+    hosts_value,
     interval_value,
     io_priority_value,
     line_value,
@@ -30,15 +32,18 @@ from ciuic.config.values import (
     min_share_value,
     name_value,
     names_value,
+    notify_value,
     one_of_value,
     path_value,
     patterns_value,
+    ping_value,
     positive_value,
     price_value,
     program_value,
     remote_name_value,
     remote_url_value,
     show_flag,
+    show_hidden,
     show_interval,
     show_list,
     show_optional,
@@ -167,6 +172,7 @@ KEYS: dict[str, Key] = {
         Key("watch.users", users_value, "", show=show_list),
         # A trainer that dies again and again would take a snapshot each time.
         Key("watch.emergency_per_hour", count_value, "3"),
+        Key("watch.silence", count_value, "20"),
         # Held snapshots stay whatever the rules say, so an ordinary user could fill the disk with them.
         Key("holds.max_of_a_user", count_value, "16"),
         Key("holds.max_of_a_user_per_hour", count_value, "8"),
@@ -174,8 +180,22 @@ KEYS: dict[str, Key] = {
         Key("alert.user", account_value("user"), "", show=show_optional),
         # Alerts run one at a time: a command that hangs would keep back those after it.
         Key("alert.timeout", interval_value, "30s", show=format_duration, field="alert.timeout_seconds"),
+        # As far ahead as a weekend is long.
+        Key(
+            "alert.full_within", duration_value, "3d", show=format_duration, field="alert.full_within_seconds"
+        ),
+        Key("alert.notify", notify_value, "", show=show_hidden),
+        Key("alert.ping", ping_value, "", show=show_hidden),
         # Off: metrics name the protected directories, and everybody who reaches the port can read them.
         Key("exporter.listen", listen_value, "", show=show_optional),
+        Key("exporter.otlp", endpoint_value, "", show=show_optional),
+        Key("exporter.otlp_headers", path_value, "", show=show_optional),
+        # Off: nothing listens at an address unless it is asked to, and a page only shows.
+        Key("web.listen", listen_value, "", show=show_optional),
+        Key("web.hosts", hosts_value, "", show=show_list),
+        Key("web.actions", flag_value, "false", show=show_flag),
+        Key("web.proxy_user", account_value("user"), "", show=show_optional),
+        Key("web.user_header", header_value, "x-remote-user"),
         Key("daemon.runtime_dir", path_value, "/run/ciuic", field="runtime_dir"),
         Key("log.level", one_of_value(("debug", "info", "warning", "error")), "info"),
         Key("log.format", one_of_value(("auto", "json", "text")), "auto"),
@@ -188,6 +208,9 @@ ROOT_KEYS: dict[str, Key] = {
         Key("path", path_value, ""),
         Key("driver", one_of_value(DRIVERS), "auto"),
         Key("exclude", patterns_value, "", show=show_list),
+        # Off: a root may have data alone, or a training that is done.
+        Key("last_good_within", interval_value, "", show=format_duration),
+        Key("snapshots_dir", flag_value, "false", show=show_flag),
     )
 }
 
@@ -200,6 +223,11 @@ TRAINER_KEYS: dict[str, Key] = {
         Key("heartbeat", interval_value, "", show=format_duration),
     )
 }
+
+WATCH_NUMBER_KEYS: dict[str, Key] = {
+    key.name: key for key in (Key("file", path_value, ""), Key("key", line_value, "loss"))
+}
+"""Keys of one ``[[watch_number]]``."""
 
 SNAPSHOT_WHEN_KEYS: dict[str, Key] = {
     key.name: key
@@ -231,6 +259,8 @@ REMOTE_KEYS: dict[str, Key] = {
         Key("ssh_program", line_value, "", show=show_optional),
         Key("bandwidth", bandwidth_value, "", show=format_size, field="bandwidth_bytes"),
         Key("max_lag", interval_value, "", show=format_duration, field="max_lag_seconds"),
+        # A PUT every five minutes is 8,640 in a month: a few cents at most.
+        Key("status_every", duration_value, "5m", show=format_duration, field="status_every_seconds"),
         Key("encryption", flag_value, "true", show=show_flag),
         Key("key_file", path_value, "", show=show_optional),
         Key("key_command", program_value, "", show=show_list),
@@ -291,6 +321,10 @@ def shown(config: Config) -> Iterator[ShownValue]:
         yield ShownValue(f"root[{index}].path", os.fspath(root.path), root.origin)
         yield ShownValue(f"root[{index}].driver", root.driver, root.origin)
         yield ShownValue(f"root[{index}].exclude", ROOT_KEYS["exclude"].show(root.exclude), root.origin)
+        if root.last_good_within_seconds:
+            within = format_duration(root.last_good_within_seconds)
+            yield ShownValue(f"root[{index}].last_good_within", within, root.origin)
+        yield ShownValue(f"root[{index}].snapshots_dir", show_flag(root.snapshots_dir), root.origin)
     for index, trainer in enumerate(config.trainers):
         values: dict[str, object] = {"name": trainer.name, "pid_file": trainer.pid_file or ""}
         if trainer.heartbeat_file is not None:
@@ -302,6 +336,9 @@ def shown(config: Config) -> Iterator[ShownValue]:
         for name, key in SNAPSHOT_WHEN_KEYS.items():
             if getattr(when, key.field or name):
                 yield ShownValue(f"snapshot_when[{index}].{name}", key.show_effective(when), when.origin)
+    for index, number in enumerate(config.watch_numbers):
+        yield ShownValue(f"watch_number[{index}].file", number.file, number.origin)
+        yield ShownValue(f"watch_number[{index}].key", number.key, number.origin)
     for index, remote in enumerate(config.remotes):
         for name, key in REMOTE_KEYS.items():
             text = key.show_effective(remote)

@@ -34,6 +34,7 @@ from ciuic.config.keys import (
     SNAPSHOT_WHEN_KEYS,
     TIER_KEYS,
     TRAINER_KEYS,
+    WATCH_NUMBER_KEYS,
     Key,
 )
 from ciuic.config.model import (
@@ -59,6 +60,8 @@ from ciuic.config.model import (
     TierRule,
     TrainerConfig,
     WatchConfig,
+    WatchNumber,
+    WebConfig,
 )
 from ciuic.config.owners import refuse_foreign_file
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
@@ -122,6 +125,7 @@ class ReadRemote(NamedTuple):
             ssh_program=get("ssh_program"),
             bandwidth_bytes=get("bandwidth"),
             max_lag_seconds=get("max_lag"),
+            status_every_seconds=get("status_every", 300),
             encryption=get("encryption", True),
             key_file=get("key_file"),
             key_command=get("key_command", ()),
@@ -311,6 +315,7 @@ class Draft:
     roots: list[RootConfig] = field(default_factory=list)
     trainers: list[TrainerConfig] = field(default_factory=list)
     snapshot_when: list[SnapshotWhen] = field(default_factory=list)
+    watch_numbers: list[WatchNumber] = field(default_factory=list)
     remotes: list[ReadRemote] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -408,6 +413,8 @@ class Draft:
             line = line_of(lines, path)
             if kind == "root":
                 self.add_root(table, values, line)
+            elif kind == "watch_number":
+                self.add_watch_number(table, values, line)
             elif kind == "snapshot_when":
                 self.add_snapshot_when(table, values, line)
             else:
@@ -433,6 +440,8 @@ class Draft:
     def add_root(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
         """Add a root whose keys have been read."""
         if "path" in values:
+            # The field has its unit in its name; the key in the file is a duration with a unit.
+            values["last_good_within_seconds"] = values.pop("last_good_within", 0)
             self.roots.append(RootConfig(**values, origin=self.at(line)))
         elif "path" not in table:
             self.complain("a [[root]] without a path", line)
@@ -452,6 +461,17 @@ class Draft:
             # The field has its unit in its name; the key in the file is a duration with a unit.
             values["heartbeat_seconds"] = values.pop("heartbeat", 0)
             self.trainers.append(TrainerConfig(**values, origin=self.at(line)))
+
+    def add_watch_number(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
+        """Add a number whose keys have been read."""
+        if "file" not in table:
+            self.complain("a [[watch_number]] without a file", line)
+        elif len(self.watch_numbers) >= MAX_RULES:
+            self.complain(f"more than {MAX_RULES} [[watch_number]]", line)
+        # Otherwise an error has been recorded for the invalid value.
+        elif len(values) == len(table):
+            number = WatchNumber(str(values["file"]), values.get("key", "loss"), self.at(line))
+            self.watch_numbers.append(number)
 
     def add_snapshot_when(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
         """Add a rule whose keys have been read."""
@@ -540,12 +560,31 @@ class Draft:
             drill=DrillConfig(values["drill.every"], values["drill.scratch"]),
             overlay=OverlayConfig(values["overlay.tracked_names"], values["overlay.mapped_names"]),
             control=ControlConfig(values["control.socket"], values["control.group"]),
-            watch=WatchConfig(values["watch.users"], values["watch.emergency_per_hour"]),
-            exporter=ExporterConfig(values["exporter.listen"]),
+            watch=WatchConfig(
+                values["watch.users"], values["watch.emergency_per_hour"], values["watch.silence"]
+            ),
+            exporter=ExporterConfig(
+                values["exporter.listen"], values["exporter.otlp"], values["exporter.otlp_headers"]
+            ),
+            web=WebConfig(
+                values["web.listen"],
+                values["web.hosts"],
+                values["web.actions"],
+                values["web.proxy_user"],
+                values["web.user_header"],
+            ),
             holds=HoldsConfig(values["holds.max_of_a_user"], values["holds.max_of_a_user_per_hour"]),
-            alert=AlertConfig(values["alert.command"], values["alert.user"], values["alert.timeout"]),
+            alert=AlertConfig(
+                values["alert.command"],
+                values["alert.user"],
+                values["alert.timeout"],
+                values["alert.full_within"],
+                values["alert.notify"],
+                values["alert.ping"],
+            ),
             trainers=tuple(self.trainers),
             snapshot_when=tuple(self.snapshot_when),
+            watch_numbers=tuple(self.watch_numbers),
             remotes=tuple(read.config(retention) for read in self.remotes),
             runtime_dir=values["daemon.runtime_dir"],
             log=LogConfig(values["log.level"], values["log.format"]),
@@ -558,6 +597,7 @@ _LISTS: Mapping[str, Mapping[str, Key]] = {
     "root": ROOT_KEYS,
     "trainer": TRAINER_KEYS,
     "snapshot_when": SNAPSHOT_WHEN_KEYS,
+    "watch_number": WATCH_NUMBER_KEYS,
 }
 MAX_RULES: Final = 64
 """Limit of ``[[snapshot_when]]``: a worker compares each changed name with all of them."""
@@ -578,6 +618,8 @@ _EMPTY: dict[str, Any] = {
     "retention.keep_tags": (),
     "watch.users": (),
     "alert.command": (),
+    "alert.notify": (),
+    "web.hosts": (),
     "overlay.tracked_names": DEFAULT_TRACKED_NAMES,
     "overlay.mapped_names": DEFAULT_MAPPED_NAMES,
 }

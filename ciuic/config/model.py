@@ -63,6 +63,10 @@ class RootConfig(msgspec.Struct, frozen=True):
     driver: Driver = "auto"
     exclude: tuple[str, ...] = ()
     """This root's own patterns as written; see `Config.excludes_of` for those in force."""
+    last_good_within_seconds: int = 0
+    """Age of the newest GOOD checkpoint from which an alert stands; 0: none does."""
+    snapshots_dir: bool = False
+    """True if the root's snapshots are shown at `.snapshots` in it."""
     origin: Origin = DEFAULT
 
 
@@ -151,6 +155,16 @@ class TrainerConfig(msgspec.Struct, frozen=True):
     origin: Origin = DEFAULT
 
 
+class WatchNumber(msgspec.Struct, frozen=True):
+    """``[[watch_number]]``: a number in a file of a training, of which an alert tells when it is none or spikes."""
+
+    file: str
+    """Absolute path of JSON lines or of TensorBoard events; its last part may be a shell pattern."""
+    key: str = "loss"
+    """Key of the number in a line, or tag of the scalar."""
+    origin: Origin = DEFAULT
+
+
 class SnapshotWhen(msgspec.Struct, frozen=True):
     """``[[snapshot_when]]``: what a snapshot is taken for besides the schedule. One of the four, ``after`` with ``changes``."""
 
@@ -192,6 +206,8 @@ class WatchConfig(msgspec.Struct, frozen=True):
     """Users whose processes are watched besides those of root, the control group and owners of roots; ``*``:
     everybody's."""
     emergency_per_hour: int = 3
+    silence: int = 20
+    """Number of usual intervals between beats, after which a trainer without a limit of its own is told as silent; 0: none."""
 
 
 class HoldsConfig(msgspec.Struct, frozen=True):
@@ -211,6 +227,12 @@ class AlertConfig(msgspec.Struct, frozen=True):
     """Program and arguments; empty: nobody is told."""
     user: str | None = None
     timeout_seconds: int = 30
+    full_within_seconds: int = 3 * 86_400
+    """Time until the repository's file system is full, below which an alert says so; 0: none does."""
+    notify: tuple[str, ...] = ()
+    """URLs of places that get a message at each alert, as apprise takes them; with passwords and tokens."""
+    ping: str | None = None
+    """URL that is called for each snapshot, as healthchecks.io has it; a secret."""
 
 
 class ExporterConfig(msgspec.Struct, frozen=True):
@@ -218,6 +240,25 @@ class ExporterConfig(msgspec.Struct, frozen=True):
 
     listen: str | None = None
     """Address and port, such as ``127.0.0.1:9847`` or ``[::1]:9847``, at which Prometheus finds the metrics; None: nowhere."""
+    otlp: str | None = None
+    """URL of a tracing system that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``; None: none."""
+    otlp_headers: Path | None = None
+    """File with headers of the requests to it, one ``NAME: VALUE`` a line; None: there are none."""
+
+
+class WebConfig(msgspec.Struct, frozen=True):
+    """Section ``[web]``."""
+
+    listen: str | None = None
+    """Address and port of the page beside its Unix socket; None: none."""
+    hosts: tuple[str, ...] = ()
+    """Names of this host in the addresses of browsers, beside localhost."""
+    actions: bool = False
+    """The page may restore, take, hold and forget snapshots."""
+    proxy_user: str | None = None
+    """User of a reverse proxy on this host that says who its callers are; None: none."""
+    user_header: str = "x-remote-user"
+    """Header in which it says so, in small letters."""
 
 
 class DailyWindow(msgspec.Struct, frozen=True):
@@ -292,6 +333,8 @@ class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Limit of what is sent in a second; None: no limit."""
     max_lag_seconds: int | None = None
     """Time by which the remote may fall behind before an alert; None: no alert."""
+    status_every_seconds: int = 300
+    """Longest time between two statuses of this host on the remote; 0: none is stored."""
     encryption: bool = True
     key_file: Path | None = None
     key_command: tuple[str, ...] = ()
@@ -343,9 +386,11 @@ class Config(msgspec.Struct, frozen=True):
     watch: WatchConfig = WatchConfig()
     holds: HoldsConfig = HoldsConfig()
     exporter: ExporterConfig = ExporterConfig()
+    web: WebConfig = WebConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
     snapshot_when: tuple[SnapshotWhen, ...] = ()
+    watch_numbers: tuple[WatchNumber, ...] = ()
     remotes: tuple[RemoteConfig, ...] = ()
     runtime_dir: Path = Path("/run/ciuic")
     log: LogConfig = LogConfig()

@@ -122,6 +122,7 @@ def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[
     # A wrong root makes the default place of the repository wrong as well: one message is enough.
     if not any(problem.severity == "error" for problem in problems):
         problems += check_repository(config, mounts)
+        problems += _check_sockets(config)
     return [
         *problems,
         *_check_group(config),
@@ -326,7 +327,33 @@ def _check_file_system(root: RootConfig, mounts: Sequence[Mount]) -> list[Proble
                 "error", message, "nothing can change there; it needs no protection", root.origin, UsageError
             )
         ]
+    if mount.fs_type == b"overlay" and _has_layers_apart(root.path):
+        message = f"the root {root.path} lies on an overlayfs with layers on different file systems, whose files no snapshot would have"
+        hint = "name the directory of the upper layer, or one on a disk; where a container engine made it: a volume"
+        return [Problem("error", message, hint, root.origin, UsageError)]
     return []
+
+
+def _has_layers_apart(path: Path) -> bool:
+    """Return whether files on this overlayfs have the device of their layer: their numbers may then be those of other files.
+
+    References:
+        Documentation/filesystems/overlayfs.rst, "Inode properties"
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # A file without a name, as all of the upper layer; those of the others differ just so.
+            file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            try:
+                return os.fstat(file).st_dev != os.fstat(directory).st_dev
+            finally:
+                os.close(file)
+        finally:
+            os.close(directory)
+    except OSError:
+        # Nothing can be made there now: snapshots tell of files that they lack.
+        return False
 
 
 def _check_excludes(config: Config, root: RootConfig) -> list[Problem]:
@@ -413,6 +440,21 @@ def check_repository_beside(config: Config, root: RootConfig, repository: Path) 
         f"the repository {repository} lies inside the root {root.path} and would be captured into itself"
     )
     return [Problem("error", message, f"{_NAME_IT}, or exclude it", origin)]
+
+
+def _check_sockets(config: Config) -> Iterator[Problem]:
+    """Check that no root has the daemon's sockets in it: a worker would wait for itself, in the kernel, and so would all who look there."""
+    for name, place in (
+        ("daemon.runtime_dir", config.runtime_dir),
+        ("control.socket", config.control.socket.parent),
+    ):
+        for root in config.roots:
+            if _lies_in(place, root.path):
+                message = (
+                    f"{name}: {place} lies inside the root {root.path}, whose worker would wait for itself"
+                )
+                yield Problem("error", message, "name a place outside every root", config.origin(name))
+                break
 
 
 class _Inside:

@@ -34,6 +34,8 @@ _ACCOUNT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
 MAX_PORT = 65535
 # sockaddr_un.sun_path holds 108 bytes, the terminating zero included.
 _MAX_SOCKET_PATH_BYTES = 107
+_HOST = re.compile(r"(?=.{1,253}\Z)[a-z0-9-]+(\.[a-z0-9-]+)*")
+_HEADER = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def _text_value(value: object) -> str:
@@ -188,7 +190,12 @@ def names_value(value: object) -> tuple[str, ...]:
 
 def name_value(value: object) -> str:
     """Return a pattern of names without a slash."""
-    (name,) = names_value([value])
+    name = _text_value(value)
+    if not name or "/" in name or "\0" in name:
+        raise ValueError(f'must be a pattern of names without a slash, such as "*.pt", got {name!r}')
+    # The shell takes such a bracket as it is, so that the rule would never match what was meant.
+    if re.search(r"\[(?![!]?.[^]]*])", name, re.DOTALL):
+        raise ValueError(f"has a [ that no ] closes, in {name!r}; a [ itself is [[]")
     if len(os.fsencode(name)) > _MAX_NAME_BYTES:
         raise ValueError(f"must be a pattern of at most {_MAX_NAME_BYTES} bytes")
     return name
@@ -247,6 +254,27 @@ def program_value(value: object) -> tuple[str, ...]:
     return words
 
 
+def notify_value(value: object) -> tuple[str, ...]:
+    """Return URLs of places that get messages, which no error shows: they have passwords in them."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError('must be a list of URLs, such as ["mailto://user:password@example.org"]')
+    urls = tuple(value)
+    for number, url in enumerate(urls):
+        if not re.match(r"[a-z][a-z0-9+.-]*://\S", url, re.IGNORECASE) or not url.isprintable():
+            raise ValueError(
+                f'must be URLs, such as "mailto://user:password@example.org"; number {number + 1} is none'
+            )
+    return urls
+
+
+def ping_value(value: object) -> str:
+    """Return the URL of a check, which no error shows: it is a secret."""
+    url = value if isinstance(value, str) else ""
+    if not re.match(r"https?://[^\s/]", url) or not url.isprintable():
+        raise ValueError("must be a URL with http:// or https://")
+    return url
+
+
 def trainer_name_value(value: object) -> str:
     """Return the name of a trainer."""
     text = _text_value(value)
@@ -296,6 +324,11 @@ def flag_value(value: object) -> bool:
 def show_flag(value: bool) -> str:
     """Return a boolean as TOML has it."""
     return str(value).lower()
+
+
+def show_hidden(value: object) -> str:
+    """Return that a secret is set; empty if it is not."""
+    return "(set)" if value else ""
 
 
 def show_list(values: Sequence[str]) -> str:
@@ -416,6 +449,23 @@ def endpoint_value(value: object) -> str | None:
     if not text.isprintable() or re.search(r"\s", text):
         raise ValueError(f"must be a URL without blanks, got {_short(text)}")
     return text.rstrip("/")
+
+
+def hosts_value(value: object) -> tuple[str, ...]:
+    """Return names of hosts, without ports, in small letters."""
+    found = tuple(text.lower() for text in _texts_value(value))
+    for text in found:
+        if not _HOST.fullmatch(text):
+            raise ValueError(f"has {text!r}, which is no name of a host such as gpu07.example.org")
+    return found
+
+
+def header_value(value: object) -> str:
+    """Return the name of a header of HTTP, in small letters."""
+    text = _text_value(value).lower()
+    if not _HEADER.fullmatch(text):
+        raise ValueError(f"must be the name of a header such as X-Remote-User, not {text!r}")
+    return text
 
 
 def word_value(value: object) -> str | None:

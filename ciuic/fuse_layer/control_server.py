@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import structlog
 
+from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.tracking.gate import HoldExpired
 from ciuic.protocol.worker_frames import (
     MAX_REQUEST_BYTES,
@@ -114,6 +115,8 @@ class ControlReply(NamedTuple):
 
     fields: Mapping[str, Any] = {}
     fds: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+    """Descriptors to send with it that are this process's no more."""
 
 
 class ControlServer:
@@ -129,6 +132,7 @@ class ControlServer:
             taken over.
         on_hand_over: called by the request ``hand_over``; None where it is refused.
         on_share: called by the request ``share``; None where it is refused.
+        on_snapshots_directory: called by the request ``snapshots_directory`` with the number of a thread; None where it is refused.
         extra_status: the driver's fields of a status reply.
     """
 
@@ -143,6 +147,7 @@ class ControlServer:
         session_fd: int | None = None,
         on_hand_over: Callable[[], None] | None = None,
         on_share: Callable[[Share, int], None] | None = None,
+        on_snapshots_directory: Callable[[int], None] | None = None,
         extra_status: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._core = core
@@ -153,6 +158,7 @@ class ControlServer:
         self._session_fd = session_fd
         self._on_hand_over = on_hand_over
         self._on_share = on_share
+        self._on_snapshots_directory = on_snapshots_directory
         self._extra_status = extra_status
         self._connections: set[_Connection] = set()
         self._closing = False
@@ -272,6 +278,14 @@ class ControlServer:
             case "share" if self._on_share is not None:
                 self._share(self._on_share, request, fds)
                 return ControlReply()
+            case "snapshots_directory" if self._on_snapshots_directory is not None:
+                fuse_fd = mounts.open_fuse()
+                try:
+                    self._on_snapshots_directory(int(_number(request, "thread")))
+                except BaseException:
+                    os.close(fuse_fd)
+                    raise
+                return ControlReply(given=(fuse_fd,))
             case "stop":
                 return ControlReply({"unmounted": self._on_stop(_number(request, "grace_s"))})
             case "stay":
@@ -356,7 +370,11 @@ class _Connection:
             log.exception("control_request_failed", do=request.get("do"))
             send_frame(self._sock, {"ok": False, "error": f"{type(error).__name__}: {error}", "errno": None})
         else:
-            send_frame(self._sock, {"ok": True, **reply.fields}, reply.fds)
+            try:
+                send_frame(self._sock, {"ok": True, **reply.fields}, (*reply.fds, *reply.given))
+            finally:
+                for fd in reply.given:
+                    os.close(fd)
 
     def hang_up(self) -> None:
         """Take no further request; the serving thread ends once it has sent the answer that it may be at."""

@@ -646,6 +646,7 @@ class LazyRestore:
         self._special = special
         self._name = posixpath.basename(self._source)
         parent = posixpath.dirname(self._source) if dest is None else os.path.abspath(dest)
+        self._asked: Final = join(parent, self._name)
         # Without links: what is mounted is looked for by its path in mountinfo.
         self.destination: Final = join(os.path.realpath(parent), self._name)
         self.status: Final = StatusFile(
@@ -674,7 +675,16 @@ class LazyRestore:
         """
         self._check()
         detach_dead(self.destination)
-        os.close(open_way(self.destination, make=True))
+        # Step by step, as every restore goes: no link of another user chooses the place.
+        way = open_way(self._asked, make=True)
+        try:
+            is_same = os.path.samestat(os.fstat(way), os.stat(self.destination, follow_symlinks=False))
+        except FileNotFoundError:
+            is_same = False
+        finally:
+            os.close(way)
+        if not is_same:
+            raise CiuicError(f"{one_line(self._asked)} was exchanged meanwhile", hint="try again")
         os.chdir("/")
         # The core applies each caller's umask.
         before = os.umask(0)

@@ -18,6 +18,9 @@ from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
 from ciuic.protocol.control_types import (
     ErrorDocument,
     Event,
+    FlushReport,
+    HoldRequest,
+    HoldState,
     PruneReport,
     ReloadReport,
     RootStatus,
@@ -82,6 +85,23 @@ class ControlClient:
     def wait_snapshot(self, snapshot_id: str) -> SnapshotState:
         """Block until the snapshot is committed (returned) or has failed (its error is raised)."""
         return self._call("GET", f"/v1/snapshots/{snapshot_id}?wait=1", SnapshotState, answer_seconds=None)
+
+    def flush(self, roots: Sequence[str] = ()) -> FlushReport:
+        """Write back what the kernel has cached of these roots (none: all): the first step of a held snapshot."""
+        # No timeout for the answer: the backing disk may be slow.
+        return self._call("POST", "/v1/flush", FlushReport, {"roots": list(roots)}, answer_seconds=None)
+
+    def hold(self, request: HoldRequest) -> HoldState:
+        """Hold all roots of a snapshot; on return no changing operation is in flight. Ends by itself at its limit."""
+        return self._call("POST", "/v1/holds", HoldState, msgspec.to_builtins(request))
+
+    def cut_hold(self, token: str) -> SnapshotState:
+        """Cut what is held. On return the instant, within the hold, is fixed and has an id; an error says that there is none."""
+        return self._call("POST", f"/v1/holds/{token}", SnapshotState, {"cut": True})
+
+    def release_hold(self, token: str) -> None:
+        """End a hold without a cut. NotFound if it has ended."""
+        self._call("POST", f"/v1/holds/{token}", dict, {"cut": False})
 
     def add_root(self, path: str) -> RootStatus:
         """Mount a root; on return it is mounted. Idempotent. The caller writes the configuration file."""

@@ -9,9 +9,11 @@ file, which is UTF-8. control.py and the daemon send and receive the documents.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
+
+from ciuic.types import SetMember
 
 MountState = Literal["starting", "mounted", "restarting", "failed", "stopping", "unmounted"]
 SnapshotPhase = Literal["pending", "capturing", "committed", "failed"]
@@ -88,6 +90,49 @@ class SnapshotRequest(_Document, forbid_unknown_fields=True):
     hold: bool = False
     wait: bool = False
     roots: list[str] = []
+
+
+MAX_HOLD_LIMIT_SECONDS: Final = 10.0
+"""Longest hold that may be asked for: the jobs in the roots stand still meanwhile."""
+
+
+class FlushRequest(_Document, forbid_unknown_fields=True):
+    """Request to write back what the kernel has cached of these roots. Empty ``roots``: all roots."""
+
+    roots: list[str] = []
+
+
+class FlushReport(_Document):
+    """Answer to a request to flush."""
+
+    complete: bool
+    """True if everything that was written before is in the overlays."""
+
+
+class HoldRequest(_Document, forbid_unknown_fields=True):
+    """Request to hold all roots of a snapshot, which is cut when that is decided.
+
+    ``snapshot.wait`` does not count: the answer comes when all roots are held.
+    """
+
+    snapshot: SnapshotRequest
+    set_member: SetMember
+    limit_seconds: float
+    """Time after which the hold ends by itself."""
+    flushed: bool = True
+    """The roots were flushed before, all of them."""
+
+
+class HoldState(_Document):
+    """A hold that is in force."""
+
+    token: str
+
+
+class HoldDecision(_Document, forbid_unknown_fields=True):
+    """Decision over a hold: cut, or release without a cut."""
+
+    cut: bool
 
 
 class RootRequest(_Document, forbid_unknown_fields=True):
@@ -173,10 +218,15 @@ class RootStatus(_Document):
     bypassing: list[BypassReport] = []
     bypassing_mounts: list[BypassingMountReport] = []
     error: str = ""
+    snapshots_dir: str = "off"
+    """The root's snapshots at `.snapshots` in it: off, starting, mounted, name taken (by a file of the owner's), unsupported (by
+    the driver), failed."""
     last_snapshot: SnapshotSummary | None = None
     """Newest committed snapshot that has this root."""
     seconds_since_last: float | None = None
-    """Work at risk in this root: time since that snapshot's cut. None: all work, because there is no snapshot."""
+    """Work at risk in this root: time since that snapshot's cut, whatever the clock is set to. None: all work, because there is no snapshot."""
+    seconds_since_good: float | None = None
+    """Age of the newest checkpoint of this root that is GOOD by its stored verdict; None: none is known."""
     next_snapshot: str | None = None
     """Time of the next scheduled snapshot; the present time for a root whose first one is being taken."""
 
@@ -243,6 +293,12 @@ class RepositoryStatus(_Document):
     used_bytes: int = 0
     """Used space of the whole file system, the repository included."""
     total_bytes: int = 0
+    growth_bytes_per_day: float = 0.0
+    """Rate of the last week at which the use of the whole file system grows; 0 while it is not known."""
+    own_growth_bytes_per_day: float = 0.0
+    """Part of the repository in it."""
+    full_in_seconds: float | None = None
+    """Time until the file system is full at that rate; None while it is not known, or does not grow."""
     reserve_bytes: int = 0
     """Space that captures do not use, so that other programs have it."""
     reserve_reason: str = ""

@@ -24,12 +24,19 @@ _MAGIC: Final = 0x31_74_61_65_62_75_69_63
 _BEATS, _STEP, _TIME, _GOODBYE = 1, 2, 3, 4
 _TEXT_AT: Final = 256
 _TEXT_BYTES: Final = 512
+_LOSSES: Final = 5
+"""Word with the number of losses so far; the last ones are in a ring."""
+_RING_AT: Final = 1024
+_RING_PLACES: Final = 128
+_RING_BYTES: Final = 16 * _RING_PLACES
 # Python has these names only if it was built with headers that have them; the numbers are those of
 # linux/fcntl.h.
 _ADD_SEALS: Final = getattr(fcntl, "F_ADD_SEALS", 1033)
 _GET_SEALS: Final = getattr(fcntl, "F_GET_SEALS", 1034)
 _SEAL_SHRINK: Final = 2
 _WORDS: Final = struct.Struct("<5Q")
+_WORD: Final = struct.Struct("<Q")
+_LOSS: Final = struct.Struct("<Qd")
 
 
 class Goodbye(enum.IntEnum):
@@ -72,6 +79,7 @@ class HeartbeatPage:
             # Sealed against shrinking: `check_page` refuses memory of which a reader could get less than it expects.
             fcntl.fcntl(self.fd, _ADD_SEALS, _SEAL_SHRINK)
             self._map = mmap.mmap(self.fd, _BYTES)
+            self._numbers = memoryview(self._map).cast("d")
         except BaseException:
             self.close()
             raise
@@ -88,6 +96,15 @@ class HeartbeatPage:
             words[_STEP] = step
         words[_TIME] = time.monotonic_ns()
         words[_BEATS] += 1
+
+    def report_loss(self, step: int, loss: float) -> None:
+        """Add the loss of a step, which may be no number. The reader sees the last 128."""
+        count = self._words[_LOSSES]
+        place = _RING_AT // 8 + 2 * (count % _RING_PLACES)
+        # The values first, then the number that announces them.
+        self._words[place] = max(0, step)
+        self._numbers[place + 1] = loss
+        self._words[_LOSSES] = count + 1
 
     def say_goodbye(self, how: Goodbye, reason: str = "") -> None:
         """Report the end of the training; NONE takes an earlier report back."""
@@ -132,6 +149,28 @@ def check_page(fd: int) -> None:
     if not seals & _SEAL_SHRINK or os.fstat(fd).st_size < _TEXT_AT + _TEXT_BYTES:
         raise ValueError("the memory is not sealed against shrinking")
     read_page(fd)
+
+
+class LossReading(NamedTuple):
+    """Losses of a page at one moment."""
+
+    total: int = 0
+    """Losses so far, with those that are gone from the ring."""
+    losses: tuple[tuple[int, float], ...] = ()
+    """(step, loss) of those after the last reading that are in the ring, the oldest first."""
+
+
+def read_losses(fd: int, seen: int) -> LossReading:
+    """Return the losses of a page that came after the first ``seen`` ones; a page of an earlier version has none."""
+    data = os.pread(fd, _RING_AT + _RING_BYTES, 0)
+    # The trainer may have made the memory what it likes.
+    if len(data) < _RING_AT + _RING_BYTES:
+        return LossReading()
+    (count,) = _WORD.unpack_from(data, 8 * _LOSSES)
+    # A count that is less than the last one is of a trainer that began anew.
+    new = min(count if count < seen else count - seen, _RING_PLACES)
+    places = ((count - new + number) % _RING_PLACES for number in range(new))
+    return LossReading(count, tuple(_LOSS.unpack_from(data, _RING_AT + 16 * place) for place in places))
 
 
 def read_page(fd: int) -> HeartbeatReading:

@@ -62,6 +62,16 @@ class Cut(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Reason for which the snapshot is held; empty: it is not held."""
 
 
+class Files(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Request for a snapshot of the files of a job as they are now, which belongs to no training snapshot."""
+
+    roots: tuple[str, ...]
+    """Roots, or directories in them."""
+    message: str = ""
+    tags: tuple[str, ...] = ()
+    """Tags of a job (`ciuic.system.slurm.job_tags`), and no others: retention may keep tagged snapshots."""
+
+
 class Known(msgspec.Struct, tag=True, frozen=True):
     """Question about the states of snapshots in the daemon's repository."""
 
@@ -69,7 +79,7 @@ class Known(msgspec.Struct, tag=True, frozen=True):
 
 
 class Taken(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Answer to `Cut`: the instant is fixed, and the snapshot will be committed or reported as failed."""
+    """Answer to `Cut` and `Files`: the instant is fixed, and the snapshot will be committed or reported as failed."""
 
     id: str
     repository: str
@@ -98,7 +108,7 @@ class States(msgspec.Struct, tag=True, frozen=True):
 
 
 T = TypeVar("T")
-Question = Cut | Known
+Question = Cut | Files | Known
 Answer = Taken | PairRefused | States
 _QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgpack_decoder(Question)
 _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgpack_decoder(Answer)

@@ -126,13 +126,25 @@ class WorkerControlClient:
         """
         return self._one_fd("session_fd")
 
+    def snapshots_directory(self, thread: int) -> int:
+        """Let a thread find the directory `.snapshots` of the root once, to mount on it; 0: nobody, and hide it from others.
+
+        Returns:
+            A new descriptor of /dev/fuse for that mount; the caller closes it. The worker opens it, because the daemon's service
+            may open no device.
+
+        Raises:
+            WorkerRefused: with EOPNOTSUPP where the worker has no such directory.
+        """
+        return self._one_fd("snapshots_directory", thread=thread)
+
     def hand_over(self) -> None:
         """Make the worker leave its session to a successor and end. WorkerRefused where there can be no successor."""
         self._ask("hand_over")
 
-    def _one_fd(self, do: str) -> int:
+    def _one_fd(self, do: str, **fields: Any) -> int:
         fds: list[int] = []
-        self._ask(do, fds=fds)
+        self._ask(do, fds=fds, **fields)
         if not fds:
             raise WorkerRefused("the worker replied without a descriptor", None)
         # A reply has one descriptor; a second one would be a defect of the worker, and must not stay open

@@ -162,6 +162,10 @@ class Remover:
     dry_run: bool = False
     failures: list[tuple[bytes, str]] = field(default_factory=list)
     """(path, reason) of each name that could not be removed."""
+    stays: Callable[[bytes], bool] | None = None
+    """Function of a source path that returns True for a directory that stays itself, whatever is removed below it."""
+    removed_below: list[bytes] = field(default_factory=list)
+    """Paths of what was removed from directories that stay: the tops alone."""
 
     def remove(self, folder: int, name: bytes, path: bytes, source_path: bytes) -> bool:
         """Remove ``name`` from ``folder``; return whether it is gone. The parents of what is spared stay, silently."""
@@ -220,7 +224,8 @@ class Remover:
         # Of the descriptor and not of the name, which may lead elsewhere by now.
         st = os.fstat(fd)
         if borders.before(name, fd):
-            self.failures.append((path, LEFT_ALONE))
+            if not self._stays(source_path):
+                self.failures.append((path, LEFT_ALONE))
         elif (st.st_dev, st.st_ino) not in self.spared_inodes:
             # Put back by `_Level.close`; EROFS or EPERM is met again, and named, by the first removal.
             lifted = None
@@ -251,13 +256,22 @@ class Remover:
                 gone = self._descend(stack, level.fd, level.borders, name, path, source_path)
             else:
                 gone = self._leaf(level.fd, level.borders, name, path, source_path)
+                if gone:
+                    level.gone.append(path)
             level.empty = level.empty and gone
             return gone
         stack.pop().close()
-        gone = level.empty and self._rmdir(level)
-        if stack and not gone:
-            stack[-1].empty = False
+        gone = level.empty and not self._stays(bytes(level.source_path)) and self._rmdir(level)
+        if not gone:
+            self.removed_below += level.gone
+        if stack:
+            stack[-1].empty = stack[-1].empty and gone
+            if gone:
+                stack[-1].gone.append(bytes(level.path))
         return gone
+
+    def _stays(self, source_path: bytes) -> bool:
+        return self.stays is not None and self.stays(source_path)
 
     def _rmdir(self, level: _Level) -> bool:
         if self.dry_run:
@@ -283,6 +297,8 @@ class _Level:
     lifted: int | None
     """Mode to put back."""
     empty: bool = True
+    gone: list[bytes] = field(default_factory=list)
+    """Paths of the names that were removed."""
 
     def __post_init__(self) -> None:
         self.borders = MountBorders(self.fd)

@@ -49,6 +49,10 @@ class RestoreItem(NamedTuple):
     skipped: right already, or left alone as asked. removed: by --delete, or for something of another type. failed: not
     restored. conflict: exists, and would stop the restore (dry runs only).
     """
+    replaces: bool = False
+    """Something of another content existed, whose place is taken."""
+    size_bytes: int = 0
+    """Size of a file that is written."""
 
 
 class Failure(NamedTuple):
@@ -116,6 +120,8 @@ class Kept(NamedTuple):
     """(device, inode) of directories that stay, such as the repository's own."""
     rule: Callable[[bytes, bool], bool] | None
     """Function of (absolute path at the snapshot, is a directory) that returns True for what stays, such as excluded paths."""
+    directory_rule: Callable[[bytes], bool] | None = None
+    """Function of an absolute path at the snapshot that returns True for a directory that stays, whatever goes from below it."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,14 @@ class ResultCounter:
         self._tell(path, "skipped")
 
     def done(
-        self, path: bytes, entry: Entry, action: Action, problems: list[str], counted_bytes: int = 0
+        self,
+        path: bytes,
+        entry: Entry,
+        action: Action,
+        problems: list[str],
+        counted_bytes: int = 0,
+        *,
+        replaces: bool = False,
     ) -> None:
         """Count a non-directory that is as it was at the snapshot.
 
@@ -68,12 +75,14 @@ class ResultCounter:
             action: how it became so.
             problems: attributes that could not be set.
             counted_bytes: bytes of it that `part` has counted already.
+            replaces: something existed at the path.
         """
+        written_bytes = entry.size_bytes if entry.is_file and action == "restored" else 0
         if action in ("skipped", "attributes"):
             self.result.skipped += 1
         else:
             self.result.restored += 1
-            self.result.restored_bytes += entry.size_bytes if entry.is_file and action == "restored" else 0
+            self.result.restored_bytes += written_bytes
         if entry.flags & FLAG_OPEN_FOR_WRITING:
             self.result.open_for_writing.append(path)
         if self._plan.snapshot.may_be_later(entry):
@@ -82,7 +91,7 @@ class ResultCounter:
             self.result.far_times.append(path)
         self.problems(path, problems)
         self._advance(path, entry, counted_bytes)
-        self._tell(path, action)
+        self._tell(path, action, replaces and action in ("restored", "linked"), written_bytes)
 
     def directory(self, path: bytes, problems: list[str]) -> None:
         """Count a directory."""
@@ -163,9 +172,9 @@ class ResultCounter:
                 RestoreProgress(self._bytes_done, bytes_total, self._files_done, files_total, path)
             )
 
-    def _tell(self, path: bytes, action: Action) -> None:
+    def _tell(self, path: bytes, action: Action, replaces: bool = False, size_bytes: int = 0) -> None:
         if self._report is not None:
-            self._report(RestoreItem(path, action))
+            self._report(RestoreItem(path, action, replaces, size_bytes))
 
 
 def reason_of(error: BaseException | str) -> str:
@@ -239,7 +248,10 @@ class Outcomes:
         """Record the end of a non-directory, and let go of its directory; called from any thread."""
         with self._pool.changed:
             if error is None:
-                self._counter.done(file.path, file.entry, action, problems, file.counted_bytes)
+                self._counter.done(
+                    *(file.path, file.entry, action, problems, file.counted_bytes),
+                    replaces=file.existing is not None,
+                )
             # What was cut short is no failure of its own: the result, or the interrupt, says why the run
             # ended.
             elif not isinstance(error, RunStopped) and self._counter.failed(file.path, error):

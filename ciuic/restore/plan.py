@@ -83,7 +83,7 @@ def plan_restore(
             paths_shown = ", ".join(shown(target.source.path) for target in targets)
             raise NotFound(
                 f"nothing below {paths_shown} matches {', '.join(map(repr, include))} in {snapshot.id}",
-                hint="a pattern with a slash is relative to PATH, one that begins with a slash is an absolute path",
+                hint="a pattern with a slash is relative to PATH, also one that begins with it",
             )
     conflicts: list[bytes] = []
     if overwrite is None:
@@ -101,7 +101,11 @@ def plan_restore(
         targets=targets,
         overwrite=overwrite,
         delete=delete,
-        kept=Kept(frozenset({(own.st_dev, own.st_ino)}), _keeps(targets, keep)),
+        kept=Kept(
+            frozenset({(own.st_dev, own.st_ino)}),
+            _keeps(targets, keep),
+            _keeps_directories(targets) if include else None,
+        ),
         conflicts=tuple(conflicts),
         # Not known where there is a choice.
         bytes_total=0 if include or exclude else sum(_bytes(target) for target in targets),
@@ -133,6 +137,19 @@ def _keeps(
         )
 
     return spares
+
+
+def _keeps_directories(targets: Sequence[RestoreTarget]) -> Callable[[bytes], bool]:
+    """Return the rule for directories that are not chosen, below which ``delete`` removes what is."""
+
+    def stays(path: bytes) -> bool:
+        return any(
+            target.selection is not None and target.selection.spares_directory(path)
+            for target in targets
+            if is_within(path, target.source.path)
+        )
+
+    return stays
 
 
 def plan_nothing(repository: Repository, snapshot: Snapshot) -> RestorePlan:

@@ -10,7 +10,7 @@ import errno
 import os
 import posixpath
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -156,7 +156,8 @@ class Dispatcher:
 
     def make_remover(self) -> Remover:
         """Return a remover that spares what the plan keeps."""
-        return Remover(self._plan.kept.inodes, self._plan.kept.rule)
+        kept = self._plan.kept
+        return Remover(kept.inodes, kept.rule, self._dry_run, stays=kept.directory_rule)
 
     def _is_linked(self, attempt: Attempt, file: NonDirectory) -> bool:
         # The names are computed when they are needed: each link group would otherwise keep names that may be thousands.
@@ -349,6 +350,10 @@ class Walk:
             return
         source_path = join(frame.folder.source_path, entry.name)
         if not attempt.target.wants(source_path, entry.is_dir):
+            # The snapshot has nothing below it that is chosen, so all that exists there and is chosen is extra.
+            parent = frame.folder
+            if entry.is_dir and self._plan.delete and not parent.fresh and not parent.leads_away(entry.name):
+                self._delete_names(parent, [entry.name])
             return
         if self.is_left_out(attempt, frame.folder, entry):
             return
@@ -401,13 +406,18 @@ class Walk:
 
     def _delete_extra(self, frame: _Frame) -> None:
         """Remove what the snapshot does not have in this directory."""
+        self._delete_names(frame.folder, sorted(frame.extra))
+
+    def _delete_names(self, folder: Folder, names: Sequence[bytes]) -> None:
         remover = self._dispatcher.make_remover()
-        remover.dry_run = self._dry_run
-        folder = frame.folder
-        for name in sorted(frame.extra):
+        for name in names:
             path = join(folder.path, name)
+            if status_of(folder, name) is None:
+                continue
             if remover.remove(folder.fd, name, path, join(folder.source_path, name)):
                 self._outcomes.removed(path)
+        for path in remover.removed_below:
+            self._outcomes.removed(path)
         for path, reason in remover.failures:
             self._outcomes.failed(path, reason)
 

@@ -1,7 +1,7 @@
 """Choice among the names below a target of a restore: patterns to include and to exclude, by the rules of gitignore (`ciuic.excludes`).
 
-A pattern without a slash matches at any depth, one with a slash is relative to the target, and one that begins with a slash is an
-absolute path at the snapshot. What is included comes with everything below it, and with the directories that lead to it; what is
+A pattern without a slash matches at any depth, one with a slash is relative to the target, and so is one that begins with a slash, as
+in git; only one that begins with the target's own path spells an absolute path. What is included comes with everything below it, and with the directories that lead to it; what is
 excluded is left alone, with everything below it, also where it is included.
 
 Guarantees: what is left out of a restore is neither written nor removed, and the attributes of an existing directory that only
@@ -11,10 +11,11 @@ leads to what is included stay as they are.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 
 from ciuic.errors import Damaged
-from ciuic.excludes import ExcludeMatcher
+from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.repository import Repository
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, join
@@ -40,8 +41,9 @@ class Selection:
         """
         self._top = source.path
         self._start = len(source.path.rstrip(b"/")) + 1
-        self._include = ExcludeMatcher(source.path, include) if include else None
-        self._exclude = ExcludeMatcher(source.path, exclude)
+        top = os.fsdecode(source.path)
+        self._include = ExcludeMatcher(source.path, effective_patterns(top, (), include)) if include else None
+        self._exclude = ExcludeMatcher(source.path, effective_patterns(top, (), exclude))
         self.digest = hashlib.sha256(
             repr((tuple(include), tuple(exclude))).encode(errors="surrogateescape")
         ).digest()
@@ -64,8 +66,14 @@ class Selection:
         return path in self._leading and not self._is_chosen(path, is_dir=True)
 
     def spares(self, path: bytes, is_dir: bool) -> bool:
-        """Return whether ``delete`` must leave alone what the snapshot does not have at this path."""
+        """Return whether ``delete`` must leave alone what exists at this path, with everything below."""
+        if is_dir:
+            return self._exclude.match(path[self._start :], is_dir=True)
         return not self._is_chosen(path, is_dir)
+
+    def spares_directory(self, path: bytes) -> bool:
+        """Return whether ``delete`` must leave a directory, but not what is chosen below it."""
+        return not self._is_chosen(path, is_dir=True)
 
     def _is_chosen(self, path: bytes, is_dir: bool) -> bool:
         below = path[self._start :]

@@ -3,8 +3,9 @@
 A program goes on with the file that it opened: what it writes after another file took the name is below no name. So it can be told
 later which of the files found were replaced.
 
-Guarantees: bounded in time; only the text of /proc and O_PATH descriptors are used, so that a mount that hangs does not block the
-search. Processes that may not be examined are left out: other users' need root. Files are compared by name and inode, so that a
+Guarantees: bounded in time, also beside a mount that hangs: of what programs have open the text of /proc and O_PATH descriptors are
+read, never the file itself, and no name at or below another mount is looked up; a search that is held up all the same is given up
+and goes on in a thread that nobody waits for. Processes that may not be examined are left out: other users' need root. Files are compared by name and inode, so that a
 process of another mount namespace, where the name means another file, is not taken for a user of it. ciuic's own overlay workers,
 which hold files on behalf of programs, are left out of the files.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,6 +39,14 @@ class OpenFile(NamedTuple):
     """Link of the descriptor below the process's directory in /proc, or ``maps``."""
     text: bytes
     """Name as the kernel reports it."""
+    how: str = "reading"
+    """One of `HOW`."""
+    uid: int = -1
+    """User of the process."""
+
+
+HOW: Final = ("writing", "mapped", "reading", "cwd")
+"""Use of a file by a process, the worst first: open for writing, mapped, open for reading, the working directory."""
 
 
 def find_open_files(
@@ -45,30 +55,58 @@ def find_open_files(
     max_seconds: float = MAX_SEARCH_SECONDS,
     proc: Path = Path("/proc"),
 ) -> list[OpenFile]:
-    """Return the open and mapped files at or below directories, one of each process and name, by name.
+    """Return the open and mapped files and the working directories at or below directories, one of each process and name, by name.
 
     Args:
         directories: Absolute paths of directories or files; symbolic links above the last component are followed.
         max_seconds: Longest search; what was found until then is returned.
         proc: Mount point of proc.
     """
-    end = time.monotonic() + max_seconds
     tops = [
         (os.path.join(os.path.realpath(os.path.dirname(top)), os.path.basename(top)), top)
         for top in directories
         if os.path.lexists(top)
     ]
+    if not tops:
+        return []
+    end = time.monotonic() + max_seconds
     found: dict[tuple[bytes, int], OpenFile] = {}
-    for name in os.listdir(proc) if tops else ():
+    done = threading.Event()
+
+    def search() -> None:
+        try:
+            _search(tops, found, end, proc)
+        finally:
+            done.set()
+
+    # A process that waits for a hung mount may hold what a read of its maps or of its command line waits for.
+    threading.Thread(target=search, name="open files", daemon=True).start()
+    done.wait(max_seconds)
+    return sorted(dict(found).values())
+
+
+def _search(
+    tops: Sequence[tuple[bytes, bytes]], found: dict[tuple[bytes, int], OpenFile], end: float, proc: Path
+) -> None:
+    mounts = mountinfo.read(proc / "self")
+    # Not looked into by a restore either.
+    beyond = {
+        mount.mount_point
+        for mount in mounts
+        for real, _ in tops
+        if mount.mount_point.startswith(real.rstrip(b"/") + b"/")
+    }
+    for name in os.listdir(proc):
         if time.monotonic() > end:
-            break
+            return
         if not name.isdigit() or int(name) == os.getpid():
             continue
         # It has ended, or belongs to another user.
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            for one in _of_process(proc / name, int(name), tops):
-                found.setdefault((one.path, one.pid), one)
-    return sorted(found.values())
+            for one in _of_process(proc / name, int(name), tops, beyond):
+                known = found.get((one.path, one.pid))
+                if known is None or HOW.index(one.how) < HOW.index(known.how):
+                    found[one.path, one.pid] = one
 
 
 def replaced(files: Sequence[OpenFile], proc: Path = Path("/proc")) -> list[OpenFile]:
@@ -85,36 +123,65 @@ def _is_unlinked(process: Path, one: OpenFile) -> bool:
         return False
 
 
-def _of_process(process: Path, pid: int, tops: Sequence[tuple[bytes, bytes]]) -> Iterator[OpenFile]:
+def _of_process(
+    process: Path, pid: int, tops: Sequence[tuple[bytes, bytes]], beyond: set[bytes]
+) -> Iterator[OpenFile]:
     words = (process / "cmdline").read_bytes().split(b"\0")
     if any(word.startswith(_OWN_MODULES) for word in words):
         return
     program = (process / "comm").read_bytes().rstrip(b"\n").decode("utf-8", "backslashreplace")
-    for link, text, inode in (
+    uid = os.stat(process).st_uid
+    for link, text, inode, how in (
         *_descriptors(process),
-        *(("maps", text, ino) for ino, text in _mapped(process)),
+        *(("maps", text, ino, "mapped") for ino, text in _mapped(process)),
+        *_working_directory(process),
     ):
         for real, top in tops:
             if text == real or text.startswith(real.rstrip(b"/") + b"/"):
-                if _inode(text) == inode:
-                    yield OpenFile(top + text[len(real) :], pid, program, link, text)
+                if not _is_beyond(text, real, beyond) and _inode(text, how == "cwd") == inode:
+                    yield OpenFile(top + text[len(real) :], pid, program, link, text, how, uid)
                 break
 
 
-def _descriptors(process: Path) -> Iterator[tuple[str, bytes, int]]:
+def _is_beyond(text: bytes, top: bytes, beyond: set[bytes]) -> bool:
+    """Return whether a name is at or below something that is mounted below ``top``."""
+    while beyond and len(text) > len(top):
+        if text in beyond:
+            return True
+        text = os.path.dirname(text)
+    return False
+
+
+def _descriptors(process: Path) -> Iterator[tuple[str, bytes, int, str]]:
     for number in os.listdir(process / "fd"):
         # Closed meanwhile, or a name longer than the kernel reports.
         with suppress(OSError):
             text = os.readlink(os.fsencode(process / "fd" / number))
             if text.startswith(b"/"):
-                yield f"fd/{number}", text, _fdinfo_inode(process / "fdinfo" / number)
+                inode, flags = _facts(process / "fdinfo" / number)
+                how = "reading" if flags & os.O_ACCMODE == os.O_RDONLY else "writing"
+                yield f"fd/{number}", text, inode, how
 
 
-def _fdinfo_inode(path: Path) -> int:
+def _working_directory(process: Path) -> Iterator[tuple[str, bytes, int, str]]:
+    with suppress(OSError):
+        text = os.readlink(os.fsencode(process / "cwd"))
+        fd = os.open(process / "cwd", os.O_PATH | os.O_CLOEXEC)
+        try:
+            yield "cwd", text, _facts(Path(f"/proc/self/fdinfo/{fd}"))[0], "cwd"
+        finally:
+            os.close(fd)
+
+
+def _facts(path: Path) -> tuple[int, int]:
+    """Return (inode, flags) of a descriptor; -1 for an inode that the kernel does not tell."""
+    inode, flags = -1, 0
     for line in path.read_bytes().split(b"\n"):
         if line.startswith(b"ino:"):
-            return int(line[4:])
-    return -1
+            inode = int(line[4:])
+        elif line.startswith(b"flags:"):
+            flags = int(line[6:], 8)
+    return inode, flags
 
 
 def _mapped(process: Path) -> Iterator[tuple[int, bytes]]:
@@ -126,13 +193,13 @@ def _mapped(process: Path) -> Iterator[tuple[int, bytes]]:
             yield int(fields[4]), fields[5].replace(b"\\012", b"\n")
 
 
-def _inode(path: bytes) -> int:
-    """Return the inode of a regular file; -2 for anything else, which no program reads or writes by a name."""
+def _inode(path: bytes, is_dir: bool) -> int:
+    """Return the inode of a regular file, or of a directory; -2 for anything else."""
     try:
         status = os.lstat(path)
     except OSError:
         return -2
-    return status.st_ino if stat.S_ISREG(status.st_mode) else -2
+    return status.st_ino if (stat.S_ISDIR if is_dir else stat.S_ISREG)(status.st_mode) else -2
 
 
 class MountUser(NamedTuple):

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Final
 
 _PR_SET_DUMPABLE: Final = 4
+_PR_SET_KEEPCAPS: Final = 8
 _PR_CAPBSET_DROP: Final = 24
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _PR_CAP_AMBIENT: Final = 47
@@ -133,6 +134,18 @@ def keep_only(wanted: Iterable[int]) -> frozenset[int]:
     return kept
 
 
+def become(uid: int, gid: int) -> None:
+    """Become another user for good, without other groups; the capabilities stay permitted until `keep_only`. OSError.
+
+    Call before any thread is started.
+    """
+    _check(_prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0))
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    _prctl(_PR_SET_KEEPCAPS, 0, 0, 0, 0)
+
+
 def limit_capture(repository: str) -> frozenset[int]:
     """Limit the calling process to what a capture into ``repository`` needs; return the remaining capabilities."""
     has = permitted()
@@ -236,18 +249,19 @@ def _check(result: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-def limit_resources(memory_bytes: int, processor_seconds: int) -> None:
+def limit_resources(memory_bytes: int, processor_seconds: int | None) -> None:
     """Limit the private memory and the processor time of the calling process, and of processes that it starts, for good.
 
     Past the first an allocation fails; past the second SIGXCPU ends the process, without a core file.
 
     Args:
         memory_bytes: Private writable memory. Address space would be the wrong measure: libraries reserve far more than they use.
-        processor_seconds: Processor time of each process, all threads together.
+        processor_seconds: Processor time of each process, all threads together; None for one that serves for as long as it is wanted.
     """
     _lower(resource.RLIMIT_DATA, memory_bytes)
     # At the hard limit the kernel kills, at the soft one it says why.
-    _lower(resource.RLIMIT_CPU, processor_seconds, 1)
+    if processor_seconds is not None:
+        _lower(resource.RLIMIT_CPU, processor_seconds, 1)
     _lower(resource.RLIMIT_CORE, 0)
 
 

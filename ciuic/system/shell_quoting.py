@@ -14,6 +14,14 @@ def shown(path: bytes) -> str:
     return "$'" + "".join(map(_escaped, text)) + "'"
 
 
+def word(argument: bytes) -> str:
+    """Return an argument of a command line as bash and zsh take it for one word."""
+    import shlex
+
+    text = argument.decode("utf-8", "surrogateescape")
+    return shlex.quote(text) if text.isprintable() else shown(argument)
+
+
 def _escaped(character: str) -> str:
     if character in _SHORT:
         return _SHORT[character]

@@ -152,6 +152,12 @@ READER: Final = Profile(
 )
 """Reader of a repository that judges checkpoints: it opens nothing to write, and changes no name and no attribute."""
 
+PAGE: Final = READER._replace(
+    name="page",
+    allowed=READER.allowed | _ANSWERING | _names("socket socketpair accept accept4 connect"),
+)
+"""Process of the page of `ciuic web`: a reader that answers on sockets which it was given, and connects to Unix sockets alone."""
+
 RECEIVER: Final = Profile(
     "receiver",
     # openat without openat2, whose flags are in memory, where the filter cannot see them.

@@ -17,7 +17,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -81,7 +81,19 @@ _Record = TypeVar("_Record", bound=VerdictSummary)
 
 def newest_of(found: Iterable[DatedCheckpoint]) -> DatedCheckpoint | None:
     """Return the checkpoint with the latest change of a file; of several at one time the last by name."""
-    return max(found, key=lambda one: (one.mtime_ns, one.checkpoint.path), default=None)
+    return max(found, key=age_of, default=None)
+
+
+class _Dated(Protocol):
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def mtime_ns(self) -> int: ...
+
+
+def age_of(found: _Dated) -> tuple[int, bytes]:
+    """Return the sort key for checkpoints, oldest first: of equal times the last path is the newest, as step-2 is after step-1."""
+    return found.mtime_ns, found.checkpoint.path
 
 
 def snapshot_digest(snapshot: Snapshot) -> str:

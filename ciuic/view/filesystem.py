@@ -157,6 +157,8 @@ class ViewFilesystem:
             p.DESTROY: lambda request, data: b"",
         }
         guarded = {opcode: self._guarded(handler) for opcode, handler in handlers.items()}
+        # `df` asks every file system: it waits for no reader.
+        guarded[p.STATFS] = self._statfs
         if self._turns is not None:
             guarded[p.INTERRUPT] = self._interrupt
         self.session: Final = KernelSession(

@@ -31,6 +31,12 @@ _SUBTYPE: Final = "ciuic-view"
 _COMMAND_FD: Final = "_FUSE_COMMFD"
 
 
+def is_view(path: bytes) -> bool:
+    """Return whether a view is mounted at a path, also one whose process has ended."""
+    found = mounts.mount_at(os.fsdecode(path))
+    return found is not None and found.fs_type == FS_TYPE
+
+
 class MountedView:
     """View that is mounted. `wait` serves it; `close` takes it away."""
 

@@ -36,14 +36,19 @@ number=0
 while [ $number -lt $roots ]; do
     "$mount" --bind -- "$scratch/view$1" "$scratch/lower-$number" || exit 125
     layers="lowerdir=$scratch/lower-$number,upperdir=$scratch/upper-$number,workdir=$scratch/work-$number"
-    "$mount" -t overlay -o "$layers" -- ciuic-snapshot "$1" || exit 125
+    # On the directory itself, not on what a name leads to by now: whoever owns the directory above may replace the root by a link.
+    cd -P -- "$1" || exit 125
+    [ "$(pwd -P; echo .)" = "$1
+." ] || exit 125
+    "$mount" --no-canonicalize -t overlay -o "$layers" -- ciuic-snapshot . || exit 125
     shift; number=$((number + 1))
 done
 cd -- "$1" 2> /dev/null || cd -- "$2" || exit 125
 shift 2
+: > "$scratch/begun"
 exec "$@"
 """
-_NO_MOUNT: Final = 125
+_BEGUN: Final = "begun"
 
 
 def run_at(
@@ -56,6 +61,7 @@ def run_at(
     scratch: Path | None = None,
     *,
     may_wait: bool = False,
+    stdout: int | None = None,
 ) -> int:
     """Run a program for which these roots are as in the snapshot, and return its exit status, or 128 and the signal that ended it.
 
@@ -68,6 +74,7 @@ def run_at(
         problem: Told in words what of the snapshot cannot be read.
         scratch: Directory for what the program writes; None: TMPDIR, or /var/tmp.
         may_wait: As of `MountedView`.
+        stdout: Descriptor to which the program prints; None: as of this process.
 
     Raises:
         NotPermitted: this user may not.
@@ -78,6 +85,11 @@ def run_at(
             "only root can show a snapshot in place of a directory", hint="ciuic mount shows it beside"
         )
     for root in roots:
+        if os.path.realpath(root) != root:
+            raise CiuicError(
+                f"{one_line(root)} leads through a symbolic link now, so that nothing is shown there",
+                hint="ciuic mount shows the snapshot beside",
+            )
         if not os.path.isdir(root):
             raise CiuicError(
                 f"{one_line(root)} is no directory now, so that nothing can be shown there",
@@ -98,7 +110,7 @@ def run_at(
             _copy_attributes(snapshot, roots[number], place / f"upper-{number}")
         view = MountedView(tree, os.fsencode(place / _VIEW), problem, for_others=True, may_wait=may_wait)
         try:
-            return _run(place, snapshot, roots, command, begin_in)
+            return _run(place, snapshot, roots, command, begin_in, stdout)
         finally:
             view.close()
 
@@ -117,12 +129,18 @@ def _copy_attributes(snapshot: Snapshot, path: bytes, directory: Path) -> None:
 
 
 def _run(
-    place: Path, snapshot: Snapshot, roots: Sequence[bytes], command: Sequence[str], begin_in: bytes
+    place: Path,
+    snapshot: Snapshot,
+    roots: Sequence[bytes],
+    command: Sequence[str],
+    begin_in: bytes,
+    stdout: int | None,
 ) -> int:
     # An interrupt is for the program, which has the terminal. Functions, unlike SIG_IGN, are not inherited.
     mount = find_program("mount")
-    # Private: what is mounted there must not appear outside, where / is shared.
-    unshare = (find_program("unshare"), "--mount", "--propagation", "private", "--")
+    # Slave: what is mounted there must not appear outside, where / is shared; and an overlay that a daemon mounts outside meanwhile
+    # covers its root there, too, where its absence would let programs write past it (ciuic/system/bypass.py).
+    unshare = (find_program("unshare"), "--mount", "--propagation", "slave", "--")
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGQUIT)}
     try:
         process = subprocess.Popen(
@@ -142,12 +160,13 @@ def _run(
             ],
             env={**os.environ, "CIUIC_SNAPSHOT": str(snapshot.id)},
             cwd="/",
+            stdout=stdout,
         )
         status = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if status == _NO_MOUNT:
+    if not (place / _BEGUN).exists():
         raise CiuicError(
             "the snapshot cannot be shown in place of its directories",
             hint="ciuic mount shows it beside them",

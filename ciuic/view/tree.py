@@ -1,7 +1,8 @@
 """Nodes of a view of snapshots: what a name leads to, the attributes that it has, and the content of files.
 
 A view of all snapshots has a directory for each, named after its time and its id, and ``latest``, a symbolic link to the newest.
-Below a snapshot lie its roots at the paths that they had. Directories above a root belong to no snapshot: they look as those of the
+In a view of one root that directory is the root as it was, with the access that it gave then. Otherwise
+its roots lie below it at the paths that they had. Directories above a root belong to no snapshot: they look as those of the
 host do now, so that a view which other users may read shows nothing below a directory that is closed to them.
 
 Guarantees: what a node shows never changes, but for the list of snapshots, which is read again when it has changed. Content is
@@ -99,6 +100,7 @@ class ViewTree:
         snapshots: CommittedSnapshots,
         repository_of: Callable[[SnapshotId], Repository],
         only: SnapshotId | None = None,
+        of_root: bytes | None = None,
     ) -> None:
         """Begin.
 
@@ -106,12 +108,14 @@ class ViewTree:
             snapshots: Snapshots to show.
             repository_of: Returns the repository that has a snapshot.
             only: The snapshot whose roots lie at the top; None for a directory for each.
+            of_root: The root that the directory of each snapshot is; None for all roots below it.
 
         Raises:
             NotFound, Damaged: that snapshot cannot be read.
         """
         self._snapshots = snapshots
         self._repository_of = repository_of
+        self._of_root = of_root
         self._nodes: dict[int, Node] = {}
         self._by_name: dict[tuple[int, bytes], Node] = {}
         self._by_link: dict[tuple[SnapshotId, bytes, int], Node] = {}
@@ -283,8 +287,11 @@ class ViewTree:
     def _refresh(self) -> None:
         state = self._snapshots.state()
         if state != self._state:
-            self._names = {snapshot_name(info.time_ns, info.id): info.id for info in self._snapshots.list()}
-            newest = self._snapshots.list(safety=False, limit=1)
+            self._names = {
+                snapshot_name(info.time_ns, info.id): info.id
+                for info in self._snapshots.list(root=self._of_root)
+            }
+            newest = self._snapshots.list(root=self._of_root, safety=False, limit=1)
             self._newest = snapshot_name(newest[0].time_ns, newest[0].id) if newest else b""
             self._state = state
 
@@ -299,7 +306,14 @@ class ViewTree:
         if name not in self._names:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         snapshot = self._snapshots.load(self._names[name])
-        node = Node(self._new_id(), _number(snapshot.id.encode()), _directory(b"", snapshot), snapshot)
+        number = _number(snapshot.id.encode())
+        if self._of_root is None:
+            node = Node(self._new_id(), number, _directory(b"", snapshot), snapshot)
+        else:
+            root = next((root for root in snapshot.roots if root.path == self._of_root), None)
+            if root is None:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+            node = Node(self._new_id(), number, root.entry, snapshot, root, root.path)
         return self._add(node, [(ROOT_ID, name)])
 
     @staticmethod

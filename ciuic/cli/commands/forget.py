@@ -17,7 +17,8 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import complain, plural, shown_text
 from ciuic.cli.shared.options import ID, FrameCommand, Tag, Text, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out_json
-from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current, resolve_all
+from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
+from ciuic.cli.shared.sets import resolve_all
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.repository import promised
 from ciuic.types import EXPLAINED_TAGS, FACT_TAGS, SnapshotId

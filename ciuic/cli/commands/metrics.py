@@ -1,4 +1,7 @@
-"""``ciuic metrics`` and ``ciuic exporter``: the daemon's metrics, once as text or a file, or served to Prometheus in the foreground."""
+"""``ciuic metrics`` and ``ciuic exporter``: the daemon's metrics, and traces of snapshots.
+
+The metrics are printed once, as text or to a file, or served to Prometheus in the foreground; traces are sent meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import signal
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -13,7 +17,7 @@ import click
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import note, out
 from ciuic.cli.shared.session import current
-from ciuic.config.values import listen_value
+from ciuic.config.values import endpoint_value, listen_value
 from ciuic.errors import CiuicError, NotFound, UsageError
 
 
@@ -30,6 +34,15 @@ def metrics_command(textfile: Path | None) -> None:
     if textfile is None:
         out(text.rstrip("\n"))
         return
+    replace_textfile(textfile, text)
+
+
+def replace_textfile(textfile: Path, text: str) -> None:
+    """Replace a file of node_exporter's textfile collector.
+
+    Raises:
+        CiuicError: it cannot be written.
+    """
     try:
         # In the same directory, so that a collector sees the old file or the new one, and with a suffix that it does not read.
         fd, temporary = tempfile.mkstemp(prefix=f".{textfile.name}.", suffix=".new", dir=textfile.parent)
@@ -43,32 +56,70 @@ def metrics_command(textfile: Path | None) -> None:
 
 @click.command("exporter", cls=FrameCommand)
 @click.option("--listen", metavar="HOST:PORT", help="Address instead of `exporter.listen`.")
-def exporter_command(listen: str | None) -> None:
-    """Show the daemon's metrics to Prometheus, in the foreground, until SIGTERM.
+@click.option(
+    "--otlp", metavar="URL", help="Send a trace of each snapshot there, instead of to `exporter.otlp`."
+)
+@click.option(
+    "--otlp-headers",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Headers of these requests, one NAME: VALUE a line, instead of `exporter.otlp_headers`.",
+)
+def exporter_command(listen: str | None, otlp: str | None, otlp_headers: Path | None) -> None:
+    """Show the daemon's metrics to Prometheus and send traces, in the foreground, until SIGTERM.
 
-    Exit code 3 means that no address is configured. The daemon writes its metrics only while `exporter.listen` is configured.
+    Exit code 3 means that neither an address nor a receiver of traces is configured, or that the SDK for traces is not installed. The
+    daemon writes its metrics only while `exporter.listen` is configured, and it and the upload write spans only while `exporter.otlp` is.
     """
     from ciuic.exporter.server import ExporterServer
+    from ciuic.exporter.traces import SpanSender, open_sender, read_headers, state_dir
     from ciuic.protocol.metrics_file import METRICS_NAME
+    from ciuic.protocol.span_spool import spools
 
     config = current().config
-    try:
-        place = listen_value(listen) if listen is not None else config.exporter.listen
-    except ValueError as error:
-        raise UsageError(f"--listen {error}") from error
-    if place is None:
+    place = _parsed("--listen", listen_value, listen, config.exporter.listen)
+    url = _parsed("--otlp", endpoint_value, otlp, config.exporter.otlp)
+    if place is None and url is None:
         raise NotFound(
-            "no address for the metrics is configured",
+            "no address for the metrics and no receiver of traces is configured",
             hint='listen = "127.0.0.1:9847" in the table [exporter]',
         )
-    server = ExporterServer(place, config.runtime_dir / METRICS_NAME)
+    stopped = threading.Event()
+    sender = thread = server = None
+    ends: list[Callable[[], None]] = [stopped.set]
+    if url is not None:
+        send, end = open_sender(url, read_headers(otlp_headers or config.exporter.otlp_headers))
+        sender = SpanSender(spools(config.runtime_dir), state_dir(), send)
+        thread = threading.Thread(target=sender.run, name="traces", daemon=True)
+        ends += [sender.stop, end]
+    if place is not None:
+        more = (lambda: "") if sender is None else sender.metrics_text
+        server = ExporterServer(place, config.runtime_dir / METRICS_NAME, more)
+        ends.append(server.shutdown)
 
     def stop(*_: object) -> None:
-        # In a thread, because shutdown() waits for the loop that this handler interrupts.
-        threading.Thread(target=server.shutdown, daemon=True).start()
+        # In threads, because shutdown() waits for the loop that this handler interrupts.
+        for end in ends:
+            threading.Thread(target=end, daemon=True).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    note(f"metrics at http://{place}/metrics")
-    with server:
-        server.serve_forever()
+    if thread is not None:
+        note(f"traces to {url}")
+        thread.start()
+    if server is not None:
+        note(f"metrics at http://{place}/metrics")
+        with server:
+            server.serve_forever()
+    else:
+        stopped.wait()
+
+
+def _parsed(
+    option: str, parse: Callable[[object], str | None], given: str | None, configured: str | None
+) -> str | None:
+    """Return the value of an option, or else of its key."""
+    try:
+        return configured if given is None else parse(given)
+    except ValueError as error:
+        raise UsageError(f"{option} {error}") from error

@@ -21,12 +21,15 @@ from ciuic.cli.shared.messages import complain, plural, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.set_of_hosts import OtherHosts, SetOptions, set_document, take_of_set
 from ciuic.cli.shared.snapshot_command import OPTIONS, reason_of, telling_why
-from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial
+from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial, UsageError
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.progress import Reporter
     from ciuic.protocol.control_types import SnapshotState
+    from ciuic.remote.sets import SetRequest
+    from ciuic.types import SetMember
 
 
 _POLL_SECONDS: Final = 0.2
@@ -122,18 +125,95 @@ def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _set_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a set of hosts, which only the whole program knows (fast_snapshot.py)."""
+    for option, metavar, text in reversed(
+        (
+            ("--set", "NAME", "Cut this host together with others, at one instant; run it on each of them."),
+            ("--hosts", "A,B,…", "The hosts of the set, by the names that snapshots have for them."),
+            ("--member", "HOST", "The one of --hosts that this host is; default: its name."),
+            (
+                "--meet-at",
+                "REMOTE",
+                "The remote over which the hosts agree; default: the one that is configured.",
+            ),
+            ("--wait-for", "DURATION", "Longest wait for the other hosts, which holds nobody; default: 60s."),
+            ("--hold-limit", "DURATION", "Longest time for which programs on a host are held; default: 2s."),
+        )
+    ):
+        field = "set_name" if option == "--set" else option.lstrip("-").replace("-", "_")
+        add = click.option(option, field, default="", type=Text(), metavar=metavar, help=text)
+        command = add(command)
+    return click.option("--ssh", is_flag=True, help="Run it on the other --hosts, too, over ssh.")(command)
+
+
 @click.command("snapshot", cls=FrameCommand)
 @_snapshot_options
+@_set_options
 @json_option
-def command(message: str, tags: tuple[str, ...], hold: bool, wait: str | None, as_json: bool) -> None:
+def command(
+    message: str,
+    tags: tuple[str, ...],
+    hold: bool,
+    wait: str | None,
+    set_name: str,
+    hosts: str,
+    member: str,
+    meet_at: str,
+    wait_for: str,
+    hold_limit: str,
+    ssh: bool,
+    as_json: bool,
+) -> None:
     """Take a snapshot now and print its id.
 
     Everything whose write() had returned when this command began is in it. Commands that wait for the same are answered by one
     snapshot.
+
+    With --set the same command runs on every host of --hosts, and all are cut at one instant.
     """
     session = current()
     remotes = RemoteWait(session) if wait == "remote" else None
-    state = session.control.take_snapshot(message=message, tags=tags, hold=hold)
+    if not set_name:
+        if given := [
+            word for word in (hosts, member, meet_at, wait_for, hold_limit, "--ssh" if ssh else "") if word
+        ]:
+            raise UsageError(f"{shown_text(given[0])!r} is for a set of hosts", hint="--set NAME names it")
+        state = session.control.take_snapshot(message=message, tags=tags, hold=hold)
+        _report_outcome(session, state, None, wait, remotes, as_json=as_json)
+        return
+    options = SetOptions(set_name, hosts, member, hold_limit, wait_for)
+    request = options.request()
+    words = _words(
+        {
+            "--set": set_name, "--hosts": hosts, "--meet-at": meet_at, "--wait-for": wait_for,
+            "--hold-limit": hold_limit, "--message": message,
+        },
+        tags, wait, hold=hold,
+    )  # fmt: skip
+    with OtherHosts(request.members if ssh else (), request.member, words) as others:
+        state, place = _take_of_set(session, request, meet_at, message, tags, hold)
+        _report_outcome(session, state, place, wait, remotes, as_json=as_json)
+        others.finish()
+
+
+def _words(options: Mapping[str, str], tags: Sequence[str], wait: str | None, *, hold: bool) -> list[str]:
+    """Return options of this command as words."""
+    words = [f"{name}={value}" for name, value in options.items() if value]
+    words += [f"--tag={tag}" for tag in tags]
+    return [*words, *(["--hold"] if hold else []), *([f"--wait={wait}"] if wait is not None else [])]
+
+
+def _report_outcome(
+    session: Session,
+    state: SnapshotState,
+    place: SetMember | None,
+    wait: str | None,
+    remotes: RemoteWait | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Wait for the snapshot as far as that is wanted, and print what became of it."""
     # Asked without wait, so that the id is known, and printed should the wait be interrupted.
     if wait is not None:
         state = _await_commit(session, state.id)
@@ -144,14 +224,37 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: str | None, a
 
         # An older daemon does not send the field.
         state.is_incomplete = bool(state.incomplete)
-        out_json(msgspec.to_builtins(state))
+        document = msgspec.to_builtins(state)
+        out_json({**document, "set": set_document(place)} if place is not None else document)
     else:
         out(state.id)
         if wait is None:
             note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
     # After the id: a script that reads it has it, whatever the exit code is.
     tell_if_retaken(state.id, state.time, state.retaken)
+    if place is not None and state.retaken:
+        raise Partial(
+            f"{state.id} is not of the set {place.name!r} any more, which stays incomplete: it had to be cut again",
+            hint="cut another set",
+        )
     tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=wait is not None)
+
+
+def _take_of_set(
+    session: Session, request: SetRequest, meet_at: str, message: str, tags: tuple[str, ...], hold: bool
+) -> tuple[SnapshotState, SetMember]:
+    """Cut this host's snapshot of a set."""
+    from ciuic.cli.commands.remote.targets import find_remote, opened
+    from ciuic.protocol.control_types import SnapshotRequest
+    from ciuic.remote.access import configured_objects
+
+    config = find_remote(session.config, meet_at)
+    objects = configured_objects(config)
+    try:
+        snapshot = SnapshotRequest(message=message, tags=list(tags), hold=hold)
+        return take_of_set(session.control, opened(config, objects), request, snapshot)
+    finally:
+        objects.close()
 
 
 def tell_if_retaken(snapshot_id: str, time: str, reason: str) -> None:

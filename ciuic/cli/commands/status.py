@@ -234,6 +234,10 @@ def _print_roots(status: StatusDocument) -> None:
             )
         if root.error:
             _say(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
+        if root.snapshots_dir not in ("off", "mounted"):
+            _say(
+                f"{shown_text(root.path)}: no snapshots at .snapshots in it: {shown_text(root.snapshots_dir)}"
+            )
         for process in root.bypassing if root.path not in alerted else ():
             _say(
                 f"{shown_text(root.path)}: process {process.pid} ({shown_text(process.command)}) goes round the "

@@ -54,3 +54,14 @@ def as_recorded(snapshot: Snapshot, path: bytes) -> bytes:
         if root_of(snapshot, real) is not None:
             return real + path[end:]
     return path
+
+
+def owner_name(database: str, number: int) -> str:
+    """Return the name that this machine has for a user or group; the number where it has none."""
+    import grp
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name if database == "pwd" else grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)

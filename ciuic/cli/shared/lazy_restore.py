@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ciuic.cli.shared.messages import complain, plural, shown, shown_text
+from ciuic.cli.shared import times
+from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text
 from ciuic.cli.shared.output import out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError
+from ciuic.system.shell_quoting import word
+from ciuic.system.state_home import state_home
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
     from ciuic.lazy.progress import LazyOutcome, LazyStatus
     from ciuic.lazy.service import LazyRestore
+    from ciuic.restore.unfinished import UnfinishedRestore
 
 _SHOWN_LOST: Final = 20
 _READ_BYTES: Final = 65536
@@ -215,32 +219,61 @@ def _document(status: LazyStatus) -> dict[str, Any]:
 
 
 def show_lazy_restores(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Print the lazy restores of this machine, and end the command."""
+    """Print the lazy restores of this machine and the restores that were cut short, and end the command."""
     if not value:
         return
     from ciuic.lazy.progress import read_statuses
+    from ciuic.restore.unfinished import records_directory, unfinished
 
     session = current()
     found = read_statuses(_directory(session))
+    cut_short = unfinished(records_directory())
     if "--json" in sys.argv:
-        out_json({"restores": [_document(status) for status in found]})
-    elif not found:
+        out_json(
+            {
+                "restores": [_document(status) for status in found],
+                "unfinished": [_unfinished_document(record) for record in cut_short],
+            }
+        )
+    elif not found and not cut_short:
         out("no lazy restore since this machine started")
     else:
-        for status in found:
-            out(line_of(status))
+        for line in (*map(line_of, found), *map(_unfinished_line, cut_short)):
+            out(line)
     context.exit(0)
 
 
 def incomplete_lines(session: Session) -> list[str]:
-    """Return a line for each lazy restore that is not complete."""
-    directory = _directory(session)
-    # Seldom there; what reads it takes 30 ms to import.
-    if not os.path.isdir(directory):
-        return []
-    from ciuic.lazy.progress import read_statuses
+    """Return a line for each lazy restore that is not complete, and for each restore that was cut short."""
+    lines = []
+    # Seldom there; what reads them takes 30 ms to import.
+    if os.path.isdir(directory := _directory(session)):
+        from ciuic.lazy.progress import read_statuses
 
-    return [line_of(status) for status in read_statuses(directory) if status.state != "complete"]
+        lines += [line_of(status) for status in read_statuses(directory) if status.state != "complete"]
+    if os.path.isdir(state_home("restores")):
+        from ciuic.restore.unfinished import records_directory, unfinished
+
+        lines += map(_unfinished_line, unfinished(records_directory()))
+    return lines
+
+
+def _unfinished_line(record: UnfinishedRestore) -> str:
+    command = " ".join(map(word, record.command))
+    places = ", ".join(map(shown, record.destinations))
+    return (
+        f"{places}: cut short, of {shown_text(record.snapshot)}, begun {times.clock(int(record.began * times.NS))}; "
+        f"it goes on with: {command}"
+    )
+
+
+def _unfinished_document(record: UnfinishedRestore) -> dict[str, Any]:
+    return {
+        "snapshot": record.snapshot,
+        "destinations": [json_name("path", path) for path in record.destinations],
+        "began": record.began,
+        "command": [os.fsdecode(word) for word in record.command],
+    }
 
 
 def line_of(status: LazyStatus) -> str:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import base64
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import click
@@ -32,8 +35,31 @@ def warn(text: str, *, hint: str = "") -> None:
         complain(f"  {hint}")
 
 
+_taker: ContextVar[Callable[[str], None] | None] = ContextVar("_taker", default=None)
+
+
+@contextmanager
+def lines_to(take: Callable[[str], None]) -> Iterator[None]:
+    """Have this thread's lines for stdout and stderr taken, without colour, in place of being printed."""
+    before = _taker.set(take)
+    try:
+        yield
+    finally:
+        _taker.reset(before)
+
+
+def taken(text: str) -> bool:
+    """Give a line to who takes this thread's lines; return False if nobody does."""
+    take = _taker.get()
+    if take is not None:
+        take(click.unstyle(text))
+    return take is not None
+
+
 def complain(text: str) -> None:
     """Print a line to stderr. A pipe that nobody reads any more is not an error, nor is a full disk: the exit code stays."""
+    if taken(text):
+        return
     try:
         click.echo(text, err=True)
     except OSError:

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from ciuic.cli.shared.messages import complain, redirect_to_null, styled
+from ciuic.cli.shared.messages import complain, redirect_to_null, styled, taken
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError
 
@@ -31,7 +31,7 @@ MIN_WIDTH: Final = 20
 def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
     """Print a line of the result."""
     session = current()
-    if session.stdout_gone:
+    if session.stdout_gone or taken(text):
         return
     try:
         click.echo(styled(text, **style), nl=newline)
@@ -55,7 +55,12 @@ def wrapped(text: str, indent: int) -> list[str]:
     A terminal breaks a long line inside words and numbers, which cannot be read back or copied.
     """
     width = terminal_width()
-    if width is None or len(text) <= width:
+    return [text] if width is None else wrapped_to(text, indent, width)
+
+
+def wrapped_to(text: str, indent: int, width: int) -> list[str]:
+    """Return the lines of a text, no wider than ``width`` columns unless a single word is."""
+    if len(text) <= width:
         return [text]
     import textwrap
 
@@ -149,7 +154,12 @@ def show_table(columns: Sequence[Column], rows: Sequence[Row]) -> None:
     if width is None:
         _align(columns, rows)
     elif _fits(columns, rows, width):
-        _draw(columns, rows)
+        # Prose is folded between words, a path wherever the line ends: it keeps its width where the prose can give way.
+        whole = [
+            column._replace(shrink=_is_prose(rows, at)) if column.shrink else column
+            for at, column in enumerate(columns)
+        ]
+        _draw(whole if _fits(whole, rows, width) else columns, rows)
     else:
         _records(columns, rows, max(width, MIN_WIDTH))
 
@@ -161,6 +171,10 @@ def _fits(columns: Sequence[Column], rows: Sequence[Row], width: int) -> bool:
         longest = max(len(column.header), *(len(_text(row[index])) for row in rows), 0)
         needed += min(longest, _LEAST_WIDTH) if column.shrink else longest
     return needed + 2 * (len(columns) - 1) <= width
+
+
+def _is_prose(rows: Sequence[Row], at: int) -> bool:
+    return any(" " in _text(row[at]) for row in rows)
 
 
 def _text(cell: str | Cell) -> str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple
 
 from ciuic.cli.shared.messages import plural, shown
 from ciuic.cli.shared.session import current
@@ -22,6 +25,8 @@ from ciuic.units import human_duration, human_size
 _TERMINAL_SECONDS: Final = 0.1
 # docs/cli.md promises at most two lines a second.
 _JSON_SECONDS: Final = 0.5
+_LEAST_NAME: Final = 12
+"""Columns below which a name is left out and not cut."""
 # Return and erase to the end of the line (ECMA-48, EL), which every terminal but a dumb one understands.
 _CLEAR_LINE: Final = "\r\x1b[K"
 
@@ -95,48 +100,93 @@ class _JsonLines(Reporter):
         _write_stderr(json.dumps(document) + "\n")
 
 
-class _TerminalLine(Reporter):
-    """Line that is rewritten in place, and removed at the end because the command's result says it better."""
+class LineReporter(Reporter):
+    """Reporter whose state is one line."""
 
-    def show(self, elapsed_seconds: float) -> None:
-        # Asked each time: the window may be resized. One column is left free, because some terminals wrap
-        # after the last one.
-        width = os.get_terminal_size(sys.stderr.fileno()).columns
-        _write_stderr(_CLEAR_LINE + self.line(elapsed_seconds)[: max(width - 1, 10)])
-
-    def finish(self) -> None:
-        _write_stderr(_CLEAR_LINE)
-
-    def line(self, elapsed_seconds: float) -> str:
+    def line(self, elapsed_seconds: float, width: int | None = None) -> str:
+        """Return the line, no wider than ``width`` columns: what matters less is left out, how long it still takes the last."""
         state = self.state
         done, total = state.get("bytes_done", 0), state.get("bytes_total", 0)
-        parts = [self.task]
+        parts: list[_Part] = [_Part(6, self.task)]
         if "step" in state:
-            parts.append(state["step"])
+            parts.append(_Part(5, state["step"]))
             if state["total"]:
-                parts.append(f"{_bar(state['done'] / state['total'])} {state['done'] / state['total']:4.0%}")
+                parts += _share(state["done"] / state["total"])
         share = done / total if total else 0.0
         if total:
-            parts.append(f"{_bar(share)} {share:4.0%}  {human_size(done)} of {human_size(total)}")
+            parts += [*_share(share), _Part(5, f"{human_size(done)} of {human_size(total)}")]
         elif done:
-            parts.append(human_size(done))
+            parts.append(_Part(5, human_size(done)))
         if state.get("files_total"):
-            parts.append(f"{state.get('files_done', 0)}/{state['files_total']} files")
+            parts.append(_Part(2, f"{state.get('files_done', 0)}/{state['files_total']} files"))
         elif state.get("files_done"):
-            parts.append(plural(state["files_done"], "file"))
+            parts.append(_Part(2, plural(state["files_done"], "file")))
         if done and elapsed_seconds > 0:
-            parts.append(f"{human_size(done / elapsed_seconds)}/s")
+            parts.append(_Part(7, f"{human_size(done / elapsed_seconds)}/s"))
         left_seconds = state.get("seconds_left")
         # A guess from the bytes done so far, where nobody has an estimate that knows what is to come.
         if left_seconds is None and 0 < share < 1:
             left_seconds = elapsed_seconds * (1 - share) / share
         if left_seconds is not None:
-            parts.append(f"{human_duration(left_seconds)} left")
+            parts.append(_Part(8, f"{human_duration(left_seconds)} left"))
         if state.get("reason"):
-            parts.append(state["reason"])
+            parts.append(_Part(4, state["reason"]))
         if state.get("path"):
-            parts.append(shown(state["path"]))
-        return "  ".join(parts)
+            parts.append(_Part(1, shown(state["path"])))
+        return _fitted(parts, width)
+
+
+class _TerminalLine(LineReporter):
+    """Line that is rewritten in place, and removed at the end because the command's result says it better."""
+
+    def show(self, elapsed_seconds: float) -> None:
+        # Asked each time: the window may be resized. One column is left free, because some terminals wrap
+        # after the last one. A terminal that does not know its width says 0: COLUMNS, or 80.
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or shutil.get_terminal_size().columns
+        _write_stderr(_CLEAR_LINE + self.line(elapsed_seconds, max(width - 1, 10)))
+
+    def finish(self) -> None:
+        _write_stderr(_CLEAR_LINE)
+
+
+class _Part(NamedTuple):
+    """A part of the line; the one of the lowest rank gives way first."""
+
+    rank: int
+    text: str
+
+
+def _share(share: float) -> list[_Part]:
+    return [_Part(3, _bar(share)), _Part(9, f"{share:4.0%}")]
+
+
+def _fitted(parts: list[_Part], width: int | None) -> str:
+    parts = list(parts)
+    while True:
+        line = "  ".join(part.text for part in parts)
+        excess = 0 if width is None else _columns(line) - width
+        if excess <= 0:
+            return line
+        least = min(parts, key=lambda part: part.rank)
+        # A name may be cut, and is still of use; so is the last part.
+        if len(parts) == 1 or (least.rank == 1 and _columns(least.text) - excess >= _LEAST_NAME):
+            kept = least.text
+            while _columns(kept) > _columns(least.text) - excess:
+                kept = kept[:-1]
+            parts[parts.index(least)] = _Part(least.rank, kept)
+        else:
+            parts.remove(least)
+
+
+def _columns(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    # Most text is of characters of one column.
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1
+        for one in text
+    )
 
 
 def _bar(share: float) -> str:
@@ -153,7 +203,23 @@ def _write_stderr(text: str) -> None:
         return
 
 
+_reporters: ContextVar[Callable[[str], Reporter] | None] = ContextVar("_reporters", default=None)
+
+
+@contextmanager
+def reported_by(make: Callable[[str], Reporter]) -> Iterator[None]:
+    """Have this thread's progress reported by what ``make`` returns for a task, in place of stderr."""
+    before = _reporters.set(make)
+    try:
+        yield
+    finally:
+        _reporters.reset(before)
+
+
 def _reporter(task: str) -> Reporter:
+    make = _reporters.get()
+    if make is not None:
+        return make(task)
     # Wherever stderr goes, and with -q: it was asked for.
     if os.environ.get("CIUIC_PROGRESS", "") == "json":
         return _JsonLines(task, _JSON_SECONDS)

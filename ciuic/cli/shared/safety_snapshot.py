@@ -60,10 +60,13 @@ def covering(roots: Iterable[Path], targets: Sequence[bytes]) -> list[Path]:
     return found
 
 
-def take(session: Session, roots: Sequence[Path], message: str, targets: Sequence[bytes]) -> str | None:
+def take(
+    session: Session, roots: Sequence[Path], message: str, targets: Sequence[bytes], first: str = ""
+) -> str | None:
     """Take and commit a snapshot of these roots and return its id; None, with a warning, if that is not possible.
 
     ``targets``: what the restore is about to change. It is noted, so that the snapshot stays for as long as it can undo that.
+    ``first``: id of the safety snapshot of the restore that this one goes on with.
     """
     try:
         # The daemon cuts all roots at one instant, and knows what has changed; without it the trees are
@@ -79,12 +82,14 @@ def take(session: Session, roots: Sequence[Path], message: str, targets: Sequenc
         complain("interrupted during the safety snapshot; nothing was restored (--no-safety leaves it out)")
         raise
     # Before anything is restored: a restore that is killed can be undone for as long.
-    _note_restore(session, taken, roots, targets)
+    _note_restore(session, taken, roots, targets, first)
     note(f"safety snapshot {taken}; to undo this restore: ciuic undo {taken}")
     return taken
 
 
-def _note_restore(session: Session, taken: str, roots: Sequence[Path], targets: Sequence[bytes]) -> None:
+def _note_restore(
+    session: Session, taken: str, roots: Sequence[Path], targets: Sequence[bytes], first: str
+) -> None:
     """Note which paths the restore changes. Without the note the snapshot counts for all of its roots."""
     from ciuic.compare.restore_records import record_restore
 
@@ -94,17 +99,17 @@ def _note_restore(session: Session, taken: str, roots: Sequence[Path], targets: 
         inside = any(target == top or target.startswith(top + b"/") for top in tops)
         paths += [target] if inside else [top for top in tops if top.startswith(target.rstrip(b"/") + b"/")]
     try:
-        record_restore(session.repository_dir, taken, paths, session.repository.snapshots.names())
+        record_restore(session.repository_dir, taken, paths, session.repository.snapshots.names(), first)
     except OSError as error:
         detail(f"what is restored was not noted: {error.strerror or error}")
 
 
-def is_over(session: Session, taken: str) -> None:
-    """Note that the restore for which this safety snapshot was taken has ended."""
+def is_over(session: Session, taken: str, *, changed: bool) -> None:
+    """Note that the restore for which this safety snapshot was taken has ended, and whether it may have changed something."""
     from ciuic.compare.restore_records import record_end
 
     try:
-        record_end(session.repository_dir, taken, time.time_ns())
+        record_end(session.repository_dir, taken, time.time_ns(), changed=changed)
     except OSError as error:
         detail(f"the end of the restore was not noted: {error.strerror or error}")
 

@@ -131,7 +131,7 @@ class Session:
             from ciuic.repository import Repository
 
             # Before it is opened, because opening may log.
-            self._take_events()
+            self.take_events()
             self._repository = self._closing.enter_context(Repository.open(self.repository_dir))
             self._say_if_foreign()
         return self._repository
@@ -143,6 +143,11 @@ class Session:
             return self.remote_option
         named = "" if self.ignores_environment else os.environ.get("CIUIC_REPO", "")
         return named if URL_MARK in named else None
+
+    @property
+    def names_repository(self) -> bool:
+        """True if the repository or remote was named, and is not that of the configuration."""
+        return self.remote_url is not None or (self.repo_option or self._named_by_environment()) is not None
 
     @property
     def place(self) -> str:
@@ -167,7 +172,7 @@ class Session:
             from ciuic.cli.shared.remotes import open_named_remote
 
             assert self.remote_url is not None
-            self._take_events()
+            self.take_events()
             opened = self._closing.enter_context(
                 open_named_remote(
                     self.remote_url,
@@ -303,7 +308,7 @@ class Session:
             )
             return socket
 
-    def _take_events(self) -> None:
+    def take_events(self) -> None:
         """Have the library's events printed; without a sink they would go to stdout, which is for results."""
         from ciuic.repository import log
 
@@ -331,9 +336,3 @@ def _environment_path(name: str) -> Path | None:
     """The absolute path in an environment variable; unset and empty mean the same."""
     value = os.environ.get(name, "")
     return Path(os.path.abspath(value)) if value else None
-
-
-def resolve_all(session: Session, texts: Sequence[str]) -> list[SnapshotId]:
-    """Resolve texts to snapshot ids, each once, in order. NotFound or UsageError names the bad text."""
-    store = session.snapshots
-    return list(dict.fromkeys(store.resolve(text) for text in texts))

@@ -46,9 +46,11 @@ UNITS: Final = (
     "ciuic-drill.service",
     "ciuic-drill.timer",
     "ciuic-exporter.service",
+    "ciuic-web.service",
 )
 # These start the others: ciuic.service requires the socket, which starts the workers, and the timers
 # scrub and drill. Upload and drill end by themselves where no remote is configured, and the exporter where no address is.
+# The page is for who wants it.
 _ENABLED: Final = (
     "ciuic.service",
     "ciuic-scrub.timer",
@@ -56,6 +58,7 @@ _ENABLED: Final = (
     "ciuic-drill.timer",
     "ciuic-exporter.service",
 )
+_PAGE: Final = "ciuic-web.service"
 # Drop-ins, because the units themselves are replaced by each installation. All services read the same file.
 _DROP_INS: Final = (
     "ciuic.service.d/config.conf",
@@ -63,6 +66,7 @@ _DROP_INS: Final = (
     "ciuic-upload.service.d/config.conf",
     "ciuic-drill.service.d/config.conf",
     "ciuic-exporter.service.d/config.conf",
+    "ciuic-web.service.d/config.conf",
 )
 
 
@@ -113,6 +117,7 @@ class Systemd:
             # restart, and not start: a service that runs must take over a new version. Workers and mounts
             # stay as they are.
             self.call("restart", *_ENABLED)
+            self.call("try-restart", _PAGE)
         return written
 
     def _hand_over_upload_state(self) -> None:
@@ -133,7 +138,9 @@ class Systemd:
         present = [path for path in (self.unit_dir / name for name in (*UNITS, *_DROP_INS)) if path.exists()]
         if not present:
             return []
-        self.call("disable", "--now", *(name for name in _ENABLED if self.unit_dir / name in present))
+        self.call(
+            "disable", "--now", *(name for name in (*_ENABLED, _PAGE) if self.unit_dir / name in present)
+        )
         # Started by ciuic.service, and left by it to the next start.
         if self.unit_dir / "ciuic-workers.socket" in present:
             self.call("stop", "ciuic-workers.socket")

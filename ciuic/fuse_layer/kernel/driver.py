@@ -22,6 +22,7 @@ from contextlib import suppress
 from os import XATTR_CREATE
 from typing import Any, Final
 
+from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.directories import ListingHabits
 from ciuic.fuse_layer.core.files import SetAttr
@@ -33,6 +34,8 @@ from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
 from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.kernel.session import KernelSession, Reply
+from ciuic.fuse_layer.kernel.snapshots_directory import SnapshotsDirectory
+from ciuic.fuse_layer.state.node_table import ROOT_ID, SNAPSHOTS_ID
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import Attr
 from ciuic.fuse_layer.system import syscalls
@@ -109,6 +112,13 @@ def _packed_statfs(vfs: os.statvfs_result) -> bytes:
     )
 
 
+# Others that name its node end with EROFS (`NodeTable.get`).
+_OF_SNAPSHOTS_DIRECTORY: Final = (
+    *(p.LOOKUP, p.GETATTR, p.STATX, p.GETXATTR, p.LISTXATTR),
+    *(p.OPENDIR, p.READDIR, p.READDIRPLUS, p.RELEASEDIR),
+)
+
+
 class KernelDriver:
     """Driver of the connection ``fuse_fd`` for ``core``."""
 
@@ -137,6 +147,7 @@ class KernelDriver:
         self._writeback = negotiated.writeback
         self._encoder = _ReplyEncoder(writeback=negotiated.writeback)
         self._habits = ListingHabits()
+        self.snapshots_directory = SnapshotsDirectory()
         self.session = KernelSession(
             fuse_fd,
             self._handlers(),
@@ -150,6 +161,22 @@ class KernelDriver:
         )
 
     def _handlers(self) -> Mapping[int, Any]:
+        handlers = self._core_handlers()
+        for opcode in _OF_SNAPSHOTS_DIRECTORY:
+            handlers[opcode] = self._unless_of_snapshots(handlers[opcode])
+        return handlers
+
+    def _unless_of_snapshots(
+        self, handler: Callable[[FuseRequest, memoryview], Reply]
+    ) -> Callable[[FuseRequest, memoryview], Reply]:
+        def handle(request: FuseRequest, data: memoryview) -> Reply:
+            if request.node == SNAPSHOTS_ID:
+                return self.snapshots_directory.answer(request, data)
+            return handler(request, data)
+
+        return handle
+
+    def _core_handlers(self) -> dict[int, Any]:
         return {
             p.LOOKUP: self._lookup,
             p.FORGET: self._forget,
@@ -210,6 +237,8 @@ class KernelDriver:
         try:
             return self._encoder.entry(self.core.names.lookup(request.node, bytes(data[:-1])))
         except FileNotFoundError:
+            if request.node == ROOT_ID and data[:-1] == SNAPSHOTS_DIR_NAME:
+                return self.snapshots_directory.entry_for(request.pid) or ABSENT
             # An entry without a node and not ENOENT, which the kernel would not remember.
             return ABSENT
 
@@ -669,7 +698,8 @@ class KernelDriver:
     # -- the rest -------------------------------------------------------------------------------------
 
     def _statfs(self, request: FuseRequest, data: memoryview) -> Reply:
-        return _packed_statfs(self.core.statfs(request.node))
+        node = ROOT_ID if request.node == SNAPSHOTS_ID else request.node
+        return _packed_statfs(self.core.statfs(node))
 
     def _syncfs(self, request: FuseRequest, data: memoryview) -> Reply:
         self.session.hand_on()

@@ -55,6 +55,7 @@ waste.
 The job and the worker wait for each other a little; where each processor has a task that computes, the share
 is near 1.
 """
+_MAX_STALE_LOGGED: Final = 20
 _MIN_GAIN: Final = 1.1
 """Requests with polling, as a multiple of those without, from which on polling pays."""
 _RECHECK_SECONDS: Final = 3.0
@@ -202,6 +203,7 @@ class KernelSession:
         self._refused = dict(refused)
         self._unread = dict(unread)
         self.requests = 0
+        self._stale_answers = 0
         self._busy_poll = BusyPoll()
         poll = select.poll()
         poll.register(fuse_fd, select.POLLIN)
@@ -451,6 +453,14 @@ class KernelSession:
         try:
             return 0, handler(request, data)
         except OSError as error:
+            if error.errno == errno.ESTALE and self._stale_answers < _MAX_STALE_LOGGED:
+                # The kernel asks once more by name. An answer like that may reach the job all the same, and tells nobody why.
+                self._stale_answers += 1
+                # Without the lines of the source: that may lie in the root, where this thread would wait for itself.
+                places = [
+                    f"{frame.f_code.co_name}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)
+                ]
+                log.info("stale_answer", opcode=request.opcode, node=request.node, places=places)
             # The frames refer to the open file; in a reference cycle they would keep a removed file's space.
             if error.__context__ is not None:
                 traceback.clear_frames(error.__traceback__)

@@ -170,6 +170,7 @@ class KernelWorker:
             on_stay=self._departure.stay,
             on_hand_over=self.hand_over,
             on_share=self.share,
+            on_snapshots_directory=driver.snapshots_directory.show_to,
             extra_status=self._status,
         )
         try:

@@ -47,6 +47,8 @@ ROOT_ID: Final = 1
 # Ids that are no inode number: greater than most inode numbers, and below 2**63, because the archive's keys
 # are signed integers of SQLite.
 _SYNTHETIC_IDS_FROM: Final = 1 << 62
+SNAPSHOTS_ID: Final = (1 << 63) - 1
+"""Id of the directory that a root's snapshots are mounted on, which is no inode (kernel/snapshots_directory.py)."""
 # Lookups of a predecessor's node, whose number is not known: no FORGET takes so many back.
 _LOOKED_UP_FOR_EVER: Final = 1 << 60
 _DEFAULT_EMPTIED: Final = (stat.S_IFDIR | 0o755, 0, 0)
@@ -223,10 +225,13 @@ class NodeTable:
         """Return the node of an id.
 
         Raises:
-            OSError: ESTALE for an id that the kernel has forgotten.
+            OSError: ESTALE for an id that the kernel has forgotten, EROFS for `SNAPSHOTS_ID`.
         """
         node = self._by_id.get(node_id)
         if node is None:
+            if node_id == SNAPSHOTS_ID:
+                # Not ESTALE, after which the kernel walks the path once more and asks for its names.
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             node = self._from_predecessor(node_id)
             if node is None:
                 raise stale()

@@ -16,17 +16,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, NamedTuple, TypeVar
 
+from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.system import syscalls
 from ciuic.protocol import state_directory
 from ciuic.system.mountinfo import is_served_by_a_user, mount_id
 
 FS_TYPE = "fuse.ciuic"
+SNAPSHOTS_FS_TYPE = "fuse.ciuic-snapshots"
+"""Type of the view that the daemon mounts on `.snapshots` of a root: it goes with the overlay."""
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_POSIXACL = 1 << 16
 _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE, _MS_SHARED = 1 << 12, 1 << 13, 1 << 14, 1 << 18, 1 << 20
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+# A bound for the loop over views that lie on top of one another.
+_MAX_STACKED = 16
 # Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
 # otherwise.
 _KEPT_FLAGS = (
@@ -128,7 +133,11 @@ def mounts_inside(overlay: MountEntry, mounts: list[MountEntry] | None = None) -
     What lies below the same path in the plain directory, hidden by the overlay, is not among them.
     """
     entries = _read_mounts() if mounts is None else mounts
-    return [entry for entry in entries if entry.parent_id == overlay.mount_id]
+    return [
+        entry
+        for entry in entries
+        if entry.parent_id == overlay.mount_id and entry.fs_type != SNAPSHOTS_FS_TYPE
+    ]
 
 
 def mounts_in_overlay_at(path: str | bytes) -> list[MountEntry]:
@@ -372,31 +381,43 @@ def mount_of(fd: int) -> MountEntry | None:
     return next((entry for entry in _read_mounts() if entry.mount_id == wanted), None)
 
 
+def open_fuse() -> int:
+    """Return a descriptor of /dev/fuse for one mount."""
+    return os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+
+
 def mount_fuse(
-    backing_fd: int, fs_type: str = FS_TYPE, *, read_only: bool = False, for_others: bool = True
+    backing_fd: int,
+    fs_type: str = FS_TYPE,
+    *,
+    read_only: bool = False,
+    for_others: bool = True,
+    fuse_fd: int | None = None,
 ) -> int:
     """Mount a new FUSE connection over the directory ``backing_fd`` and return its /dev/fuse descriptor.
 
     nosuid, nodev, noexec and read-only are taken from the backing mount. ``fs_type`` tells what serves it;
     ``read_only`` also takes set-id bits and devices from it; with ``for_others`` other users may use it, as modes allow.
+    ``fuse_fd`` is an open /dev/fuse to be used, which is closed after a failure.
 
     Raises:
         OSError: the kernel refuses; nothing is mounted then.
     """
-    kept = os.fstatvfs(backing_fd).f_flag
+    if fuse_fd is None:
+        fuse_fd = open_fuse()
     # MS_POSIXACL makes the kernel leave the umask to the server, which alone knows whether a default ACL
     # overrides it (measured: without it mkdir arrives masked).
     flags = _MS_POSIXACL
-    for st_flag, ms_flag in _KEPT_FLAGS:
-        if kept & st_flag:
-            flags |= ms_flag
     if read_only:
         flags |= _MS_RDONLY | _MS_NOSUID | _MS_NODEV
-    fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={fuse_fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},default_permissions"
     if for_others:
         options += ",allow_other"
     try:
+        kept = os.fstatvfs(backing_fd).f_flag
+        for st_flag, ms_flag in _KEPT_FLAGS:
+            if kept & st_flag:
+                flags |= ms_flag
         # The target is named by the descriptor: a path may have been renamed since it was opened.
         target = b"/proc/self/fd/%d" % backing_fd
         if _libc.mount(b"ciuic", target, fs_type.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
@@ -447,6 +468,17 @@ def detach(path: str | bytes, fs_type: str = FS_TYPE) -> None:
             _raise_errno(os.fsencode(path))
     finally:
         os.close(fd)
+
+
+def detach_view(root: str) -> None:
+    """Detach the view of its snapshots from a root, whether anybody serves it or not; do nothing where there is none."""
+    place = os.path.join(os.fsencode(os.path.normpath(root)), SNAPSHOTS_DIR_NAME)
+    for _ in range(_MAX_STACKED):
+        # Looked at first: the name of a mount is in the kernel's memory, and the walk to it waits for nobody who changes the root.
+        entry = mount_at(place)
+        if entry is None or entry.fs_type != SNAPSHOTS_FS_TYPE:
+            return
+        detach(place, SNAPSHOTS_FS_TYPE)
 
 
 def detach_keeping_inside(path: str | bytes) -> list[str]:

@@ -13,7 +13,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
-LOCKS = ("build", "run", "dev", "frameworks", "torch-frameworks", "fuzz", "bench", "docs", "torch-cpu")
+LOCKS = (
+    "build",
+    "run",
+    "dev",
+    "operator",
+    "frameworks",
+    "torch-frameworks",
+    "fuzz",
+    "bench",
+    "docs",
+    "torch-cpu",
+)
 
 
 def locked(name: str) -> dict[str, list[Requirement]]:
@@ -58,7 +69,8 @@ def test_the_locks_match_the_requirements_of_the_project() -> None:
     wanted = {
         "build": members("build"),
         "run": [*project["project"]["dependencies"], *members("rescue")],
-        "dev": [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["pyfuse3"], *project["project"]["optional-dependencies"]["remote"], *project["project"]["optional-dependencies"]["remote-versions"], *members("dev")],
+        "dev": [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["pyfuse3"], *project["project"]["optional-dependencies"]["notify"], *project["project"]["optional-dependencies"]["otlp"], *project["project"]["optional-dependencies"]["remote"], *project["project"]["optional-dependencies"]["remote-versions"], *project["project"]["optional-dependencies"]["tui"], *project["project"]["optional-dependencies"]["operator"], *members("dev")],
+        "operator": [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["operator"]],
         "frameworks": members("frameworks"),
         "torch-frameworks": members("torch-frameworks"),
         "fuzz": members("fuzz"),

@@ -175,6 +175,8 @@ def _prove(config: RemoteConfig) -> Proof:
     from ciuic.remote.access import configured_objects
     from ciuic.remote.objects.prove import prove_create_only
 
+    # Over the internet it takes up to half a minute.
+    note(f"trying whether {config.url} lets exactly one of several writers make an object ...")
     return prove_create_only(
         lambda: configured_objects(config, make=True),
         packs_apart=bool(config.packs_url),

@@ -164,6 +164,9 @@ def opened(config: RemoteConfig, objects: Objects) -> Remote:
     from ciuic.cli.shared.remotes import goes_on
     from ciuic.remote.access import configured_secrets, open_configured
 
+    session = _session()
+    if session is not None:
+        session.take_events()
     secrets = configured_secrets(config)
     if not secrets and config.encryption and sys.stdin.isatty():
         secrets = [typed_secret()]

@@ -1,0 +1,204 @@
+"""``ciuic snapshot --set``: this host's part in a set of snapshots of one instant, and the start of the others' over ssh."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ciuic.cli.shared.output import note
+from ciuic.errors import Partial, UsageError
+from ciuic.system.child_process import without_secrets
+
+if TYPE_CHECKING:
+    from ciuic.protocol.control import ControlClient
+    from ciuic.protocol.control_types import SnapshotRequest, SnapshotState
+    from ciuic.remote.access import Remote
+    from ciuic.remote.sets import SetRequest
+    from ciuic.types import SetMember
+
+
+class SetOptions(NamedTuple):
+    """Options of the command, as they were given."""
+
+    name: str
+    hosts: str
+    member: str
+    hold_limit: str
+    wait_for: str
+
+    def request(self) -> SetRequest:
+        """Return the request; raise UsageError where it cannot be meant."""
+        from ciuic.protocol.control_types import MAX_HOLD_LIMIT_SECONDS
+        from ciuic.remote.sets import DEFAULT_HOLD_LIMIT_SECONDS, DEFAULT_WAIT_SECONDS, SetRequest
+
+        members = tuple(filter(None, (host.strip() for host in self.hosts.split(","))))
+        if not members:
+            raise UsageError("--set needs the hosts of the set", hint="--hosts a,b,c")
+        limit_seconds = _seconds("--hold-limit", self.hold_limit, DEFAULT_HOLD_LIMIT_SECONDS)
+        if not 0 < limit_seconds <= MAX_HOLD_LIMIT_SECONDS:
+            raise UsageError(
+                f"--hold-limit must be from 1s to {MAX_HOLD_LIMIT_SECONDS:g}s, got {self.hold_limit}"
+            )
+        # The name that snapshots have for this host.
+        member = self.member or os.uname().nodename
+        wait_seconds = _seconds("--wait-for", self.wait_for, DEFAULT_WAIT_SECONDS)
+        request = SetRequest(self.name, members, member, limit_seconds, wait_seconds)
+        request.check()
+        return request
+
+
+def _seconds(option: str, text: str, default: float) -> float:
+    from ciuic.units import parse_duration
+
+    try:
+        return float(parse_duration(text)) if text else default
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+class _DaemonOfHost:
+    """This host's daemon, for `ciuic.remote.sets`."""
+
+    def __init__(self, control: ControlClient, snapshot: SnapshotRequest) -> None:
+        self._control = control
+        self._snapshot = snapshot
+        self.place: SetMember | None = None
+
+    def flush(self) -> bool:
+        return self._control.flush(self._snapshot.roots).complete
+
+    def hold(self, member: SetMember, limit_seconds: float, *, flushed: bool) -> _HoldOfHost:
+        from ciuic.protocol.control_types import HoldRequest
+
+        self.place = member
+        request = HoldRequest(
+            snapshot=self._snapshot, set_member=member, limit_seconds=limit_seconds, flushed=flushed
+        )
+        return _HoldOfHost(self._control, self._control.hold(request).token)
+
+
+class _HoldOfHost:
+    def __init__(self, control: ControlClient, token: str) -> None:
+        self._control = control
+        self._token = token
+
+    def cut(self) -> SnapshotState:
+        return self._control.cut_hold(self._token)
+
+    def release(self) -> None:
+        self._control.release_hold(self._token)
+
+
+def take_of_set(
+    control: ControlClient, remote: Remote, request: SetRequest, snapshot: SnapshotRequest
+) -> tuple[SnapshotState, SetMember]:
+    """Cut this host's snapshot of the set; return its state and its place.
+
+    Raises:
+        CiuicError: as `ciuic.remote.sets.SetMeeting.take`.
+    """
+    from ciuic.remote.sets import SetMeeting
+
+    meeting = SetMeeting(remote.objects, remote.sealer, request)
+    daemon = _DaemonOfHost(control, snapshot)
+    try:
+        state = meeting.take(daemon)
+    except KeyboardInterrupt:
+        meeting.give_up()
+        raise
+    assert daemon.place is not None
+    return state, daemon.place
+
+
+class OtherHosts:
+    """The same command on the other hosts of a set, started over ssh; a context manager, which starts them.
+
+    Args:
+        members: all members of the set, which ssh finds by these names.
+        member: the one that this host is.
+        words: options of the command, but for ``--member``.
+        environment: environment of ssh.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[str],
+        member: str,
+        words: Sequence[str],
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        from ciuic.remote.objects.ssh_objects import COMMAND_VARIABLE, PROGRAM_VARIABLE
+
+        self._environment = environment
+        self._ssh = shlex.split(environment.get(COMMAND_VARIABLE, "") or "ssh")
+        program = environment.get(PROGRAM_VARIABLE, "") or "ciuic"
+        self._commands = {
+            other: f"{program} {shlex.join(['snapshot', *words, '--member', other])}"
+            for other in members
+            if other != member
+        }
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> OtherHosts:
+        try:
+            for host, command in self._commands.items():
+                # `--`, because a host whose name begins with a dash would be an option of ssh.
+                self._started[host] = subprocess.Popen(
+                    [*self._ssh, "-o", "BatchMode=yes", "--", host, command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd="/",
+                    env=without_secrets(self._environment),
+                )
+        except OSError as error:
+            self._end()
+            raise UsageError(f"{self._ssh[0]} cannot be started: {error.strerror}") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def finish(self) -> None:
+        """Wait for all, and print their ids to stderr.
+
+        Raises:
+            Partial: a command failed; the set is incomplete, or not committed everywhere.
+        """
+        failed = []
+        for host, process in self._started.items():
+            printed, said = process.communicate()
+            if process.returncode:
+                lines = said.decode("utf-8", "replace").strip().splitlines()
+                failed.append(f"{host}: {lines[0] if lines else f'exit code {process.returncode}'}")
+            else:
+                note(f"{host}: {printed.decode('utf-8', 'replace').strip()}")
+        if failed:
+            raise Partial(
+                f"other hosts failed: {'; '.join(failed)}", hint="the set may be incomplete: cut another one"
+            )
+
+    def _end(self) -> None:
+        """End what still runs; a host that is left takes part, or gives up, by itself."""
+        for process in self._started.values():
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    process.terminate()
+                process.wait()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+def set_document(place: SetMember | None) -> dict[str, Any] | None:
+    """Return a place in a set as JSON has it."""
+    if place is None:
+        return None
+    return {"id": place.id, "name": place.name, "member": place.member, "members": list(place.members)}
