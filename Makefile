@@ -1,5 +1,6 @@
-# make rescue   the whole story on directories of its own: protect, train, kill, corrupt, restore, resume, compare
+# make rescue   the whole story on directories of its own: protect, train, kill, ruin, last good, drill, restore, resume, compare (ARGS="1 2 3 4": seeds)
 # make rescue-remote   the same with a machine that is lost: another one goes on, from an object store (ARGS=ssh: over ssh)
+# make rescue-fleet   two hosts train one sharded model under torchrun: one is lost, the other goes on, a spare takes the place
 # make test     everything that CI runs
 #
 # All do their own set-up (see .ci/setup) and need root and /dev/fuse.
@@ -12,12 +13,13 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 LOCKED := $(PY) -m pip install -qq --require-hashes --no-deps
 # A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the whole run, with all stacks.
-PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
+PYTEST := .ci/with-test-disk $(PY) -m pytest --timeout=300 --timeout-method=thread
 
 # Each in a process with directories of its own; a file's tests stay together. JOBS=0: in one process, to look into a test.
 # Three on two processors: tests wait for disks, timers and one another's daemons a third of the time.
 JOBS ?= 3
-# The order is that of tests/conftest.py, slow files first; by the number of its tests, a file with one long test would be the last.
+# The order is that of tests/costs.txt, expensive files first (ARGS=--record-costs renews it); by the number of its tests, a file with
+# one long test would be the last.
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What is run on the other driver as well; all that mounts would take twice the time.
@@ -26,10 +28,10 @@ BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/t
 CACHED := tests/conformance tests/property/test_mount_exact.py \
 	tests/e2e/test_job_survives_dead_workers.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
-.PHONY: help rescue rescue-remote test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote setup setup-test preflight clean
+.PHONY: help rescue rescue-remote rescue-fleet test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote bench-fleet setup setup-test preflight clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 	@echo "make check    formatting, lint, types, layers, known weaknesses of dependencies (no root needed)"
 	@echo "make docs     the documentation as a site, with the API from the docstrings, in build/site/html"
 	@echo "make lock     newest versions of all dependencies into requirements/ (CONTRIBUTING.md)"
@@ -41,6 +43,7 @@ help:
 	@echo "make bench-polite  measures fio beside captures, under each I/O scheduler, and snapshots on a busy host (docs/benchmarks.md)"
 	@echo "make bench-saves  measures what saving a training costs it, next to torch.save and dcp.async_save (docs/benchmarks.md)"
 	@echo "make bench-remote  measures uploads and restores of a remote, next to restic and rclone (docs/benchmarks.md)"
+	@echo "make bench-fleet  simulates a fleet on one remote: requests, cost, time by the number of hosts (docs/scale.md)"
 	@echo "make bench-sizes  measures what ten checkpoints of a training cost on the disk (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
 
@@ -54,6 +57,10 @@ rescue: preflight-rescue
 rescue-remote: preflight-rescue-remote
 	@.ci/setup test
 	@$(PY) tests/e2e/rescue/remote_story.py $(ARGS)
+
+rescue-fleet: preflight-rescue-fleet
+	@.ci/setup test
+	@$(PY) tests/e2e/rescue/fleet_story.py
 
 test: preflight-test
 	@.ci/setup test
@@ -96,6 +103,7 @@ bench: preflight-bench
 	@.ci/setup test
 	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(LOCKED) -r requirements/bench.txt
 	@PYTHONPATH=tests $(PY) -m benchmarks $(ARGS)
+	@$(if $(ARGS),,PYTHONPATH=tests $(PY) -m benchmarks.fleet)
 
 bench-store: preflight-bench-store
 	@.ci/setup test
@@ -117,6 +125,10 @@ bench-sizes:
 bench-remote:
 	@.ci/setup test
 	@PYTHONPATH=tests $(PY) -m benchmarks.remote $(ARGS)
+
+bench-fleet:
+	@.ci/setup test
+	@PYTHONPATH=tests $(PY) -m benchmarks.fleet $(ARGS)
 
 bench-polite: preflight-bench-store
 	@.ci/setup test

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from support import leftovers
+from support import file_costs, last_words, leftovers
 from support.ci import IN_CI, needs
+from support.live import Questions
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs
 from support.small_disks import sharing_disk as sharing_disk
@@ -57,8 +58,18 @@ def _mounting_impossible_because() -> str:
     return ""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that records what each file takes."""
+    parser.addoption(
+        "--record-costs", action="store_true", help="write tests/costs.txt; for a run of the whole suite"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Adopt the orphans of this run, so that the guard sees them."""
+    """Adopt the orphans of this run, so that the guard sees them, and keep the last words of its workers."""
+    if config.getoption("record_costs") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(file_costs.Recorder())
+    last_words.register(config)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     socketserver.BaseServer.handle_error = _fail_by_a_handler  # type: ignore[method-assign]
 
@@ -123,9 +134,8 @@ def _logs_below(top: Path, written_since: float) -> Iterator[Path]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests: none of them is what the end of a run waits for, with idle workers beside it."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Begin with the expensive files."""
+    file_costs.sort_by_cost(items, file_costs.recorded())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -167,9 +177,22 @@ def plain_torch() -> Iterator[WarmPython]:
         yield python
 
 
+@pytest.fixture(scope="session")
+def warm_questions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let tests with a daemon ask it cheaply, where there are such tests."""
+    if not any(item.get_closest_marker("mount") for item in request.session.items):
+        yield
+        return
+    with Questions.warm():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(
-    request: pytest.FixtureRequest, run_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    run_dir: Path,
+    warm_questions: None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[None]:
     """Fail a test that leaves a mount, a loop device or a process behind, and remove what it left."""
     below = (run_dir, tmp_path_factory.getbasetemp())

@@ -196,6 +196,9 @@ def _cat_seconds(folder: str) -> float:
 
 
 def _drop_pages() -> None:
+    # A test that only wants to see the benchmark run must not take the pages of all others.
+    if "CIUIC_BENCH_WARM" in os.environ:
+        return
     with open("/proc/sys/vm/drop_caches", "wb") as file:
         file.write(b"1")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.depth import by_depth
 from torture import twins
 
-_KILLS = 300
+_KILLS = by_depth(100, 300)
 _MAX_SECONDS = 120.0
 """Time limit for slow machines, on which fewer workers are killed and as many calls compared."""
 

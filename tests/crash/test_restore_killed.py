@@ -8,13 +8,17 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from support import trees
+from support.cli_repository import CliRepository
 from support.restoring import take, write
 
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, execute, plan_restore
+from ciuic.restore.unfinished import unfinished
 from ciuic.types import Snapshot
 
 CALLS = (
@@ -127,6 +131,61 @@ def test_killed_anywhere_and_run_again(tmp_path: Path, overwrite: Overwrite | No
         assert not temporaries(root)
         number += rng.randrange(3, 20)
     assert deaths > 10
+
+
+def told(made: CliRepository) -> list[dict[str, Any]]:
+    """Return the restores that were cut short, as ``restore --status`` tells of them."""
+    # The option reads the words of the process.
+    found = unfinished(Path(f"{made.path}.state") / "ciuic" / "restores")
+    assert [os.fsdecode(one.command[0]) for one in found] == ["ciuic"] * len(found)
+    return [msgspec.to_builtins(one, builtin_types=(bytes,)) for one in found]
+
+
+@pytest.mark.parametrize("options", [["--overwrite", "--delete"], ["--exclude", "file 1"]])
+def test_a_killed_command_is_told_with_the_words_that_go_on(tmp_path: Path, options: list[str]) -> None:
+    """After a kill anywhere, status tells of a restore that has a mark, and its words complete it; then nothing is told.
+
+    What was whole before the kill is not written again.
+    """
+    root = tmp_path / "root"
+    make_root(root)
+    made = CliRepository(tmp_path / "repository", root)
+    with Repository.open(made.path) as repository:
+        snapshot = take(repository, root)
+    shutil.rmtree(root)
+    words = ["restore", "-s", str(snapshot.id), "-p", str(root), *options]
+    assert made.run(*words).exit_code == 0
+    wanted = trees.manifest(root)
+    rng, number, told_of = random.Random(3), 0, 0
+    while True:
+        shutil.rmtree(root)
+        child = os.fork()
+        if child == 0:
+            try:
+                die_at(number)
+                os._exit(made.run(*words).exit_code)
+            finally:
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, KILLED)
+        if status == 0:
+            break
+        has_mark = (root / ".ciuic-restore").exists()
+        found = told(made)
+        assert len(found) == has_mark
+        if has_mark:
+            told_of += 1
+            # No daemon answers: that is its exit code, and the line is there all the same.
+            assert f"{root}: cut short, of {snapshot.id}" in made.run("status").stdout
+            whole = {path: path.stat().st_ino for path in root.rglob("*") if path.name in ("large", "file 2")}
+            assert made.run(*found[0]["command"][1:]).exit_code == 0
+            trees.assert_same(wanted, trees.manifest(root))
+            assert {path: path.stat().st_ino for path in whole} == whole
+            assert told(made) == []
+        root.mkdir(exist_ok=True)
+        number += rng.randrange(3, 12)
+    assert told_of > 3
+    assert told(made) == []
 
 
 def is_complete_but_for_its_time(root: Path, wanted: trees.Manifest) -> bool:

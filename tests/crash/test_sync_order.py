@@ -19,6 +19,7 @@ import pytest
 from support.restoring import take, write
 from support.small_repository import BLOCK, content, make_snapshot, read_files
 
+from ciuic.artefacts.folder import ExportFolder
 from ciuic.compare.restore_records import record_restore
 from ciuic.config import add_roots
 from ciuic.config.model import RootConfig
@@ -418,6 +419,21 @@ def test_an_export_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
         with new_directory(tmp_path / "folder/dcp", overwrite=overwrite, names=["a"]) as made:
             (made / "a").write_bytes(b"part")
         assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+
+
+def test_an_artefact_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """Files of an artefact are synced before they have their names, and all names before the export ends."""
+    with ExportFolder(tmp_path / "artefact") as folder:
+        folder.begin()
+        folder.write(b"below/deep/file", (b"content", bytes(4096)))
+        folder.write(b"file", (b"content",))
+        folder.link(b"link", b"file")
+        folder.sync()
+        temporary = "artefact/.ciuic-export.tmp"
+        assert (watch.renamed_unsynced, watch.unsynced(temporary)) == ([], [])
+        folder.remove(b"below/deep/file")
+        folder.sync()
+        assert watch.unsynced(temporary) == []
 
 
 def test_a_new_directory_of_a_checkpoint_is_durable(watch: SyncWatch, tmp_path: Path) -> None:

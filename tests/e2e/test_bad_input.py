@@ -189,7 +189,10 @@ def test_a_full_store_never_reaches_the_job(short_tmp: Path) -> None:
     top, root = short_tmp / "c", short_tmp / "root"
     top.mkdir()
     root.mkdir()
-    with _small_disk(short_tmp / "small", "24m") as small, Live(top, repository=small / "repository") as live:
+    with (
+        _small_disk(short_tmp / "small", "24m") as small,
+        Live(top, repository=small / "repository", impatient=True) as live,
+    ):
         live.run("protect", str(root))
         live.start(root)
         (root / "first").write_bytes(os.urandom(2 << 20))

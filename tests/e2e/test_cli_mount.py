@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import random
 import signal
@@ -252,7 +253,19 @@ def test_a_user_mounts_by_himself(place: Place, tmp_path: Path) -> None:
     (tmp_path / "passwd").chmod(0o644)
     script = 'mount --bind "$1/fuse" /dev/fuse && mount --bind "$1/passwd" /etc/passwd && shift && exec "$@"'
     place.served = served = subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", script, "sh", tmp_path, *user, *place.command("mount", place.view)],
+        [
+            "unshare",
+            "-m",
+            "--propagation",
+            "slave",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            tmp_path,
+            *user,
+            *place.command("mount", place.view),
+        ],
         env=environment,
     )
     there = Path(f"/proc/{served.pid}/mounts")
@@ -464,6 +477,9 @@ def test_programs_do_not_wait_for_a_silent_store_for_ever(place: Place) -> None:
     lister = subprocess.Popen(["ls", place.view], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with pytest.raises(subprocess.TimeoutExpired):
         reader.wait(1)
+    # As df does of every file system.
+    df = subprocess.run(["timeout", "20", "stat", "-f", place.view], stdout=subprocess.DEVNULL, check=False)
+    assert df.returncode == 0
     for process in (lister, reader):
         process.send_signal(signal.SIGTERM)
         process.wait(30)
@@ -489,3 +505,94 @@ def test_what_a_killed_shell_left_is_taken_away(place: Place) -> None:
     assert subprocess.run(place.command(*words, "exit 0"), timeout=60, check=False).returncode == 0
     assert not left[0].exists()
     assert mounts.mount_at(str(left[0] / "view")) is None
+
+
+def _bisect(place: Place, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        place.command("bisect", "--scratch", place.top, *words),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_first_bad_snapshot_is_found_by_a_command(place: Place) -> None:
+    """In few trials, each of which sees the root as it was; the files of today stay as they are, whatever a trial writes."""
+    ids = []
+    for number in range(10):
+        write(place.root / "loss", b"nan" if number >= 6 else b"0.5")
+        write(place.root / "step", b"%d" % number)
+        ids.append(take(place.repository, place.root).id)
+    before = trees.manifest(place.root)
+    script = f"cat {place.root}/step; echo > {place.root}/loss.tried; grep -q 0.5 {place.root}/loss"
+    done = _bisect(place, "--good", ids[0], "--json", "sh", "-c", script)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["first_bad"], document["last_good"]) == (ids[6], ids[5])
+    assert len(document["trials"]) <= 4
+    assert all(
+        trial["result"] == ("good" if trial["id"] in ids[:6] else "bad") for trial in document["trials"]
+    )
+    trees.assert_same(before, trees.manifest(place.root))
+    # Some cannot be tried: those that no trial can tell apart are named.
+    skipping = f"case $(cat {place.root}/step) in 5|6) exit 125;; esac; {script}"
+    done = _bisect(place, "--good", ids[1], "--bad", ids[8], "--json", "sh", "-c", skipping)
+    assert done.returncode == 8, done.stderr
+    assert json.loads(done.stdout)["suspects"] == [ids[5], ids[6], ids[7]]
+
+
+def test_a_bisection_that_cannot_tell_anything_ends(place: Place) -> None:
+    """A program that is not there, or that a signal ends, says nothing of a snapshot; good must be before bad."""
+    ids = []
+    for number in range(3):
+        write(place.root / "step", b"%d" % number)
+        ids.append(take(place.repository, place.root).id)
+    done = _bisect(place, "--good", ids[0], "no-such-program")
+    assert (done.returncode, "could not be run" in done.stderr) == (1, True), done.stderr
+    done = _bisect(place, "--good", ids[0], "sh", "-c", "kill -SEGV $$")
+    assert (done.returncode, "ended by a signal" in done.stderr) == (1, True), done.stderr
+    for always, end in (("true", ids[2]), ("false", ids[0])):
+        done = _bisect(place, "--good", ids[0], "--bad", ids[2], always)
+        assert (done.returncode, f"{end} is" in done.stderr) == (2, True), done.stderr
+    done = _bisect(place, "--good", ids[2], "--bad", ids[0], "true")
+    assert (done.returncode, "is not older" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_directory_with_a_dead_view_is_told(place: Place) -> None:
+    """After the process of a view was killed the same command says what stands there, and how it goes."""
+    place.snapshot()
+    place.mount()
+    assert place.served is not None
+    place.served.kill()
+    place.served.wait(30)
+    done = subprocess.run(
+        place.command("mount", place.view), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, f"umount {place.view}" in done.stderr) == (1, True), done.stderr
+    subprocess.run(["umount", "-l", place.view], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("at", ["root", "above"])
+def test_a_shell_shows_nothing_where_a_link_leads(place: Place, at: str) -> None:
+    """Whoever owns the directory above a root may replace it by a link: nothing is mounted over what that leads to."""
+    root = place.top / "home" / "data"
+    write(root / "tool", b"evil")
+    take(place.repository, root)
+    victim = place.top / "victim"
+    write(victim / "tool", b"trusted")
+    write(victim / "data" / "tool", b"trusted")
+    moved = root if at == "root" else root.parent
+    moved.rename(place.top / "moved")
+    moved.symlink_to(victim)
+    for words in (("shell", "--at", "latest"), ("bisect", "--good", "latest")):
+        command = place.command(*words, "cat", victim / "tool", victim / "data" / "tool")
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert "evil" not in done.stdout + done.stderr
+        assert done.returncode != 0
+    assert (
+        "symbolic link"
+        in subprocess.run(
+            place.command("shell", "true"), capture_output=True, text=True, check=False, timeout=60
+        ).stderr
+    )

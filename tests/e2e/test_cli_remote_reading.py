@@ -66,18 +66,26 @@ def elsewhere(tmp_path: Path, uploaded: Uploaded) -> Elsewhere:
 
 
 def test_everything_that_reads_works(uploaded: Uploaded, elsewhere: Elsewhere, tmp_path: Path) -> None:
-    """List, show, diff, verify and restore give what the host had, with nothing but the URL and the key."""
+    """List, show, diff, verify, export and restore give what the host had, with nothing but the URL and the key."""
     first, second, root = uploaded.first, uploaded.second, uploaded.host.root
     lines = elsewhere.run("list", "--machine-readable").splitlines()
     assert [line.split("|")[0] for line in lines] == [uploaded.old.id, second.id, first.id]
     listed = json.loads(elsewhere.run("list", "--json"))
     assert (listed["repository"], len(listed["snapshots"])) == (uploaded.url, 3)
     assert "HOST" in elsewhere.run("list")
+    space = json.loads(elsewhere.run("stats", first.id, second.id, "--json"))
+    assert space["together_frees_bytes"] > max(one["frees_bytes"] for one in space["snapshots"]) > 0
     assert first.id in elsewhere.run("show", first.id)
     assert "note" in elsewhere.run("show", "latest", str(uploaded.old_root))
     assert elsewhere.run("diff", first.id, second.id).split("\n")[0].startswith(f"M {root}/deep/log")
     assert "every byte is right" in elsewhere.run("verify", "--all", "--checksum")
     assert "everything is there" in elsewhere.run("verify", first.id, uploaded.old.id)
+    for form in ("git-lfs", "dvc"):
+        words = ("-p", str(root), "--as", form, str(tmp_path / form), "--json")
+        assert json.loads(elsewhere.run("export", first.id, *words))["files"] == 3
+        # What the first export has written is known by its content.
+        assert json.loads(elsewhere.run("export", second.id, *words))["written_bytes"] == len(b"another\n")
+    assert (tmp_path / "git-lfs/deep/log").read_bytes() == b"another\n"
     elsewhere.run("restore", "-s", first.id, "-p", str(root), "-d", str(tmp_path / "there"))
     trees.assert_same(uploaded.first_manifest, trees.manifest(tmp_path / "there" / "root"))
     # The root itself is as at the second snapshot: an interrupted restore would go on just so.

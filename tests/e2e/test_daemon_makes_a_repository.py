@@ -17,7 +17,7 @@ def test_a_silent_remote_delays_no_snapshot_and_is_not_silent_in_status(short_tm
     root = short_tmp / "root"
     root.mkdir()
     (root / "file").write_text("content")
-    with socket.create_server(("127.0.0.1", 0)) as silent, Live(short_tmp) as live:
+    with socket.create_server(("127.0.0.1", 0)) as silent, Live(short_tmp, impatient=True) as live:
         live.run("protect", "--offline", str(root))
         shutil.rmtree(live.repository)
         port = silent.getsockname()[1]

@@ -22,7 +22,8 @@ snapshots = []
 for line in out.splitlines():
     snapshot, moment, size = line.split("|")
     snapshots.append((datetime.datetime.strptime(moment, "%Y-%m-%d %H:%M:%S"), snapshot, int(size)))
-newest = max(snapshots)[1]
+# Of those of one second the first line is the newest.
+newest = max(snapshots, key=lambda entry: entry[0])[1]
 subprocess.run([program, "verify", newest, "--checksum"], check=True)
 for path in paths:
     subprocess.run([program, "restore", "-s", newest, "-p", path, "-d", os.path.dirname(path), "--overwrite"], check=True)
@@ -87,7 +88,7 @@ def test_the_machine_readable_list_can_be_split_by_scripts(protected: Live, root
     rows = protected.list()
     assert [row.id for row in rows] == [second, first, at_start.id]
     assert [row.size_bytes for row in rows] == [1234, 1000, 0]
-    assert protected.list("ciuric") == rows
+    assert protected.list("ciuic") == protected.list("ciuric") == rows
 
 
 def test_reading_commands_need_no_daemon(protected: Live, root: Path, short_tmp: Path) -> None:

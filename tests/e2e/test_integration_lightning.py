@@ -176,6 +176,7 @@ WRONG_REPOSITORY = """
 import copy, io as memory, sys, lightning, torch
 from pathlib import Path
 from ciuic.errors import NotFound
+from ciuic.integrations import checkpoint_pointer
 from ciuic.integrations.lightning import SnapshotCallback, SnapshotCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -208,6 +209,8 @@ tested = second.test(Line(), loader, ckpt_path=first_best.best_model_path, verbo
 assert tested[0]["sum"] == float(model.layer.weight.double().sum()), tested
 
 ids = [one.id for one in first_io.manager.list_snapshots()]
+# A snapshot that is being stored is waited for; this one never comes.
+checkpoint_pointer._ARRIVAL_SECONDS = 1.0
 pointer = Path(first_best.best_model_path)
 pointer.write_text(pointer.read_text().replace("checkpoint-", "checkpoint-gone"))
 for plugin in (first_io, second_io):

@@ -194,6 +194,7 @@ def test_a_worker_that_keeps_crashing_is_replaced_by_one_that_tracks_nothing(sit
 def test_a_worker_that_hangs_is_replaced(site: Site) -> None:
     """A stopped worker is killed after a while, and the job continues."""
     root = site.root("a")
+    site.impatient = True
     site.start()
     with jobs(root, 1, site.top / "stop"):
         until("the job's work", lambda: (root / "best0").exists())

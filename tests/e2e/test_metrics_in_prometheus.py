@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,19 @@ from typing import Any
 import pytest
 from support.ci import needs
 from support.site import CHECKOUT, Site, site_in, until
+
+from ciuic.cli.commands.fleet import metrics
+from ciuic.daemon.base.metrics import Metrics
+from ciuic.exporter.server import ExporterServer, metrics_text
+from ciuic.protocol.control_types import (
+    Alert,
+    DrillStatus,
+    RepositoryStatus,
+    RootStatus,
+    StatusDocument,
+    rfc3339,
+)
+from ciuic.protocol.metrics_file import write_metrics
 
 RULES = CHECKOUT / "etc/monitoring"
 
@@ -81,14 +96,10 @@ def test_the_rules_pass_their_tests() -> None:
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     """Each metric that the dashboard and the rules name is in docs/monitoring.md's table or in the daemon's registry."""
-    from ciuic.daemon.base.metrics import Metrics
-    from ciuic.exporter.server import metrics_text
-    from ciuic.protocol.control_types import StatusDocument
-
     known = Metrics().text(StatusDocument(version="1", pid=1, since="", now="")) + metrics_text(
         Path("/absent")
     )
-    names = set(re.findall(r"^# HELP (\S+)", known.decode(), re.MULTILINE))
+    names = set(re.findall(r"^# HELP (\S+)", known.decode() + metrics(0, "nas", []), re.MULTILINE))
     names |= {f"{name}_bucket" for name in names}
     dashboard = json.loads((RULES / "dashboard.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
@@ -135,6 +146,59 @@ def test_a_rule_fires_while_the_daemon_is_down(short_tmp: Path) -> None:
                 site.stop()
 
 
+def status_of(*, is_bad: bool) -> StatusDocument:
+    """Return the status of a daemon where everything that is told in time is late, or nothing is."""
+    root = RootStatus(path="/data/run", state="mounted", seconds_since_last=90_000.0 if is_bad else 5.0)
+    alert = Alert(
+        key="last-good:/data/run", severity="problem", since=rfc3339(1), message="old", root="/data/run"
+    )
+    return StatusDocument(
+        version="1",
+        pid=1,
+        since=rfc3339(1),
+        now=rfc3339(1),
+        interval_seconds=600,
+        roots=[root],
+        repository=RepositoryStatus(path="/data/.ciuic", full_in_seconds=3600.0 if is_bad else None),
+        drill=DrillStatus(time=rfc3339(time.time_ns()), verdict="damaged" if is_bad else "good"),
+        alerts=[alert] if is_bad else [],
+    )
+
+
+def test_rules_fire_and_clear_for_what_is_told_in_time(tmp_path: Path) -> None:
+    """A real Prometheus scrapes the exporter: overdue, full, drill and last good checkpoint fire, and end with their cause."""
+    wanted = {"CiuicSnapshotOverdue", "CiuicStoreFullInDays", "CiuicDrillFailed", "CiuicLastGoodTooOld"}
+    prometheus = program("prometheus")
+    metrics, file = Metrics(), tmp_path / "metrics.prom"
+    write_metrics(file, metrics.text(status_of(is_bad=True)))
+    with served(ExporterServer("127.0.0.1:0", file)) as exported:
+        site = MonitoredSite(tmp_path)
+        site.port, port = exported, free_port()
+        write_prometheus_config(site)
+        server = [
+            prometheus, "--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{port}",
+            "--storage.tsdb.path=tsdb", "--log.level=error",
+        ]  # fmt: skip
+        with running(server, tmp_path, tmp_path / "prometheus.log"):
+            until("all alerts", lambda: wanted <= firing(port))
+            write_metrics(file, metrics.text(status_of(is_bad=False)))
+            until("their end", lambda: not wanted & firing(port))
+            assert answers(port, "ciuic_up == 1")
+
+
+@contextmanager
+def served(server: ExporterServer) -> Iterator[int]:
+    """Serve the metrics, and yield the port."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 def write_prometheus_config(site: MonitoredSite) -> None:
     """Write the shipped configuration and rules with another port, and seconds in place of minutes."""
     shipped = (RULES / "prometheus.yml").read_text()
@@ -144,7 +208,7 @@ def write_prometheus_config(site: MonitoredSite) -> None:
     (site.top / "prometheus.yml").write_text(f"global: {{evaluation_interval: 1s}}\n{config}")
     rules = (RULES / "rules.yml").read_text()
     assert "for: 2m" in rules
-    (site.top / "ciuic-rules.yml").write_text(rules.replace("for: 2m", "for: 1s"))
+    (site.top / "ciuic-rules.yml").write_text(re.sub(r"for: \d+[mh]", "for: 1s", rules))
 
 
 def answers(port: int, query: str) -> bool:

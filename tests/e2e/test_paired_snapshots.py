@@ -28,6 +28,9 @@ def ask(path, *roots):
     question = pairing.Cut(training="cs-aaaaaaaa", repository="/home/x/snapshots", time_ns=1, message="step 3", roots=roots)
     with pairing.ask(path, question) as connection:
         return pairing.answer(connection, 30)
+def ask_files(path, **fields):
+    with pairing.ask(path, pairing.Files(**fields)) as connection:
+        return pairing.answer(connection, 30)
 """
 
 
@@ -176,3 +179,27 @@ _HOLD = (
     "import sys; from ciuic.repository import Repository;"
     "r = Repository.open(sys.argv[1]); w = r.writer(wait_seconds=30).__enter__(); print('held', flush=True); sys.stdin.read()"
 )
+
+
+def test_a_user_may_have_snapshots_of_a_job_with_the_tags_of_the_job_alone(
+    protected: Live, root: Path
+) -> None:
+    """A user's job has snapshots of roots of the user, with the job's tags and no others; the command waits until they are durable."""
+    for directory in (protected.top.parent, protected.top, protected.top / "run"):
+        directory.chmod(0o755)
+
+    def asked(question: str) -> str:
+        program = f"print(ask_files({_socket(protected)!r}, {question}).id, end='')"
+        done = run_as(TRAINER, program, imports=_ASK)
+        return done.stdout + done.stderr.strip().rpartition("\n")[2]
+
+    wanted = f"roots=({str(root)!r},), message='m'"
+    assert "does not belong to you" in asked(wanted)
+    os.chown(root, TRAINER.uid, TRAINER.gid)
+    assert "are to be named" in asked("roots=()")
+    for tag in ("keep", "slurm-job=7,keep", "slurm-job="):
+        assert "tags of its job alone" in asked(f"{wanted}, tags=({tag!r},)")
+    taken = asked(f"{wanted}, tags=('slurm-job=7',)")
+    assert _committed(protected, taken) is None
+    with Repository.open(protected.repository) as repository:
+        assert repository.snapshots.load(SnapshotId.parse(taken)).tags == ("slurm-job=7",)

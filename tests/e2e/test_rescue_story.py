@@ -40,7 +40,8 @@ def _start(place: Path, story: Path = STORY, *arguments: str, **variables: str) 
 
 def test_the_story_ends_bit_for_bit(short_tmp: Path) -> None:
     """The resumed run reaches the state of the undisturbed one, and nothing is left of the stage."""
-    story = _start(short_tmp)
+    # `make rescue` trains longer.
+    story = _start(short_tmp, CIUIC_RESCUE_STEPS="400", CIUIC_RESCUE_INTERVAL="1s")
     output, _ = story.communicate(timeout=240)
     assert story.returncode == 0, output
     assert "bit for bit" in output

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support import remote_training
@@ -18,6 +22,8 @@ from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.repository import Repository
 from ciuic.training import NoUsableSnapshot
+from ciuic.training.remote.remote_options import remotes_from
+from ciuic.training.remote.uploads import UploadLock, UploadOrder, is_uploading
 
 __all__ = ["host", "seaweedfs"]
 
@@ -307,3 +313,66 @@ def test_two_ranks_resume_elsewhere(host: RemoteHost, nas: Path, tmp_path: Path)
     shutil.rmtree(tmp_path / "first")
     again = told("second")
     assert again == [f"0 {id_} [0, 10] 12288.0", f"1 {id_} [1, 11] 12288.0"]
+
+
+_PREEMPTED = """
+import os, signal, sys
+import numpy as np
+from ciuic import SnapshotManager
+from ciuic.training import BeforePreemption
+rng = np.random.default_rng(1)
+state = {"w": rng.random(50_000)}
+rule = BeforePreemption(grace_seconds=40)
+manager = SnapshotManager(sys.argv[1], remote=sys.argv[2], save_when=[rule])
+manager.register(model=state)
+manager.save_snapshot(step=1)
+assert manager.wait_remote(60)
+state["w"] = rng.random(int(sys.argv[3]))
+manager.step = 2
+# The state is another one now.
+manager.boundary()
+os.kill(os.getpid(), signal.SIGTERM)
+manager.boundary()
+"""
+
+
+@pytest.mark.parametrize(("numbers", "step"), [(100_000, 2), (4_000_000, 1)])
+def test_a_preempted_program_ends_with_what_was_promised(
+    host: RemoteHost, nas: Path, tmp_path: Path, numbers: int, step: int
+) -> None:
+    """Over a line of half a megabyte a second a small state is waited for, and one of 32 MB is not begun; the log tells the step to resume at."""
+    local, url = tmp_path / "local", f"file://{nas}"
+    # Makes the directory and the remote.
+    with SnapshotManager(local, remote=url):
+        pass
+    order = UploadOrder.of(remotes_from(url)[0])
+    # Keeps the slow one from ending before there is anything, so that the training starts no other.
+    users = UploadLock.users(str(local), order.name)
+    assert users.acquire(shared=True)
+    uploader = host.start(
+        TRAINING.with_name("slow_uploader.py"), str(local), msgspec.json.encode(order).decode(), "5e5"
+    )
+    wait_until(lambda: is_uploading(str(local), order.name))
+    done = subprocess.run(
+        [sys.executable, "-c", _PREEMPTED, str(local), url, str(numbers)],
+        env=host.environment,
+        capture_output=True,
+        text=True,
+        timeout=remote_training.WAIT_SECONDS,
+        check=False,
+    )
+    # The machine goes.
+    host.kill()
+    uploader.wait()
+    users.release()
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    with Repository.open(local) as repository:
+        (newest, *_) = repository.snapshots.ids()
+    if step == 2:
+        assert f"{newest} is on {url}" in done.stderr
+    else:
+        assert f"{newest} is not on {url} and was not begun, which would take" in done.stderr
+        assert "a resume from there starts at step 1 (cs-" in done.stderr
+        assert sum(one.stat().st_size for one in (nas / "packs").rglob("*") if one.is_file()) < 1 << 20
+    with SnapshotManager(tmp_path / "elsewhere", remote=url) as manager:
+        assert manager.load_latest_snapshot()["step"] == step

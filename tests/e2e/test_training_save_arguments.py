@@ -79,7 +79,9 @@ def test_the_last_snapshot_is_the_newest_despite_clock_steps(
         model = Model()
         for number in range(4):
             monkeypatch.setattr(
-                snapshot_taker.time, "time_ns", lambda back=number: time.monotonic_ns() - back * 10**15
+                snapshot_taker.time,
+                "time_ns",
+                lambda back=number: 10**18 + time.monotonic_ns() - back * 10**15,
             )
             model.weights[...] = number
             assert manager.save_snapshot(model, epoch=number, wait=True) is not None

@@ -172,6 +172,21 @@ def test_a_writer_that_is_killed_between_two_saves_costs_none(manager: SnapshotM
     assert (manager.stats.saved, manager.stats.failed) == (3, 0)
 
 
+def test_signals_to_all_processes_of_a_job_do_not_end_the_writer(manager: SnapshotManager) -> None:
+    """A writer that has just been started, and one that has stored a state, outlive what schedulers send to each process of a job."""
+    manager.save_snapshot()
+    writer = training_writer()
+    for _ in range(2):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(writer, number)
+        save = manager.save_snapshot(wait=True)
+        assert save is not None
+        assert save.id
+        assert training_writer() == writer
+    # Nothing of it is left behind for the trainer.
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_later_snapshots_do_not_share_a_directory_that_was_found_damaged(tmp_path: Path) -> None:
     """Unchanged content is shared with earlier snapshots until it is found damaged."""
     moving = Model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import msgspec
 import pytest
 from support import format_page as page
 from support import remote_recipe as recipe
@@ -132,6 +133,15 @@ def test_the_page_reads_logs_manifests_and_rounds(kind: str) -> None:
     assert remote.round(0, "")["manifests"] == [recipe.MANIFEST]
     assert remote.round(0, ".final") == remote.round(0, "")
     assert remote.round(0, ".done")["condemned"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_reads_the_status_of_a_host(kind: str) -> None:
+    """The key that signs a status is the one that its name is made from, and all fields are as the page names them."""
+    found = page_remote(kind).status(recipe.STATUS_KEY.reporter)
+    assert found == msgspec.json.decode(msgspec.json.encode(recipe.STATUS))
+    text = (Path(__file__).parents[2] / "docs/remote-format.md").read_text()
+    assert [name for name in found if f"| `{name}` |" not in text] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,9 +19,16 @@ from ciuic.repository import Repository
 from ciuic.restore import Overwrite, execute, plan_restore
 
 _PATTERNS = st.lists(
-    st.sampled_from(("a", "b", "c/", "d", "c/e", "f", "g/**", "*", "!b", "!f", "h", "[ab]", "c/d", "i/")),
+    st.sampled_from(
+        ("a", "b", "c/", "d", "c/e", "f", "g/**", "*", "!b", "!f", "h", "[ab]", "c/d", "i/", "/b", "/c/")
+    ),
     max_size=3,
 )
+
+
+def _anchored(root: bytes, pattern: str) -> str:
+    """Return the pattern with its leading slash meaning the top of the restored tree, as in git."""
+    return os.fsdecode(root) + pattern if pattern.startswith("/") else pattern
 
 
 def _is_dir(facts: trees.Facts) -> bool:
@@ -32,8 +39,8 @@ class _Choice:
     """Names that are chosen, by the definition: neither they nor a directory above is excluded, and one of these is included."""
 
     def __init__(self, root: bytes, include: list[str], exclude: list[str], wanted: Manifest) -> None:
-        self._include = ExcludeMatcher(root, include)
-        self._exclude = ExcludeMatcher(root, exclude)
+        self._include = ExcludeMatcher(root, [_anchored(root, one) for one in include])
+        self._exclude = ExcludeMatcher(root, [_anchored(root, one) for one in exclude])
         self._all = not include
         self.leading = {
             path[:end]
@@ -110,8 +117,8 @@ def test_what_is_chosen_is_restored_and_nothing_else_is_touched(
                 delete and _is_below_removed(path, changed, wanted, choice)
             ):
                 assert _alike(found.get(path), facts, with_times=not _is_dir(facts)), path
-        elif path.rpartition(b"/")[0] in choice.leading or not path.count(b"/"):
-            # A directory stays for what is left alone in it.
+        else:
+            # Wherever it lies: in a directory that the snapshot lacks, too. A directory stays for what is left alone in it.
             assert path not in found or any(
                 other.startswith(path + b"/") and not choice.has(other, _is_dir(of_other))
                 for other, of_other in changed.items()

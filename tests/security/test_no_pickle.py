@@ -124,11 +124,12 @@ def test_tensors_that_cannot_be_are_refused(tensor: list[Any], extra: dict[str, 
         ranks.decode(data)
 
 
-def _exchange(rank: int, world: int) -> None:
+def _exchange(rank: int, world: int, directory: str) -> None:
     from ciuic.training.ranks import Ranks
 
     ranks = Ranks.meet("run")
     assert ranks is not None
+    assert ranks.find_directories(Path(directory))
     values = [{"rank": one, "tensor": torch.full((one * 1000 + 1,), one)} for one in range(world)]
     everybody = ranks.exchange(values[rank])
     assert [one["rank"] for one in everybody] == [*range(world)]
@@ -145,7 +146,7 @@ def _exchange(rank: int, world: int) -> None:
 
 def test_real_ranks_understand_one_another(tmp_path: Path) -> None:
     """Ranks over gloo process groups exchange messages of different lengths."""
-    Processes(tmp_path / "ranks", 3, _exchange).check()
+    Processes(tmp_path / "ranks", 3, _exchange, str(tmp_path)).check()
 
 
 def _is_plain(call: ast.Call) -> bool:

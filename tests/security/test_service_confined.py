@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.ci import needs
 from support.live import installed, wait_for
-from support.real_systemd import RealSystemd, reason_against
-from support.service_host import CODE, ServiceHost
+from support.real_systemd import reason_against
+from support.service_host import ServiceHost, service_host
 
 from ciuic.system.privileges import OVERLAY_WORKER, Capability, permitted
 
@@ -58,11 +58,7 @@ for line in sys.stdin:
 @pytest.fixture
 def host(short_tmp: Path) -> Iterator[ServiceHost]:
     needs(reason_against())
-    with RealSystemd(short_tmp, [CODE]) as systemd:
-        mounted = systemd.run(["mount", "-t", "tmpfs", "tmpfs", "/srv"])
-        assert mounted.returncode == 0, mounted.stderr
-        one = ServiceHost(systemd, "/srv")
-        one.install()
+    with service_host(short_tmp) as one:
         yield one
 
 

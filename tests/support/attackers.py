@@ -20,7 +20,7 @@ from ciuic.errors import CiuicError
 from ciuic.system.poll import receive_answer
 from ciuic.protocol.watch_client import Hello, introduce
 sys.path.insert(0, sys.argv.pop())
-from support.served_sockets import connected, send_descriptors
+from support.socket_callers import connected, send_descriptors
 def hello(name="stranger"):
     return Hello(name=name, where="/", kind="pid", pid=os.getpid(), start_ticks=0)
 def packed(name="stranger"):

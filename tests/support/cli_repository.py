@@ -117,7 +117,11 @@ class CliRepository:
         """Run ``ciuic --repo … arguments``; bytes are arguments as a shell would pass them."""
         words = [os.fsdecode(argument) for argument in arguments]
         # The file /dev/null is an empty configuration: the machine's own must not affect a test.
-        environment = {"CIUIC_CONFIG": "/dev/null", "CIUIC_REPO": str(self.path)} | kwargs.pop("env", {})
+        environment = {
+            "CIUIC_CONFIG": "/dev/null",
+            "CIUIC_REPO": str(self.path),
+            "XDG_STATE_HOME": f"{self.path}.state",
+        } | kwargs.pop("env", {})
         return CliRunner().invoke(cli, words, env=environment, **kwargs)
 
 

@@ -44,7 +44,9 @@ class Run:
             torch.nn.Dropout(0.3),
             torch.nn.Linear(64, 3),
         )
-        self.model = DistributedDataParallel(inner, broadcast_buffers=False)
+        # Otherwise DDP arranges its buckets anew after the first step of each process, and more than two ranks add in
+        # another order then: a run that was started again would not have the same bits, whatever it loads.
+        self.model = DistributedDataParallel(inner, broadcast_buffers=False, find_unused_parameters=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
         self.sampler = DistributedSampler(Numbers(), world, rank, shuffle=True)
@@ -59,11 +61,16 @@ class Run:
             seen=self.seen,
         )
 
-    def train(self, epochs: int = EPOCHS, step_seconds: float = 0.0) -> None:
+    def train(
+        self,
+        epochs: int = EPOCHS,
+        step_seconds: float = 0.0,
+        on_step: Callable[[int, Any], None] = lambda step, loss: None,
+    ) -> None:
         resumed = self.manager.resume()
         for epoch in range(resumed.epoch or 0 if resumed else 0, epochs):
             self.sampler.set_epoch(epoch)
-            self.one_epoch(step_seconds)
+            self.one_epoch(step_seconds, on_step)
 
     def one_epoch(
         self, step_seconds: float = 0.0, on_step: Callable[[int, Any], None] = lambda step, loss: None

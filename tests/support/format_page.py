@@ -22,6 +22,7 @@ import msgspec
 import xxhash
 import zstandard
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
@@ -391,6 +392,16 @@ class PageRemote:
     def round(self, number: int, part: str) -> dict[str, Any]:
         """Section 8: return an object of a round; part is empty, ``.final`` or ``.done``."""
         found: dict[str, Any] = json.loads(self.object(f"gc/{number:010}{part}"))
+        return found
+
+    def status(self, reporter: str) -> dict[str, Any]:
+        """Section 11: return the status of a host."""
+        content = self.object(f"status/{reporter}")
+        public, signature, body = content[:32], content[32:96], content[96:]
+        assert blake3(public).hexdigest()[:32] == reporter
+        signed = b"ciuic status v1" + self.id + body
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, signed)
+        found: dict[str, Any] = json.loads(body)
         return found
 
     def pack_refs(self) -> list[str]:

@@ -19,10 +19,10 @@ import structlog
 
 from ciuic.errors import CiuicError
 from ciuic.lazy.service import LazyRestore
+from ciuic.remote import pack
 from ciuic.remote.access import open_remote
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import RemoteUnreachable
-from ciuic.remote.pack import TRAILER_BYTES
 from ciuic.remote.reading.opening import read_remote
 
 _POLL_SECONDS = 0.005
@@ -49,7 +49,7 @@ class ControlledObjects:
     def _is_table(self, name: str, ranges: Sequence[tuple[int, int]]) -> bool:
         """Return whether the table of the pack is read, which a mount needs: it lies at the end."""
         info = self._inner.info(name)
-        return info is not None and sum(ranges[-1]) >= info.size_bytes - TRAILER_BYTES
+        return info is not None and sum(ranges[-1]) >= info.size_bytes - pack.TRAILER_BYTES
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Any:
         """Read ranges, as the control files say."""
@@ -75,6 +75,8 @@ def say(line: str) -> None:
 def main() -> int:
     """Restore, and print what happens."""
     remote_dir, cache, snapshot, path, dest, control = sys.argv[1:]
+    # Which chunks lie next to the table, and would come with it unasked, is chance.
+    vars(pack)["TAIL_GUESS_BYTES"] = pack.TRAILER_BYTES
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     began = time.monotonic()
     objects: Any = ControlledObjects(DirectoryObjects(remote_dir), Path(control))

@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.remote_host import RemoteHost, new_remote
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.lazy.service import LazyLayout
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.system.mountinfo import LAZY_FS_TYPE
+from ciuic.system.poll import readable
 from ciuic.types import Snapshot
 
 _SECONDS = 60.0
@@ -34,13 +36,19 @@ def shell(command: str, *arguments: Path | str, timeout: float = 30) -> subproce
 class LazyChild:
     """A process that restores lazily."""
 
-    def __init__(self, process: subprocess.Popen[str], mount: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], mount: Path, stderr: Path) -> None:
         self.process = process
         self.mount = mount
+        self._stderr = stderr
 
     def line(self) -> list[str]:
-        """Return the next line that it prints, as words; none at its end."""
+        """Return the first line that it prints, as words; none at its end. Where none comes, fail with the stacks of its threads."""
         assert self.process.stdout is not None
+        # Asked once: what it printed since may be buffered here.
+        if not readable(self.process.stdout.fileno(), _SECONDS):
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(_SECONDS)
+            pytest.fail("it says nothing:\n" + self._stderr.read_text()[-20_000:])
         return self.process.stdout.readline().split()
 
     def wait_for_mount(self) -> LazyChild:
@@ -98,7 +106,14 @@ class LazyHost:
         with open(self.place / "stderr", "a") as stderr:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "support.lazy_child", str(self.place / "remote")),
+                    *(
+                        sys.executable,
+                        "-X",
+                        "faulthandler",
+                        "-m",
+                        "support.lazy_child",
+                        str(self.place / "remote"),
+                    ),
                     *(str(self.place / "cache"), str(self.snapshot.id), str(self.root)),
                     *(str(self.dest), str(self.control)),
                 ],
@@ -107,7 +122,7 @@ class LazyHost:
                 text=True,
                 cwd=Path(__file__).parents[1],
             )
-        child = LazyChild(process, self.mount)
+        child = LazyChild(process, self.mount, self.place / "stderr")
         self._children.append(child)
         return child
 

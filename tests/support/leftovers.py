@@ -126,10 +126,10 @@ def _loops_below(below: Iterable[Path]) -> dict[str, str]:
     return found
 
 
-def _child_pids() -> set[int]:
-    """Return the pids of every child of this process, adopted orphans included, living and dead."""
+def child_pids(parent: int | str = "self") -> set[int]:
+    """Return the pids of every child of a process, adopted orphans included, living and dead."""
     pids: set[int] = set()
-    for tasks in Path("/proc/self/task").glob("*/children"):
+    for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
         # The thread ended during the listing.
         with contextlib.suppress(OSError):
             pids.update(int(pid) for pid in tasks.read_text().split())
@@ -143,7 +143,7 @@ def _is_zombie(pid: int) -> bool:
 def living_children() -> dict[int, str]:
     """Return the live children of this process with their command lines."""
     found = {}
-    for pid in _child_pids():
+    for pid in child_pids():
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if not _is_zombie(pid) and not any(helper in command for helper in _HELPERS):
@@ -164,7 +164,7 @@ def training_writer() -> int:
 
 def _collect_zombies(before: Stock) -> None:
     """Reap children that began and ended during the test, which no other code waits for."""
-    for pid in _child_pids() - before.children.keys():
+    for pid in child_pids() - before.children.keys():
         with contextlib.suppress(OSError):
             if _is_zombie(pid):
                 os.waitpid(pid, os.WNOHANG)

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import leftovers
+from support import impatient_daemon, leftovers
 from support.overlay import DRIVER
+from support.warm_python import WarmPython
+
+from ciuic.system import mountinfo
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0
@@ -32,6 +36,43 @@ runtime_dir = "{top}/run"
 [capture]
 min_share = "100%"
 """
+
+
+class Questions:
+    """Commands that only ask, forked from a process that has imported them: tests ask until something has happened.
+
+    Their imports would take three quarters of the processor time and keep it from what is waited for.
+    """
+
+    _MODULES = (
+        "ciuic.cli.app",
+        "ciuic.cli.commands.status",
+        "ciuic.cli.commands.list",
+        "ciuic.cli.shared.pairs",
+        "ciuic.config",
+        "ciuic.protocol.control",
+        "ciuic.protocol.pairing",
+        "ciuic.repository",
+    )
+    _PROGRAM = "import sys; sys.argv[0] = 'ciuic'; from ciuic.cli import main; main()"
+    _warm: WarmPython | None = None
+
+    @classmethod
+    @contextmanager
+    def warm(cls) -> Iterator[None]:
+        """Import once what the commands import. Outside, each is an installed command."""
+        with WarmPython(*cls._MODULES) as cls._warm:
+            yield
+        cls._warm = None
+
+    @classmethod
+    def ask(cls, live: Live, *arguments: str) -> str:
+        """Return what a command prints that succeeds."""
+        if cls._warm is None:
+            return live.run(*arguments).stdout.decode()
+        done = cls._warm.run(["-c", cls._PROGRAM, *arguments], timeout=120, env=live.env, cwd="/")
+        live.require(("ciuic", *arguments), done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
 
 
 class Listed(NamedTuple):
@@ -56,24 +97,38 @@ def installed(program: str = "ciuic") -> Path:
 
 def wait_for(what: str, condition: Callable[[], Any], seconds: float) -> Any:
     """Return the first true value of ``condition``, by polling: processes and mounts send no event."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    deadline = began + seconds
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        asked = time.monotonic()
+        if asked > deadline:
             raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
-        time.sleep(0.02)
+        # A command that is asked all the time takes a processor from what is waited for.
+        time.sleep(max(0.02, asked - began))
+        began = time.monotonic()
     return value
 
 
 class Live:
     """Configuration, repository, sockets and daemon below ``top``.
 
-    A context manager that leaves nothing running.
+    A context manager that leaves nothing running. The daemon of an ``impatient`` one does not wait long before it tries again;
+    ``prefix`` are words before the daemon's command, which take its place in the end, such as those of another network.
     """
 
     def __init__(
-        self, top: Path, *, interval: str = "1h", repository: Path | None = None, more_config: str = ""
+        self,
+        top: Path,
+        *,
+        interval: str = "1h",
+        repository: Path | None = None,
+        more_config: str = "",
+        impatient: bool = False,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.top = top
+        program = [sys.executable, str(impatient_daemon.PROGRAM)] if impatient else [str(installed())]
+        self._daemon = [*prefix, *program]
         self.repository = repository or top / "repository"
         self.config = top / "ciuic.toml"
         (top / "run").mkdir(mode=0o700, exist_ok=True)
@@ -112,22 +167,28 @@ class Live:
             command, env=self.env, cwd="/", check=False, stdin=subprocess.DEVNULL, capture_output=True,
             timeout=timeout_seconds,
         )  # fmt: skip
-        if expect is not None and done.returncode != expect:
-            shown = " ".join(os.fsdecode(word) for word in (program, *arguments))
-            text = (done.stdout + done.stderr).decode("utf-8", "replace")
-            raise CommandFailed(
-                f"`{shown}` ended with {done.returncode}, not {expect}:\n{text}\n{self.log_tail()}"
-            )
+        text = (done.stdout + done.stderr).decode("utf-8", "replace")
+        self.require((program, *arguments), done.returncode, expect, text)
         return done
+
+    def require(self, command: Sequence[str | bytes], found: int, expect: int | None, text: str) -> None:
+        """Raise CommandFailed with what a command printed, unless it ended as expected."""
+        if expect is not None and found != expect:
+            shown = " ".join(map(os.fsdecode, command))
+            raise CommandFailed(f"`{shown}` ended with {found}, not {expect}:\n{text}\n{self.log_tail()}")
 
     def json(self, *arguments: str | bytes, expect: int | None = 0) -> Any:
         """Return the document that a command prints with --json."""
         return json.loads(self.run(*arguments, "--json", expect=expect).stdout)
 
-    def list(self, program: str = "ciuic") -> list[Listed]:
-        """Return committed snapshots, the newest first, parsed as a script does."""
+    def list(self, program: str = "") -> list[Listed]:
+        """Return committed snapshots, the newest first, parsed as a script does; by the installed program of this name, if one is given."""
+        words = ("list", "--machine-readable")
+        printed = (
+            self.run(*words, program=program).stdout.decode() if program else Questions.ask(self, *words)
+        )
         rows = []
-        for line in self.run("list", "--machine-readable", program=program).stdout.decode().splitlines():
+        for line in printed.splitlines():
             snapshot, moment, size = line.split("|")
             rows.append(Listed(snapshot, datetime.strptime(moment, "%Y-%m-%d %H:%M:%S"), int(size)))  # noqa: DTZ007
         return rows
@@ -143,15 +204,18 @@ class Live:
         log = open(self.daemon_log, "ab")
         with log:
             self.daemon = subprocess.Popen(
-                [str(installed()), "daemon"], env=self.env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [*self._daemon, "daemon"], env=self.env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         self.wait_mounted(*roots)
 
     def status(self) -> dict[str, Any] | None:
         """Return `ciuic status --json`, or None while no daemon answers."""
-        done = self.run("status", "--json", expect=None)
-        return json.loads(done.stdout) if done.returncode == 0 else None
+        try:
+            status: dict[str, Any] = json.loads(Questions.ask(self, "status", "--json"))
+        except CommandFailed:
+            return None
+        return status
 
     def wait_mounted(self, *roots: Path) -> None:
         """Return when the daemon answers and has mounted each root."""
@@ -159,6 +223,9 @@ class Live:
         def ready() -> bool:
             if self.daemon is None or self.daemon.poll() is not None:
                 raise CommandFailed(f"the daemon ended by itself\n{self.log_tail()}")
+            # Cheaper than a command, which can say no more before this is so.
+            if not {os.fsencode(root) for root in roots} <= {mount.mount_point for mount in mountinfo.read()}:
+                return False
             status = self.status()
             mounted = (
                 {root["path"] for root in status["roots"] if root["state"] == "mounted"} if status else set()

@@ -29,6 +29,7 @@ from importlib import metadata
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 from cryptography import x509
@@ -73,7 +74,7 @@ def environment_for_s3(endpoint: str) -> dict[str, str]:
         "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
         # No test asks the instance that it runs on: nothing listens there.
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1",
-        "NO_PROXY": "127.0.0.1",
+        "NO_PROXY": urlsplit(endpoint).hostname or "127.0.0.1",
     }
 
 
@@ -90,9 +91,18 @@ def connect_s3(
 class SeaweedFS:
     """Server with an S3 interface over plain HTTP, for one session."""
 
-    def __init__(self, place: Path, *, certificate: tuple[Path, Path] | None = None) -> None:
-        """Start nothing yet; ``certificate``: files of a certificate and its key, with which it speaks TLS at another port."""
+    def __init__(
+        self, place: Path, *, certificate: tuple[Path, Path] | None = None, address: str = "127.0.0.1"
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            place: Directory for its files.
+            certificate: Files of a certificate and its key, with which it speaks TLS at another port.
+            address: Where it listens, an address of this machine.
+        """
         self._place = place
+        self._address = address
         self._certificate = certificate
         self._process: subprocess.Popen[bytes] | None = None
         self.endpoint = ""
@@ -122,8 +132,8 @@ class SeaweedFS:
             json.dumps({"identities": [{"name": "test", "credentials": [keys], "actions": actions}]})
         )
         options = {
-            "ip": "127.0.0.1",
-            "ip.bind": "127.0.0.1",
+            "ip": self._address,
+            "ip.bind": self._address,
             "dir": str(directory),
             "master.volumeSizeLimitMB": 1024,
             "master.telemetry": "false",
@@ -156,14 +166,14 @@ class SeaweedFS:
                 cwd=directory,
                 start_new_session=True,
             )
-        self.endpoint = f"http://127.0.0.1:{ports[6]}"
+        self.endpoint = f"http://{self._address}:{ports[6]}"
 
     def _is_ready(self) -> bool:
         deadline = time.monotonic() + _START_TIMEOUT_SECONDS
         while time.monotonic() < deadline and self._process is not None and self._process.poll() is None:
             # A socket first: the client would wait for its own retries.
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", int(self.endpoint.rpartition(":")[2])), 1).close()
+                socket.create_connection((self._address, int(self.endpoint.rpartition(":")[2])), 1).close()
                 with contextlib.suppress(RemoteUnreachable, RemoteRefused):
                     connect_s3("s3://tests", self.endpoint).put("ready", [b"1"])
                     return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import random
@@ -16,15 +17,20 @@ import stat
 import struct
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from urllib.parse import quote_from_bytes
 
 import msgspec
 import numpy
 import zstandard
 
+from ciuic.artefacts.folder import Manifest, Written
+from ciuic.cli.commands.web import broker
 from ciuic.compare.restore_records import RestoreRecord
 from ciuic.config import parse_config, repository_mark
 from ciuic.daemon import drill_process, upkeep_process, verdict_process
@@ -36,6 +42,9 @@ from ciuic.daemon.capture.job import (
     encode_job,
     encode_message,
 )
+from ciuic.daemon.number_process import NumberJob
+from ciuic.daemon.roots import view_process
+from ciuic.daemon.space_forecast import decode_samples
 from ciuic.daemon.trainers import registry, watch
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer import fuse_protocol as p
@@ -48,10 +57,12 @@ from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.maintenance.verify import Pass
+from ciuic.number_files import NumberPlace, NumbersRead, json_lines, tensorboard_events
 from ciuic.protocol import control_types
-from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_page
+from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_losses, read_page
 from ciuic.protocol.last_drill import LastDrill, decode_drill, decode_drills, encode_drill
-from ciuic.protocol.pairing import Cut, Taken, decode_answer, decode_question
+from ciuic.protocol.pairing import Cut, Files, Taken, decode_answer, decode_question
+from ciuic.protocol.span_spool import Span, decode_span
 from ciuic.protocol.stored_remotely import StoredRecord, decode_record, encode_record
 from ciuic.protocol.watch_client import Hello
 from ciuic.protocol.worker_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
@@ -77,13 +88,15 @@ from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
 from ciuic.system.spill import Spill
 from ciuic.training import ranks
-from ciuic.training.convert.inert_pickle import read_pickle
 from ciuic.training.dcp.pointer import decode_checkpoint_pointer
 from ciuic.training.format import structure
 from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.reading import STATE_VERSION, _decode_facts, check_document
+from ciuic.training.inert_pickle import read_pickle
 from ciuic.training.json_documents import MALFORMED, decode_json
-from ciuic.training.state_diff import described_tensors
+from ciuic.training.loading_sets import FileStart, PartTold, decode_from_rank
+from ciuic.training.stored_tensors import described_tensors
+from ciuic.training.tensor_files import FileTensors
 from ciuic.training.writer import messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 from ciuic.verdicts import records as verdict_records
@@ -100,6 +113,7 @@ _PAIR = Pair(of="training", id="cs-123456", repository="/x", time_ns=7, roots=("
 _SNAPSHOT = Snapshot(
     id=SnapshotId(_NAME), time_ns=5, host="h", roots=(_ROOT,), tags=("t",), message="m", pair=_PAIR
 )
+_FILES = Files(roots=("/a",), message="m", tags=("slurm-job=1",))
 _CUT = Cut(training=_NAME, repository="/x", time_ns=5, message="m", roots=("/a",), hold_reason="h")
 _TAKEN = Taken(id=_NAME, repository="/r", time_ns=5, roots=("/a",), note="n")
 _REFUSALS = (CiuicError, undo.UndoDamaged, undo.UndoLost, FrameError, BadCopyError, msgspec.MsgspecError)
@@ -283,8 +297,10 @@ def readers() -> list[Reader]:
         Reader("capture job", decode_job, encode_job(CaptureJob(repository="/r", id=_NAME, time_ns=1, host="h", roots=()))),
         Reader("capture message", decode_message, encode_message(Failed(error="no", hint="", code=1))),
         Reader("question of a trainer", decode_question, msgspec.msgpack.encode(_CUT)),
+        Reader("question of a job", decode_question, msgspec.msgpack.encode(_FILES)),
         Reader("answer to a trainer", decode_answer, msgspec.msgpack.encode(_TAKEN)),
         Reader("message of a rank", _rank_message, ranks.encode({"states": {"a": (1, b"x", float("nan"))}, "n": numpy.arange(3)})),
+        Reader("parts that a rank tells of", partial(decode_from_rank, kind=PartTold), msgspec.msgpack.encode(PartTold({"model/x": FileStart(9, b"h", True)}, {"state.json": 2}))),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
     return known + more_readers() + remote_readers() + verdict_readers()
@@ -357,12 +373,19 @@ def _memfd(data: bytes) -> int:
     return fd
 
 
+# Two records of TensorBoard: "loss" as simple_value 2.5 at step 7, and as a tensor of one float.
+_EVENTS = bytes.fromhex(
+    "1a00000000000000129bd82d09000000000000f03f10072a0d0a0b0a046c6f7373150000204087ccc43d1f00000000000000514b441809000000000000f03f10082a120a100a046c6f73734208080122040000204008f43d73"
+)
+
+
 def _page(data: bytes) -> object:
     """Read a heartbeat page as the daemon does, and check it as a new one."""
     fd = _memfd(data)
     try:
         with contextlib.suppress(ValueError):
             check_page(fd)
+        read_losses(fd, 0)
         return read_page(fd)
     except struct.error as error:
         # Shorter than a page: `check_page` prevents this case.
@@ -654,6 +677,7 @@ def more_readers() -> list[Reader]:
         Reader("session journal of a worker", _refusing(_session_journal, struct.error, IndexError, KeyError), journal),
         Reader("request of the kernel", _request, bytes([_OPCODES.index(p.RENAME)]) + bytes(11) + p.RENAME_IN.pack(1) + b"a\0b\0"),
         Reader("security contexts", _refusing(p.security_contexts, p.MalformedRequest, struct.error), p.SECCTX_HEADER.pack(p.SECCTX_HEADER.size, 0)),
+        Reader("manifest of an artefact", Manifest.decode, Manifest("cs-000001", "ab" * 16, b"/r", "1", {b"a": Written("ab" * 16, "git:" + "ab" * 20, 1)}).encode()),
         Reader("mark of a repository", _mark, msgspec.msgpack.encode(repository_mark.RepositoryMark(b"/r", b"/", "ab" * 16))),
         Reader("watched trainers", _book, msgspec.json.encode(registry.WatchJournal())),
         Reader("index", _index, _valid_index()),
@@ -667,13 +691,22 @@ def more_readers() -> list[Reader]:
         Reader("pickle that is read as data", _refusing(read_pickle, ValueError), b"\x80\x02}(X\x01\x00\x00\x00actorch\nSize\nK\x01K\x02\x86\x85R}bX\x01\x00\x00\x00b](K\x03N\x85eu."),
         Reader("facts of a training", _refusing(_decode_facts, ValueError), b'{"version":1,"step":5,"metrics":{"loss":0.5},"objects":["model"]}'),
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
+        Reader("order of the page", _refusing(lambda data: broker.words_of(msgspec.json.decode(data, type=broker.Order)), UnicodeDecodeError, RecursionError), b'{"kind":"restore","who":"a","snapshot":"cs-abcdef","path":"/a%25b","dest":""}'),
+        Reader("question of the page", _refusing(lambda data: broker.question_of(quote_from_bytes(data)), UnicodeDecodeError, RecursionError), b'{"type":"compare","old":"cs-abcdef","new":"cs-abcdee","path":"/a%25b","old_path":"/a"}'),
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
         Reader("job of a drill", _json(drill_process.DrillJob), msgspec.json.encode(drill_process.DrillJob(repository="/r", scratch="/s"))),
         Reader("job of verdicts", _json(verdict_process.VerdictJob), msgspec.json.encode(verdict_process.VerdictJob(repository="/r", snapshots=("cs-abcdef",)))),
+        Reader("job of a view", _json(view_process.ViewJob), msgspec.json.encode(view_process.ViewJob(repository="/r", root="/d", socket="/s"))),
         Reader("verdicts on a snapshot", _json(VerdictRecord), msgspec.json.encode(_VERDICTS)),
         Reader("record of verdicts", lambda data: verdict_records.decode_record(_signed(data), b"k", VerdictRecord), msgspec.json.encode(_VERDICTS)),
+        Reader("span of a snapshot", decode_span, msgspec.json.encode(Span(name="cut", repository="0f", snapshot="cs-abcdef", start_ns=1, end_ns=2, attributes={"n": 1.5, "roots": ["/d"]}))),
         Reader("record of a drill", decode_drill, encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
         Reader("records of drills", decode_drills, b"[" + encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
+        Reader("lines with numbers", lambda data: json_lines(data, "loss"), b'{"loss": 1.5, "step": 3}\n{"loss": NaN}\n'),
+        Reader("TensorBoard events", _refusing(lambda data: tensorboard_events(data, "loss"), ValueError), _EVENTS),
+        Reader("job of numbers", _json(NumberJob), msgspec.json.encode(NumberJob(places=(NumberPlace(file="/f", key="loss"),)))),
+        Reader("numbers that were read", _json(NumbersRead), msgspec.json.encode(NumbersRead(path="/f", numbers=((3, "nan"),)))),
+        Reader("history of space", decode_samples, b"[[5,6,7],[8,9,10]]"),
         Reader("record of a remote", decode_record, encode_record(StoredRecord(repository="ab" * 16, stored=frozenset({"cs-abcdef"}), tail_ns=5))),
         Reader("pass of a scrub", _json(Pass), b"{}"),
         Reader("promise of a snapshot", _json(Promise), msgspec.json.encode(Promise(id="cs-abcdef", time_ns=1, reason="r"))),
@@ -727,6 +760,50 @@ def _judge_directory(data: bytes) -> object:
     return found
 
 
+_TENSOR_NAMES = (b"a.safetensors", b"a.npz", b"a.pt")
+_TORCH_PICKLE = (
+    b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02tQK\x00K\x02\x85K\x01\x85\x89}tRs."
+)
+
+
+def _tensor_file(data: bytes) -> object:
+    """List the tensors of one file; the first byte chooses its name."""
+    content = data[1:]
+    entry = Entry(name=b"a", mode=stat.S_IFREG | 0o644, size_bytes=len(content), content=ID)
+    reader: Any = SimpleNamespace(
+        block_size=4096,
+        read=lambda entry, start, stop: memoryview(content)[start:stop],
+        ids=lambda *where: {},
+    )
+    unused: Any = None
+    try:
+        found = FileTensors(unused, entry, b"/" + _TENSOR_NAMES[data[0] % 3 if data else 0], reader)
+    except struct.error as error:
+        raise AssertionError(error) from error
+    for name in found.names():
+        for place in found.tensor(name).ranges:
+            assert 0 <= place.start <= place.start + place.size_bytes <= len(content), (
+                found._tensors,
+                len(content),
+            )
+    return [found.identity(name) for name in found.names()]
+
+
+def _npy() -> bytes:
+    file = io.BytesIO()
+    numpy.save(file, numpy.ones(2, "<f4"))
+    return file.getvalue()
+
+
+def _archive(**members: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
 def verdict_readers() -> list[Reader]:
     """Return the readers of files and of directories."""
     return [
@@ -735,5 +812,16 @@ def verdict_readers() -> list[Reader]:
             _judge,
             b"\0" + struct.pack("<Q", len(_HEADER)) + _HEADER + b"\1\2\3\4",
         ),
+        Reader(
+            "tensors of a safetensors file",
+            _tensor_file,
+            b"\0" + struct.pack("<Q", len(_HEADER)) + _HEADER + b"\1\2\3\4",
+        ),
+        Reader(
+            "tensors of an archive of torch",
+            _tensor_file,
+            b"\2" + _archive(**{"a/data.pkl": _TORCH_PICKLE, "a/data/0": bytes(8)}),
+        ),
+        Reader("tensors of an archive of NumPy", _tensor_file, b"\1" + _archive(**{"a.npy": _npy()})),
         Reader("directory that is judged", _judge_directory, b'\1{"weight_map": {"a": "m-1.safetensors"}}'),
     ]

@@ -24,7 +24,7 @@ _TARGET = "ciuic-test.target"
 _BOOT = r"""
 set -eu
 base=$1; shift
-mount --make-rprivate /
+mount --make-rslave /
 mount -t tmpfs none "$base"
 mkdir "$base/up" "$base/work" "$base/root"
 mount -t overlay none -o "lowerdir=/,upperdir=$base/up,workdir=$base/work" "$base/root"

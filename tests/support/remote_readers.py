@@ -11,6 +11,7 @@ from support.readers import Reader
 
 from ciuic.remote import documents, object_names
 from ciuic.remote.documents import decode_round
+from ciuic.remote.host_status import decode_status
 from ciuic.remote.objects.pipe_protocol import (
     MESSAGE,
     Reply,
@@ -30,6 +31,9 @@ _CLEAR = Sealer(recipe.REMOTE_ID, None)
 _PACK = RemotePackReader(_CLEAR, recipe.META_PACK)
 _ENTRY = object_names.log_entry_name(recipe.WRITER, 0)
 _ROUND = object_names.round_name(0)
+_STATUS = object_names.status_name(recipe.STATUS_KEY.reporter)
+_PLAN = object_names.set_plan_name("ab" * 16, 1)
+_ID = "0123456789abcdef" * 2
 
 
 def _log_entry(data: bytes) -> object:
@@ -42,6 +46,19 @@ def _manifest(data: bytes) -> object:
 
 def _round(data: bytes) -> object:
     return decode_round(_CLEAR, 0, "begun", _CLEAR.seal(_ROUND, data))
+
+
+def _status(data: bytes) -> object:
+    """Decode a status with a key and a signature that fit."""
+    return decode_status(_CLEAR, _STATUS, recipe.STATUS_KEY.seal(_CLEAR, _STATUS, data))
+
+
+def _set_plan(data: bytes) -> object:
+    return documents.decode_set_object(_CLEAR, _PLAN, _CLEAR.seal(_PLAN, data), documents.StoredSetPlan)
+
+
+def _set_mark(data: bytes) -> object:
+    return documents.decode_set_object(_CLEAR, _PLAN, _CLEAR.seal(_PLAN, data), documents.StoredSetMark)
 
 
 def _table(data: bytes) -> object:
@@ -80,7 +97,14 @@ def remote_readers() -> list[Reader]:
         Reader("log entry of a remote", _log_entry, commit[48:]),
         Reader("manifest of a remote", _manifest, clear[recipe.MANIFEST][48:]),
         Reader("round of a remote", _round, clear[_ROUND][48:]),
+        Reader("status of a host", _status, clear[_STATUS][48 + 96 :]),
         Reader("pack of a remote", _PACK.check, pack),
+        Reader(
+            "plan of a set",
+            _set_plan,
+            b'{"id":"%s","name":"n","members":["a","b"],"hold_limit_seconds":2.0}' % _ID.encode(),
+        ),
+        Reader("mark of a set", _set_mark, b'{"by":"%s","decision":"cut"}' % _ID.encode()),
         Reader("table of a remote's pack", _table, pack[564:-32]),
         Reader("remote.json", _remote_json, _without_check(clear[object_names.REMOTE_JSON])),
         Reader("remote.json of a repository", _remote_json, _without_check(own)),

@@ -24,6 +24,15 @@ from ciuic.config import RemoteConfig
 from ciuic.remote import documents, object_names
 from ciuic.remote.access import Remote, init_remote
 from ciuic.remote.documents import StoredRound, encode_round
+from ciuic.remote.host_status import (
+    HostStatus,
+    StatusBehind,
+    StatusDrill,
+    StatusKey,
+    StatusRoot,
+    StatusState,
+    StatusTraining,
+)
 from ciuic.remote.object_names import slot_name
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.pack import RemotePackWriter
@@ -56,6 +65,28 @@ COMMAND_KEY: Final = bytes(range(150, 182))
 RECOVERY: Final = bytes(range(10, 42))
 RECOVERY_TEXT: Final = show_recovery_key(RECOVERY)
 REPOSITORY_ID: Final = bytes(range(60, 76))
+STATUS_KEY: Final = StatusKey(bytes(range(20, 52)))
+STATUS: Final = HostStatus(
+    time_ns=TIME_NS,
+    host="node-1",
+    ciuic="1.0",
+    repository=REPOSITORY_ID.hex(),
+    interval_seconds=300,
+    max_lag_seconds=86400,
+    behind=StatusBehind(snapshots=2, size_bytes=4096, only_here_ns=TIME_NS - 10**9),
+    newest=StatusState(snapshot="cs-00000c", time_ns=TIME_NS - 10**9),
+    newest_stored_ns=TIME_NS - 10**10,
+    error="503 für alle",
+    roots=(StatusRoot(path="/data", snapshot="cs-00000c", time_ns=TIME_NS - 10**9, verdict="GOOD"),),
+    trainings=(
+        StatusTraining(
+            name="große job",
+            local=StatusState(snapshot="cs-00000d", time_ns=TIME_NS - 10**9, epoch=3, step=12500),
+            stored=StatusState(snapshot="cs-00000a", time_ns=TIME_NS - 10**10, epoch=3, step=12000),
+        ),
+    ),
+    drill=StatusDrill(time_ns=TIME_NS - 10**12, verdict="good"),
+)
 OLD_REPOSITORY_ID: Final = bytes(range(80, 96))
 OLD_SEED: Final = 0x0123456789ABCDEF
 SNAPSHOT_FILE: Final = b"CIUICSNP: not a real one, the page reader compares bytes"
@@ -218,6 +249,8 @@ def objects(*, sealed: bool) -> dict[str, bytes]:
     )
     inner = Sealer(OLD_REPOSITORY_ID, master, random_bytes=source)
     found[own + object_names.pack_name(DATA_PACK)] = pack(inner, DATA_PACK, DATA_RECORDS[:1])
+    name = object_names.status_name(STATUS_KEY.reporter)
+    found[name] = STATUS_KEY.encode(sealer, name, STATUS)
     return found
 
 

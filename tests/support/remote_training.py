@@ -40,7 +40,8 @@ class RemoteHost:
             "XDG_CACHE_HOME": str(place / "cache"),
             # One key for all hosts, in a file of each: a passphrase would take a second of every process.
             "CIUIC_REMOTE_KEY_FILE": str(place / "key"),
-            "PYTHONPATH": str(_SUPPORT.parent),
+            # The code that lies beside the tests, also from another directory.
+            "PYTHONPATH": f"{_SUPPORT.parents[1]}:{_SUPPORT.parent}",
         }
         place.mkdir(parents=True, exist_ok=True)
         (place / "key").write_text(KEY)

@@ -112,6 +112,35 @@ class Bucket:
         pass
 
 
+class MeetingBucket(Bucket):
+    """Bucket in which requests whose text begins with ``meets`` are answered when ``parties`` of them are under way."""
+
+    def __init__(self, clock: Callable[[], int] = lambda: 0) -> None:
+        super().__init__(clock)
+        self.meets = ""
+        self._place = threading.Barrier(1)
+
+    def meet(self, text: str, parties: int) -> None:
+        """Begin with that. A request that stays alone for a minute raises BrokenBarrierError."""
+        self.meets, self._place = text, threading.Barrier(parties, timeout=60)
+
+    def _wait(self, text: str) -> None:
+        if self.meets and text.startswith(self.meets):
+            self._place.wait()
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._wait(f"create {name}")
+        return super().create(name, data)
+
+    def get(self, name: str) -> bytes:
+        self._wait(f"get {name}")
+        return super().get(name)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        self._wait(f"info {name}")
+        return super().info(name)
+
+
 class Party:
     """Thread that stops before each of its requests until the test lets it go on.
 
@@ -392,6 +421,7 @@ def make_collector(
     logs: dict[str, LogSummary] | None = None,
     max_entries: int = 6,
     policy: CollectionPolicy = EAGER,
+    threads: int = 1,
 ) -> Collector:
     seals = sealer(ids)
     reader = LogReader(objects, seals, threads=1)
@@ -415,11 +445,17 @@ def make_collector(
         mark=mark_manifests(objects, seals),
         policy=policy,
         upkeep=LogUpkeep(
-            objects, seals, reader, max_entries=max_entries, retire_ns=3 * DAY_NS // 2, new_id=ids.hex
+            objects,
+            seals,
+            reader,
+            max_entries=max_entries,
+            retire_ns=3 * DAY_NS // 2,
+            new_id=ids.hex,
+            threads=threads,
         ),
         repacker=lambda: Repacker(objects, seals, limit=PackLimit(1 << 14), new_ref=ids.ref),
         new_id=ids.hex,
-        threads=1,
+        threads=threads,
     )
 
 

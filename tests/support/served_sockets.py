@@ -1,4 +1,4 @@
-"""Sockets of the daemon, served as it does, and callers of them, well-behaved and hostile.
+"""Sockets of the daemon, served as it does.
 
 The control API stands in front of operations that only record their requests; trainers of the watch socket have no incidents.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,12 +19,15 @@ import trio
 
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.runtime import bind_control_socket
-from ciuic.daemon.control_api import MAX_CONNECTIONS, Api, serve_api
+from ciuic.daemon.control_api import Api
 from ciuic.daemon.roots.permission import WatchPermission
 from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.registry import TrainerRegistry
 from ciuic.daemon.trainers.watch import WatchSocket
 from ciuic.protocol.control_types import (
+    FlushReport,
+    HoldRequest,
+    HoldState,
     PruneReport,
     ReloadReport,
     RootStatus,
@@ -34,6 +35,7 @@ from ciuic.protocol.control_types import (
     SnapshotState,
     StatusDocument,
 )
+from ciuic.protocol.http_server import MAX_CONNECTIONS, serve_http
 from ciuic.protocol.watch_client import MAX_FDS, MAX_MESSAGE_BYTES, SOCKET_NAME, Hello, Welcome
 
 
@@ -64,6 +66,18 @@ class FakeOperations:
     async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
         await self._called("snapshot_state", snapshot_id, wait)
         return SnapshotState(id=snapshot_id, state="committed")
+
+    async def flush(self, roots: Sequence[str]) -> FlushReport:
+        await self._called("flush", list(roots))
+        return FlushReport(complete=True)
+
+    async def hold(self, request: HoldRequest) -> HoldState:
+        await self._called("hold", request)
+        return HoldState(token="a1")
+
+    async def decide_hold(self, token: str, *, cut: bool) -> SnapshotState | None:
+        await self._called("decide_hold", token, cut)
+        return SnapshotState(id="cs-123456", state="pending") if cut else None
 
     async def add_root(self, path: str) -> RootStatus:
         await self._called("add_root", path)
@@ -106,7 +120,7 @@ def served(
     async def main() -> None:
         tokens.append(trio.lowlevel.current_trio_token())
         async with trio.open_nursery() as nursery:
-            serve = partial(serve_api, revocations=revocations, max_connections=max_connections)
+            serve = partial(serve_http, revocations=revocations, max_connections=max_connections)
             await nursery.start(serve, Api(operations), bind_control_socket(path, None), stopped.wait)
             ready.set()
 
@@ -206,31 +220,3 @@ class RegistrationListener:
             finally:
                 for fd in fds:
                     os.close(fd)
-
-
-def connected(path: Path | str) -> socket.socket:
-    """Return a connection that has sent nothing yet."""
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        caller.settimeout(30)
-        caller.connect(str(path))
-    except BaseException:
-        caller.close()
-        raise
-    return caller
-
-
-def send_descriptors(caller: socket.socket, data: bytes, fds: Sequence[int], seconds: float = 30) -> bool:
-    """Send as soon as the kernel allows it; return False if the daemon has closed or refused before."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            caller.sendmsg([data], rights, socket.MSG_NOSIGNAL)
-            return True
-        except PermissionError:  # Linux 6.16 and later, while the daemon has not admitted the caller
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        except OSError:
-            return False

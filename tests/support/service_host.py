@@ -26,6 +26,17 @@ _JOB_SECONDS = 60.0
 _END_SECONDS = 10.0
 
 
+@contextmanager
+def service_host(top: Path) -> Iterator[ServiceHost]:
+    """Yield a host with a systemd of its own and the installed service, whose directories lie on a tmpfs."""
+    with RealSystemd(top, [CODE]) as systemd:
+        mounted = systemd.run(["mount", "-t", "tmpfs", "tmpfs", "/srv"])
+        assert mounted.returncode == 0, mounted.stderr
+        made = ServiceHost(systemd, "/srv")
+        made.install()
+        yield made
+
+
 class ServiceHost:
     """Host that runs commands as root. ``top`` contains ``root`` and ``repository``."""
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.host_networks import INTERFACE, HostNetworks, enter
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -241,6 +242,9 @@ def save_managed(rank: int, world: int, save_dir: str, result: str) -> None:
     save = run.manager.save_snapshot(epoch=7, tags=["asked"], wait=True, note={"a": 1.5})
     digest = run.digest()
     newest = run.manager.list_snapshots()[0].facts
+    # What all ranks store there, not this one.
+    assert run.manager.forecast is not None
+    assert 0.9 < run.manager.forecast.size_bytes / newest.size_bytes < 1.1
     run.train(1)
     run.manager.close()
     if rank == 0:
@@ -305,18 +309,37 @@ Main = Callable[..., None]
 
 
 class Ranks:
-    """Processes that run ``main(rank, world, *args)``; their output goes to files in ``where``."""
+    """Processes that run ``main(rank, world, *args)``, on hosts of these networks if any; their output goes to files in ``where``."""
 
-    def __init__(self, where: Path, world: int, main: Main, *args: Any, timeout_seconds: float = 240) -> None:
+    def __init__(
+        self,
+        where: Path,
+        world: int,
+        main: Main,
+        *args: Any,
+        timeout_seconds: float = 240,
+        networks: HostNetworks | None = None,
+    ) -> None:
         _CONTEXT.set_forkserver_preload(_PRELOAD)
         where.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+        meeting = "127.0.0.1" if networks is None else networks.addresses[0]
+        paths = [""] * world if networks is None else networks.paths
         self._logs = [where / f"rank-{rank}.log" for rank in range(world)]
         self.processes = [
             _CONTEXT.Process(
                 target=_run,
-                args=(rank, world, port, timeout_seconds, self._logs[rank], main, args),
+                args=(
+                    rank,
+                    world,
+                    (meeting, port),
+                    paths[rank],
+                    timeout_seconds,
+                    self._logs[rank],
+                    main,
+                    args,
+                ),
                 daemon=True,
             )
             for rank in range(world)
@@ -351,7 +374,14 @@ class Ranks:
 
 
 def _run(
-    rank: int, world: int, port: int, timeout_seconds: float, log: Path, main: Main, args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    meeting: tuple[str, int],
+    network: str,
+    timeout_seconds: float,
+    log: Path,
+    main: Main,
+    args: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -361,9 +391,13 @@ def _run(
     os.dup2(out, 2)
     sys.stdout = open(1, "w", closefd=False, buffering=1)
     sys.stderr = open(2, "w", closefd=False, buffering=1)
+    if network:
+        # Before any thread is made, which would stay in the other network.
+        enter(network)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_ADDR=meeting[0],
+        MASTER_PORT=str(meeting[1]),
         RANK=str(rank),
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(rank),

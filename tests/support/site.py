@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import impatient_daemon
 from support.overlay import DRIVER
 
 from ciuic.errors import CiuicError
@@ -26,7 +27,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 def until(what: str, condition: Callable[[], bool]) -> None:
     """Wait for a condition by polling: processes and mounts send no event to other programs."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(0.02)
@@ -67,6 +68,8 @@ class Site:
         self.stored: Mapping[str, int] = {}
         self.own_group = False
         """The daemon leads a session and a process group, as a shell's job does."""
+        self.impatient = False
+        """The daemon does not wait long before it looks or tries again."""
 
     def root(self, name: str) -> Path:
         path = self.top / name
@@ -82,9 +85,10 @@ class Site:
 
     def launch(self) -> subprocess.Popen[bytes]:
         self.write_config()
+        program = [str(impatient_daemon.PROGRAM)] if self.impatient else ["-m", "ciuic"]
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [*self._service_manager(), "-m", "ciuic", "--config", str(self.config), "daemon"],
+                [*self._service_manager(), *program, "--config", str(self.config), "daemon"],
                 env={**os.environ, **self.environment, "PYTHONPATH": str(CHECKOUT)},
                 cwd=self.top,
                 pass_fds=tuple(self.stored.values()),
@@ -152,6 +156,12 @@ class Site:
         """Return whether the schedule's snapshots at the start are queued, which later requests follow."""
         with self.client() as client:
             return client.status().next_snapshot is not None
+
+    def has_first(self) -> bool:
+        """Return whether the schedule's first snapshot is committed: it is of no moment between a test's own changes then."""
+        with self.client() as client:
+            status = client.status()
+        return status.last_snapshot is not None and not status.captures
 
     def root_status(self, path: Path) -> RootStatus:
         with self.client() as client:

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 import warnings
@@ -77,6 +78,8 @@ class WarmPython:
 
     def __init__(self, *modules: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Several threads may ask for programs.
+        self._asking = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             for end in (self._socket, theirs):
@@ -119,10 +122,11 @@ class WarmPython:
             "cwd": str(os.getcwd() if cwd is None else cwd),
         }
         fds_of_program = (in_of_program, out_of_program, err_of_program)
-        socket.send_fds(self._socket, [json.dumps(wanted).encode()], fds_of_program)
+        with self._asking:
+            socket.send_fds(self._socket, [json.dumps(wanted).encode()], fds_of_program)
+            answer = self._socket.recv(100)
         for fd in fds_of_program:
             os.close(fd)
-        answer = self._socket.recv(100)
         assert answer, f"the imports failed with status {self._server.wait(60)}"
         return Program(int(answer), out, err)
 
@@ -179,6 +183,10 @@ def _become(wanted: Mapping[str, Any], fds: Sequence[int]) -> Sequence[str]:
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
         os.close(fd)
+    # Those of this process know of what was there before whether it can be sought.
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.chdir(wanted["cwd"])
     os.environ.clear()
     os.environ.update(wanted["env"])

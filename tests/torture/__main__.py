@@ -71,6 +71,7 @@ TORTURES = [
     Torture("training", 1),
     Torture("resumes", 1),
     Torture("ranks", 1),
+    Torture("hosts", 1),
 ]
 
 

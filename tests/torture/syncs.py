@@ -38,6 +38,10 @@ _ELSEWHERE = {
         "store.sync()",
     ): "sealing, which follows, syncs the same once more",
     ("ciuic/repository/writing/chunk_store.py", "self._sync_file()"): "calls what is mutated",
+    (
+        "ciuic/restore/unfinished.py",
+        "os.fsync(fd)",
+    ): "a record that a power cut takes is not told; the restore goes on by its journal, whose sync is mutated",
     ("ciuic/training/save_schedule.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
 }
 _FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
@@ -45,6 +49,7 @@ _STORE = "tests/crash/test_repository_power_cut.py"
 _GC = "tests/crash/test_prune_killed.py"
 _ORDER = "tests/crash/test_sync_order.py"
 _LAZY = "tests/unit/lazy/test_lazy_restore_sync_order.py"
+_WEB = "tests/unit/cli/commands/test_web_orders.py"
 _COPY = "tests/unit/maintenance/test_copy_of_a_busy_repository.py"
 
 
@@ -91,7 +96,12 @@ MUTATIONS = (
     Mutation("the name of a checkpoint file", "ciuic/integrations/checkpoint_pointer.py", "os.fsync(directory)", (_ORDER,)),
     Mutation("an exported file", "ciuic/training/convert/destination.py", "os.fsync(file", (_ORDER,)),
     Mutation("the names of an export, and files of a folder", "ciuic/training/convert/destination.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("a file of an artefact", "ciuic/artefacts/folder.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("the names of an artefact", "ciuic/artefacts/folder.py", "os.fsync(folder)", (_ORDER,)),
+    Mutation("the name of a new artefact", "ciuic/artefacts/folder.py", "os.fsync(above)", (_ORDER,)),
     Mutation("the name of a checkpoint's directory", "ciuic/training/dcp/pointer.py", "disk.sync_dir(", (_ORDER,)),
+    Mutation("an action of the page in its log", "ciuic/cli/commands/web/broker.py", "os.fsync(fd)", (_WEB,)),
+    Mutation("the name of that log", "ciuic/cli/commands/web/broker.py", "os.fsync(directory)", (_WEB,)),
     Mutation("what a remote has stored", "ciuic/protocol/stored_remotely.py", "os.fsync(file", (_ORDER,)),
     Mutation("the name of what a remote has stored", "ciuic/protocol/stored_remotely.py", "os.fsync(directory)", (_ORDER,)),
     Mutation("what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(file", (_ORDER,)),

@@ -67,12 +67,12 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
                 job.kill()
                 job.wait()
         site.stop()
-        lost = [
-            line
-            for line in site.log.read_text().splitlines()
-            if "handle_lost" in line or "not_settled" in line
-        ]
-    differences = [error for job, (_, error) in zip(jobs, outputs, strict=True) if job.returncode]
+        logged = site.log.read_text().splitlines()
+    lost = [line for line in logged if "handle_lost" in line or "not_settled" in line]
+    stale = "\n".join(line for line in logged if "stale_answer" in line)
+    differences = [
+        f"{error}\n{stale}" for job, (_, error) in zip(jobs, outputs, strict=True) if job.returncode
+    ]
     if not (differences or lost or stuck):
         # After a failure it is kept for examination.
         shutil.rmtree(top, ignore_errors=True)

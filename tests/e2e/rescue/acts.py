@@ -19,10 +19,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+import numpy as np
 from support.live import CommandFailed, Live
 
 STEPS = int(os.environ.get("CIUIC_RESCUE_STEPS", "700"))
 """Steps of the training run: about ten seconds' worth."""
+SEED = 20260
 KILL_AFTER_STEP = STEPS // 2
 SNAPSHOTS_WANTED = 2
 CHECKPOINT_BYTES = 10 * 2**20
@@ -51,8 +53,9 @@ def _die_with_parent() -> None:
 class Training:
     """The training job as a process of its own, and its output."""
 
-    def __init__(self, training: Path, state: Path, *, resume: bool = False) -> None:
+    def __init__(self, training: Path, state: Path, seed: int = SEED, *, resume: bool = False) -> None:
         command = [sys.executable, str(HERE / "train.py"), str(training), str(state), "--steps", str(STEPS)]
+        command += ["--seed", str(seed)]
         self.process = subprocess.Popen(
             command + (["--resume"] if resume else []),
             cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent,
@@ -81,8 +84,9 @@ class Training:
 class Acts:
     """Stage with two directories that a job writes to, and the acts that every story has."""
 
-    def __init__(self, work: Path, live: Live) -> None:
+    def __init__(self, work: Path, live: Live, seed: int = SEED) -> None:
         self.live = live
+        self.seed = seed
         self.training, self.state = work / "training", work / "state"
         self.jobs: list[Training] = []
 
@@ -101,19 +105,21 @@ class Acts:
 
     def job(self, training: Path, state: Path, *, resume: bool = False) -> Training:
         """Start a training job that ends with the story."""
-        job = Training(training, state, resume=resume)
+        job = Training(training, state, self.seed, resume=resume)
         self.jobs.append(job)
         return job
 
     def compare_restored(self) -> None:
         """Check that every restored finished checkpoint is one that the job had saved under that name."""
-        names = sorted(path.name for path in (self.training / "checkpoints").glob("step-*.ckpt"))
+        names = sorted(path.name for path in (self.training / "checkpoints").glob("step-*.npz"))
         if not names:
             raise StoryFailed("no checkpoint came back")
         for name in names:
             step = int(name[5:11])
-            data = (self.training / "checkpoints" / name).read_bytes()
-            if not data.startswith(b"TRAINCKP") or f'"step": {step}'.encode() not in data[:64]:
+            # Each member has a checksum, which reading compares.
+            with np.load(self.training / "checkpoints" / name, allow_pickle=False) as archive:
+                found = {member: archive[member] for member in archive.files}
+            if found["step"] != step:
                 raise StoryFailed(f"{name} came back, and is not what was saved at step {step}")
         narrate(f"{len(names)} checkpoints came back, the newest is {names[-1]}")
 
@@ -141,7 +147,7 @@ class Acts:
 def outcome(training: Path, state: Path) -> dict[str, str]:
     """Return the digests of what a finished job leaves: final checkpoint, log, configuration and state."""
     paths = {
-        "the final checkpoint": training / f"checkpoints/step-{STEPS:06d}.ckpt",
+        "the final checkpoint": training / f"checkpoints/step-{STEPS:06d}.npz",
         "the log": training / "logs/train.log",
         "the configuration": training / "config/run.json",
         "the state": state / "run/state.json",
@@ -180,6 +186,8 @@ def tell(name: str, play: Callable[[], None]) -> int:
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Finish what cleans up, also when signals come: a second Ctrl-C must not stop it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)

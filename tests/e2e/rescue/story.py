@@ -1,6 +1,6 @@
-"""Rescue story with the installed commands: protect, train, kill, ruin, restore, resume, compare.
+"""Rescue story with the installed commands: protect, train, kill, ruin, choose the last good, drill, restore, resume, compare.
 
-Run by `make rescue`, on directories of its own. Exits with 0 when the resumed run reached, bit for bit, the
+Run by `make rescue`, on directories of its own; arguments are the seeds of the trainings to play it with, one after the other. Exits with 0 when the resumed run reached, bit for bit, the
 state of an undisturbed run; with 1 and a reason otherwise. Cleans up in every case, also when interrupted.
 """
 
@@ -12,14 +12,15 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta
 from pathlib import Path
 
 from acts import (
     CHECKPOINT_BYTES,
     INTERVAL,
     KILL_AFTER_STEP,
+    SEED,
     SNAPSHOTS_WANTED,
     STEPS,
     Acts,
@@ -32,14 +33,14 @@ from acts import (
     tell,
 )
 from support import leftovers
-from support.live import Listed, Live
+from support.live import Live
 
 
 class Story(Acts):
     """The stage: a work directory with two roots, a reference run beside them, and a ciuic of its own."""
 
-    def __init__(self, work: Path, live: Live) -> None:
-        super().__init__(work, live)
+    def __init__(self, work: Path, live: Live, seed: int) -> None:
+        super().__init__(work, live, seed)
         self.plain_training, self.plain_state = work / "undisturbed/training", work / "undisturbed/state"
         for path in (self.training, self.state, self.plain_training, self.plain_state):
             path.mkdir(parents=True)
@@ -53,9 +54,10 @@ class Story(Acts):
         )
         reference = self.job(self.plain_training, self.plain_state)
         self.protect()
-        killed_at = self.train_until_killed()
+        self.train_until_killed()
         self.ruin()
-        chosen = self.choose_snapshot(killed_at)
+        chosen = self.choose_snapshot()
+        self.prove(chosen)
         self.bring_back(chosen)
         reference.finish()
         self.compare_restored()
@@ -68,16 +70,15 @@ class Story(Acts):
         self.live.start(self.training, self.state)
         narrate(f"the daemon runs; both roots are mounted in place; a snapshot every {INTERVAL} by itself")
 
-    def train_until_killed(self) -> datetime:
-        """Kill the job in the middle of a save, once snapshots hold checkpoints; return the time."""
+    def train_until_killed(self) -> None:
+        """Kill the job in the middle of a save, once snapshots hold checkpoints."""
         resume = False
         while True:
             job = self.job(self.training, self.state, resume=resume)
             narrate(f"the training job runs as process {job.process.pid} and writes through the mounts")
             step = self.kill_in_save(job)
-            killed_at = datetime.now()  # noqa: DTZ005  local time, as the machine-readable list has it
             folder = self.training / "checkpoints"
-            torn, final = folder / f".step-{step:06d}.ckpt.tmp", folder / f"step-{step:06d}.ckpt"
+            torn, final = folder / f".step-{step:06d}.npz.tmp", folder / f"step-{step:06d}.npz"
             if torn.exists() and not final.exists():
                 break
             narrate(f"the kill came just after the save of step {step}; once more")
@@ -85,7 +86,6 @@ class Story(Acts):
         narrate(
             f"SIGKILL in the middle of saving step {step}: {torn.name} has {torn.stat().st_size:,} bytes and stays torn"
         )
-        return killed_at
 
     def kill_in_save(self, job: Training) -> int:
         """Return the step whose save was under way when SIGKILL was sent."""
@@ -116,7 +116,7 @@ class Story(Acts):
 
     def ruin(self) -> None:
         """Corrupt the newest checkpoint, delete others and the configuration, and truncate the state."""
-        checkpoints = sorted((self.training / "checkpoints").glob("step-*.ckpt"))
+        checkpoints = sorted((self.training / "checkpoints").glob("step-*.npz"))
         with open(checkpoints[-1], "r+b") as file:
             file.seek(1_000_000)
             file.write(b"\xff" * 4096)
@@ -128,45 +128,57 @@ class Story(Acts):
             f"ruin: {checkpoints[-1].name} corrupted, {len(checkpoints) - 1} checkpoints and config/ deleted, state.json cut"
         )
 
-    def choose_snapshot(self, killed_at: datetime) -> Listed:
-        """Return the newest snapshot from before the second of the kill, as lists have whole seconds."""
+    def choose_snapshot(self) -> str:
+        """Return the snapshot that `restore --last-good` would take, once a snapshot has the ruins."""
+        narrate("nobody noticed: the daemon goes on to take snapshots, of the ruins")
+        before = {row.id for row in self.live.list()}
+        while len({row.id for row in self.live.list()} - before) < 1:
+            time.sleep(0.2)
         self.command("list", "--machine-readable", show=4)
-        limit = killed_at.replace(microsecond=0)
-        chosen = next((row for row in self.live.list() if row.time < limit), None)
-        if chosen is None:
-            raise StoryFailed("there is no snapshot from before the kill")
-        lost = killed_at - chosen.time
-        narrate(
-            f"the newest from before the kill is {chosen.id}, taken {max(lost, timedelta(0)).total_seconds():.0f} s earlier"
-        )
-        self.command("verify", chosen.id, "--checksum", show=3)
-        return chosen
+        self.command("checkpoints", show=4)
+        folder = self.training / "checkpoints"
+        plan = self.live.json("restore", "--last-good", "-p", str(folder), "--overwrite", "--dry-run")
+        narrate(f"$ ciuic restore --last-good -p {folder} --overwrite --dry-run")
+        (choice,) = plan["last_good"]
+        for passed in choice["passed_over"]:
+            print(f"             passed over {passed['snapshot']}: {passed['reason']}")
+        print(f"             chosen: {choice['snapshot']}, {Path(choice['checkpoint']).name}")
+        if not choice["passed_over"]:
+            raise StoryFailed("the snapshot of the ruins was taken for a good one")
+        return str(choice["snapshot"])
 
-    def bring_back(self, chosen: Listed) -> None:
+    def prove(self, chosen: str) -> None:
+        """Check every byte of the snapshot, and restore its newest checkpoint as a drill."""
+        self.command("verify", chosen, "--checksum", show=3)
+        self.command("drill", chosen, "--scratch", str(self.training.parent), show=3)
+
+    def bring_back(self, chosen: str) -> None:
         """Restore the three damaged directories in place."""
         # --delete: the ruined and the torn checkpoint are newer than the snapshot, and must be removed.
-        for path in (self.training / "checkpoints", self.training / "config", self.state / "run"):
-            delete = ["--delete"] if path.name == "checkpoints" else []
-            arguments = [
-                "restore",
-                "-s",
-                chosen.id,
-                "-p",
-                str(path),
-                "-d",
-                str(path.parent),
-                "--overwrite",
-                *delete,
-            ]
-            self.command(*arguments, show=1)
+        checkpoints = self.training / "checkpoints"
+        words = (
+            "restore",
+            "--last-good",
+            "-p",
+            str(checkpoints),
+            "-d",
+            str(self.training),
+            "--overwrite",
+            "--delete",
+        )
+        self.command(*words, show=4)
+        for path in (self.training / "config", self.state / "run"):
+            self.command(
+                "restore", "-s", chosen, "-p", str(path), "-d", str(path.parent), "--overwrite", show=1
+            )
 
 
 @contextlib.contextmanager
-def stage() -> Iterator[Story]:
+def stage(seed: int) -> Iterator[Story]:
     """Provide the work directory; remove it at the end with all that runs in it or is mounted there."""
     work = Path(tempfile.mkdtemp(prefix="ciuic-rescue-", dir=os.environ.get("CIUIC_RESCUE_DIR", "/var/tmp")))
     live = Live(work, interval=INTERVAL)
-    story = Story(work, live)
+    story = Story(work, live, seed)
     try:
         yield story
     finally:
@@ -183,9 +195,10 @@ def main() -> int:
     """Play the story; return its exit status."""
 
     def play() -> None:
-        with stage() as story:
-            story.play()
-        narrate("the run was rescued")
+        for seed in map(int, sys.argv[1:] or (SEED,)):
+            with stage(seed) as story:
+                story.play()
+            narrate(f"the run of seed {seed} was rescued")
 
     return tell("make rescue", play)
 

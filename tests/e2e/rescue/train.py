@@ -2,8 +2,8 @@
 
 It does not use ciuic. Every run of the same configuration computes the same bits, interrupted and resumed or
 not: all that decides the next step (parameters, both Adam moments, the step number, the random generator) is
-in the checkpoint. A checkpoint is written to a temporary name, synced and renamed, as careful jobs do; it
-ends with its own digest, and a job that resumes takes the newest one that is whole.
+in the checkpoint. A checkpoint is an archive of NumPy, written to a temporary name, synced and renamed, as careful jobs do; a job that
+resumes takes the newest one whose checksums are right.
 
 Lines on standard output report progress: ``half STEP`` in the middle of a save, ``saved STEP`` after it,
 ``done STEP`` at the end.
@@ -12,14 +12,14 @@ Lines on standard output report progress: ``half STEP`` in the middle of a save,
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
 import re
 import sys
+import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 # One thread: the order in which partial sums are added is then the same in every run.
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -41,8 +41,6 @@ CONFIG = {
     "save_every": 15,
     "keep": 4,
 }
-MAGIC = b"TRAINCKP"
-DIGEST_BYTES = 32
 Arrays = dict[str, np.ndarray]
 
 
@@ -113,46 +111,29 @@ class Job:
             f"{group}/{name}": array for group, part in groups.items() for name, array in sorted(part.items())
         }
 
-    def header(self) -> bytes:
-        """Return step, generator and the shapes of the arrays that follow."""
-        shapes = {name: list(array.shape) for name, array in self.arrays().items()}
-        return json.dumps(
-            {"step": self.step, "generator": self.generator.bit_generator.state, "arrays": shapes}
-        ).encode()
-
-    def adopt(self, body: bytes) -> None:
-        """Adopt the state that ``body`` (a checkpoint without magic and digest) holds."""
-        length = int.from_bytes(body[:8], "little")
-        header = json.loads(body[8 : 8 + length])
-        self.step = header["step"]
-        self.generator.bit_generator.state = header["generator"]
-        at = 8 + length
+    def adopt(self, found: Arrays) -> None:
+        """Adopt the state that a checkpoint holds."""
+        self.step = int(found["step"])
+        self.generator.bit_generator.state = json.loads(found["generator"].tobytes())
         for name, array in self.arrays().items():
-            array[...] = np.frombuffer(body, np.float32, array.size, at).reshape(header["arrays"][name])
-            at += array.nbytes
+            array[...] = found[name]
 
 
 def save(job: Job, folder: Path) -> None:
-    """Write step-NNNNNN.ckpt: to a temporary name, synced, renamed, the directory synced."""
-    final = folder / f"step-{job.step:06d}.ckpt"
+    """Write step-NNNNNN.npz: to a temporary name, synced, renamed, the directory synced."""
+    final = folder / f"step-{job.step:06d}.npz"
     temporary = folder / f".{final.name}.tmp"
-    digest = hashlib.sha256()
-
-    def put(file: BinaryIO, data: bytes) -> None:
-        digest.update(data)
-        file.write(data)
-
-    arrays = list(job.arrays().values())
+    generator = np.frombuffer(json.dumps(job.generator.bit_generator.state).encode(), np.uint8)
+    arrays = {"step": np.array(job.step), "generator": generator, **job.arrays()}
     with open(temporary, "wb") as file:
-        file.write(MAGIC)
-        header = job.header()
-        put(file, len(header).to_bytes(8, "little") + header)
-        for number, array in enumerate(arrays):
-            if number == len(arrays) // 2:
-                file.flush()
-                print(f"half {job.step}", flush=True)
-            put(file, array.tobytes())
-        file.write(digest.digest())
+        # As np.savez writes it, with a line in the middle.
+        with zipfile.ZipFile(file, "w") as archive:
+            for number, (name, array) in enumerate(arrays.items()):
+                if number == len(arrays) // 2:
+                    file.flush()
+                    print(f"half {job.step}", flush=True)
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, final)
@@ -162,11 +143,12 @@ def save(job: Job, folder: Path) -> None:
 
 def load(job: Job, file: Path) -> bool:
     """Load ``file`` and return True, or return False if it is no whole checkpoint."""
-    data = file.read_bytes()
-    body = data[len(MAGIC) : -DIGEST_BYTES]
-    if not data.startswith(MAGIC) or hashlib.sha256(body).digest() != data[-DIGEST_BYTES:]:
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            found = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return False
-    job.adopt(body)
+    job.adopt(found)
     return True
 
 
@@ -188,13 +170,13 @@ def replace_text(path: Path, text: str) -> None:
 
 def rotate(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints."""
-    for old in sorted(folder.glob("step-*.ckpt"))[:-keep]:
+    for old in sorted(folder.glob("step-*.npz"))[:-keep]:
         old.unlink()
 
 
 def resume(job: Job, checkpoints: Path, log: Path) -> None:
     """Take the newest whole checkpoint and drop the log lines after it."""
-    for file in sorted(checkpoints.glob("step-*.ckpt"), reverse=True):
+    for file in sorted(checkpoints.glob("step-*.npz"), reverse=True):
         if load(job, file):
             break
         print(f"damaged {file.name}", flush=True)
@@ -211,13 +193,14 @@ def main() -> int:
     parser.add_argument("training", type=Path, help="gets config/, checkpoints/ and logs/")
     parser.add_argument("state", type=Path, help="gets run/state.json, rewritten at every save")
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=CONFIG["seed"])
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     config_file = options.training / "config/run.json"
     if options.resume:
         config = json.loads(config_file.read_text())
     else:
-        config = CONFIG
+        config = CONFIG | {"seed": options.seed}
         for folder in (
             options.training / "config",
             options.training / "checkpoints",

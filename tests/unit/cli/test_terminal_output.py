@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
+import struct
+import sys
+import termios
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -153,6 +159,48 @@ def test_progress_line_prefers_the_daemons_estimate() -> None:
     assert reporter.line(elapsed_seconds=4.0).endswith("1m left")
     reporter.state = {"seconds_left": 7.0}
     assert reporter.line(elapsed_seconds=4.0) == "capture cs-1  7s left"
+
+
+@pytest.mark.parametrize("name", [b"f" * 300, "モデル".encode() * 40, b"x"], ids=["long", "wide", "short"])
+def test_progress_keeps_to_one_line_of_a_terminal_of_60_columns(
+    monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    """On 60 columns the line never reaches the last one, and shows share, speed and time left whatever the name is."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, os.fdopen(ours, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        reporter = _TerminalLine("restore", 0.1)
+        for done in (1, 999, 1000):
+            reporter.state = {
+                "bytes_done": done << 20,
+                "bytes_total": 1000 << 20,
+                "files_done": done * 100,
+                "files_total": 100_000,
+                "path": b"/data/" + name,
+            }
+            reporter.show(elapsed_seconds=3700.0)
+            line = screen.read(65536).decode().removeprefix("\r\x1b[K")
+            columns = sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in line)
+            assert columns < 60, line
+            assert "\n" not in line
+            assert re.search(r"\d+%  .*B/s", line), line
+            assert (" left" in line) == (done < 1000), line
+
+
+def test_progress_without_a_terminal_writes_no_control_characters(
+    repository: CliRepository, tmp_path: Path
+) -> None:
+    """Where stderr is no terminal nothing is rewritten in place: only whole lines are written, also as JSON."""
+    for number, progress in enumerate(("", "json")):
+        result = repository.run(
+            *("restore", "-s", "latest", "--all", "-d", str(tmp_path / f"to{number}")),
+            env={"CIUIC_PROGRESS": progress},
+        )
+        assert result.exit_code == 0, result.stderr
+        assert "\r" not in result.stderr
+        assert "\x1b" not in result.stderr
+        assert result.stderr == "" or result.stderr.endswith("\n")
 
 
 def test_progress_line_has_share_speed_and_time_left() -> None:

@@ -12,11 +12,13 @@ from ciuic.config import (
     AlertConfig,
     Config,
     DrillConfig,
+    ExporterConfig,
     HoldsConfig,
     IoPrioritySetting,
     MinFree,
     OverlayConfig,
     WatchConfig,
+    WebConfig,
     convert_flat,
     load_config,
     parse_config,
@@ -105,15 +107,27 @@ group = "ml"
 [watch]
 users = ["alice", "*"]
 emergency_per_hour = 0
+silence = 30
 [holds]
 max_of_a_user = 2
 max_of_a_user_per_hour = 1
+[web]
+listen = "127.0.0.1:8470"
+hosts = ["GPU07.example.org"]
+actions = true
+proxy_user = "nobody"
+user_header = "X-Forwarded-User"
 [exporter]
 listen = "[::1]:9847"
+otlp = "https://collector:4318/"
+otlp_headers = "/etc/otlp"
 [alert]
 command = ["/usr/bin/tell", "a b"]
 user = "nobody"
 timeout = "1m"
+full_within = "5d"
+notify = ["json://u:p@h/x"]
+ping = "https://hc.example.org/s"
 [daemon]
 runtime_dir = "/run/other/"
 [log]
@@ -122,6 +136,7 @@ format = "json"
 [[root]]
 path = "/opt//train/"
 driver = "pyfuse3"
+last_good_within = "6h"
 exclude = ["/cache"]
 [[trainer]]
 name = "one"
@@ -130,6 +145,9 @@ pid_file = "/run/one.pid"
 name = "two"
 heartbeat_file = "/data/two.log"
 heartbeat = "15m"
+[[watch_number]]
+file = "/data/events.out.tfevents.*"
+key = "loss/train"
 [[snapshot_when]]
 renamed = "*.safetensors"
 least_between = "5m"
@@ -155,10 +173,15 @@ per_hour = 3
     assert config.drill == DrillConfig(7 * 86400, Path("/big/scratch"))
     assert config.overlay == OverlayConfig(("*.rec",), ())
     assert config.control.socket == Path("/run/other/control.sock")
-    assert config.watch == WatchConfig(("alice", "*"), 0)
+    assert config.watch == WatchConfig(("alice", "*"), 0, 30)
     assert config.holds == HoldsConfig(2, 1)
-    assert config.exporter.listen == "[::1]:9847"
-    assert config.alert == AlertConfig(("/usr/bin/tell", "a b"), "nobody", 60)
+    assert config.exporter == ExporterConfig("[::1]:9847", "https://collector:4318", Path("/etc/otlp"))
+    assert config.web == WebConfig(
+        "127.0.0.1:8470", ("gpu07.example.org",), True, "nobody", "x-forwarded-user"
+    )
+    assert config.alert == AlertConfig(
+        ("/usr/bin/tell", "a b"), "nobody", 60, 5 * 86_400, ("json://u:p@h/x",), "https://hc.example.org/s"
+    )
     assert [trainer.pid_file for trainer in config.trainers] == [Path("/run/one.pid"), None]
     assert config.trainers[1].heartbeat_seconds == 900
     renamed, changed = config.snapshot_when
@@ -170,10 +193,13 @@ per_hour = 3
         *(None, 900),
         *(1 << 30, 3),
     )
+    assert ("watch_number[0].key", "loss/train") in {(row.key, row.value) for row in shown(config)}
+    assert config.watch_numbers[0].file == "/data/events.out.tfevents.*"
     assert ("snapshot_when[1].changes", "1GiB") in {(row.key, row.value) for row in shown(config)}
     assert ("trainer[1].heartbeat", "15m") in {(row.key, row.value) for row in shown(config)}
     assert config.roots[0].path == Path("/opt/train")
     assert config.roots[0].driver == "pyfuse3"
+    assert ("root[0].last_good_within", "6h") in {(row.key, row.value) for row in shown(config)}
     lines = text.splitlines()
     for key in KEYS:
         if key == "control.socket":
@@ -238,10 +264,14 @@ def test_conversion_to_toml_changes_no_value() -> None:
         ('[[trainer]]\npid_file = "/p"', 1, "without a name"),
         ('[[trainer]]\nname = "a"', 1, "needs a pid_file"),
         ('[[trainer]]\nname = "a"\nheartbeat = "1m"', 1, "together"),
+        ('[[watch_number]]\nkey = "loss"', 1, "without a file"),
+        ('[[watch_number]]\nfile = "a"', 2, "absolute"),
         ('[[snapshot_when]]\nafter = "1m"', 1, "together"),
         ("[[snapshot_when]]\nper_hour = 1", 1, "needs one of"),
         ('[[snapshot_when]]\nrenamed = "a"\nappears = "b"', 1, "needs one of"),
         ('[[snapshot_when]]\nrenamed = "a/b"', 2, "without a slash"),
+        ('[[snapshot_when]]\nrenamed = "[z"', 2, "no ] closes"),
+        ('[[snapshot_when]]\nrenamed = ["a"]', 2, "must be a text"),
         ('[[snapshot_when]]\nclosed = "a"\nper_hour = 0', 3, "at least 1"),
         ('[[snapshot_when]]\nclosde = "a"', 2, "did you mean closed?"),
         ('[[trainer]]\nname = "a"\npid_fil = "/p"', 3, "did you mean pid_file?"),

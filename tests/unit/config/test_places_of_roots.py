@@ -199,6 +199,28 @@ def test_a_link_hides_no_repository(tmp_path: Path) -> None:
     assert [severity for severity, _ in problems_of(root, tmp_path / "door" / "repo")] == ["error"]
 
 
+@pytest.mark.parametrize("name", ["daemon.runtime_dir", "control.socket"])
+def test_the_daemons_sockets_lie_outside_every_root(tmp_path: Path, name: str) -> None:
+    """A root that is the directory of a socket, or has it in it, also through a link, is refused: its worker would wait for itself."""
+    root, link = tmp_path / "root", tmp_path / "link"
+    root.mkdir()
+    link.symlink_to(root)
+    for place, refused in [
+        (root, True),
+        (root / "a/b", True),
+        (link / "new", True),
+        (tmp_path / "root2", False),
+    ]:
+        config = Config(
+            roots=roots(root),
+            repository=RepositoryConfig(tmp_path / "repo"),
+            runtime_dir=place if name == "daemon.runtime_dir" else tmp_path / "run",
+            control=ControlConfig(place / "c.sock" if name == "control.socket" else tmp_path / "run/c.sock"),
+        )
+        found = [one.message for one in check_places(config, mounts()) if one.severity == "error"]
+        assert [name in message for message in found] == [True] * refused, (place, found)
+
+
 def test_a_repository_that_is_a_file(tmp_path: Path) -> None:
     """A file at the path of the repository is refused."""
     (tmp_path / "root").mkdir()

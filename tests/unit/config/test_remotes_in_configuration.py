@@ -37,6 +37,7 @@ endpoint = "https://oss.example.org:8443/"
 region = "cn-hangzhou"
 bandwidth = "50MiB"
 max_lag = "1d"
+status_every = "1h"
 encryption = true
 key_file = "/etc/ciuic/cold.key"
 storage_class = "IA"
@@ -83,6 +84,7 @@ def test_every_key_of_a_remote_is_read_and_knows_its_line() -> None:
         region="cn-hangzhou",
         bandwidth_bytes=50 << 20,
         max_lag_seconds=86400,
+        status_every_seconds=3600,
         key_file=Path("/etc/ciuic/cold.key"),
         storage_class="IA",
         keep=RetentionPolicy(

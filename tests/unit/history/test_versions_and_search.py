@@ -107,6 +107,13 @@ def _check_changes(repository: Repository, timeline: Timeline, history: list[dic
         sum(len(data) for path, data in old.items() if path not in new),
     ]
     assert ([total.size_bytes for total in top[1:]] if top else [0, 0, 0]) == sums
+    few = changes_since(repository, timeline, FIRST_NS + 3 * 3600 * SECOND_NS, most=1)
+    assert few is not None
+    assert len(few.directories) <= 1
+    whole = changes_since(repository, timeline, FIRST_NS + 3 * 3600 * SECOND_NS)
+    assert whole is not None
+    assert few.is_partial or few.directories == whole.directories
+    assert not changes.is_partial
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 from support.restoring import take
 
 from ciuic.compare.diff import diff_restored
+from ciuic.config import RootConfig
+from ciuic.config.places import check_root
 from ciuic.repository import Repository
 from ciuic.repository.lookup import find, join
 from ciuic.restore import Overwrite, execute, plan_restore
@@ -56,7 +58,7 @@ def test_every_mount_is_a_border(short_tmp: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("layers", ["lower", "upper", "both"])
 def test_files_of_layers_on_other_file_systems_are_no_border(short_tmp: Path, layers: str) -> None:
-    """Overlayfs gives a file the device of its layer: it is restored there and compared like any other."""
+    """Overlayfs gives a file the device of its layer: it is restored there and compared like any other. No root can be there."""
     apart = short_tmp / "apart"
     merged = short_tmp / "merged"
     for path in (apart, merged, short_tmp / "here"):
@@ -78,6 +80,8 @@ def test_files_of_layers_on_other_file_systems_are_no_border(short_tmp: Path, la
     options = f"lowerdir={below}/lower,upperdir={above}/upper,workdir={above}/work"
     try:
         subprocess.run(["mount", "-t", "overlay", "-o", options, "none", merged], check=True, timeout=30)
+        problems = check_root(RootConfig(merged), mountinfo.read())
+        assert ["layers on different" in one.message for one in problems] == [True] * (layers != "both")
         with Repository.create(short_tmp / "repository") as repository:
             snapshot = take(repository, plain)
             source = find(repository, snapshot, os.fsencode(plain))

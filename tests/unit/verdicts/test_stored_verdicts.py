@@ -7,6 +7,8 @@ import os
 import random
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,8 +16,10 @@ import trio
 from support.checkpoint_files import FORMATS
 from support.cli_repository import CliRepository
 
-from ciuic.daemon.base.events import Wakeup
-from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
+from ciuic.daemon.base.settings import RootSettings, Settings
+from ciuic.daemon.good_checkpoints import GoodCheckpoints
+from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.verdicts import Verdicts
 from ciuic.errors import Damaged
 from ciuic.history import judge_snapshot
@@ -41,6 +45,58 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CliRepository:
         {b"a.safetensors": WEIGHTS, b"b.safetensors": (TORN, {"mtime_ns": 2 * 10**18})}, mode="tracked"
     )
     return made
+
+
+def judged(made: CliRepository, good: GoodCheckpoints) -> None:
+    """Run the daemon's part on the repository until it has nothing left to do."""
+    root = RootSettings(str(made.root), last_good_within_seconds=3600)
+    settings = Settings(
+        socket=made.path / "c", runtime_dir=made.path.parent, repository=made.path, roots=(root,)
+    )
+    verdicts = Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent, good=good)
+    while trio.run(verdicts.once):
+        pass
+
+
+def test_the_last_good_checkpoint_grows_old(made: CliRepository) -> None:
+    """A torn newer one is no good one; the alert comes with the limit, at any clock, and ends with the next GOOD one."""
+    hour_ns = 3600 * 10**9
+    clock = SimpleNamespace(boot_ns=50 * hour_ns, now_ns=2 * 10**18)
+    good = GoodCheckpoints(lambda: clock.now_ns, lambda: clock.boot_ns)
+    alerts = Alerts(EventBus(lambda: clock.now_ns), lambda: clock.now_ns)
+    roots = [RootSettings(str(made.root), last_good_within_seconds=3600)]
+    parts: Any = SimpleNamespace(
+        alerts=alerts,
+        settings=SimpleNamespace(roots=roots),
+        good_checkpoints=good,
+        now_ns=lambda: clock.now_ns,
+    )
+    housekeeping = DaemonHousekeeping(parts)
+
+    def standing() -> list[str]:
+        housekeeping._look_at_checkpoints()
+        return [alert.message for alert in alerts.standing()]
+
+    assert (good.seconds(str(made.root)), standing()) == (None, [])
+    clock.boot_ns += 2 * hour_ns
+    assert standing() == [f"no checkpoint of {made.root} was GOOD for 1h00m"]
+    judged(made, good)
+    first = good.seconds(str(made.root))
+    assert first is not None
+    text = f"the newest GOOD checkpoint of {made.root}, {made.root}/a.safetensors, is older than 1h00m"
+    assert standing() == [text]
+    clock.now_ns -= 500 * hour_ns
+    clock.boot_ns += hour_ns
+    judged(made, good)
+    assert good.seconds(str(made.root)) == first + 3600
+    fresh = {b"c.safetensors": (WEIGHTS, {"mtime_ns": clock.now_ns - hour_ns // 2})}
+    made.snapshot(fresh, mode="tracked", time_ns=clock.now_ns)
+    judged(made, good)
+    assert (good.seconds(str(made.root)), standing()) == (1800, [])
+    clock.boot_ns += hour_ns
+    assert len(standing()) == 1
+    roots.clear()
+    assert standing() == []
 
 
 def judge_all(made: CliRepository) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -13,6 +14,10 @@ from support.checkpoint_files import FORMATS
 from support.cli_repository import CliRepository
 from support.terminal import on_terminal
 
+from ciuic.history import checkpoints, timelines
+from ciuic.repository import Repository
+from ciuic.verdicts.records import DatedCheckpoint, newest_of
+
 WEIGHTS = FORMATS["safetensors"].make(random.Random(1))
 
 
@@ -20,10 +25,10 @@ WEIGHTS = FORMATS["safetensors"].make(random.Random(1))
 def repository(tmp_path: Path) -> CliRepository:
     """Make three snapshots of root: a grows, b is deleted, and ckpt has a whole and a torn file."""
     made = CliRepository(tmp_path / "repo", tmp_path / "root")
-    checkpoints = {b"good.safetensors": WEIGHTS, b"torn.safetensors": WEIGHTS[:-5]}
-    made.snapshot({b"a": b"one", b"b": b"deleted later", b"ckpt": checkpoints})
-    made.snapshot({b"a": b"one", b"ckpt": checkpoints, b"new": {b"c": b"added"}})
-    made.snapshot({b"a": b"three", b"ckpt": checkpoints, b"new": {b"c": b"added"}})
+    both = {b"good.safetensors": WEIGHTS, b"torn.safetensors": WEIGHTS[:-5]}
+    made.snapshot({b"a": b"one", b"b": b"deleted later", b"ckpt": both})
+    made.snapshot({b"a": b"one", b"ckpt": both, b"new": {b"c": b"added"}})
+    made.snapshot({b"a": b"three", b"ckpt": both, b"new": {b"c": b"added"}})
     return made
 
 
@@ -112,6 +117,20 @@ def test_checkpoints_have_verdicts(repository: CliRepository) -> None:
     assert "without an overlay" in found["good.safetensors"]["reason"]
     assert "TORN" in repository.run("checkpoints", "cs-000001").stdout
     assert document(repository, "checkpoints", "--root", str(repository.root), "-n", "1")["checkpoints"]
+
+
+def test_newest_checkpoint_is_the_same_one_everywhere(repository: CliRepository) -> None:
+    """Of checkpoints of the same time `checkpoints -n 1` shows the one that `list` and `restore --last-good` look at first."""
+    shown = document(repository, "checkpoints")["checkpoints"]
+    assert len({one["mtime_ns"] for one in shown}) == 1
+    with Repository.open(repository.path) as opened:
+        (timeline,) = timelines(opened.snapshots.load_all()[0])
+        found = list(checkpoints(opened, timeline))
+        newest = newest_of(DatedCheckpoint(one.checkpoint, one.mtime_ns) for one in found)
+    assert newest is not None
+    assert shown[0]["path"] == os.fsdecode(newest.checkpoint.path)
+    refused = repository.run("restore", "--last-good", "-p", str(repository.root / "ckpt"))
+    assert f"{shown[0]['path']} is {shown[0]['verdict']}" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
 from ciuic.cli import doctor_checks
 from ciuic.config import Config
+from ciuic.history import timelines
 from ciuic.repository import Repository
 from ciuic.repository.promised import (
     DAMAGED,
@@ -28,6 +29,7 @@ from ciuic.repository.promised import (
     record_loss,
     record_promise,
 )
+from ciuic.retention import RetentionPolicy, plan_retention
 from ciuic.types import FLAG_OPEN_FOR_WRITING, TAG_INCOMPLETE, TAG_NOT_HELD, Entry, not_held
 
 ODD = b"\xff\n|x"
@@ -510,3 +512,25 @@ def test_repository_is_not_changed_by_reading(repository: CliRepository) -> None
     assert state() == before
     with Repository.open(repository.path) as opened:
         assert len(opened.snapshots.ids()) == 1
+
+
+def test_snapshots_of_the_same_time_have_one_order(repository: CliRepository, tmp_path: Path) -> None:
+    """Of snapshots of the same nanosecond list, latest, prune and history take the same one for the newest."""
+    repository.root.mkdir()
+    for name in ("cs-00000b", "cs-00000a", "cs-00000c"):
+        repository.snapshot({b"f": name.encode()}, id_=name, time_ns=FIRST_NS)
+    first = repository.run("list", "--machine-readable", "-n", "1").stdout.split("|")[0]
+    with Repository.open(repository.path) as opened:
+        snapshots = opened.snapshots.load_all()[0]
+        assert opened.snapshots.resolve("latest") == first
+        assert next(opened.snapshots.newest_first()).id == first
+    (timeline,) = timelines(snapshots)
+    assert timeline.snapshots[0].id == first
+    newest = timeline.not_after(FIRST_NS)
+    assert newest is not None
+    assert newest.id == first
+    # Whatever the order in which they are given.
+    policy = RetentionPolicy(keep_within_seconds=0, keep_last=1)
+    for some in (snapshots, snapshots[::-1]):
+        plan = plan_retention(some, policy, now_ns=FIRST_NS + 1)
+        assert [decision.id for decision in plan.kept] == [first]

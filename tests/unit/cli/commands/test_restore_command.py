@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pwd
 import random
 import signal
 import stat
@@ -243,6 +244,69 @@ def test_safety_snapshot_makes_a_restore_undoable(repository: CliRepository, tmp
     assert (repository.root / "log").read_bytes() == b"newest work"
 
 
+def test_undo_passes_over_a_restore_that_changed_nothing(repository: CliRepository, tmp_path: Path) -> None:
+    """A restore run twice is taken back by one undo: the second run found everything as it was to be."""
+    config = tmp_path / "c.toml"
+    protect(repository, config)
+    ckpt = repository.root / "ckpt"
+    ckpt.mkdir()
+    (ckpt / "a").write_bytes(b"newest work")
+    options = [
+        "--config",
+        str(config),
+        "restore",
+        "-s",
+        "cs-000001",
+        "-p",
+        str(ckpt),
+        "--overwrite=if-changed",
+    ]
+    for _ in range(2):
+        result = repository.run(*options)
+        assert result.exit_code == 0, result.stderr
+    assert "0 files" in result.stdout
+    assert repository.run("--config", str(config), "undo").exit_code == 0
+    assert (ckpt / "a").read_bytes() == b"newest work"
+    ckpt.chmod(0o700)
+    assert repository.run(*options).exit_code == 0
+    assert repository.run(*options).exit_code == 0
+    ckpt.chmod(0o711)
+    assert "0 files" in repository.run(*options).stdout
+    assert repository.run("--config", str(config), "undo").exit_code == 0
+    assert ckpt.stat().st_mode & 0o777 == 0o711
+
+
+def test_undo_of_a_restore_that_was_cut_short_and_went_on(
+    repository: CliRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Undo brings back what was before the first run, not the half-done state in which the second one began."""
+    config = tmp_path / "c.toml"
+    protect(repository, config)
+    ckpt = repository.root / "ckpt"
+    ckpt.mkdir()
+    for name in ("a", "b"):
+        (ckpt / name).write_bytes(b"newest work")
+    options = ["--config", str(config), "restore", "-s", "cs-000001", "-p", str(ckpt), "--overwrite"]
+
+    def half(*arguments: object) -> None:
+        mark = journal.RestoreMark("cs-000001", os.fsencode(ckpt), "0" * 16)
+        (ckpt / os.fsdecode(journal.JOURNAL_NAME)).write_bytes(mark.encode())
+        (ckpt / "a").write_bytes(NOISE)
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ciuic.cli.commands.restore._execute", half)
+        assert repository.run(*options).exit_code != 0
+    assert (ckpt / "a").read_bytes() == NOISE
+    result = repository.run(*options)
+    assert result.exit_code == 0, result.stderr
+    assert (ckpt / "b").read_bytes() == b"bbb"
+    result = repository.run("--config", str(config), "undo")
+    assert result.exit_code == 0, result.stderr
+    assert [(ckpt / name).read_bytes() for name in ("a", "b")] == [b"newest work"] * 2
+    assert sorted(path.name for path in ckpt.iterdir()) == ["a", "b"]
+
+
 def test_restore_goes_on_without_a_safety_snapshot(
     repository: CliRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +403,45 @@ def test_files_that_programs_have_open_are_named(repository: CliRepository) -> N
         holder.communicate(timeout=30)
 
 
+def test_plan_says_what_would_be_done(repository: CliRepository) -> None:
+    """--plan is --dry-run: what is made, replaced and removed, the room for it, and whose work would be cut off, also below a removed tree."""
+    place = repository.root / "ckpt"
+    (place / "extra" / "deep").mkdir(parents=True)
+    (place / "extra" / "deep" / "f").write_bytes(b"x")
+    (place / "a").write_bytes(b"changed")
+    program = "import sys; f = open('f', 'ab'); print('open', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=place / "extra" / "deep",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        restore = ("restore", "-s", "latest", "-p", str(place), "--overwrite", "--delete")
+        planned, dry = (
+            json.loads(repository.run(*restore, name, "--json").stdout) for name in ("--plan", "--dry-run")
+        )
+        spoken = repository.run(*restore, "--plan").stderr
+        holder.communicate(timeout=30)
+    for document in (planned, dry):
+        for room in document["plan"]["room"]:
+            del room["free_bytes"]
+    assert planned == dry
+    assert (place / "a").read_bytes() == b"changed"
+    assert planned["plan"]["made"] == {"files": 1, "bytes": len(b"bbb")}
+    assert planned["plan"]["replaced"] == {"files": 1, "bytes": len(NOISE)}
+    assert planned["plan"]["removed"] == {"names": 1}
+    (room,) = planned["plan"]["room"]
+    assert (room["needed_bytes"], room["enough"]) == (len(NOISE) + len(b"bbb"), True)
+    uses = [(one["path"], one["how"], one["pid"], one["user"]) for one in planned["open_files"]]
+    deep, user = str(place / "extra" / "deep"), pwd.getpwuid(os.geteuid()).pw_name
+    assert uses == [(deep, "cwd", holder.pid, user), (f"{deep}/f", "writing", holder.pid, user)]
+    assert f"{deep}: its working directory ({user}: " in spoken
+    assert "room: " in spoken
+
+
 def test_conflicts_are_named_as_everywhere(repository: CliRepository) -> None:
     """Names of conflicts can be pasted back into the shell, in a dry run and in the error."""
     made = {b"caf\xe9": b"1", b"a\nb": b"2"}
@@ -389,6 +492,25 @@ def test_restore_of_the_last_good_one(tmp_path: Path) -> None:
         assert "step-100.safetensors is GOOD" in result.stderr
         assert "step-200.safetensors is TORN" in result.stderr
         assert "this costs 100 steps" in result.stderr
+
+
+def test_a_torn_checkpoint_that_stays_is_told(tmp_path: Path) -> None:
+    """The ordinary case: the newest one, torn, is still there, and the restore leaves it; nothing is told where it goes."""
+    made = _with_checkpoints(tmp_path)
+    run = made.root / "run"
+    run.mkdir()
+    (run / "step-200.safetensors").write_bytes(b"torn")
+    for words in (["--dry-run"], []):
+        done = made.run("restore", "--last-good", "-p", str(run), *words)
+        assert done.exit_code == 0, done.stderr
+        assert f"{run}/step-200.safetensors" in done.stderr.split("that is not whole")[1]
+    document = json.loads(made.run("restore", "--last-good", "-p", str(run), "--overwrite", "--json").stdout)
+    assert [one["path"] for one in document["last_good"][0]["staying"]] == [f"{run}/step-200.safetensors"]
+    elsewhere = made.run("restore", "--last-good", "-p", str(run), "-d", str(tmp_path / "new"))
+    assert "not whole" not in elsewhere.stderr
+    deleted = made.run("restore", "--last-good", "-p", str(run), "--overwrite", "--delete")
+    assert (deleted.exit_code, "not whole" in deleted.stderr) == (0, False)
+    assert [path.name for path in run.iterdir()] == ["step-100.safetensors"]
 
 
 def test_restore_of_the_last_good_one_of_each_root(tmp_path: Path) -> None:
@@ -492,3 +614,36 @@ def test_a_gap_within_a_block_is_not_the_last_good_one(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "dest" / "root" / "good.npz").read_bytes() == whole
     assert "does not match its checksum" in result.stderr
+
+
+def test_a_leading_slash_is_the_top_of_what_is_restored(repository: CliRepository, tmp_path: Path) -> None:
+    """As in git; a pattern that spells the path itself is absolute, and an include that takes back is refused."""
+    repository.snapshot({b"b": {b"f": b"1"}, b"sub": {b"b": {b"f": b"2"}}})
+    root = str(repository.root)
+    for number, pattern in enumerate(("/b/", f"{root}/b/")):
+        dest = tmp_path / str(number)
+        words = ("restore", "-s", "latest", "-p", root, "-d", str(dest), "--exclude", pattern)
+        assert repository.run(*words).exit_code == 0
+        assert sorted(str(path.relative_to(dest / "root")) for path in dest.rglob("f")) == ["sub/b/f"]
+    refused = repository.run("restore", "-s", "latest", "-p", root, "--include", "!b")
+    assert refused.exit_code == 2
+    assert "--exclude 'b'" in refused.stderr
+    assert list(repository.root.iterdir()) == []
+
+
+def test_delete_finds_what_is_chosen_in_every_directory(repository: CliRepository) -> None:
+    """With --include, --delete removes what matches in directories that the snapshot lacks, and in those it has nothing chosen in."""
+    repository.snapshot({b"a.pt": b"1", b"has": {b"note": b"n"}})
+    root = repository.root
+    for name in ("has", "lacks/deep"):
+        (root / name).mkdir(parents=True)
+        (root / name / "old.pt").write_bytes(b"x")
+        (root / name / "mine").write_bytes(b"x")
+    words = ("restore", "-s", "latest", "-p", str(root), "--include", "*.pt", "--overwrite", "--delete")
+    planned = json.loads(repository.run(*words, "--plan", "--json").stdout)
+    gone = sorted(str(root / name / "old.pt") for name in ("has", "lacks/deep"))
+    assert sorted(one["path"] for one in planned["removed"]) == gone
+    done = json.loads(repository.run(*words, "--json").stdout)
+    assert sorted(one["path"] for one in done["removed"]) == gone
+    left = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    assert left == ["a.pt", "has/mine", "lacks/deep/mine"]

@@ -55,6 +55,7 @@ def test_install_writes_enables_and_starts(system: Systemd) -> None:
         "daemon-reload",
         "enable ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-drill.timer ciuic-exporter.service",
         "restart ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-drill.timer ciuic-exporter.service",
+        "try-restart ciuic-web.service",
     ]
 
 
@@ -101,10 +102,10 @@ def test_configuration_named_at_install_is_kept(system: Systemd) -> None:
 def test_uninstall_removes_what_install_wrote(system: Systemd) -> None:
     """Uninstall removes every file that install wrote, and a second uninstall finds nothing to do."""
     system.install(PROGRAM, config=Path("/etc/x.toml"), start=True)
-    assert len(system.uninstall()) == len(UNITS) + 5
+    assert len(system.uninstall()) == len(UNITS) + 6
     assert list(system.unit_dir.iterdir()) == []
     assert calls(system)[-3:] == [
-        "disable --now ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-drill.timer ciuic-exporter.service",
+        "disable --now ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-drill.timer ciuic-exporter.service ciuic-web.service",
         "stop ciuic-workers.socket",
         "daemon-reload",
     ]

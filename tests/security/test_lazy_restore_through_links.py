@@ -1,0 +1,42 @@
+"""Attacker: a user with a symbolic link on the way to where root restores lazily."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.restoring import take, write
+
+from ciuic.errors import CiuicError
+from ciuic.lazy.service import LazyRestore
+from ciuic.repository import Repository
+
+pytestmark = pytest.mark.mount
+USER = 12345
+
+
+@pytest.mark.parametrize("by", ["original path", "destination"])
+def test_a_link_of_another_user_chooses_no_place(tmp_path: Path, by: str) -> None:
+    """A lazy restore, like any other, does not go through a link of a user into a directory of root."""
+    tmp_path.chmod(0o755)
+    users, secret = tmp_path / "users", tmp_path / "secret"
+    secret.mkdir()
+    users.mkdir()
+    (users / "x").mkdir()
+    write(users / "x/run/file", b"payload")
+    with Repository.create(tmp_path / "repository") as repository:
+        snapshot = take(repository, users / "x/run")
+        os.rename(users / "x", users / "moved")
+        (users / "x").symlink_to(secret)
+        os.chown(users / "x", USER, USER, follow_symlinks=False)
+        restore = LazyRestore(
+            repository,
+            snapshot,
+            os.fsencode(users / "x/run"),
+            None if by == "original path" else os.fsencode(users / "x"),
+            status_directory=tmp_path / "status",
+        )
+        with pytest.raises(CiuicError, match="leads through a symbolic link of user 12345"):
+            restore.run()
+    assert not list(secret.iterdir())
