@@ -70,13 +70,9 @@ def configuration_of(spec: Mapping[str, Any]) -> str:
     lines += [f"interval = {quote(str(spec.get('interval', '1h')))}"]
     if keep := _keep_lines(spec.get("keep")):
         lines += ["", "[retention]", *keep]
-    paths = [root["path"] for root in spec["roots"]]
+    _check_places(_repository(spec), [root["path"] for root in spec["roots"]])
     for root in spec["roots"]:
         path = root["path"]
-        if outer := [one for one in paths if path.startswith(f"{one}/")]:
-            raise ConfigError(f"a root must not lie in another one, got {path} in {outer[0]}")
-        if os.path.normpath(path) != path:
-            raise ConfigError(f"the path of a root must have no '.' and no '..', got {path}")
         lines += ["", "[[root]]", f"path = {quote(path)}"]
         if exclude := root.get("exclude"):
             lines += [f"exclude = [{', '.join(quote(pattern) for pattern in exclude)}]"]
@@ -94,6 +90,55 @@ def configuration_of(spec: Mapping[str, Any]) -> str:
     if errors := [problem.message for problem in problems if problem.severity == "error"]:
         raise ConfigError("; ".join(errors))
     return text
+
+
+# What the image is made of, its program included (etc/kubernetes/Containerfile): a directory of the node there would hide it.
+_IMAGE: Final = (
+    "/bin",
+    "/dev",
+    "/etc",
+    "/lib",
+    "/lib64",
+    "/opt/ciuic",
+    "/proc",
+    "/sbin",
+    "/sys",
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/local/bin",
+    "/usr/local/lib",
+    "/usr/sbin",
+)
+_OWN: Final = (RUNTIME_DIR, STATE_DIR, UPLOAD_DIR, _CONFIG_HOST_DIR)
+
+
+def _check_places(repository: str, roots: Sequence[str]) -> None:
+    """Check by the names alone what the daemon would refuse on each node, and what its pod could not be started with.
+
+    Raises:
+        ConfigError: a path is not normal, two that must lie apart do not, or one hides a part of the image.
+    """
+    for path, mounted in ((repository, repository), *((root, mounted_for(root)) for root in roots)):
+        if os.path.normpath(path) != path:
+            raise ConfigError(f"a path must have no '.' and no '..', got {path}")
+        if hidden := [one for one in _IMAGE if _overlap(mounted, one)]:
+            raise ConfigError(
+                f"{path} cannot be reached from a pod: {mounted} of the node would hide {hidden[0]} of the image"
+            )
+    for number, root in enumerate(roots):
+        if twin := [one for one in roots[:number] if _overlap(root, one)]:
+            raise ConfigError(f"roots must lie apart, got {root} and {twin[0]}")
+        if _overlap(root, repository):
+            raise ConfigError(f"the repository must lie apart from the roots, got {repository} and {root}")
+        if own := [one for one in _OWN if _overlap(root, one)]:
+            raise ConfigError(
+                f"the roots must lie apart from ciuic's own directories, got {root} and {own[0]}"
+            )
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether one of two normal paths is the other, or lies in it."""
+    return os.path.commonpath((one, other)) in (one, other)
 
 
 def _keep_lines(keep: Mapping[str, Any] | None) -> list[str]:
@@ -299,10 +344,16 @@ def parents_of(roots: Sequence[str]) -> list[str]:
 
     The directory above a root, so that the container sees it mounted and unmounted; a root at the top of the file system itself.
     """
-    wanted = {os.path.dirname(root) if os.path.dirname(root) != "/" else root for root in roots}
+    wanted = {mounted_for(root) for root in roots}
     return sorted(
         top for top in wanted if not any(top != other and top.startswith(f"{other}/") for other in wanted)
     )
+
+
+def mounted_for(root: str) -> str:
+    """Return the directory of the node that is mounted for a root."""
+    top = os.path.dirname(root)
+    return top if top != "/" else root
 
 
 def _directory(name: str, path: str, *, make: bool) -> dict[str, Any]:

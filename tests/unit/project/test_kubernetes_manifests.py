@@ -167,6 +167,14 @@ def test_the_daemon_sees_the_directories_above_its_roots() -> None:
     [
         ({"roots": [{"path": "/data/../etc"}]}, "'..'"),
         ({"roots": [{"path": "/data"}, {"path": "/data/inner"}]}, "/data/inner"),
+        ({"roots": [{"path": "/data"}, {"path": "/data"}]}, "/data and /data"),
+        ({"roots": [{"path": "/data/a"}], "repository": "/data/a/store"}, "/data/a/store and /data/a"),
+        ({"roots": [{"path": "/store/a"}], "repository": "/store"}, "/store and /store/a"),
+        ({"roots": [{"path": "/var/lib"}], "repository": "/store"}, "/var/lib and /var/lib/ciuic"),
+        ({"roots": [{"path": "/opt/data"}]}, "/opt of the node would hide /opt/ciuic"),
+        ({"roots": [{"path": "/usr/data"}]}, "/usr of the node would hide"),
+        ({"roots": [{"path": "/etc/data"}]}, "/etc of the node would hide"),
+        ({"roots": [{"path": "/data/a"}], "repository": "/usr/lib/store"}, "/usr/lib"),
         ({"roots": [{"path": "/data"}], "interval": "0s"}, "interval"),
     ],
 )
