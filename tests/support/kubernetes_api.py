@@ -268,14 +268,24 @@ class Cluster:
         found = await self.until(body, lambda one: _condition(one, kind)["reason"] == reason)
         return _condition(found, kind)
 
-    async def events(self, body: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return type and reason of each event about the object, oldest first."""
+    async def events(self, body: Mapping[str, Any], *wanted: tuple[str, str]) -> None:
+        """Wait until these events of the object, by type and reason, were written in this order. Each follows its condition."""
         namespace = body["metadata"].get("namespace", "default")
-        listed = await self.api.get(f"/api/v1/namespaces/{namespace}/events")
         name = body["metadata"]["name"]
-        return [
-            (one["type"], one["reason"]) for one in listed["items"] if one["involvedObject"]["name"] == name
-        ]
+        found: list[tuple[str, str]] = []
+        end = asyncio.get_running_loop().time() + _SECONDS
+        while asyncio.get_running_loop().time() < end:
+            listed = await self.api.get(f"/api/v1/namespaces/{namespace}/events")
+            found = [
+                (one["type"], one["reason"])
+                for one in listed["items"]
+                if one["involvedObject"]["name"] == name
+            ]
+            left = iter(found)
+            if all(one in left for one in wanted):
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"not in time; last seen: {found}")
 
     async def clear(self) -> None:
         for body in reversed(self._made):
