@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -131,6 +132,26 @@ def test_silence_counts_from_what_was_promised(fleet: Fleet) -> None:
     document = fleet.json("status")
     assert document["hosts"] == []
     assert [one["snapshots"] for one in document["without_status"]] == [2]
+    assert document["missing"] == []
+
+
+def test_an_expected_host_without_a_status_needs_a_person(fleet: Fleet) -> None:
+    """What is deleted is missed where it is expected; a remote that is away has an exit code of its own."""
+    (name,) = {one["host"] for one in fleet.json("status", "--expect", os.uname().nodename)["hosts"]}
+    assert fleet.json("status", "--expect", "node9", "--expect", name, code=1)["missing"] == ["node9"]
+    shutil.rmtree(fleet.place / "nas/status")
+    assert fleet.json("status", "--expect", name, code=1)["missing"] == [name]
+    done = fleet.elsewhere.start("fleet", "status", "--expect", name)
+    (line,) = [line for line in done.stdout.decode().splitlines() if line.startswith(name)]
+    assert line.endswith("no status, though one is expected")
+    file = fleet.place / "fleet.prom"
+    fleet.elsewhere.run("fleet", "status", "--expect", name, "--textfile", str(file))
+    assert f'host="{name}",kind="missing"' in file.read_text()
+    (fleet.place / "nas").rename(fleet.place / "away")
+    try:
+        assert fleet.elsewhere.start("fleet", "status").returncode == 5
+    finally:
+        (fleet.place / "away").rename(fleet.place / "nas")
 
 
 def test_snapshots_of_all_hosts_are_listed_verified_and_drilled(fleet: Fleet) -> None:
@@ -142,7 +163,16 @@ def test_snapshots_of_all_hosts_are_listed_verified_and_drilled(fleet: Fleet) ->
     verified = fleet.json("verify", "--checksum")["verified"]
     assert [one["verdict"] for one in verified] == ["good", "good"]
     assert {one["root"] for one in verified} == {str(host.top / "root") for host in (fleet.one, fleet.two)}
-    assert [one["verdict"] for one in fleet.json("drill")["drills"]] == ["good"]
+    drills = fleet.json("drill")["drills"]
+    assert [(one["verdict"], one["snapshot"].rpartition("/")[2]) for one in drills] == [
+        ("good", one["snapshot"].rpartition("/")[2])
+        for one in sorted(verified, key=lambda one: str(one["host"]))
+    ]
+    # Both hosts have one name here, and each can be named.
+    names = [one["host"] for one in drills]
+    assert len({name.partition("~")[0] for name in names}) == 1
+    assert [one["host"] for one in fleet.json("drill", "--host", names[1])["drills"]] == names[1:]
+    assert [one["host"] for one in fleet.json("verify", "--host", names[0])["verified"]] == names[:1]
     assert "every byte right" in fleet.elsewhere.run("fleet", "verify", "--checksum")
     assert fleet.elsewhere.start("fleet", "verify", "--host", "nobody").returncode == 3
     for pack in (fleet.place / "nas/packs/data").glob("*/*"):

@@ -25,7 +25,7 @@ from ciuic.cli.shared.options import (
 )
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, Damaged, UsageError
+from ciuic.errors import CiuicError, Damaged, Unreachable, UsageError
 from ciuic.units import human_duration, human_size, parse_duration
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ciuic.remote.host_status import HostProblem, HostStatus, ReadStatus, StatusState, StoredByHost
     from ciuic.remote.objects.model import Objects
     from ciuic.remote.reading.opening import ReadableRemote
+    from ciuic.remote.reading.remote_snapshots import RemoteSnapshots
     from ciuic.repository import SnapshotInfo
     from ciuic.types import SnapshotId
 
@@ -74,23 +75,38 @@ class _Host(NamedTuple):
     type=click.Path(dir_okay=False, path_type=Path),
     help="Replace FILE with metrics of all hosts, for node_exporter's textfile collector, and print nothing.",
 )
+@click.option(
+    "--expect",
+    multiple=True,
+    metavar="HOST",
+    help="A host that must have a status; without one it needs a person. May be given several times.",
+)
 @json_option
-def status(place: str, silent_after: str | None, textfile: Path | None, as_json: bool) -> int:
+def status(
+    place: str, silent_after: str | None, textfile: Path | None, expect: tuple[str, ...], as_json: bool
+) -> int:
     """Show all hosts of a remote, those that need a person first: silent, late, in error, with a failed drill. Exit 1 if there is one.
 
     It reads one object of each host and lists the manifests. Hosts without a status, such as those with `status_every = "0"`, are named
-    with their newest snapshot.
+    with their newest snapshot: whether they should have one only --expect says. Exit 5 if the remote cannot be read.
     """
     if textfile is not None and as_json:
         raise click.UsageError("--textfile and --json exclude one another")
     session = current()
     limit = None if silent_after is None else _seconds(silent_after)
     config = targets.find_remote(session.config, place)
-    found, others, left_out = _read(session, config, limit)
+    try:
+        found, others, left_out = _read(session, config, limit)
+    except CiuicError as error:
+        if error.exit_code != CiuicError.exit_code:
+            raise
+        # That is the exit code of a host that needs a person.
+        raise Unreachable(error.message, hint=error.hint) from error
+    missing = _missing(found, expect)
     if textfile is not None:
         from ciuic.cli.commands.metrics import replace_textfile
 
-        replace_textfile(textfile, metrics(session.now_ns, config.name, found))
+        replace_textfile(textfile, metrics(session.now_ns, config.name, found, missing))
         # A timer that writes them has done its work; rules judge what is in them.
         return 0
     if as_json:
@@ -104,12 +120,21 @@ def status(place: str, silent_after: str | None, textfile: Path | None, as_json:
                     {"host": name, "snapshots": one.snapshots, "newest_stored": times.rfc3339(one.newest_ns)}
                     for name, one in others.items()
                 ],
+                "missing": missing,
                 "left_out": left_out,
             }
         )
     else:
-        _print(session, found, others, left_out)
-    return CiuicError.exit_code if any(host.problems for host in found) else 0
+        _print(session, found, others, missing, left_out)
+    return CiuicError.exit_code if missing or any(host.problems for host in found) else 0
+
+
+def _missing(hosts: Iterable[_Host], expected: Iterable[str]) -> list[str]:
+    """Return the expected hosts that have no status, in their order."""
+    from ciuic.remote.object_names import as_label
+
+    there = {as_label(host.read.status.host) for host in hosts if host.read.status is not None}
+    return [name for name in dict.fromkeys(expected) if as_label(name) not in there]
 
 
 def _seconds(text: str) -> int:
@@ -188,8 +213,8 @@ _GAUGES = {
 }
 
 
-def metrics(now_ns: int, remote: str, hosts: Iterable[_Host]) -> str:
-    """Return the metrics of all hosts in Prometheus text format (docs/monitoring.md)."""
+def metrics(now_ns: int, remote: str, hosts: Iterable[_Host], missing: Iterable[str] = ()) -> str:
+    """Return the metrics of all hosts in Prometheus text format (docs/monitoring.md). ``missing``: expected hosts without a status."""
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     registry = CollectorRegistry()
@@ -202,6 +227,8 @@ def metrics(now_ns: int, remote: str, hosts: Iterable[_Host]) -> str:
         name: Gauge(f"ciuic_fleet_{name}", text, labels, registry=registry) for name, text in _GAUGES.items()
     }
     read.labels(remote).set(now_ns / 1e9)
+    for name in missing:
+        problem.labels(remote, shown_text(name), "", "missing").set(1)
     for host in hosts:
         status = host.read.status
         # What another machine says: on one line.
@@ -287,8 +314,16 @@ def _age(session: Session, time_ns: int) -> str:
     return human_duration(max(0.0, (session.now_ns - time_ns) / 1e9)) if time_ns else ""
 
 
-def _print(session: Session, hosts: list[_Host], others: dict[str, StoredByHost], left_out: int) -> None:
-    if not hosts and not others:
+def _print(
+    session: Session,
+    hosts: list[_Host],
+    others: dict[str, StoredByHost],
+    missing: list[str],
+    left_out: int,
+) -> None:
+    from ciuic.remote.object_names import as_label
+
+    if not hosts and not others and not missing:
         note("no host has stored anything on this remote yet")
         return
     columns = [
@@ -298,14 +333,27 @@ def _print(session: Session, hosts: list[_Host], others: dict[str, StoredByHost]
         Column("BEHIND", right=True),
         Column("STATE", shrink=True),
     ]
-    rows = [_row(session, host) for host in hosts]
+    rows: list[tuple[str | Cell, ...]] = [
+        (
+            Cell(shown_text(name), "bold"),
+            "",
+            _age(session, others[as_label(name)].newest_ns) if as_label(name) in others else "",
+            "",
+            Cell("no status, though one is expected", "red"),
+        )
+        for name in missing
+    ]
+    rows += [_row(session, host) for host in hosts]
+    labels = {as_label(name) for name in missing}
     rows += [
         (shown_text(name), "", _age(session, one.newest_ns), "", Cell("no status", "dim"))
         for name, one in others.items()
+        if name not in labels
     ]
     show_table(columns, rows)
     ill = sum(bool(host.problems) for host in hosts)
     well = f"{plural(len(hosts) - ill, 'host')} well"
+    ill += len(missing)
     note(f"{plural(ill, 'host')} to look at, {well}" if ill else well)
     if left_out:
         note(f"{left_out} more objects below status/ were not read: somebody may be filling the bucket")
@@ -378,14 +426,29 @@ def _newest(session: Session, hosts: tuple[str, ...]) -> list[_Newest]:
         NotFound: one of the hosts has no snapshot.
     """
     snapshots = session.remote.snapshots
-    chosen = None if not hosts else set().union(*(snapshots.of_host(name).entries for name in hosts))
+    origins = _origins(snapshots, hosts)
+    origin_of = {id_: name for name, own in origins.items() for id_ in own.entries}
     found: dict[tuple[str, bytes], SnapshotInfo] = {}
     # Newest first.
     for info in snapshots.list(safety=False):
-        if chosen is None or info.id in chosen:
+        if info.id in origin_of:
             for root in info.roots:
-                found.setdefault((snapshots.entries[info.id].host, root), info)
+                found.setdefault((origin_of[info.id], root), info)
     return [_Newest(host, root, info) for (host, root), info in sorted(found.items(), key=lambda one: one[0])]
+
+
+def _origins(snapshots: RemoteSnapshots, hosts: tuple[str, ...]) -> dict[str, RemoteSnapshots]:
+    """Return the snapshots of each repository of these hosts; of all hosts where none is named.
+
+    Raises:
+        NotFound: one of the hosts has no snapshot.
+    """
+    chosen = set().union(*(snapshots.of_host(name).entries for name in hosts))
+    return {
+        name: own
+        for name, own in snapshots.by_origin().items()
+        if not hosts or not chosen.isdisjoint(own.entries)
+    }
 
 
 @command.command("verify", cls=FrameCommand)
@@ -563,7 +626,7 @@ def _drilled(
                 damage = [one.message for one in opened.log_damage]
                 return [
                     _drill(session, opened, host, place, seed, sample_bytes)
-                    for host in hosts or opened.snapshots.hosts()
+                    for host in _origins(opened.snapshots, hosts)
                 ] + [{"host": "", "verdict": "damaged", "error": text} for text in damage]
         finally:
             objects.close()

@@ -161,6 +161,11 @@ class CommittedEntry(NamedTuple):
         name = parse_manifest(self.live.manifest)
         return "" if name is None else f"{name.host}~{name.random[:_RANDOM_DIGITS]}"
 
+    @property
+    def origin(self) -> str:
+        """Label of the host and the beginning of its repository's id, for hosts of one name and for several repositories of a host."""
+        return f"{self.host}~{self.live.repository[:_RANDOM_DIGITS]}"
+
 
 class RemoteSnapshots(CommittedSnapshots):
     """Committed snapshots of a remote. May be used from several threads.
@@ -181,8 +186,19 @@ class RemoteSnapshots(CommittedSnapshots):
         """Return the labels of all hosts."""
         return sorted({entry.host for entry in self.entries.values()})
 
+    def by_origin(self) -> dict[str, RemoteSnapshots]:
+        """Return the snapshots of each repository of each host, by the name that `of_host` takes: the host's, where that is enough."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for id_, entry in self.entries.items():
+            found.setdefault(entry.host, {}).setdefault(entry.origin, []).append(id_)
+        return {
+            host if len(origins) == 1 else origin: self.only(ids)
+            for host, origins in sorted(found.items())
+            for origin, ids in sorted(origins.items())
+        }
+
     def of_host(self, name: str) -> RemoteSnapshots:
-        """Return the snapshots of one host.
+        """Return the snapshots of one host, or of one of its repositories.
 
         Raises:
             NotFound: it has none.
@@ -191,7 +207,7 @@ class RemoteSnapshots(CommittedSnapshots):
         chosen = [
             id_
             for id_, entry in self.entries.items()
-            if entry.host == label or ("~" in name and entry.exact_host == name)
+            if entry.host == label or ("~" in name and name in (entry.exact_host, entry.origin))
         ]
         if not chosen:
             known = ", ".join(self.hosts()) or "none"
