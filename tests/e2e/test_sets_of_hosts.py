@@ -124,6 +124,15 @@ def test_one_command_starts_the_others_over_ssh(hosts: list[Host]) -> None:
         command, env=env, cwd="/", capture_output=True, text=True, check=False, timeout=120
     )
     assert again.returncode == 2
+    # A host that cannot be reached is missing here, and only its ssh knows why.
+    ssh.write_text(
+        "#!/bin/sh\necho 'Warning: a key was added' >&2\nprintf 'b: Permission denied\\033[2J\\n' >&2\nexit 255\n"
+    )
+    command[command.index("it's one")] = "another"
+    command[command.index("30s")] = "2s"
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode not in (0, 2)
+    assert "b: Warning: a key was added\nb: $'b: Permission denied\\E[2J'\n" in done.stderr
 
 
 def test_a_command_that_is_killed_while_it_holds_leaves_no_mixed_set(hosts: list[Host]) -> None:

@@ -10,8 +10,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ciuic.cli.shared.messages import shown
 from ciuic.cli.shared.output import note
-from ciuic.errors import Partial, UsageError
+from ciuic.errors import CiuicError, Partial, UsageError
 from ciuic.system.child_process import without_secrets
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ def take_of_set(
     return state, daemon.place
 
 
+# Shown of what a host that failed has said; its last words say why.
+_MAX_LINES = 10
+
+
 class OtherHosts:
     """The same command on the other hosts of a set, started over ssh; a context manager, which starts them.
 
@@ -164,10 +169,15 @@ class OtherHosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, CiuicError) and not isinstance(error, Partial):
+            # Why a host did not come is what its ssh said, not what this host knows.
+            for host, process in self._started.items():
+                if process.poll():
+                    self._tell(host, process.communicate()[1])
         self._end()
 
     def finish(self) -> None:
-        """Wait for all, and print their ids to stderr.
+        """Wait for all, and print their ids to stderr, or what they said.
 
         Raises:
             Partial: a command failed; the set is incomplete, or not committed everywhere.
@@ -176,14 +186,18 @@ class OtherHosts:
         for host, process in self._started.items():
             printed, said = process.communicate()
             if process.returncode:
-                lines = said.decode("utf-8", "replace").strip().splitlines()
-                failed.append(f"{host}: {lines[0] if lines else f'exit code {process.returncode}'}")
+                self._tell(host, said)
+                failed.append(f"{host} (exit code {process.returncode})")
             else:
-                note(f"{host}: {printed.decode('utf-8', 'replace').strip()}")
+                note(f"{host}: {shown(printed.strip())}")
         if failed:
             raise Partial(
-                f"other hosts failed: {'; '.join(failed)}", hint="the set may be incomplete: cut another one"
+                f"other hosts failed: {', '.join(failed)}", hint="the set may be incomplete: cut another one"
             )
+
+    def _tell(self, host: str, said: bytes) -> None:
+        for line in said.strip().splitlines()[-_MAX_LINES:]:
+            note(f"{host}: {shown(line)}")
 
     def _end(self) -> None:
         """End what still runs; a host that is left takes part, or gives up, by itself."""

@@ -165,6 +165,8 @@ class Store:
         self._block_bytes = block_bytes
         # Held while the repository is created, so that two threads do not both create it.
         self._making = threading.Lock()
+        # Snapshots that begin together write marks into the same roots.
+        self._telling = threading.Lock()
         # Whether the repository was there in this daemon's life.
         self._seen = False
         # Marks of the repository that were found in the roots last.
@@ -238,7 +240,8 @@ class Store:
             return  # the operation that needs the repository will report it
         for fd in root_fds:
             try:
-                write_mark(fd, mark)
+                with self._telling:
+                    write_mark(fd, mark)
             except OSError as error:
                 log.info("repository_mark_not_written", error=str(error))
 
