@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.session import Session
-from ciuic.errors import CiuicError, NotFound, UsageError
+from ciuic.errors import CiuicError, Damaged, NotFound, UsageError
 from ciuic.repository.snapshot_sets import (
     SET_MARK,
     SnapshotSet,
@@ -36,12 +36,28 @@ def set_named(session: Session, text: str) -> SnapshotSet | None:
 
     Raises:
         NotFound: there is no such set.
+        Damaged: there is none among the snapshots that can be read, and there are others.
         UsageError: it could be several.
     """
     named = parse_set_name(text)
     if named is None or named.member:
         return None
-    return named_set(named.name, found_sets(session))
+    return _named(session, named.name, found_sets(session))
+
+
+def _named(session: Session, name: str, sets: Sequence[SnapshotSet]) -> SnapshotSet:
+    try:
+        return named_set(name, sets)
+    except NotFound as error:
+        unreadable = session.snapshots.unreadable()
+        if not unreadable:
+            raise
+        # Its members may be among these: only they know of which set they are.
+        raise Damaged(
+            f"{error.message}, but {plural(len(unreadable), 'snapshot')} cannot be read: "
+            f"{unreadable[0].path}: {unreadable[0].reason}",
+            hint=error.hint,
+        ) from None
 
 
 def found_sets(session: Session) -> list[SnapshotSet]:
@@ -105,20 +121,21 @@ def for_restore(session: Session, text: str, *, incomplete: bool) -> SnapshotSet
 
     Raises:
         NotFound: there is no such set, or members are missing.
+        Damaged: there is none among the snapshots that can be read, and there are others.
         UsageError: it could be several.
     """
     named = parse_set_name(text)
     if named is None:
         return None
     if incomplete:
-        return named_set(named.name, found_sets(session))
+        return _named(session, named.name, found_sets(session))
     here = found_sets(session)
     asks_remotes = session.remote_url is None and not session.names_repository
     if any(one.is_whole for one in here if named.name == one.name) or not asks_remotes:
-        return _whole(session, named_set(named.name, here))
+        return _whole(session, _named(session, named.name, here))
     # The newest here may be one that other hosts never committed: which one is whole, all of them together say.
     everywhere, problems = _with_remotes(session)
-    chosen = _whole(session, named_set(named.name, everywhere), problems)
+    chosen = _whole(session, _named(session, named.name, everywhere), problems)
     mine = next((one for one in here if (one.id, one.members) == (chosen.id, chosen.members)), None)
     if mine is None:
         raise NotFound(

@@ -148,3 +148,14 @@ def test_hold_and_forget_take_all_members(sets: Sets) -> None:
     sets.run("release", "set:night")
     assert set(sets.json("forget", "-y", "set:night")["removed"]) == {one["id"] for one in held}
     assert sets.json("show", "set:night")["id"] == OLD
+
+
+def test_a_set_whose_snapshots_cannot_be_read_is_damaged(sets: Sets) -> None:
+    """Only its snapshots know of a set: while one cannot be read, no set is told to be none."""
+    assert sets.run("verify", "set:nightly").exit_code == 3
+    lost = sets.path / "snapshots" / sets.ids[OLD, "a"]
+    lost.write_bytes(lost.read_bytes()[:40])
+    for arguments in (("verify", "set:nightly"), ("restore", "-s", "set:nightly", "--all", "-d", "/nowhere")):
+        result = sets.run(*arguments)
+        assert result.exit_code == 4, result.output
+        assert "there is no set nightly, but 1 snapshot cannot be read: " in result.stderr
