@@ -13,7 +13,6 @@ if the operator says so.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -643,11 +642,14 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
         elif flat_name in by_text:
             by_text.setdefault(dotted, flat_name)
             by_text.setdefault(dotted.rpartition(".")[2], flat_name)
+    # Only where a name is wrong: each command that reads a configuration would pay for it.
+    from difflib import get_close_matches
+
     section, _, last = name.casefold().rpartition(".")
     # A known section is in all of its keys: compared as a whole, every short key of it would be near.
     is_known_section = bool(section) and any(text.startswith(f"{section}.") for text in by_text)
     for wanted in (last,) if is_known_section else (name.casefold(), last):
-        near = difflib.get_close_matches(wanted, by_text, n=1, cutoff=0.6)
+        near = get_close_matches(wanted, by_text, n=1, cutoff=0.6)
         if near:
             return f"did you mean {by_text[near[0]]}?"
     return ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -105,7 +104,9 @@ def temporary_directory() -> str:
     Raises:
         OSError: There is none.
     """
-    for directory in (tempfile.gettempdir(), "/var/tmp", "/tmp"):
+    from tempfile import gettempdir
+
+    for directory in (gettempdir(), "/var/tmp", "/tmp"):
         # A name that nothing has: /tmp itself may be written by others, who cannot rename what is in it.
         if find_flaw(os.path.join(directory, f"ciuic-{os.urandom(8).hex()}")) is None:
             return directory

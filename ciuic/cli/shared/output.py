@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -76,7 +75,11 @@ def wrapped_to(text: str, indent: int, width: int) -> list[str]:
 
 def terminal_width() -> int | None:
     """Return the width of stdout's terminal in columns; None without a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    from shutil import get_terminal_size
+
+    return get_terminal_size().columns
 
 
 def out_json(document: Mapping[str, Any] | list[Any]) -> None:

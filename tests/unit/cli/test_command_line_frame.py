@@ -323,7 +323,7 @@ def test_import_of_the_list_command_is_small() -> None:
     """`ciuic list` loads neither rich nor httpx nor the configuration nor hashing, to start fast."""
     code = (
         "import sys; from ciuic.cli import app; app.cli.get_command(None, 'list'); "
-        "print([m for m in ('rich','httpx','zstandard','trio','pathspec','structlog','ciuic.config','ciuic.daemon')"
+        "print([m for m in ('rich','httpx','zstandard','trio','pathspec','structlog','ciuic.config','ciuic.daemon','bz2','tempfile')"
         " if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -258,7 +258,8 @@ def test_list_of_a_thousand_needs_no_config(repository: CliRepository) -> None:
         "import sys\nfrom ciuic.cli import app\n"
         f"sys.argv = ['ciuic', '--repo', {str(repository.path)!r}, 'list', '--machine-readable']\n"
         "try:\n    app.run()\nfinally:\n"
-        "    print([m for m in ('rich', 'httpx', 'zstandard', 'trio', 'pathspec', 'structlog', 'ciuic.config')"
+        "    print([m for m in ('rich', 'httpx', 'zstandard', 'trio', 'pathspec', 'structlog', 'ciuic.config',"
+        " 'bz2', 'tempfile', 'difflib')"
         " if m in sys.modules], file=sys.stderr)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
