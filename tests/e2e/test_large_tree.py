@@ -24,7 +24,7 @@ def test_the_second_snapshot_of_20_000_files_reads_the_ten_that_changed(
             file.write(str(number))
     live.run("protect", str(root))
     live.start(root)
-    first = live.snapshot()
+    first = live.snapshot_until_tracking()
     changed = [many / f"{number:06d}" for number in range(5, FILES, FILES // 10)]
     for path in changed:
         path.write_text("changed")

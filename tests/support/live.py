@@ -197,6 +197,23 @@ class Live:
         """Take a snapshot, wait until it is committed, and return its id."""
         return self.run("snapshot", "--wait", *arguments).stdout.decode().strip()
 
+    def mode(self, snapshot: str) -> str:
+        """Return how the only root of a snapshot was read: ``full`` or ``tracked``."""
+        (root,) = self.json("show", snapshot)["roots"]
+        return str(root["mode"])
+
+    def snapshot_until_tracking(self) -> str:
+        """Take snapshots until one has read only what changed, and return its id.
+
+        More than one is needed while somebody has a copy of this machine's mounts, such as a test beside this one: the root can be
+        written through it without passing the overlay.
+        """
+        end = time.monotonic() + 60
+        while self.mode(snapshot := self.snapshot()) != "tracked":
+            assert time.monotonic() < end, f"tracking does not count:\n{self.log_tail()}"
+            time.sleep(0.5)
+        return snapshot
+
     # -- the daemon
 
     def start(self, *roots: Path) -> None:
