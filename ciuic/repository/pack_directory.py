@@ -272,8 +272,10 @@ class Packs:
         fd = os.dup(self.descriptor(number))
         try:
             spans = page_cache.cold_spans(fd, 0, os.fstat(fd).st_size)
-            yield
-            page_cache.drop(fd, spans)
+            try:
+                yield
+            finally:
+                page_cache.drop(fd, spans)
         finally:
             os.close(fd)
 

@@ -1,12 +1,12 @@
 """Check every byte of the packs, and the index against them, for verify and check.
 
-One thread reads segments whole and in order, others check their payloads. In order and in large pieces, because the kernel then
-reads ahead by itself, into large folios: measured cold, 2.3 to 3.2 GB/s; asked for the same ranges (WILLNEED) it reads them a
-page at a time, 0.6 to 1.5 GB/s.
+Each thread reads a pack of its own from end to end, in pieces that are still in the processor's cache when
+they are hashed. In order, because the kernel then reads ahead by itself, into large folios: measured cold, 2.3
+to 3.2 GB/s; asked for the same ranges (WILLNEED) it reads them a page at a time, 0.6 to 1.5 GB/s.
 
 Guarantees: every byte between the table and the next segment is checked, payloads by both of their hashes,
-padding for being zero; damage is reported in order of position. Memory: what was read and is not checked yet
-(32 MiB and a segment), a decompressed chunk for each thread, the records of the segments in work.
+padding for being zero; damage is reported in order of position. Memory for each thread: a piece (512 KiB, or a
+chunk that is larger), a decompressed chunk, the records of its pack.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import islice
+from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple
 
@@ -45,12 +47,9 @@ from ciuic.repository.pack_directory import Packs, Segment
 from ciuic.units import plural
 
 # Size of one read, small enough to be in the processor's cache while it is hashed twice.
-_RUN_BYTES = 1 << 20
-# Limits of what is read and not yet checked; small segments are bounded by their number.
-_AHEAD_BYTES = 32 << 20
-_AHEAD_SEGMENTS = 64
-# Size of most buffers: nearly all segments are of that size or smaller, so that buffers can be reused.
-_SEGMENT_BYTES = (4 << 20) + (64 << 10)
+_RUN_BYTES = 512 << 10
+_AHEAD_SEGMENTS = 8
+"""Segments that are read while the caller pauses: up to 4 MiB each, but for a chunk that is larger."""
 
 
 class _Run(NamedTuple):
@@ -61,103 +60,68 @@ class _Run(NamedTuple):
     records: list[PackRecord]
 
 
-class Checker:
-    """Parallel checker of segments for one caller; context manager."""
+class _Scrubber:
+    """Reads and checks packs in threads, one pack in each, for one caller; context manager."""
 
     def __init__(self, packs: Packs, identity: Identity, index_path: str) -> None:
         self._packs = packs
         self._identity = identity
         self._index_path = index_path
-        # Packs, lookup and decompressor of each thread.
+        # Checker of each thread.
         self._mine = threading.local()
-        # What the threads have opened, to be closed with the checker.
+        # What the threads have opened, to be closed after they have ended.
         self._opened: list[Packs] = []
         self._finders: list[ReaderFinder] = []
-        self._reader: ChunkReader | None = None
-        # One thread a processor: hashing and decompressing release the interpreter lock.
-        self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "scrub")
-        self._current: Future[list[PackDamage]] | None = None
-        # Buffers to reuse.
-        self._free: list[bytearray] = []
+        # One thread a processor: reading, hashing and decompressing release the interpreter lock.
+        self.threads = len(os.sched_getaffinity(0))
+        self._executor = ThreadPoolExecutor(self.threads, "scrub")
+        # True for each segment that was checked, False for each pack.
+        self._ended: SimpleQueue[bool] = SimpleQueue()
+        # Segments that the threads may read before the caller has had its pause.
+        self._turns = threading.Semaphore(_AHEAD_SEGMENTS)
+        self._stopped = False
 
-    @property
-    def bases(self) -> ChunkReader:
-        """Reader of bases for the caller's own thread."""
-        if self._reader is None:
-            finder = ReaderFinder(self._packs, self._index_path)
-            self._finders.append(finder)
-            self._reader = ChunkReader(self._packs, finder, self._identity)
-        return self._reader
-
-    def __enter__(self) -> Checker:
+    def __enter__(self) -> _Scrubber:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stopped = True
+        self._turns.release(self.threads)
         self._executor.shutdown(cancel_futures=True)
-        # After the threads have ended: each uses its own lookup and descriptors until then.
         for finder in self._finders:
             finder.close()
         for packs in self._opened:
             packs.close()
 
-    def ahead(self, number: int, segments: Iterator[Segment]) -> Iterator[Segment]:
-        """Yield each segment when `result` can return what is wrong with it.
+    def begin(
+        self, number: int, size_bytes: int, covered: tuple[int, bool], *, fresh: bool
+    ) -> Future[list[PackDamage]]:
+        """Queue a pack that has this size; see `_scrub_pack`."""
+        future = self._executor.submit(self._damages, number, size_bytes, covered, fresh)
+        future.add_done_callback(lambda done: self._ended.put(False))
+        return future
+
+    def result(self, future: Future[list[PackDamage]], between: Callable[[], None]) -> list[PackDamage]:
+        """Wait for a pack and return what is wrong with it; none if it is gone.
+
+        Args:
+            future: Result of `begin`.
+            between: Called for each segment that was read, of any pack; while it waits, reading ends.
 
         Raises:
-            NotFound: the pack is gone.
-        """
-        waiting: deque[tuple[Segment, Future[list[PackDamage]]]] = deque()
-        waiting_bytes = 0
-        end = self._packs.footer_offset(number)
-        for segment in segments:
-            read = self._read(number, segment)
-            waiting.append((segment, self._executor.submit(self._check, number, segment, end, read)))
-            waiting_bytes += segment.end - segment.offset
-            # Bounds memory where checking is slower than reading.
-            while waiting_bytes > _AHEAD_BYTES or len(waiting) > _AHEAD_SEGMENTS:
-                done, self._current = waiting.popleft()
-                waiting_bytes -= done.end - done.offset
-                yield done
-        for done, self._current in waiting:
-            yield done
-
-    def result(self) -> list[PackDamage]:
-        """Return what is wrong with the segment that `ahead` yielded last.
-
-        Raises:
-            NotFound: the pack is gone.
             OSError: the disk failed.
         """
-        assert self._current is not None
-        return self._current.result()
+        while not future.done():
+            if self._ended.get():
+                between()
+                self._turns.release()
+        return future.result()
 
-    def _read(self, number: int, segment: Segment) -> bytearray | None:
-        """Return the whole segment; None if it cannot be read or is too large.
-
-        Then it is read piece by piece.
-        """
-        length = segment.end - segment.offset
-        # A segment of a crafted pack may claim gigabytes, and nothing may wait in memory beyond the limit.
-        if length > _AHEAD_BYTES:
-            return None
-        try:
-            # Only this thread takes buffers, and append and pop are atomic: no lock is needed.
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = bytearray(max(length, _SEGMENT_BYTES))
-        if len(buffer) < length:
-            buffer = bytearray(length)
-        try:
-            if self._packs.read_into(number, segment.offset, memoryview(buffer)[:length]) == length:
-                return buffer
-        except OSError as error:
-            if error.errno not in READ_ERRORS:
-                raise
-        return None
-
-    def _check(self, number: int, segment: Segment, footer: int, read: bytearray | None) -> list[PackDamage]:
+    def _damages(
+        self, number: int, size_bytes: int, covered: tuple[int, bool], fresh: bool
+    ) -> list[PackDamage]:
         mine = self._mine
         if not hasattr(mine, "packs"):
             # Each thread has its own descriptors, index connection and decompressor: none is thread-safe.
@@ -165,15 +129,28 @@ class Checker:
             self._opened.append(mine.packs)
             finder = ReaderFinder(mine.packs, self._index_path)
             self._finders.append(finder)
-            mine.checked = _Segments(
+            mine.checker = _Segments(
                 mine.packs, self._identity, ChunkReader(mine.packs, finder, self._identity)
             )
-        checked: _Segments = mine.checked
-        found = list(checked.damages(number, segment, footer, read))
-        if read is not None:
-            # Only now: while the segment was checked, views of the buffer were in use.
-            self._free.append(read)
+        packs: Packs = mine.packs
+        found: list[PackDamage] = []
+        # NotFound: prune may drop the pack meanwhile.
+        with suppress(NotFound), packs.page_cache_preserved(number):
+            for damage in _scrub_pack(packs, mine.checker, number, covered, fresh=fresh, turn=self._turn):
+                if packs.size(number) < size_bytes:
+                    # Prune moves chunks elsewhere from the pack's end on; they are checked there.
+                    break
+                found.append(damage)
         return found
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Occupy one of the turns, which the caller gives back (`result`)."""
+        self._turns.acquire()
+        if self._stopped:
+            raise CancelledError
+        yield
+        self._ended.put(True)
 
 
 class _Segments:
@@ -182,14 +159,13 @@ class _Segments:
     def __init__(self, packs: Packs, identity: Identity, bases: ChunkReader) -> None:
         self._packs = packs
         self._identity = identity
+        self._chunk_id = identity.chunk_id
         self._bases = bases
         self._buffer = bytearray(_RUN_BYTES)
         self._decompressor = zstandard.ZstdDecompressor()
 
-    def damages(
-        self, number: int, segment: Segment, footer: int, read: bytearray | None
-    ) -> Iterator[PackDamage]:
-        """Yield what is wrong with a segment; ``read`` is its content, if it has been read."""
+    def damages(self, number: int, segment: Segment, footer: int) -> Iterator[PackDamage]:
+        """Yield what is wrong with a segment."""
         padded = segment.damage is None
         bases = sum(1 for record in segment.records if record.base)
         at = segment.offset + pf.table_bytes(len(segment.records), bases)
@@ -197,13 +173,19 @@ class _Segments:
         if not padded:
             at = segment.records[0].offset if segment.records else segment.end
         for run in _runs(at, segment.records):
-            if read is None:
-                yield from self._run(number, run, *self._read(number, run), padded=padded)
-            else:
-                data = memoryview(read)[run.start - segment.offset : run.end - segment.offset]
-                yield from self._run(number, run, data, whole=True, padded=padded)
+            yield from self._run(number, run, *self._read(number, run), padded=padded)
         if padded:
             yield from _check_padding(self._packs, number, segment.end, min(pf.align(segment.end), footer))
+
+    def record_damage(self, number: int, record: PackRecord) -> Iterator[PackDamage]:
+        """Check one payload alone, and say in words what is wrong."""
+        location = location_of(number, record)
+        try:
+            if pf.checksum(read_stored(self._packs, location)) != record.checksum:
+                raise BadCopyError("its bytes do not match their checksum")
+            read_copy(self._packs, location, record.id, self._identity, self._bases.get)
+        except BadCopyError as error:
+            yield PackDamage(number, record.offset, record.id, str(error))
 
     def _read(self, number: int, run: _Run) -> tuple[memoryview, bool]:
         """Return (buffer with what could be read of the run, whether that is all)."""
@@ -225,27 +207,28 @@ class _Segments:
         for record in run.records:
             # The padding was read with the payloads; otherwise it takes a read of its own.
             if padded and whole:
-                if not is_zero(data[at - run.start : record.offset - run.start]):
+                # Small payloads have no padding, and the call would take most of their time.
+                if at != record.offset and not is_zero(data[at - run.start : record.offset - run.start]):
                     yield PackDamage(number, at, None, _PADDING)
             elif padded:
                 yield from _check_padding(self._packs, number, at, record.offset)
             start = record.offset - run.start
             # Read once more, alone: that says whether the disk, the checksum or the content is wrong.
             if not whole or not self._is_good(record, data[start : start + record.stored_bytes]):
-                yield from _check_record(self._packs, number, self._identity, record, self._bases)
+                yield from self.record_damage(number, record)
             at = record.offset + record.stored_bytes
 
     def _is_good(self, record: PackRecord, stored: memoryview) -> bool:
         if pf.checksum(stored) != record.checksum:
             return False
         if not record.flags:
-            return self._identity.chunk_id(stored) == record.id
+            return self._chunk_id(stored) == record.id
         try:
             base = read_base(record.base, self._bases.get)
             content = unpack(stored, record.raw_bytes, record.flags, self._decompressor, base)
         except BadCopyError:
             return False
-        return self._identity.chunk_id(content) == record.id
+        return self._chunk_id(content) == record.id
 
 
 def _runs(at: int, records: list[PackRecord]) -> Iterator[_Run]:
@@ -271,19 +254,6 @@ def _check_padding(packs: Packs, number: int, start: int, end: int) -> Iterator[
         yield PackDamage(number, start, None, _PADDING)
 
 
-def _check_record(
-    packs: Packs, number: int, identity: Identity, record: PackRecord, bases: ChunkReader
-) -> Iterator[PackDamage]:
-    """Check one payload alone, and say in words what is wrong."""
-    location = location_of(number, record)
-    try:
-        if pf.checksum(read_stored(packs, location)) != record.checksum:
-            raise BadCopyError("its bytes do not match their checksum")
-        read_copy(packs, location, record.id, identity, bases.get)
-    except BadCopyError as error:
-        yield PackDamage(number, record.offset, record.id, str(error))
-
-
 Progress = Callable[[int, int], None]
 
 
@@ -300,19 +270,16 @@ def scrub(
     sizes = packs.sizes()
     covered, newest = _covered(index_path)
     total, done = sum(sizes.values()), 0
-    with Checker(packs, identity, index_path) as checker:
+    numbers = iter([number for number in sizes if number > after])
+    reading: deque[Future[list[PackDamage]]] = deque()
+    with _Scrubber(packs, identity, index_path) as scrubber:
         for number, size_bytes in sizes.items():
             if number > after:
-                facts = covered.get(number, (-1, False))
-                # NotFound: prune may drop the pack meanwhile.
-                with suppress(NotFound), packs.page_cache_preserved(number):
-                    for damage in _scrub_pack(
-                        packs, checker, number, identity, facts, fresh=number > newest, between=between
-                    ):
-                        if packs.size(number) < size_bytes:
-                            # Prune moves chunks elsewhere from the pack's end on; they are checked there.
-                            break
-                        yield damage
+                # Twice as many as threads: small packs are read to their end before the first is asked for.
+                for ahead in islice(numbers, 2 * scrubber.threads - len(reading)):
+                    facts = covered.get(ahead, (-1, False))
+                    reading.append(scrubber.begin(ahead, sizes[ahead], facts, fresh=ahead > newest))
+                yield from scrubber.result(reading.popleft(), between)
             done += size_bytes
             if progress is not None:
                 progress(done, total)
@@ -339,18 +306,18 @@ def _covered(index_path: str) -> tuple[dict[int, tuple[int, bool]], float]:
 
 def _scrub_pack(
     packs: Packs,
-    checker: Checker,
+    checker: _Segments,
     number: int,
-    identity: Identity,
     covered: tuple[int, bool],
     *,
     fresh: bool,
-    between: Callable[[], None],
+    turn: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[PackDamage]:
     """Check one pack.
 
     ``fresh`` is True if the pack is newer than all that the index knows: a writer is writing it, or died
-    before a commit.
+    before a commit. ``covered`` is what the index knows of it: (bytes, sealed). ``turn`` is entered for each
+    segment.
     """
     # A footer ends what a writer does to a pack: one that has it must be whole, however new it is.
     fresh = fresh and packs.unfinished(number)
@@ -369,11 +336,13 @@ def _scrub_pack(
         if listed is None and covered[1]:
             yield PackDamage(number, packs.size(number), None, "the footer is damaged or missing")
     found: list[PackRecord] = []
-    for segment in checker.ahead(number, _segments(packs, number, covered if listed is None else None)):
-        between()
+    end = packs.footer_offset(number)
+    for segment in _segments(packs, number, covered if listed is None else None):
         if segment.damage is not None and not fresh:
             yield PackDamage(number, segment.offset, None, segment.damage.reason)
-        yield from checker.result()
+        with turn():
+            damages = list(checker.damages(number, segment, end))
+        yield from damages
         found += segment.records
     if listed is not None and listed != found:
         yield PackDamage(
@@ -382,7 +351,7 @@ def _scrub_pack(
         # Records in a segment whose table is damaged are still found through the footer.
         for record in listed:
             if record not in found:
-                yield from _check_record(packs, number, identity, record, checker.bases)
+                yield from checker.record_damage(number, record)
 
 
 def _segments(packs: Packs, number: int, covered: tuple[int, bool] | None) -> Iterator[Segment]:
