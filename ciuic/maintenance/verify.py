@@ -42,6 +42,7 @@ from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import Archived, DamagedTree
 from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
+from ciuic.repository.model import ChunkLocation
 from ciuic.repository.snapshot_walk import Reached
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker
@@ -187,6 +188,9 @@ class Verification:
         """Chunks without a good copy, with the reason."""
         self._bytes_total = 0
         self._batch: list[tuple[ChunkId, int]] = []
+        """Chunks to be read, each with the length that it must have."""
+        self._sought: list[tuple[ChunkId, int]] = []
+        """Chunks to be looked up, likewise."""
         self._pack_bytes: dict[int, int] = {}
         self._index_covers_all = False
         self._files: dict[ChunkId, str] = {}
@@ -301,6 +305,8 @@ class Verification:
                     for reached in walker.walk(snapshot, on_damage=self._node_damaged):
                         pool.check()
                         self._verify_chunk(snapshot, reached, pool if read else None)
+                    # Before the snapshot counts as verified.
+                    self._look_up()
                     if not goes_on(snapshot.id):
                         break
                 self._read_batch(pool)
@@ -369,20 +375,41 @@ class Verification:
 
     def _verify_data(self, chunk: ChunkId, length: int, pool: Pool | None) -> None:
         if pool is None:
-            located = self.repository.chunks.locate_all(chunk)
-            raw_bytes = located[0].raw_bytes
-            if any(
-                location.offset + location.stored_bytes > self._pack_bytes.get(location.pack, 0)
-                for location in located
-            ):
-                # The index names a position beyond the end of a pack: only a search finds whether there is another copy.
-                raw_bytes = len(self.repository.chunks.get(chunk))
-            if raw_bytes != length:
-                raise DamagedTree(chunk, f"a block of {length} bytes has {raw_bytes}")
+            self._sought.append((chunk, length))
+            if len(self._sought) == _BATCH_CHUNKS:
+                self._look_up()
             return
         self._batch.append((chunk, length))
         if len(self._batch) == _BATCH_CHUNKS:
             self._read_batch(pool)
+
+    def _look_up(self) -> None:
+        """Check that the chunks that wait for it are there and have the right lengths: one query for all of them."""
+        sought, self._sought = self._sought, []
+        if not sought:
+            return
+        found = self.repository.bulk.locate([chunk for chunk, _ in sought])
+        for chunk, length in sought:
+            location = found.get(chunk)
+            # A difference needs its bases, too.
+            if location is None or location.base or location.raw_bytes != length or not self._fits(location):
+                try:
+                    self._look_up_alone(chunk, length)
+                except Damaged as error:
+                    self._bad.setdefault(getattr(error, "chunk", chunk), error.message)
+
+    def _look_up_alone(self, chunk: ChunkId, length: int) -> None:
+        located = self.repository.chunks.locate_all(chunk)
+        raw_bytes = located[0].raw_bytes
+        if not all(map(self._fits, located)):
+            # Only a search finds whether there is another copy.
+            raw_bytes = len(self.repository.chunks.get(chunk))
+        if raw_bytes != length:
+            raise DamagedTree(chunk, f"a block of {length} bytes has {raw_bytes}")
+
+    def _fits(self, location: ChunkLocation) -> bool:
+        """Return whether the position that the index names lies in its pack."""
+        return location.offset + location.stored_bytes <= self._pack_bytes.get(location.pack, 0)
 
     def _read_batch(self, pool: Pool) -> None:
         batch, self._batch = self._batch, []
