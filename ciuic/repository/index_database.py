@@ -254,9 +254,12 @@ class IndexDatabase:
                     found[chunk] = location
         return found
 
-    def copies_in(self, number: int, chunks: Sequence[bytes]) -> set[tuple[bytes, ChunkLocation]]:
-        """Return where the index says that these chunks lie in that pack, damaged or not."""
-        found = set()
+    def copies_in(self, number: int, chunks: Sequence[bytes]) -> set[tuple[bytes, int, int, int, int, bytes]]:
+        """Return what the index says of these chunks in that pack, damaged or not.
+
+        Of each copy: id, offset, stored bytes, raw bytes, flags, base.
+        """
+        found: set[tuple[bytes, int, int, int, int, bytes]] = set()
         for start in range(0, len(chunks), _MAX_PARAMETERS):
             asked = tuple(chunks[start : start + _MAX_PARAMETERS])
             marks = ",".join("?" * len(asked))
@@ -264,8 +267,13 @@ class IndexDatabase:
                 f"SELECT id, offset, stored, raw, flags & ~{DAMAGED} FROM chunks "
                 f"WHERE pack=? AND id IN ({marks})"
             )
-            for chunk, *row in self.db.execute(query, (number, *asked)):
-                found.add((chunk, self._location(chunk, (number, *row))))
+            for chunk, offset, stored, raw, flags in self.db.execute(query, (number, *asked)):
+                base = (
+                    self._location(chunk, (number, offset, stored, raw, flags)).base
+                    if flags & DIFFERENCE
+                    else b""
+                )
+                found.add((chunk, offset, stored, raw, flags, base))
         return found
 
     def good_among(self, chunks: Sequence[bytes]) -> list[tuple[bytes, int]]:

@@ -178,3 +178,18 @@ def test_contradicting_options_are_refused(tmp_path: Path) -> None:
         ["--checksum", "--max-duration", "soon"],
     ):
         assert made.run("verify", *arguments).exit_code == 2, arguments
+
+
+def test_a_slice_that_ends_after_a_snapshot_has_reported_what_it_lacks(repository: Repository) -> None:
+    """A snapshot counts as verified only after all of its chunks were looked up."""
+    for pack in repository.packs():
+        if pack.kind == "data":
+            Path(repository.pack_path(pack.number)).unlink()
+    # The descriptors of the packs are closed, through which their content could still be read.
+    repository.close()
+    lacking: set[SnapshotId] = set()
+    complete = False
+    while not complete:
+        result, complete, _ = one_slice(repository, 1)
+        lacking.update(id_ for damage in result.damages if damage.kind == "data" for id_ in damage.snapshots)
+    assert len(lacking) == SNAPSHOTS

@@ -265,3 +265,58 @@ def test_a_pack_that_is_damaged_is_never_collected(top: Path) -> None:
             writer.rewrite_pack(unsealed.number, lambda chunk: True)
         assert path.exists()
         assert os.path.getsize(path) == unsealed.size_bytes
+
+
+def _damage_every_pack(top: Path) -> list[int]:
+    """Flip a bit in the first payload of every pack; return the packs' numbers."""
+    with Repository.open(top) as repository:
+        numbers = [pack.number for pack in repository.packs()]
+        firsts = [next(iter(repository.pack_records(number))) for number in numbers]
+        for number, record in zip(numbers, firsts, strict=True):
+            _flip(Path(repository.pack_path(number)), record.offset)
+    return numbers
+
+
+@pytest.mark.parametrize("top", [None], indirect=True)
+def test_a_scrub_reports_packs_in_order_and_ends_where_it_is_told(top: Path) -> None:
+    """Packs are read at once: damage comes in the order of packs, and none of a pack after the last one asked for."""
+    numbers = _damage_every_pack(top)
+    assert len(numbers) > 2
+    with Repository.open(top) as repository:
+        assert list(dict.fromkeys(found.pack for found in repository.scrub())) == numbers
+        asked: list[int] = []
+
+        def goes_on(number: int) -> bool:
+            asked.append(number)
+            return False
+
+        found = list(repository.scrub(after=numbers[0], goes_on=goes_on))
+    assert asked == numbers[1:2]
+    assert {damage.pack for damage in found} == set(asked)
+
+
+@pytest.mark.parametrize("top", [None], indirect=True)
+def test_a_scrub_pauses_between_segments_and_may_be_stopped_there(
+    top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's function is called for segments; where it raises, the scrub ends, whatever threads wait for."""
+    # So that a thread waits for its turn when the scrub ends.
+    monkeypatch.setattr("ciuic.repository.scrub._AHEAD_SEGMENTS", 1)
+
+    class Stop(Exception):
+        pass
+
+    pauses = 0
+
+    def between() -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses > 2:
+            raise Stop
+
+    with Repository.open(top) as repository:
+        with pytest.raises(Stop):
+            list(repository.scrub(between=between))
+        assert pauses == 3
+        # The repository can be used afterwards.
+        assert list(repository.scrub()) == []
