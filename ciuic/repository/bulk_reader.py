@@ -111,6 +111,11 @@ class BulkReader:
         for run in runs:
             yield from self._read_run(run, chunks)
 
+    def locate(self, chunks: Sequence[ChunkId]) -> dict[bytes, ChunkLocation]:
+        """Return the possible positions of the chunks according to the index; nothing is read there."""
+        found = self._finder.find_many(chunks)
+        return {chunk: location for chunk, location in found.items() if _possible(location)}
+
     def pack_descriptor(self, number: int) -> int:
         """Return the descriptor of a pack, to share extents; valid until the next call of anything here.
 

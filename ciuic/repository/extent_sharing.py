@@ -53,6 +53,9 @@ _MAX_EXTENTS: Final = 128
 _UNKNOWN: Final = 0x2 | 0x4
 # Flag of a compressed extent: its physical offset is that of the whole, wherever in it the range begins.
 _ENCODED: Final = 0x8
+# Flags of extents whose physical offset does not tell their bytes: encoded (also 0x80: encrypted), 0x100 not
+# aligned, 0x200 inline, 0x400 tail of several files, 0x800 unwritten.
+_NOT_PLAIN: Final = _UNKNOWN | _ENCODED | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 
 
 class Scratch:
@@ -167,10 +170,24 @@ def clone_range(source: int, offset: int, length: int, target: int, target_offse
     fcntl.ioctl(target, _FICLONERANGE, _RANGE.pack(source, offset, length, target_offset))
 
 
-def extents(fd: int, offset: int, length: int) -> list[tuple[int, int, int]] | None:
+def share_extents(fd: int, offset: int, other: int, other_offset: int, length: int) -> bool:
+    """Return whether two ranges lie in the same blocks of one file system; False where that cannot be told."""
+    if os.fstat(fd).st_dev != os.fstat(other).st_dev:
+        return False
+    try:
+        found = extents(fd, offset, length, unknown=_NOT_PLAIN)
+        return bool(found) and found == extents(other, other_offset, length, unknown=_NOT_PLAIN)
+    except OSError:
+        return False
+
+
+def extents(
+    fd: int, offset: int, length: int, *, unknown: int = _UNKNOWN
+) -> list[tuple[int, int, int]] | None:
     """Return (offset in the range, physical offset, length) of each extent in the range.
 
-    Dirty pages are written first. Adjoining extents count as one. None where the file system cannot say.
+    Dirty pages are written first. Adjoining extents count as one. None where the file system cannot say, or an
+    extent has one of the flags ``unknown``.
 
     Raises:
         OSError: the file system cannot be asked.
@@ -187,7 +204,7 @@ def extents(fd: int, offset: int, length: int) -> list[tuple[int, int, int]] | N
         logical, physical, size, _, _, flags, *_ = _FIEMAP_EXTENT.unpack_from(
             reply, _FIEMAP_HEAD.size + number * _FIEMAP_EXTENT.size
         )
-        if flags & _UNKNOWN:
+        if flags & unknown:
             return None
         # FIEMAP reports whole extents, which may begin before the range and end after it.
         before = max(0, offset - logical)

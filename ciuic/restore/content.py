@@ -3,6 +3,9 @@
 Guarantees: every chunk is checked against its id before a byte of it is written or shared, and against the length that its
 position in the file implies. Zeros become holes. Memory is one buffer, whatever the size of the file.
 
+A worker that shares ``unread`` (`--check=after`) shares raw chunks without reading them, pages of zeros in them included, and tells
+the file so (`WritableFile.placed_unread`): the caller owes the check (deferred_check.py).
+
 Extents of packs are shared with restored files where both are on one file system that supports it (XFS, btrfs). After a refusal
 of the file system it is not asked again. The caller writes what cannot be shared.
 
@@ -36,8 +39,9 @@ from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, Wor
 from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.extent_sharing import ALIGN_BYTES, clone_range
+from ciuic.repository.extent_sharing import ALIGN_BYTES, clone_range, share_extents
 from ciuic.repository.identity import is_zero
+from ciuic.repository.pack_format import CODED_FLAGS
 from ciuic.system import mountinfo
 from ciuic.types import ChunkId, Entry
 
@@ -265,6 +269,10 @@ def batches(repository: Repository, entry: Entry) -> Iterator[Batch]:
         yield Batch(start, size, blocks)
 
 
+PackPlace = tuple[int, int]
+"""Number of a pack and offset in it."""
+
+
 class WritableFile(Protocol):
     """A file that is being written."""
 
@@ -275,6 +283,10 @@ class WritableFile(Protocol):
 
     def fail(self, error: OSError | Damaged) -> None:
         """Give the file up because of an error."""
+        ...
+
+    def placed_unread(self, place: PackPlace) -> None:
+        """Note that content was placed without being read, from here in the packs."""
         ...
 
 
@@ -305,8 +317,11 @@ class BlockWorker:
         check: Callable[[], None],
         runtime_dir: Path | None = None,
         turns: AbstractContextManager[object] | None = None,
+        *,
+        unread: bool = False,
     ) -> None:
         self.repository = repository
+        self._unread = unread
         self.check = check
         """Function called between blocks; raises when the work is to end."""
         self._turns = turns or nullcontext()
@@ -343,6 +358,8 @@ class BlockWorker:
         Raises:
             OSError: the repository cannot be read.
         """
+        if self._unread:
+            parts = self._share_unread(parts)
         # Returned in the order of their positions in the packs, so that the disk reads forwards.
         pieces = self.repository.bulk.read([part.chunk for part in parts])
         with self.turn():
@@ -373,17 +390,58 @@ class BlockWorker:
         if shared < part.length:
             write_sparse(part.file.fd, source, start + shared, end, part.offset + shared)
 
+    def _share_unread(self, parts: Sequence[FileBlock]) -> list[FileBlock]:
+        """Share what can be shared without reading it; return the other blocks."""
+        others: list[FileBlock] = []
+        found = self.repository.bulk.locate([part.chunk for part in parts])
+        with self.turn():
+            for part in parts:
+                if part.file.fd < 0:
+                    continue
+                location = found.get(part.chunk)
+                try:
+                    shared = 0
+                    if location is not None and _has_content(location, part.length):
+                        shared = self._sharable_at(part, location)
+                    if not shared:
+                        others.append(part)
+                        continue
+                    assert location is not None
+                    part.file.placed_unread((location.pack, location.offset))
+                    self._wait_to_be_shared(part, location, shared)
+                    if shared < part.length and not self._copy_unread(part, location, shared):
+                        others.append(part)
+                except (OSError, Damaged) as error:
+                    part.file.fail(error)
+            self._share_waiting()
+        return others
+
+    def _copy_unread(self, part: FileBlock, location: ChunkLocation, start: int) -> bool:
+        """Copy the end of a chunk, less than FICLONERANGE takes, unchecked; return whether the pack has it."""
+        try:
+            pack = self.repository.bulk.pack_descriptor(location.pack)
+        except NotFound:
+            return False
+        data = os.pread(pack, part.length - start, location.offset + start)
+        _write_all(part.file.fd, memoryview(data), part.offset + start)
+        return len(data) == part.length - start
+
     def _sharable(self, part: FileBlock, piece: ReadChunk) -> int:
         """Return how many bytes at the block's beginning can be shared as extents of the pack."""
         location, source = piece.location, piece.source
         # A compressed chunk, or one that is stored as a difference, has no extents with the file's bytes.
         if location is None or not piece.is_raw or source is None:
             return 0
+        # Blocks with pages of zeros are written, so that these pages become holes.
+        if has_zero_page(source, piece.start, piece.end):
+            return 0
+        return self._sharable_at(part, location)
+
+    def _sharable_at(self, part: FileBlock, location: ChunkLocation) -> int:
         # FICLONERANGE takes whole blocks of both files only.
         if location.offset % ALIGN_BYTES or part.offset % ALIGN_BYTES or part.length < ALIGN_BYTES:
             return 0
-        # Blocks with pages of zeros are written, so that these pages become holes.
-        if not self._sharing.may(part.file.fd) or has_zero_page(source, piece.start, piece.end):
+        if not self._sharing.may(part.file.fd):
             return 0
         # The first block on a file system is tried with one unit, before many are gathered for one call.
         if self._sharing.is_known(part.file.fd) or self._share(part, location, ALIGN_BYTES):
@@ -447,13 +505,18 @@ class BlockWorker:
     def repair(self, file: WritableFile, entry: Entry, batch: Batch) -> int:
         """Correct the batch's content in a file that no other process writes; return how many bytes were different."""
         fd, at, wrong, wrong_bytes = file.fd, batch.start, [], 0
-        will_need(fd, batch)
+        found = self.repository.bulk.locate([chunk for _, chunk in batch.blocks]) if self._unread else {}
+        if not found:
+            will_need(fd, batch)
         with self.turn():
             for block, chunk in batch.blocks:
                 self.check()
                 start, end = self._extent(entry, block)
                 wrong_bytes += self._cleared(fd, at, start)
-                if not self._has(fd, start, end, chunk):
+                location = found.get(chunk)
+                if location is not None and self._is_of_pack(fd, start, end, location):
+                    file.placed_unread((location.pack, location.offset))
+                elif not self._has(fd, start, end, chunk):
                     # `write` leaves pages of zeros out, so the old content must be gone before.
                     punch_hole(fd, start, end)
                     wrong.append((block, chunk))
@@ -465,6 +528,20 @@ class BlockWorker:
                 list(file_blocks(file, entry, batch._replace(blocks=wrong), self.repository.block_size))
             )
         return wrong_bytes
+
+    def _is_of_pack(self, fd: int, start: int, end: int, location: ChunkLocation) -> bool:
+        """Return whether the range shares the extents of the chunk in its pack, and ends with the same bytes."""
+        if not _has_content(location, end - start) or location.offset % ALIGN_BYTES or start % ALIGN_BYTES:
+            return False
+        try:
+            pack = self.repository.bulk.pack_descriptor(location.pack)
+        except NotFound:
+            return False
+        whole = (end - start) - (end - start) % ALIGN_BYTES
+        if not whole or not share_extents(fd, start, pack, location.offset, whole):
+            return False
+        rest = end - start - whole
+        return os.pread(fd, rest, start + whole) == os.pread(pack, rest, location.offset + whole)
 
     def replace(self, file: WritableFile, entry: Entry, batch: Batch) -> None:
         """Write the whole batch without comparing it first."""
@@ -489,6 +566,11 @@ class BlockWorker:
             return 0
         punch_hole(fd, start, end)
         return end - start
+
+
+def _has_content(location: ChunkLocation, length: int) -> bool:
+    """Return whether the index says that the pack has the content as it is, in this length."""
+    return not location.flags & CODED_FLAGS and location.raw_bytes == location.stored_bytes == length
 
 
 def file_blocks(file: WritableFile, entry: Entry, batch: Batch, block_size: int) -> Iterator[FileBlock]:

@@ -218,7 +218,7 @@ def _is_resumed(parent: int, name: bytes, snapshot: str, source: bytes) -> bool:
         mark = journal.read_mark(fd)
     finally:
         os.close(fd)
-    return mark is not None and (mark.snapshot, mark.source) == (snapshot, source)
+    return mark is not None and mark.is_of(snapshot, source)
 
 
 def _in_the_way(

@@ -33,13 +33,19 @@ class Pool:
     """Threads and their queue. ``changed`` guards all state that tasks and the caller share; notified at the end of each task."""
 
     def __init__(
-        self, repository: Repository, threads: int | None = None, *, runtime_dir: Path | None = None
+        self,
+        repository: Repository,
+        threads: int | None = None,
+        *,
+        runtime_dir: Path | None = None,
+        unread: bool = False,
     ) -> None:
         # Reentrant: outcomes are recorded from code that holds the lock already.
         self.changed = threading.Condition(threading.RLock())
         self.stopping = False
         self._repository = repository
         self._runtime_dir = runtime_dir
+        self._unread = unread
         # Those that this process may use: taskset(1) and a container's cpuset leave it fewer than the machine has.
         processors = len(os.sched_getaffinity(0))
         # No more threads compute at once than there are processors. Six threads on two processors contended for the interpreter
@@ -137,7 +143,8 @@ class Pool:
                     # Opened by the thread itself: connections to the index belong to one thread.
                     if worker is None:
                         worker = BlockWorker(
-                            self._repository.reopen(), self.check, self._runtime_dir, self._turns
+                            *(self._repository.reopen(), self.check, self._runtime_dir, self._turns),
+                            unread=self._unread,
                         )
                     with suppress(RunStopped):
                         task(worker)

@@ -25,6 +25,7 @@ from ciuic.restore import attributes
 from ciuic.restore import journal as journals
 from ciuic.restore.attributes import SpecialFilter
 from ciuic.restore.content import batch_blocks
+from ciuic.restore.deferred_check import DeferredCheck
 from ciuic.restore.destination import (
     Remover,
     is_temporary,
@@ -42,6 +43,7 @@ from ciuic.restore.model import (
     RestoreProgress,
     RestoreTarget,
     Result,
+    believed_equal,
 )
 from ciuic.restore.new_files import NonDirectory
 from ciuic.restore.outcomes import Outcomes, ResultCounter
@@ -69,6 +71,8 @@ class Attempt:
     run: str
     """16 hexadecimal digits in the names of temporary files."""
     rules: OverwriteRules
+    unchecked: bool = False
+    """An earlier run, cut short, may have left files whose content was not checked."""
 
 
 class Dispatcher:
@@ -116,6 +120,13 @@ class Dispatcher:
         # A file on which another was mounted at the cut: its content is not in the snapshot, so what exists
         # stays.
         if existing is not None and (entry.flags & FLAG_MOUNTPOINT or not rules.may_touch(entry, existing)):
+            if (
+                attempt.unchecked
+                and entry.is_file
+                and existing is not None
+                and believed_equal(entry, existing)
+            ):
+                self._outcomes.owe(entry, existing, path)
             self._outcomes.left_as_is(path, entry, self._plan.overwrite is not None)
             return
         # After the decision above: a file that is left alone has nothing left out of it.
@@ -132,6 +143,8 @@ class Dispatcher:
             content_believed=existing is not None and rules.believes_content(entry, existing),
             dry_run=self._dry_run,
         )
+        if attempt.unchecked and file.content_believed and entry.is_file:
+            file.placed_unread((0, 0))
         # Held until the file's end (`Outcomes.file_ended`), under the lock that guards the count.
         with self._pool.changed:
             folder.hold()
@@ -444,6 +457,8 @@ def execute(
     dry_run: bool = False,
     runtime_dir: Path | None = None,
     placeholders: Placeholders | None = None,
+    check_after: bool = False,
+    usable: Callable[[int], None] | None = None,
 ) -> Result:
     """Carry out a plan; on return everything counted as restored is durable under its final name.
 
@@ -457,13 +472,18 @@ def execute(
         dry_run: change nothing, and report the same.
         runtime_dir: directory of the overlay workers' sockets. Without it nothing is shared with files of an overlay.
         placeholders: makes files without their content, where it wants to. Names and attributes are not durable on return then.
+        check_after: share extents of packs without reading them, and read the files back when all are in place. One that is
+            wrong is renamed (deferred_check.py) and listed in `Result.put_aside`.
+        usable: called when everything is durably in place and files are still to be checked, with their number.
 
     Raises:
         Busy: another restore works in the same directory.
         CiuicError: the way to the destination is blocked.
     """
     with many_descriptors():
-        return RestoreRun(plan, progress, report, dry_run, runtime_dir, placeholders).execute()
+        return RestoreRun(
+            plan, progress, report, dry_run, runtime_dir, placeholders, check_after=check_after, usable=usable
+        ).execute()
 
 
 class RestoreRun:
@@ -477,11 +497,16 @@ class RestoreRun:
         dry_run: bool,
         runtime_dir: Path | None = None,
         placeholders: Placeholders | None = None,
+        *,
+        check_after: bool = False,
+        usable: Callable[[int], None] | None = None,
     ) -> None:
         self._plan = plan
         self._dry_run = dry_run
+        self._check_after = check_after
+        self._usable = usable
         self._is_durable = placeholders is None
-        self._pool = Pool(plan.repository, runtime_dir=runtime_dir)
+        self._pool = Pool(plan.repository, runtime_dir=runtime_dir, unread=check_after)
         self._counter = ResultCounter(plan, dry_run, progress, report)
         self._outcomes = Outcomes(
             *(self._pool, self._counter),
@@ -499,7 +524,9 @@ class RestoreRun:
             placeholders=placeholders,
         )
         self._walk = Walk(plan, self._pool, self._outcomes, self._special, self._dispatcher, dry_run=dry_run)
-        self._bases: list[int] = []
+        self._bases: list[tuple[bytes, int]] = []
+        self._journals: list[journals.Journal] = []
+        """Those of targets of which something is missing or still to be checked."""
         self._tops: list[Folder] = []
 
     def execute(self) -> Result:
@@ -513,6 +540,8 @@ class RestoreRun:
             for target in self._plan.targets:
                 if not self._pool.stopping:
                     self._restore(target)
+            if self._outcomes.owed and not self._dry_run:
+                self._check_behind()
         except BaseException:
             self._pool.stop()
             raise
@@ -523,9 +552,29 @@ class RestoreRun:
                 top.leave_all_workplaces()
             # What was renamed into directories is durable after this, and the result may say so.
             self._outcomes.syncer.flush()
-            for base in self._bases:
+            # Left for the next run.
+            for journal in self._journals:
+                journal.close()
+            for _, base in self._bases:
                 os.close(base)
         return self._counter.finish()
+
+    def _check_behind(self) -> None:
+        """Read back what is in place and was not read."""
+        if self._pool.stopping:
+            self._counter.result.unchecked = len(self._outcomes.owed)
+            return
+        # The operator may use the files, and tell others, only when they are durable.
+        self._outcomes.syncer.flush()
+        if self._usable is not None:
+            self._usable(len(self._outcomes.owed))
+        DeferredCheck(self._plan.repository, self._pool, self._outcomes, self._bases).run()
+        while self._journals and not self._pool.stopping:
+            journal = self._journals.pop()
+            if self._is_to_be_resumed():
+                journal.close()
+            else:
+                journal.finish_later()
 
     def _restore(self, target: RestoreTarget) -> None:
         try:
@@ -545,7 +594,7 @@ class RestoreRun:
                 )
         attempt = Attempt(
             target,
-            self._keep_open(parent),
+            self._keep_open(parent, posixpath.dirname(target.path)),
             journals.new_run(),
             OverwriteRules(self._plan.overwrite, resumed=False),
         )
@@ -556,12 +605,12 @@ class RestoreRun:
             for folder in reversed(chain):
                 self._outcomes.release(folder)
 
-    def _keep_open(self, parent: Folder) -> int:
+    def _keep_open(self, parent: Folder, path: bytes) -> int:
         """Return a descriptor of the directory that stays open until the run ends: links may be made from it later."""
         if parent.fd == NOT_THERE:
             return NOT_THERE
         base = os.dup(parent.fd)
-        self._bases.append(base)
+        self._bases.append((path, base))
         return base
 
     def _restore_below(self, attempt: Attempt, parent: Folder, entry: Entry) -> None:
@@ -605,21 +654,21 @@ class RestoreRun:
             return None
         if self._dry_run:
             mark = None if folder.fd == NOT_THERE else journals.read_mark(folder.fd)
-            resumed = mark is not None and (mark.snapshot, mark.source) == (snapshot, source)
+            resumed = mark is not None and mark.is_of(snapshot, source)
         else:
-            journal = journals.Journal.begin(folder.fd, folder.path, snapshot, source)
+            journal = journals.Journal.begin(
+                *(folder.fd, folder.path, snapshot, source), unchecked=self._check_after
+            )
             if journal is not None:
                 attempt.run, resumed = journal.mark.run, journal.resumed
+                attempt.unchecked = resumed and journal.mark.unchecked
         attempt.rules = OverwriteRules(self._plan.overwrite, resumed=resumed)
         return journal
 
     def _end_journal(self, journal: journals.Journal, folder: Folder) -> None:
-        # The journal stays while something is missing, so that the next run resumes. Attributes that could not be set, and
-        # places where something is mounted, would fail again, and are no reason to keep it.
-        if self._pool.stopping or any(
-            not failure.attribute and failure.reason != LEFT_ALONE for failure in self._counter.result.failed
-        ):
-            journal.close()
+        # It stays for the next run where something is missing, and as long as a check is owed; locked until this run ends.
+        if self._pool.stopping or self._is_to_be_resumed() or self._outcomes.owed:
+            self._journals.append(journal)
             return
         # Everything else comes before the journal goes: killed right after it, only the directory's mtime is missing.
         if folder.entry is not None:
@@ -627,3 +676,12 @@ class RestoreRun:
             # The mode may withhold the removal of the journal; it is put back when the directory is released.
             folder.lift()
         journal.finish()
+
+    def _is_to_be_resumed(self) -> bool:
+        """Return whether something is missing, so that the journal stays and the next run resumes.
+
+        Attributes that could not be set, and places where something is mounted, would fail again, and are no reason to keep it.
+        """
+        return any(
+            not failure.attribute and failure.reason != LEFT_ALONE for failure in self._counter.result.failed
+        )

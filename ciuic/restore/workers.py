@@ -24,6 +24,7 @@ from ciuic.restore.content import (
     Batch,
     BlockWorker,
     FileBlock,
+    PackPlace,
     Sharing,
     batches,
     file_blocks,
@@ -194,6 +195,10 @@ class LargeFile:
     def fail(self, error: BaseException) -> None:
         """Note that a block cannot be read or written."""
         self.error = self.error or error
+
+    def placed_unread(self, place: PackPlace) -> None:
+        """Note that content was placed without being read."""
+        self.file.placed_unread(place)
 
 
 class Feeder:
@@ -432,6 +437,7 @@ class Linker:
         st = file.existing
         # The name is a link to the first one already, as after an earlier restore.
         if st is not None and (st.st_dev, st.st_ino) == group.inode:
+            file.inode = group.inode
             file.done("skipped", [])
             return True
         try:

@@ -42,6 +42,14 @@ _ELSEWHERE = {
         "ciuic/restore/unfinished.py",
         "os.fsync(fd)",
     ): "a record that a power cut takes is not told; the restore goes on by its journal, whose sync is mutated",
+    (
+        "ciuic/restore/deferred_check.py",
+        "os.fsync(folder)",
+    ): "after a power cut the journal, whose removal comes later, has the check made again, and the file renamed",
+    (
+        "ciuic/restore/journal.py",
+        "os.fsync(self._folder)",
+    ): "after a power cut a finished check would be made again",
     ("ciuic/training/save_schedule.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
 }
 _FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
