@@ -13,10 +13,12 @@ References:
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import struct
+import sys
 from typing import Final, NamedTuple
 
 from ciuic.system import page_cache
@@ -41,6 +43,14 @@ ALIGN_BYTES: Final = 4096
 _NEVER: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
 
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+# More than struct statfs has, whose first field is the type; XFS and btrfs (linux/magic.h).
+_STATFS_BYTES: Final = 256
+_KNOWN_TYPES: Final = (0x58465342, 0x9123683E)
+# FS_IOC_FSGETXATTR, the size of its structure, and a flag in its first field: linux/fs.h.
+_FSGETXATTR: Final = 0x801C581F
+_FSXATTR_BYTES: Final = 28
+_XFLAG_REALTIME: Final = 0x1
 _FIEMAP: Final = 0xC020660B
 _FIEMAP_SYNC: Final = 1
 # Start, length, flags, extents found, room for extents, 0.
@@ -175,10 +185,26 @@ def share_extents(fd: int, offset: int, other: int, other_offset: int, length: i
     if os.fstat(fd).st_dev != os.fstat(other).st_dev:
         return False
     try:
+        # Others may number the blocks of each of their disks anew, as XFS does with those of a real-time device.
+        if not _numbers_blocks_once(fd) or _is_realtime(fd) or _is_realtime(other):
+            return False
         found = extents(fd, offset, length, unknown=_NOT_PLAIN)
         return bool(found) and found == extents(other, other_offset, length, unknown=_NOT_PLAIN)
     except OSError:
         return False
+
+
+def _numbers_blocks_once(fd: int) -> bool:
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.fstatfs(ctypes.c_int(fd), buffer):
+        return False
+    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) in _KNOWN_TYPES
+
+
+def _is_realtime(fd: int) -> bool:
+    reply = bytearray(_FSXATTR_BYTES)
+    fcntl.ioctl(fd, _FSGETXATTR, reply)
+    return bool(int.from_bytes(reply[:4], sys.byteorder) & _XFLAG_REALTIME)
 
 
 def extents(

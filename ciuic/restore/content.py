@@ -308,6 +308,16 @@ class _Unshared(NamedTuple):
     length: int
 
 
+class _InPack(NamedTuple):
+    """A block of a file whose bytes a pack has as they are."""
+
+    block: int
+    chunk: ChunkId
+    location: ChunkLocation
+    start: int
+    end: int
+
+
 class BlockWorker:
     """Reads chunks of one repository, and writes or compares files; for one thread."""
 
@@ -505,18 +515,15 @@ class BlockWorker:
     def repair(self, file: WritableFile, entry: Entry, batch: Batch) -> int:
         """Correct the batch's content in a file that no other process writes; return how many bytes were different."""
         fd, at, wrong, wrong_bytes = file.fd, batch.start, [], 0
-        found = self.repository.bulk.locate([chunk for _, chunk in batch.blocks]) if self._unread else {}
-        if not found:
+        right = self._right_in_packs(file, entry, batch)
+        if len(right) < len(batch.blocks):
             will_need(fd, batch)
         with self.turn():
             for block, chunk in batch.blocks:
                 self.check()
                 start, end = self._extent(entry, block)
                 wrong_bytes += self._cleared(fd, at, start)
-                location = found.get(chunk)
-                if location is not None and self._is_of_pack(fd, start, end, location):
-                    file.placed_unread((location.pack, location.offset))
-                elif not self._has(fd, start, end, chunk):
+                if block not in right and not self._has(fd, start, end, chunk):
                     # `write` leaves pages of zeros out, so the old content must be gone before.
                     punch_hole(fd, start, end)
                     wrong.append((block, chunk))
@@ -529,19 +536,71 @@ class BlockWorker:
             )
         return wrong_bytes
 
-    def _is_of_pack(self, fd: int, start: int, end: int, location: ChunkLocation) -> bool:
-        """Return whether the range shares the extents of the chunk in its pack, and ends with the same bytes."""
-        if not _has_content(location, end - start) or location.offset % ALIGN_BYTES or start % ALIGN_BYTES:
-            return False
+    def _right_in_packs(self, file: WritableFile, entry: Entry, batch: Batch) -> set[int]:
+        """Return the blocks that share their extents with the packs, and are right there.
+
+        The packs' bytes are checked in place of the file's: they are the same blocks of the disk, but a new clone has nothing in
+        the page cache, where the packs often are. Unread, nothing is checked, and the file is told so.
+        """
+        found = self.repository.bulk.locate([chunk for _, chunk in batch.blocks])
+        shared: list[_InPack] = []
+        for run in self._runs_in_packs(entry, batch, found):
+            # One look for neighbours; one for each where they are not all shared.
+            if self._is_of_pack(file.fd, run):
+                shared += run
+            elif len(run) > 1:
+                shared += [one for one in run if self._is_of_pack(file.fd, [one])]
+        if self._unread:
+            for one in shared:
+                file.placed_unread((one.location.pack, one.location.offset))
+            return {one.block for one in shared}
+        pieces = self.repository.bulk.read([one.chunk for one in shared])
+        right = set()
+        with self.turn():
+            for piece in pieces:
+                self.check()
+                one = shared[piece.position]
+                # Only of the copy that the file shares.
+                if piece.source is not None and piece.location == one.location:
+                    right.add(one.block)
+        return right
+
+    def _runs_in_packs(
+        self, entry: Entry, batch: Batch, found: dict[bytes, ChunkLocation]
+    ) -> Iterator[list[_InPack]]:
+        """Yield the blocks that packs have as they are, those together that lie one after the other in pack and file."""
+        run: list[_InPack] = []
+        for block, chunk in batch.blocks:
+            start, end = self._extent(entry, block)
+            location = found.get(chunk)
+            if location is None or not _has_content(location, end - start):
+                continue
+            if location.offset % ALIGN_BYTES or start % ALIGN_BYTES:
+                continue
+            last = run[-1] if run else None
+            if last is not None and not (
+                last.location.pack == location.pack
+                and last.location.offset + last.end - last.start == location.offset
+                and last.end == start
+            ):
+                yield run
+                run = []
+            run.append(_InPack(block, chunk, location, start, end))
+        if run:
+            yield run
+
+    def _is_of_pack(self, fd: int, run: list[_InPack]) -> bool:
+        """Return whether the file shares the extents of the blocks in their pack, and has the same bytes after the last whole page."""
         try:
-            pack = self.repository.bulk.pack_descriptor(location.pack)
+            pack = self.repository.bulk.pack_descriptor(run[0].location.pack)
         except NotFound:
             return False
-        whole = (end - start) - (end - start) % ALIGN_BYTES
-        if not whole or not share_extents(fd, start, pack, location.offset, whole):
+        start, length, offset = run[0].start, run[-1].end - run[0].start, run[0].location.offset
+        rest = length % ALIGN_BYTES
+        whole = length - rest
+        if not whole or not share_extents(fd, start, pack, offset, whole):
             return False
-        rest = end - start - whole
-        return os.pread(fd, rest, start + whole) == os.pread(pack, rest, location.offset + whole)
+        return not rest or os.pread(fd, rest, start + whole) == os.pread(pack, rest, offset + whole)
 
     def replace(self, file: WritableFile, entry: Entry, batch: Batch) -> None:
         """Write the whole batch without comparing it first."""

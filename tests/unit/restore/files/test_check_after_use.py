@@ -19,7 +19,7 @@ from ciuic.repository.lookup import find
 from ciuic.restore import Overwrite, Result, execute, plan_restore
 from ciuic.restore.content import BlockWorker
 from ciuic.restore.deferred_check import DeferredCheck
-from ciuic.types import Snapshot
+from ciuic.types import ChunkId, Snapshot
 
 # The file system is on a loop device.
 pytestmark = pytest.mark.mount
@@ -239,3 +239,43 @@ def test_killed_between_use_and_check(
         else:
             assert result.complete
             assert_same(wanted, manifest(place / "out/root"))
+
+
+def test_existing_files_that_share_extents_are_judged_by_the_packs(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over an existing file that shares the packs' extents the packs are read, and not the file; damage there is found."""
+    root = tmp_path / "root"
+    _make_root(root)
+    large = os.fsencode(root / "dir/large")
+    read: list[int] = []
+    real = BlockWorker._has
+
+    def has(self: BlockWorker, fd: int, start: int, end: int, chunk: bytes) -> bool:
+        read.append(start)
+        return real(self, fd, start, end, ChunkId(chunk))
+
+    with Repository.create(place / "repository") as repository:
+        snapshot = take(repository, root)
+        for damaged in (False, True):
+            if damaged:
+                _damage(place, repository, snapshot, large, 20)
+            # Nothing is checked, so that the file gets the damaged extents.
+            with monkeypatch.context() as patch:
+                patch.setattr(DeferredCheck, "run", lambda self: None)
+                shutil.rmtree(place / "out", ignore_errors=True)
+                assert _restore(repository, snapshot, root, place / "out").complete
+            with monkeypatch.context() as patch:
+                patch.setattr(BlockWorker, "_has", has)
+                read.clear()
+                result = _restore(
+                    repository, snapshot, root, place / "out", overwrite=Overwrite.ALWAYS, check_after=False
+                )
+            failed = {os.path.basename(failure.path) for failure in result.failed}
+            if damaged:
+                assert b"large" in failed
+            else:
+                assert not failed
+                assert not result.restored
+                # Not of the large file: its small last block, and the compressed ones of the text, share nothing.
+                assert [start for start in read if 4 * _MIB < start < 12 * _MIB] == []
