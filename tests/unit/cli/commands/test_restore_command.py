@@ -288,7 +288,7 @@ def test_undo_of_a_restore_that_was_cut_short_and_went_on(
         (ckpt / name).write_bytes(b"newest work")
     options = ["--config", str(config), "restore", "-s", "cs-000001", "-p", str(ckpt), "--overwrite"]
 
-    def half(*arguments: object) -> None:
+    def half(*arguments: object, **options: object) -> None:
         mark = journal.RestoreMark("cs-000001", os.fsencode(ckpt), "0" * 16)
         (ckpt / os.fsdecode(journal.JOURNAL_NAME)).write_bytes(mark.encode())
         (ckpt / "a").write_bytes(NOISE)
