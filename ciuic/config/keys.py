@@ -19,6 +19,7 @@ from ciuic.config.values import (
     bandwidth_value,
     block_size_value,
     change_value,
+    clouds_value,
     count_value,
     duration_value,
     endpoint_value,
@@ -29,6 +30,7 @@ from ciuic.config.values import (
     io_priority_value,
     line_value,
     listen_value,
+    metadata_endpoint_value,
     min_share_value,
     name_value,
     names_value,
@@ -163,6 +165,13 @@ KEYS: dict[str, Key] = {
         # Off: a drill writes as much as the newest checkpoint is large, which the disk may have no room for.
         Key("drill.every", interval_value, "", show=format_duration, field="drill.every_seconds"),
         Key("drill.scratch", path_value, "/var/tmp"),
+        # Off: nothing asks an address of the network that nobody named, and on other machines none answers.
+        Key("preemption.clouds", clouds_value, "", show=show_list),
+        # The shortest notice of all three.
+        Key(
+            "preemption.grace", interval_value, "30s", show=format_duration, field="preemption.grace_seconds"
+        ),
+        Key("preemption.endpoint", metadata_endpoint_value, "", show=show_optional),
         # No text here: `_EMPTY` in load.py has the lists, and a list in the file replaces all of one.
         Key("overlay.tracked_names", names_value, "", show=show_list),
         Key("overlay.mapped_names", names_value, "", show=show_list),

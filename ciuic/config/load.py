@@ -48,6 +48,7 @@ from ciuic.config.model import (
     LogConfig,
     Origin,
     OverlayConfig,
+    PreemptionConfig,
     Problem,
     RemoteConfig,
     RemotePrice,
@@ -557,6 +558,9 @@ class Draft:
                 values["capture.undo_limit"],
             ),
             drill=DrillConfig(values["drill.every"], values["drill.scratch"]),
+            preemption=PreemptionConfig(
+                values["preemption.clouds"], values["preemption.grace"], values["preemption.endpoint"]
+            ),
             overlay=OverlayConfig(values["overlay.tracked_names"], values["overlay.mapped_names"]),
             control=ControlConfig(values["control.socket"], values["control.group"]),
             watch=WatchConfig(
@@ -619,6 +623,7 @@ _EMPTY: dict[str, Any] = {
     "alert.command": (),
     "alert.notify": (),
     "web.hosts": (),
+    "preemption.clouds": (),
     "overlay.tracked_names": DEFAULT_TRACKED_NAMES,
     "overlay.mapped_names": DEFAULT_MAPPED_NAMES,
 }

@@ -12,6 +12,7 @@ from ciuic.errors import CiuicError, ConfigError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import MinFree, RetentionPolicy
+from ciuic.system.cloud_notices import Cloud
 from ciuic.system.urgency import MIN_SHARE
 from ciuic.units import format_size
 
@@ -121,6 +122,17 @@ class DrillConfig(msgspec.Struct, frozen=True):
     """Time from one drill of a restore to the next; None: the daemon does none."""
     scratch: Path = Path("/var/tmp")
     """Directory below which files are restored, and removed again."""
+
+
+class PreemptionConfig(msgspec.Struct, frozen=True):
+    """Section ``[preemption]``: the end of this machine, of which its cloud gives notice."""
+
+    clouds: tuple[Cloud, ...] = ()
+    """Clouds whose metadata services are asked; empty: none is."""
+    grace_seconds: int = 30
+    """Time until the end where a notice has none of its own."""
+    endpoint: str | None = None
+    """Address to ask instead of the cloud's own, such as ``http://127.0.0.1:8080``; None: the cloud's own."""
 
 
 class OverlayConfig(msgspec.Struct, frozen=True):
@@ -381,6 +393,7 @@ class Config(msgspec.Struct, frozen=True):
     min_free: MinFree | None = None
     capture: CaptureConfig = CaptureConfig()
     drill: DrillConfig = DrillConfig()
+    preemption: PreemptionConfig = PreemptionConfig()
     overlay: OverlayConfig = OverlayConfig()
     control: ControlConfig = ControlConfig()
     watch: WatchConfig = WatchConfig()

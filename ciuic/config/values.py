@@ -13,12 +13,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 from pathlib import Path
+from typing import get_args
 from urllib.parse import urlsplit
 
 from ciuic.config.model import DailyWindow, IoPrioritySetting
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
+from ciuic.system.cloud_notices import Cloud
 from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
 
 # Limits of the format (docs/format.md, section 3).
@@ -449,6 +452,38 @@ def endpoint_value(value: object) -> str | None:
     if not text.isprintable() or re.search(r"\s", text):
         raise ValueError(f"must be a URL without blanks, got {_short(text)}")
     return text.rstrip("/")
+
+
+def clouds_value(value: object) -> tuple[str, ...]:
+    """Return a list of clouds whose metadata services are asked."""
+    clouds = tuple(dict.fromkeys(_texts_value(value)))
+    for cloud in clouds:
+        if cloud not in get_args(Cloud):
+            raise ValueError(f"must be clouds out of {', '.join(get_args(Cloud))}, got {_short(cloud)}")
+    return clouds
+
+
+def metadata_endpoint_value(value: object) -> str | None:
+    """Return the address of a metadata service inside of this machine, or None for an empty text."""
+    text = endpoint_value(value)
+    if text is None:
+        return None
+    split = urlsplit(text)
+    try:
+        address = ip_address(split.hostname or "")
+    except ValueError:
+        address = None
+    # Whoever answers there decides when snapshots are cut and when an upload leaves its limits.
+    if (
+        split.scheme != "http"
+        or split.path
+        or address is None
+        or not (address.is_loopback or address.is_link_local)
+    ):
+        raise ValueError(
+            f"must be http:// and a link-local or loopback address, such as http://127.0.0.1:8080, got {_short(text)}"
+        )
+    return text
 
 
 def hosts_value(value: object) -> tuple[str, ...]:

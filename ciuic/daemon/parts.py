@@ -24,6 +24,7 @@ from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.drills import DRILL_MODULE, Drills
 from ciuic.daemon.good_checkpoints import GoodCheckpoints
 from ciuic.daemon.number_watch import NumberWatch
+from ciuic.daemon.preemption import Preemption
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.served_roots import ServedRoots
@@ -130,6 +131,7 @@ class DaemonParts:
                     lambda: self.settings.exports_spans,
                     lambda: self.store.path,
                 ),
+                ends=lambda: self.preemption.is_near,
                 on_urgency=urgency_changed.set,
                 on_space_wanted=space_is_wanted,
                 on_scheduled_lost=self.schedule.post,
@@ -218,6 +220,15 @@ class DaemonParts:
         )
         self.numbers = NumberWatch(
             settings, self.alerts, cwd=self.settings.runtime_dir, newest_snapshot=self.ages.newest
+        )
+        self.preemption = Preemption(
+            settings,
+            self.snapshots.take,
+            self.alerts,
+            self.events,
+            cwd=self.settings.runtime_dir,
+            as_service=bool(self.slice),
+            on_urgency=urgency_changed.set,
         )
         self.pairing = Pairing(
             self.runtime.path / SOCKET_NAME,

@@ -403,6 +403,7 @@ class Daemon:
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(parts.watch.run)
                 workers.start_soon(parts.numbers.run)
+                workers.start_soon(parts.preemption.run)
 
     async def _inherit_sessions(self) -> None:
         """Take over sessions of predecessors."""
@@ -464,6 +465,8 @@ class Daemon:
 
     async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState:
         self.parts.refuse_when_stopping()
+        if request.before_end_seconds:
+            return (await self.parts.preemption.end(request)).state
         return (await self.parts.snapshots.take(request)).state
 
     async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:

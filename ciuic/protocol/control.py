@@ -68,13 +68,18 @@ class ControlClient:
         hold: bool = False,
         wait: bool = False,
         roots: Sequence[str] = (),
+        before_end_seconds: float = 0.0,
+        cause: str = "",
     ) -> SnapshotState:
         """Cut a snapshot now. On return the instant is fixed and has an id; with ``wait`` the snapshot is durable.
 
         With ``wait``, a capture that fails raises its error. Waiting has no time limit, because a first capture takes as long as
-        reading the whole tree.
+        reading the whole tree. ``before_end_seconds`` is the time until this machine ends, by ``cause``; 0: no end is known.
         """
         body = {"message": message, "tags": list(tags), "hold": hold, "wait": wait, "roots": list(roots)}
+        if before_end_seconds:
+            # Only where it is needed: an older daemon refuses fields that it does not know.
+            body |= {"before_end_seconds": before_end_seconds, "cause": cause}
         # No timeout for the answer: a cut waits for the kernel's cached writes to reach the backing disk, which may be slow.
         return self._call("POST", "/v1/snapshots", SnapshotState, body, answer_seconds=None)
 

@@ -90,6 +90,10 @@ class SnapshotRequest(_Document, forbid_unknown_fields=True):
     hold: bool = False
     wait: bool = False
     roots: list[str] = []
+    before_end_seconds: float = 0.0
+    """Time until this machine ends, as of now; 0: no end is known."""
+    cause: str = ""
+    """What ends it, for people."""
 
 
 MAX_HOLD_LIMIT_SECONDS: Final = 10.0

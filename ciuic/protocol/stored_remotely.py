@@ -148,25 +148,28 @@ def write_record(name: str, record: StoredRecord, state_dir: Path | None = None)
     )
 
 
-def write_state_file(place: Path, name: str, file_name: str, data: bytes) -> None:
-    """Replace a file in the directory of the remote ``name``, which is made if need be; durable on return.
+def write_state_file(place: Path, name: str, file_name: str, data: bytes, *, durable: bool = True) -> None:
+    """Replace a file in the directory of the remote ``name``, which is made if need be; durable on return if asked to be.
 
     Args:
         place: State directory, which must exist.
-        name: Name of the remote.
+        name: Name of the remote; ``.`` for the state directory itself.
         file_name: Name of the file, which one process writes at a time.
         data: Its content, which all users may read who can enter the directory.
+        durable: Write it through to the disk; otherwise a power cut may leave none or an empty one.
 
     Raises:
         OSError: the file cannot be written.
     """
     owner = os.stat(place)
+    # Not by pathlib, which takes the dot away: the directory itself may be reached through a link of root's.
+    path = f"{place}/{name}"
     made = False
     with suppress(FileExistsError):
-        (place / name).mkdir(0o755)
+        os.mkdir(path, 0o755)
         made = True
     temporary = f"{file_name}.tmp"
-    directory = os.open(place / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if made and os.geteuid() == 0:
             # The process that uploads, which is not root as a service, writes here as well.
@@ -181,10 +184,12 @@ def write_state_file(place: Path, name: str, file_name: str, data: bytes) -> Non
             file.write(data)
             # Content before the name: an empty file after a power cut would say nothing.
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.rename(temporary, file_name, src_dir_fd=directory, dst_dir_fd=directory)
-        # The rename is durable only with its directory (fsync(2)).
-        os.fsync(directory)
+        if durable:
+            # The rename is durable only with its directory (fsync(2)).
+            os.fsync(directory)
     finally:
         os.close(directory)
 
@@ -194,7 +199,7 @@ def read_state_file(place: Path, name: str, file_name: str, limit_bytes: int) ->
 
     Args:
         place: State directory.
-        name: Name of the remote.
+        name: Name of the remote; ``.`` for the state directory itself.
         file_name: Name of the file.
         limit_bytes: Number of bytes to read.
 

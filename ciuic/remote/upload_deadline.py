@@ -7,7 +7,8 @@ the deadline that process is urgent (`ciuic.remote.replication.run`): it leaves 
 times of the schedule, stops at the next object with what it is sending, and sends only what it expects to end in time.
 
 Guarantees: a note of another boot or of another machine that shares the directory counts for nothing, and one whose
-deadline has passed neither. The earliest deadline counts. An expectation (`UploadForecast`) counts what the remote lacks, at the
+deadline has passed neither. The earliest deadline counts. The directory may belong to another user: no link in it is followed, and
+the note can be read by its owner. An expectation (`UploadForecast`) counts what the remote lacks, at the
 rate that was measured, with a reserve; a snapshot that was not expected in time is not begun. Where nothing
 was measured yet, the newest state is tried, and nothing is promised.
 """
@@ -23,9 +24,11 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from ciuic.repository.notes import read_note, write_note
+from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_state_file, write_state_file
+from ciuic.repository.notes import decode_note, encode_note
 
 _NAME: Final = "deadline"
+_MAX_NOTE_BYTES: Final = 1 << 16
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 LOOK_SECONDS: Final = 0.1
 """Time between two looks for a deadline: one stat(2)."""
@@ -66,12 +69,26 @@ def announce(
     before = read_deadline(state_dir, clock=clock)
     if before is None or by_seconds < before.by_seconds:
         note = UploadDeadline(boot=_boot_id(), by_seconds=by_seconds, cause=cause)
-        write_note(str(state_dir), _NAME, note, durable=False)
+        with suppress(FileExistsError):
+            state_dir.mkdir(0o700)
+        # Not durable: it counts for this boot alone, and an fsync(2) may wait for what the job writes.
+        write_state_file(state_dir, ".", _NAME, encode_note(note), durable=False)
+
+
+def withdraw(state_dir: Path) -> None:
+    """Remove the note of a deadline, if there is one.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    (state_dir / _NAME).unlink(missing_ok=True)
 
 
 def read_deadline(state_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> UploadDeadline | None:
     """Return the deadline of this machine; None if there is none, or if it has passed."""
-    note = read_note(str(state_dir), _NAME, UploadDeadline)
+    note = None
+    with suppress(OSError, StoredRecordDamaged):
+        note = decode_note(read_state_file(state_dir, ".", _NAME, _MAX_NOTE_BYTES), UploadDeadline)
     return note if note is not None and note.boot == _boot_id() and note.by_seconds > clock() else None
 
 

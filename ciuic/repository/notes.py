@@ -42,9 +42,8 @@ def write_note(directory: str, name: str, note: msgspec.Struct, *, durable: bool
         os.unlink(temporary)
     # In a repository of another user the name may lead elsewhere: nothing that exists is opened.
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    body = msgspec.json.encode(note)
     with os.fdopen(fd, "wb") as file:
-        file.write(b"%b\n%b\n" % (body, _checksum(body)))
+        file.write(encode_note(note))
         file.flush()
         # Content first, then the name: after a crash the file is whole, or as it was before.
         if durable:
@@ -58,12 +57,26 @@ def write_note(directory: str, name: str, note: msgspec.Struct, *, durable: bool
 def read_note(directory: str, name: str, kind: type[_Note]) -> _Note | None:
     """Return the record; None if it is missing or damaged."""
     try:
-        body, checksum, end = read_file(f"{directory}/{name}").split(b"\n")
+        return decode_note(read_file(f"{directory}/{name}"), kind)
+    except OSError:
+        return None
+
+
+def encode_note(note: msgspec.Struct) -> bytes:
+    """Return the file of a record."""
+    body = msgspec.json.encode(note)
+    return b"%b\n%b\n" % (body, _checksum(body))
+
+
+def decode_note(data: bytes, kind: type[_Note]) -> _Note | None:
+    """Return the record in a file; None if it is damaged."""
+    try:
+        body, checksum, end = data.split(b"\n")
         if end or checksum != _checksum(body):
             return None
         return decode_json(body, kind)
     # The errors of msgspec and of UTF-8 decoding are ValueErrors.
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 

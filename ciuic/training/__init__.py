@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from ciuic.system.cloud_notices import MetadataService
 from ciuic.training.arguments import ManagerOptions, warn_deprecated
 from ciuic.training.change_figures import ChangeFigures
 from ciuic.training.check_resume import Difference, check_resume
-from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.convert.exporting import Exported
 from ciuic.training.format.reading import Facts, NoUsableSnapshot, PassedOver, SavedSnapshot
 from ciuic.training.format.structure import UnknownType, register_type

@@ -46,8 +46,8 @@ from types import FrameType
 from typing import Any, Final, Literal, Protocol
 
 from ciuic.errors import CiuicError
+from ciuic.system.cloud_notices import MetadataService
 from ciuic.system.slurm import SlurmJob
-from ciuic.training.cloud_notices import MetadataService
 from ciuic.training.logs import log, quietly
 from ciuic.training.ranks import Ranks, Vote
 from ciuic.training.remote.copies import UploadBeforeEnd

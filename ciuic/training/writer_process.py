@@ -31,8 +31,8 @@ from ciuic.protocol.watch_client import Hello, Registration, watch_socket
 from ciuic.repository import Repository, Writer
 from ciuic.repository.locks import Claim
 from ciuic.structs import decode_msgpack
+from ciuic.system import cloud_notices
 from ciuic.system.poll import readable
-from ciuic.training import cloud_notices
 from ciuic.training.arena import ReadArena
 from ciuic.training.remote.uploads import Uploads
 from ciuic.training.save_schedule import measure

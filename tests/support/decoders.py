@@ -157,7 +157,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/system/spill.py": "a new file without a name",
     "ciuic/protocol/state_directory.py": "an answer of the kernel",
     "ciuic/training/name_lock.py": "an answer of the kernel",
-    "ciuic/training/cloud_notices.py": "the machine's provider, whose word ends the machine anyway",
+    "ciuic/system/cloud_notices.py": "the machine's provider, whose word ends the machine anyway",
     "ciuic/training/writer/rank_parts.py": "files of the user's own other ranks",
     "ciuic/training/writer/codecs.py": "the trainer's own memory",
     "ciuic/remote/objects/credentials.py": "files and programs of the operator, and the metadata of the machine's provider",

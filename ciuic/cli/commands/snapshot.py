@@ -24,6 +24,7 @@ from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.set_of_hosts import OtherHosts, SetOptions, set_document, take_of_set
 from ciuic.cli.shared.snapshot_command import OPTIONS, reason_of, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial, UsageError
+from ciuic.units import human_duration
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.progress import Reporter
@@ -64,6 +65,56 @@ class RemoteWait:
         except KeyboardInterrupt:
             complain(f"{snapshot_id} is committed on this host, and its upload goes on")
             raise
+
+    def until_end(self, snapshot_id: str, deadline: float) -> list[str]:
+        """Return when every remote has committed the snapshot or will not before this machine ends.
+
+        Args:
+            snapshot_id: Snapshot, which may not be committed on this host yet.
+            deadline: End of this machine on the monotonic clock.
+
+        Returns:
+            A sentence for each remote that lacks it.
+        """
+        repository = self._session.repository.id
+        late: dict[str, str] = {}
+        waiting = list(self._names)
+        while waiting:
+            for name in list(waiting):
+                try:
+                    if _is_stored(name, repository, snapshot_id):
+                        waiting.remove(name)
+                        late.pop(name, None)
+                        continue
+                    late[name] = _left_out(name, snapshot_id)
+                except CiuicError as error:
+                    late[name] = error.message
+                if late[name]:
+                    waiting.remove(name)
+            if not waiting or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        late |= dict.fromkeys(waiting, "not stored when the time was over")
+        return [f"remote {name}: {shown_text(why)}" for name, why in late.items() if why]
+
+
+def _left_out(name: str, snapshot_id: str) -> str:
+    """Return why an upload does not begin this snapshot before this machine ends; empty if it may come."""
+    from ciuic.protocol.stored_remotely import upload_state_dir
+    from ciuic.remote.replication import read_status
+
+    status = read_status(name, upload_state_dir())
+    forecast = status.forecast if status is not None else None
+    if forecast is None or forecast.by_seconds <= time.monotonic():
+        return ""
+    return next(
+        (
+            f"left out, because it would need {human_duration(one.needed_seconds or 0.0)}"
+            for one in forecast.states
+            if one.newest == snapshot_id and one.outcome == "left out"
+        ),
+        "",
+    )
 
 
 def _is_stored(name: str, repository: str, snapshot_id: str) -> bool:
@@ -125,6 +176,20 @@ def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _end_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a machine that ends, which only the whole program knows (fast_snapshot.py)."""
+    cause = click.option(
+        "--cause", type=Text(), default="", metavar="TEXT", help="What ends it; default of --message."
+    )
+    return click.option(
+        "--before-end",
+        type=Text(),
+        default="",
+        metavar="DURATION",
+        help="This machine ends in this time: capture and upload make way for nobody, and --wait waits until then.",
+    )(cause(command))
+
+
 def _set_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a set of hosts, which only the whole program knows (fast_snapshot.py)."""
     for option, metavar, text in reversed(
@@ -149,6 +214,7 @@ def _set_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("snapshot", cls=FrameCommand)
 @_snapshot_options
+@_end_options
 @_set_options
 @json_option
 def command(
@@ -156,6 +222,8 @@ def command(
     tags: tuple[str, ...],
     hold: bool,
     wait: str | None,
+    before_end: str,
+    cause: str,
     set_name: str,
     hosts: str,
     member: str,
@@ -170,10 +238,20 @@ def command(
     Everything whose write() had returned when this command began is in it. Commands that wait for the same are answered by one
     snapshot.
 
+    With --before-end it is for the hooks of schedulers that take a machine away: exit code 8 tells what was not stored in time.
+
     With --set the same command runs on every host of --hosts, and all are cut at one instant.
     """
     session = current()
     remotes = RemoteWait(session) if wait == "remote" else None
+    if before_end or cause:
+        if set_name or not before_end:
+            raise UsageError(
+                "--before-end is for one host" if set_name else "--cause is for a machine that ends",
+                hint="leave --set out" if set_name else "--before-end says when it ends",
+            )
+        _take_before_end(session, before_end, cause, message, tags, wait, remotes, hold=hold, as_json=as_json)
+        return
     if not set_name:
         if given := [
             word for word in (hosts, member, meet_at, wait_for, hold_limit, "--ssh" if ssh else "") if word
@@ -197,6 +275,51 @@ def command(
         others.finish()
 
 
+def _take_before_end(
+    session: Session,
+    before_end: str,
+    cause: str,
+    message: str,
+    tags: tuple[str, ...],
+    wait: str | None,
+    remotes: RemoteWait | None,
+    *,
+    hold: bool,
+    as_json: bool,
+) -> None:
+    """Take a snapshot of a machine that ends, and wait as far as that is wanted, but not beyond its end."""
+    from ciuic.units import parse_duration
+
+    try:
+        seconds = parse_duration(before_end)
+    except ValueError as error:
+        raise UsageError(f"--before-end: {error}") from None
+    if not seconds:
+        raise UsageError("--before-end must be at least 1s")
+    deadline = time.monotonic() + seconds
+    state = session.control.take_snapshot(
+        message=message, tags=tags, hold=hold, before_end_seconds=seconds, cause=cause
+    )
+    late: list[str] = []
+    try:
+        while wait is not None and state.state not in ("committed", "failed"):
+            if time.monotonic() >= deadline:
+                late.append("it is not committed on this host")
+                break
+            time.sleep(_POLL_SECONDS)
+            state = session.control.snapshot_state(state.id)
+        if state.state == "failed":
+            raise _failure_of(state)
+        if remotes is not None:
+            late += remotes.until_end(state.id, deadline)
+    except KeyboardInterrupt:
+        complain(f"{state.id} is cut, and the daemon goes on capturing it")
+        raise
+    _report_outcome(session, state, None, None, None, as_json=as_json, waited=wait is not None)
+    if late:
+        raise Partial(f"{state.id} was not stored everywhere in time: {'; '.join(late)}")
+
+
 def _words(options: Mapping[str, str], tags: Sequence[str], wait: str | None, *, hold: bool) -> list[str]:
     """Return options of this command as words."""
     words = [f"{name}={value}" for name, value in options.items() if value]
@@ -212,8 +335,9 @@ def _report_outcome(
     remotes: RemoteWait | None,
     *,
     as_json: bool,
+    waited: bool = False,
 ) -> None:
-    """Wait for the snapshot as far as that is wanted, and print what became of it."""
+    """Wait for the snapshot as far as that is wanted, and print what became of it; ``waited`` tells of a wait before."""
     # Asked without wait, so that the id is known, and printed should the wait be interrupted.
     if wait is not None:
         state = _await_commit(session, state.id)
@@ -228,7 +352,7 @@ def _report_outcome(
         out_json({**document, "set": set_document(place)} if place is not None else document)
     else:
         out(state.id)
-        if wait is None:
+        if wait is None and not waited:
             note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
     # After the id: a script that reads it has it, whatever the exit code is.
     tell_if_retaken(state.id, state.time, state.retaken)
@@ -237,7 +361,7 @@ def _report_outcome(
             f"{state.id} is not of the set {place.name!r} any more, which stays incomplete: it had to be cut again",
             hint="cut another set",
         )
-    tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=wait is not None)
+    tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=waited or wait is not None)
 
 
 def _take_of_set(

@@ -17,6 +17,7 @@ from ciuic.config import (
     HoldsConfig,
     MinFree,
     OverlayConfig,
+    PreemptionConfig,
     Problem,
     SnapshotWhen,
     TrainerConfig,
@@ -68,6 +69,7 @@ class Settings(NamedTuple):
     drill_every_seconds: int = 0
     """Time from one drill of a restore to the next; 0: none is done."""
     drill_scratch: Path = Path("/var/tmp")
+    preemption: PreemptionConfig = PreemptionConfig()
     remotes: tuple[str, ...] = ()
     """Names of the remotes to which snapshots are replicated."""
     max_lags: tuple[tuple[str, int], ...] = ()
@@ -121,6 +123,7 @@ def settings_of(config: Config) -> Settings:
         min_free=config.min_free,
         drill_every_seconds=config.drill.every_seconds or 0,
         drill_scratch=config.drill.scratch,
+        preemption=config.preemption,
         remotes=tuple(remote.name for remote in config.remotes),
         max_lags=tuple(
             (remote.name, remote.max_lag_seconds)

@@ -81,6 +81,8 @@ class Context(NamedTuple):
     """None: captures keep no reserve."""
     spans: SpanWriter | None = None
     """Takes the course of each snapshot; None: nobody asks for it."""
+    ends: Callable[[], bool] = lambda: False
+    """Returns whether this machine ends soon, so that captures make way for nobody."""
     on_urgency: Callable[[], None] = lambda: None
     """Called when the urgency of the running capture may have changed."""
     on_space_wanted: Callable[[], None] = lambda: None
@@ -143,6 +145,8 @@ class Capturing:
 
     def urgency(self, pending: PendingSnapshot) -> Urgency:
         """Return how urgent a capture is now."""
+        if self._context.ends():
+            return Urgency(min_share=1.0, requested=True)
         settings = self._context.settings()
         return Urgency(
             min_share=settings.min_share,

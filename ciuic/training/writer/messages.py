@@ -15,7 +15,7 @@ import msgspec
 
 from ciuic.protocol.watch_client import Hello
 from ciuic.structs import msgpack_decoder
-from ciuic.training.cloud_notices import MetadataService
+from ciuic.system.cloud_notices import MetadataService
 from ciuic.training.remote.uploads import UploadOrder
 from ciuic.training.rules import Keep
 from ciuic.types import Pair, SetMember

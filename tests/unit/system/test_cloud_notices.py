@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from ciuic.training.cloud_notices import CloudNotice, MetadataService, watch
+from ciuic.system.cloud_notices import CloudNotice, MetadataService, watch
 
 PATIENCE_SECONDS = 20.0
 Answer = Callable[[str, str, dict[str, str]], "tuple[int, str, dict[str, str]]"]
