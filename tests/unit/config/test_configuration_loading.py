@@ -17,6 +17,7 @@ from ciuic.config import (
     IoPrioritySetting,
     MinFree,
     OverlayConfig,
+    PreemptionConfig,
     WatchConfig,
     WebConfig,
     convert_flat,
@@ -99,6 +100,10 @@ undo_limit = "2GiB"
 [drill]
 every = "7d"
 scratch = "/big/scratch/"
+[preemption]
+clouds = ["aws", "gcp"]
+grace = "45s"
+endpoint = "http://127.0.0.1:8080"
 [overlay]
 tracked_names = ["*.rec"]
 mapped_names = []
@@ -171,6 +176,7 @@ per_hour = 3
     assert config.capture.finish_within_seconds == 90
     assert config.capture.undo_limit_bytes == 2 << 30
     assert config.drill == DrillConfig(7 * 86400, Path("/big/scratch"))
+    assert config.preemption == PreemptionConfig(("aws", "gcp"), 45, "http://127.0.0.1:8080")
     assert config.overlay == OverlayConfig(("*.rec",), ())
     assert config.control.socket == Path("/run/other/control.sock")
     assert config.watch == WatchConfig(("alice", "*"), 0, 30)

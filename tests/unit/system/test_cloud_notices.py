@@ -4,57 +4,16 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from support.metadata_service import Answer, service
 
 from ciuic.system.cloud_notices import CloudNotice, MetadataService, watch
 
 PATIENCE_SECONDS = 20.0
-Answer = Callable[[str, str, dict[str, str]], "tuple[int, str, dict[str, str]]"]
-"""(method, path, headers) to (status, text, headers)."""
-
-
-@contextmanager
-def service(answer: Answer) -> Iterator[str]:
-    """Address of a local server in the place of a metadata service."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def handle(self) -> None:
-            with suppress(ConnectionError):  # a watcher that ends, or loses patience, waits for no answer
-                super().handle()
-
-        def do_GET(self) -> None:
-            status, text, headers = answer(
-                self.command, self.path, {k.lower(): v for k, v in self.headers.items()}
-            )
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        do_PUT = do_GET  # noqa: N815
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _notices_of(cloud: str, answer: Answer, number: int = 1) -> list[CloudNotice]:
@@ -154,3 +113,61 @@ def test_a_cloud_that_is_not_known_is_refused() -> None:
     """An unknown cloud is refused by its name."""
     with pytest.raises(ValueError, match="'ibm'"):
         MetadataService("ibm")  # type: ignore[arg-type]
+
+
+def test_a_notice_that_is_taken_back_is_told_once() -> None:
+    """An event that the service has no more is withdrawn, and may come again; a poll that says nothing withdraws nothing."""
+    said: queue.Queue[str] = queue.Queue()
+    polls = 0
+
+    def answer(method: str, path: str, headers: dict[str, str]) -> tuple[int, str, dict[str, str]]:
+        nonlocal polls
+        if path.startswith("/metadata/instance"):
+            return 200, "mine", {}
+        polls += 1
+        there = polls in (1, 2, 4, 7)
+        events = [{"EventId": "7", "EventType": "Reboot", "Resources": ["mine"]}] if there else []
+        return 404 if polls == 3 else 200, json.dumps({"Events": events}), {}
+
+    with service(answer) as address:
+        watch(
+            [MetadataService("azure", address, 0.01, grace_seconds=77)],
+            lambda notice: said.put(f"notice {notice.seconds:.0f}"),
+            said.put,
+            withdraw=lambda notice: said.put(f"withdrawn {notice.key}"),
+        )
+        found = [said.get(timeout=PATIENCE_SECONDS) for _ in range(4)]
+    assert found == ["notice 77", "withdrawn 7", "notice 77", "withdrawn 7"]
+
+
+@pytest.mark.parametrize("way", ["redirect", "large", "many", "deep", "dead"])
+def test_a_hostile_reply_is_no_notice(way: str) -> None:
+    """Redirects are not followed, and replies beyond the limits count for nothing."""
+    messages: queue.Queue[str] = queue.Queue()
+    event = {"EventType": "Preempt", "Resources": ["mine"], "NotBefore": ""}
+    event_of_all = json.dumps({"Events": [{**event, "EventId": "1"}]})
+
+    def target(method: str, path: str, headers: dict[str, str]) -> tuple[int, str, dict[str, str]]:
+        return 200, event_of_all, {}
+
+    def answer(method: str, path: str, headers: dict[str, str]) -> tuple[int, str, dict[str, str]]:
+        if path.startswith("/metadata/instance"):
+            return 200, "mine", {}
+        if way == "redirect":
+            return 302, "", {"Location": f"{other}/metadata/scheduledevents"}
+        if way == "large":
+            return 200, event_of_all + " " * (10 << 20), {}
+        if way == "many":
+            return 200, json.dumps({"Events": [{**event, "EventId": str(one)} for one in range(1000)]}), {}
+        if way == "deep":
+            return 200, "[" * 500_000, {}
+        return 200, "", {"Transfer-Encoding": "chunked"}
+
+    def reject(notice: CloudNotice) -> None:
+        messages.put(f"notice {notice}")
+
+    with service(target) as other, service(answer) as address:
+        watch([MetadataService("azure", address, 0.01)], reject, messages.put)
+        assert "cannot be used" in messages.get(timeout=PATIENCE_SECONDS)
+        time.sleep(0.2)
+        assert messages.empty()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,14 @@ from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.remote.objects.wrappers import CountingObjects, RateLimit
 from ciuic.remote.replication import Replication
-from ciuic.remote.upload_deadline import DeadlineWatch, UploadForecast, WriteRate, announce, read_deadline
+from ciuic.remote.upload_deadline import (
+    DeadlineWatch,
+    UploadForecast,
+    WriteRate,
+    announce,
+    read_deadline,
+    withdraw,
+)
 from ciuic.remote.uploader import Stopped
 from ciuic.repository import Repository
 from ciuic.repository.identity import Bytes
@@ -247,3 +255,27 @@ def test_nothing_is_expected_of_what_was_not_measured() -> None:
     """Without a measured rate there is no expected time."""
     assert WriteRate(0.0, 0.1).seconds_for(10) is None
     assert WriteRate(1e6, 0.1).seconds_for(10**6) == pytest.approx(1.25 * 1.6 + 0.5)
+
+
+def test_a_note_in_a_directory_of_another_user_follows_no_link(tmp_path: Path) -> None:
+    """What its owner plants there is neither read nor written through; the note is one that the owner can read."""
+    state, victim = tmp_path / "state", tmp_path / "victim"
+    state.mkdir()
+    victim.write_bytes(b"untouched")
+    for name in ("deadline", "deadline.tmp"):
+        (state / name).symlink_to(victim)
+    (tmp_path / "link").symlink_to(state)
+    announce(tmp_path / "link", 60, "the end")
+    found = read_deadline(state)
+    assert found is not None
+    assert found.cause == "the end"
+    assert victim.read_bytes() == b"untouched"
+    note = (state / "deadline").lstat()
+    assert stat.S_ISREG(note.st_mode)
+    assert stat.S_IMODE(note.st_mode) == 0o644
+    withdraw(state)
+    assert read_deadline(state) is None
+    # The open of a pipe would wait for a writer.
+    os.mkfifo(state / "deadline")
+    announce(state, 60, "after a pipe")
+    assert read_deadline(state) is not None
