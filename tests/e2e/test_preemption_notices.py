@@ -109,7 +109,8 @@ def test_an_end_by_hand_tells_what_made_it(host: Host) -> None:
     """With an upload all is stored and the exit code is 0; without one the command ends with the time, and with 8."""
     (host.top / "root" / "weights").write_bytes(os.urandom(_BYTES))
     with _uploading(host):
-        done = host.run("snapshot", "--before-end", "120s", "--cause", "Slurm: preempted", "--wait=remote")
+        wait_for("the first upload", lambda: _stored(host), _PATIENCE_SECONDS)
+        done = host.run("snapshot", "--before-end", "90s", "--cause", "Slurm: preempted", "--wait=remote")
         assert done.stdout.decode().strip() in _stored(host)
     (found,) = _before_end(host)
     assert found["message"] == "Slurm: preempted"

@@ -95,6 +95,8 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/daemon/capture/job.py": ("capture job", "capture message"),
     "ciuic/daemon/upkeep_process.py": ("job of upkeep",),
     "ciuic/daemon/drill_process.py": ("job of a drill",),
+    "ciuic/daemon/notice_process.py": ("job of notices",),
+    "ciuic/daemon/preemption.py": ("line of a notice",),
     "ciuic/daemon/verdict_process.py": ("job of verdicts",),
     "ciuic/daemon/roots/view_process.py": ("job of a view",),
     "ciuic/daemon/verdicts.py": ("verdicts on a snapshot",),

@@ -33,7 +33,7 @@ from ciuic.artefacts.folder import Manifest, Written
 from ciuic.cli.commands.web import broker
 from ciuic.compare.restore_records import RestoreRecord
 from ciuic.config import parse_config, repository_mark
-from ciuic.daemon import drill_process, upkeep_process, verdict_process
+from ciuic.daemon import drill_process, notice_process, upkeep_process, verdict_process
 from ciuic.daemon.capture.job import (
     CaptureJob,
     Failed,
@@ -86,6 +86,7 @@ from ciuic.restore.attributes import denied_to_nobody
 from ciuic.restore.journal import RestoreMark
 from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
+from ciuic.system.cloud_notices import MetadataService
 from ciuic.system.spill import Spill
 from ciuic.training import ranks
 from ciuic.training.dcp.pointer import decode_checkpoint_pointer
@@ -694,6 +695,8 @@ def more_readers() -> list[Reader]:
         Reader("order of the page", _refusing(lambda data: broker.words_of(msgspec.json.decode(data, type=broker.Order)), UnicodeDecodeError, RecursionError), b'{"kind":"restore","who":"a","snapshot":"cs-abcdef","path":"/a%25b","dest":""}'),
         Reader("question of the page", _refusing(lambda data: broker.question_of(quote_from_bytes(data)), UnicodeDecodeError, RecursionError), b'{"type":"compare","old":"cs-abcdef","new":"cs-abcdee","path":"/a%25b","old_path":"/a"}'),
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
+        Reader("job of notices", _json(notice_process.NoticeJob), msgspec.json.encode(notice_process.NoticeJob(services=(MetadataService("aws"),)))),
+        Reader("line of a notice", _json(notice_process.NoticeLine), msgspec.json.encode(notice_process.NoticeLine(kind="notice", key="1", text="AWS", seconds=5.0))),
         Reader("job of a drill", _json(drill_process.DrillJob), msgspec.json.encode(drill_process.DrillJob(repository="/r", scratch="/s"))),
         Reader("job of verdicts", _json(verdict_process.VerdictJob), msgspec.json.encode(verdict_process.VerdictJob(repository="/r", snapshots=("cs-abcdef",)))),
         Reader("job of a view", _json(view_process.ViewJob), msgspec.json.encode(view_process.ViewJob(repository="/r", root="/d", socket="/s"))),
