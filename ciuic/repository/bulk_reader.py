@@ -79,10 +79,6 @@ class BulkReader:
         self._buffer = bytearray(_RUN_BYTES)
         self._decompressor = zstandard.ZstdDecompressor()
 
-    def locate(self, chunks: Sequence[ChunkId]) -> dict[bytes, ChunkLocation]:
-        """Return the copy to read first for each chunk that is known; only `ChunkReader.locate` searches further."""
-        return self._finder.find_many(chunks)
-
     def read(self, chunks: Sequence[ChunkId]) -> Iterator[ReadChunk]:
         """Yield each of the chunks in the order of their positions. OSError other than of a bad disk.
 
