@@ -54,13 +54,13 @@ def check(save_dir: Path, mlflow_run: str, wandb_run: str, log_dir: str) -> None
     summary = dict(wandb.run.summary)
     for one in saved:
         assert summary[f"ciuic/snapshots/{one.id}"]["step"] == one.facts.step
-    # The last may be in a file of its own, of a writer that the Trainer had closed.
-    found = []
+    # The last may be in a file of its own, of a writer that the Trainer had closed, or in both if it is closed meanwhile.
+    found: set[int] = set()
     for file in sorted(Path(log_dir).glob("events*")):
         read = EventAccumulator(str(file))
         read.Reload()
         if "ciuic/size_bytes" in read.Tags()["scalars"]:
-            found += [one.step for one in read.Scalars("ciuic/size_bytes")]
+            found |= {one.step for one in read.Scalars("ciuic/size_bytes")}
     assert sorted(found) == steps
 
 
