@@ -50,6 +50,8 @@ _PERIOD_SECONDS: Final = 1.0
 _RESTART_SECONDS: Final = 30.0
 # A service that names another event each time must not cut a snapshot each time.
 _LEAST_BETWEEN_SECONDS: Final = 30.0
+# A mistaken or hostile end that is days away must not let captures go before the jobs until then.
+_MAX_URGENT_SECONDS: Final = 3600.0
 # The state directory of the upload may be on a disk that hangs, and the cut must not wait for it.
 _ANNOUNCE_SECONDS: Final = 2.0
 _MAX_STANDING: Final = 128
@@ -104,8 +106,9 @@ class Preemption:
 
     @property
     def is_near(self) -> bool:
-        """True while a notice stands whose end has not passed."""
-        return any(one.by_seconds > time.monotonic() for one in self._standing.values())
+        """True within the last hour before the end that a standing notice names."""
+        now = time.monotonic()
+        return any(now < one.by_seconds <= now + _MAX_URGENT_SECONDS for one in self._standing.values())
 
     async def end(self, request: SnapshotRequest) -> PendingSnapshot:
         """Do on request what a notice leads to, and return when the instant of the snapshot is fixed.

@@ -54,7 +54,7 @@ def check(save_dir: Path, mlflow_run: str, wandb_run: str, log_dir: str) -> None
     summary = dict(wandb.run.summary)
     for one in saved:
         assert summary[f"ciuic/snapshots/{one.id}"]["step"] == one.facts.step
-    # The last may be in a file of its own, of a writer that the Trainer had closed, or in both if it is closed meanwhile.
+    # The last may be in a file of its own, of a writer that the Trainer had closed, or in both: a save that failed there is logged again.
     found: set[int] = set()
     for file in sorted(Path(log_dir).glob("events*")):
         read = EventAccumulator(str(file))
