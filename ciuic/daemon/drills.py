@@ -16,7 +16,6 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import describe_exit
 from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
@@ -27,6 +26,7 @@ from ciuic.protocol.last_drill import LastDrill, read_drills, standing_drill
 from ciuic.structs import decode_json
 from ciuic.system.child_process import module_command
 from ciuic.system.memory import is_memory_short
+from ciuic.system.processes import describe_exit
 from ciuic.units import human_duration
 
 DRILL_MODULE = "ciuic.daemon.drill_process"

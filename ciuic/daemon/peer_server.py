@@ -24,7 +24,7 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import mark_expendable
 from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
@@ -44,6 +44,7 @@ from ciuic.daemon.peer_messages import (
 )
 from ciuic.protocol.peer_socket import Caller
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.processes import describe_exit
 
 # Time limit for the start of a receiver: a tenth of a second as a rule, and much longer on an overloaded
 # host.

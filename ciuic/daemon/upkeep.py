@@ -15,7 +15,7 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import describe_exit, send_urgency
+from ciuic.daemon.base.child_processes import send_urgency
 from ciuic.daemon.base.events import Alerts, Wakeup
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.process_priority import RunningProcess
@@ -26,6 +26,7 @@ from ciuic.errors import BY_EXIT_CODE, CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
 from ciuic.structs import decode_json
 from ciuic.system.child_process import module_command
+from ciuic.system.processes import describe_exit
 from ciuic.system.urgency import Urgency
 from ciuic.units import plural
 

@@ -15,7 +15,6 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import describe_exit
 from ciuic.daemon.base.events import Wakeup
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
@@ -25,6 +24,7 @@ from ciuic.errors import CiuicError
 from ciuic.repository import Repository
 from ciuic.structs import decode_json
 from ciuic.system.child_process import module_command
+from ciuic.system.processes import describe_exit
 from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, own_key
 
 VERDICT_MODULE = "ciuic.daemon.verdict_process"

@@ -109,6 +109,15 @@ def describe(status: int) -> str:
     return f"ended with status {os.waitstatus_to_exitcode(status)}"
 
 
+def describe_exit(status: int | None) -> str:
+    """Return an exit status in words; a negative status is the number of the signal that killed the process."""
+    if status is None:
+        return "status unknown"
+    if status < 0:
+        return f"killed by {signal_name(-status)}"
+    return f"exit status {status}"
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as SIGKILL; `signal 40` without a name."""
     try:

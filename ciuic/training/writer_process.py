@@ -12,6 +12,7 @@ trainer with a daemon, because it can wait and can tell the daemon how the train
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import select
 import signal
@@ -97,6 +98,9 @@ def main(fd: int, trainer_pid: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Blocked since before this program was loaded (`client`). What has come meanwhile is ignored, too.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
+    # Nothing else would tell where a fault of a library ended it.
+    with suppress(OSError, RuntimeError, ValueError):  # the trainer has closed its standard error
+        faulthandler.enable()
     sock = socket.socket(fileno=fd)
     trainer = _Trainer(sock, trainer_pid)
     # Begin is the first message; a trainer that died before it has nothing to store.

@@ -172,6 +172,19 @@ def test_a_writer_that_is_killed_between_two_saves_costs_none(manager: SnapshotM
     assert (manager.stats.saved, manager.stats.failed) == (3, 0)
 
 
+def test_a_save_lost_with_its_writer_tells_how_the_writer_ended(manager: SnapshotManager) -> None:
+    """The error of a save that a killed writer held names the signal."""
+    manager.save_snapshot(wait=True)
+    writer = training_writer()
+    os.kill(writer, signal.SIGSTOP)
+    save = manager.save_snapshot()
+    assert save is not None
+    os.kill(writer, signal.SIGKILL)
+    os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)
+    assert save.wait() is None
+    assert save.error == "the writer process is gone (killed by SIGKILL)"
+
+
 def test_signals_to_all_processes_of_a_job_do_not_end_the_writer(manager: SnapshotManager) -> None:
     """A writer that has just been started, and one that has stored a state, outlive what schedulers send to each process of a job."""
     manager.save_snapshot()

@@ -30,12 +30,13 @@ import structlog
 import trio
 
 from ciuic.config import AlertConfig, alert_flaw
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import mark_expendable
 from ciuic.daemon.base.events import EventBus
 from ciuic.errors import NotPermitted
 from ciuic.printable import escaped, one_line
 from ciuic.protocol.control_types import Event
 from ciuic.system.child_process import SYSTEM_PATH, find_program
+from ciuic.system.processes import describe_exit
 
 # An event that repeats is told three times at once, and then every ten minutes.
 _BURST: Final = 3

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import threading
 import time
 from contextlib import suppress
@@ -47,15 +46,6 @@ def mark_expendable(pid: int) -> None:
     """
     with suppress(OSError):  # it has ended, or /proc is not writable here
         Path(f"/proc/{pid}/oom_score_adj").write_text(EXPENDABLE_OOM_SCORE_ADJ)
-
-
-def describe_exit(status: int | None) -> str:
-    """Return an exit status in words; a negative status is the number of the signal that killed the process."""
-    if status is None:
-        return "status unknown"
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"
 
 
 class JobInput:

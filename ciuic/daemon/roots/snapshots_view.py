@@ -21,13 +21,14 @@ import structlog
 import trio
 
 from ciuic import SNAPSHOTS_DIR_NAME
-from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.child_processes import mark_expendable
 from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.roots.view_process import NAME_TAKEN, UNSUPPORTED, ViewJob
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.system import mounts
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.processes import describe_exit
 
 VIEW_MODULE: Final = "ciuic.daemon.roots.view_process"
 ViewState = Literal["off", "starting", "mounted", "name taken", "unsupported", "failed"]

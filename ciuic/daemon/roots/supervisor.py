@@ -29,7 +29,6 @@ import structlog
 import trio
 
 import ciuic
-from ciuic.daemon.base.child_processes import describe_exit
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.bypass_watch import BypassWatch
@@ -47,6 +46,7 @@ from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.control_types import MountState, RootStatus, rfc3339
 from ciuic.system import service_manager
 from ciuic.system.open_files import describe
+from ciuic.system.processes import describe_exit
 from ciuic.units import plural
 
 # The first attempts follow at once, because the root is unprotected meanwhile; a lasting cause is tried twice

@@ -20,7 +20,6 @@ import structlog
 import trio
 
 import ciuic
-from ciuic.daemon.base.child_processes import describe_exit
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.journal.succession import SERVED_ELSEWHERE
 from ciuic.fuse_layer.prefork.client import ForkedProcess, SpareProcess
@@ -29,6 +28,7 @@ from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACK
 from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, WorkerUnreachable, peer_pid
 from ciuic.protocol.worker_frames import CutReply, NameCounts, WatchedNames, WorkerStatus
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.processes import describe_exit
 
 # A worker is ready within milliseconds when it is forked, and in some tenths of a second when an interpreter
 # starts.

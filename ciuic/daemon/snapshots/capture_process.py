@@ -24,7 +24,6 @@ import trio
 
 from ciuic.daemon.base.child_processes import (
     EXPENDABLE_OOM_SCORE_ADJ,
-    describe_exit,
     mark_expendable,
     send_urgency,
 )
@@ -42,7 +41,7 @@ from ciuic.fuse_layer.prefork.client import ForkedProcess, SpareProcess
 from ciuic.fuse_layer.prefork.messages import FIRST_PASSED_FD
 from ciuic.protocol.worker_client import peer_pid
 from ciuic.system.child_process import environment, module_command
-from ciuic.system.processes import start_ticks
+from ciuic.system.processes import describe_exit, start_ticks
 from ciuic.system.urgency import Urgency
 
 # A capture ends between two steps of its work after SIGTERM.

@@ -51,7 +51,7 @@ from ciuic.training.logs import log
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.remote.place import RemoteList, uploads_of
 from ciuic.training.rules import Latest
-from ciuic.training.writer.client import GONE, Slot, WriterClient, manifest_files
+from ciuic.training.writer.client import LOST_WRITER, Slot, WriterClient, manifest_files
 from ciuic.training.writer.messages import (
     COMPRESSIONS,
     Begin,
@@ -362,7 +362,7 @@ class PartsWriter:
         for message in self._client.poll():
             if isinstance(message, Note):
                 # A lost writer is reported by the saves that it failed.
-                if message.text != GONE:
+                if message.event != LOST_WRITER:
                     log.warning("ciuic: %s", message.text)
             elif not isinstance(message, (PreemptionNotice, Measured)) and message.number in self._answers:
                 self._answers[message.number].append(message)

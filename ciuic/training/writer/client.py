@@ -24,6 +24,7 @@ import msgspec
 from ciuic.repository.locks import Claim
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
+from ciuic.system.processes import describe_exit
 from ciuic.training.arena import Arena, allocate_arena
 from ciuic.training.remote.uploads import store_variables
 from ciuic.training.writer.messages import (
@@ -93,7 +94,11 @@ _GROWTH_FACTOR: Final = 1.125
 """Factor by which a new arena exceeds the requested size, so that a state that grows a little needs no second
 one.
 """
-GONE: Final = "the writer process is gone"
+_GONE: Final = "the writer process is gone"
+LOST_WRITER: Final = "writer_gone"
+"""Event of the note that the writer has ended while it held no save."""
+# The kernel closes the socket of a process that ends before its parent can wait for it.
+_ENDING_SECONDS: Final = 0.05
 FORKED: Final = "this process was forked from the one that made the SnapshotManager: it needs one of its own"
 INTERRUPTED: Final = "interrupted while it was handed over"
 
@@ -350,7 +355,7 @@ class WriterClient:
         slot.save = save.number
         try:
             if self._sock is None:
-                raise BrokenPipeError(GONE)
+                raise BrokenPipeError(_GONE)
             send(self._sock, save, fds)
         except OSError as error:
             # The caller sees the exception and still has the state: the save is not reported as lost.
@@ -438,7 +443,7 @@ class WriterClient:
 
     def _send(self, message: FromTrainer, fds: tuple[int, ...] = ()) -> None:
         if self._sock is None:
-            raise BrokenPipeError(GONE)
+            raise BrokenPipeError(_GONE)
         try:
             send(self._sock, message, fds)
         except (BrokenPipeError, ConnectionResetError):
@@ -453,9 +458,20 @@ class WriterClient:
 
     def _handle_lost_writer(self) -> None:
         """Report what the writer still held as not saved."""
-        lost = [NotSaved(number=slot.save, reason=GONE) for slot in self.slots if slot.save]
-        self._unread.extend(lost or ([] if self._ended else [Note("writer_gone", GONE)]))
+        reason = _GONE + self._ending()
+        lost = [NotSaved(number=slot.save, reason=reason) for slot in self.slots if slot.save]
+        self._unread.extend(lost or ([] if self._ended else [Note(LOST_WRITER, reason)]))
         self._disconnect()
+
+    def _ending(self) -> str:
+        """Return how the process has ended, in brackets; nothing where that is not known at once."""
+        if self._process is None:
+            return ""
+        try:
+            status = self._process.wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" ({describe_exit(status)})"
 
     def _detach_process(self) -> None:
         """Stop waiting for the process."""
