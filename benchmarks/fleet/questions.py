@@ -207,7 +207,7 @@ def requests_by_interval(runs: Sequence[Measured]) -> Table:
 
 
 def new_hosts(runs: Sequence[Measured]) -> Table:
-    """What a host reads before its first upload."""
+    """Return a table of the reads of a host before its first upload."""
     rows = [_usage_row(f"{run.hosts:,}", run.new_host) for run in runs]
     rows.append(
         (

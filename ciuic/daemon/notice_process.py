@@ -30,7 +30,7 @@ class NoticeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoticeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service says of the end of this machine."""
+    """Statement of a metadata service about the end of this machine."""
 
     kind: Literal["notice", "withdrawn", "problem"]
     key: str = ""

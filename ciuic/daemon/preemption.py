@@ -1,11 +1,12 @@
 """The end of this machine, of which its cloud or a scheduler gives notice: one urgent snapshot, and an upload that knows the deadline.
 
 On a notice the alert `preemption` begins, the process that uploads is told of the deadline (`ciuic.remote.upload_deadline`), and then
-all roots are cut; until the deadline captures make way for nobody. Metadata services are asked by a process
+all roots are cut; in the last hour captures make way for nobody. Metadata services are asked by a process
 (`ciuic.daemon.notice_process`), and only where `[preemption] clouds` names them.
 
 Guarantees: no notice holds up the event loop; a notice that is repeated, or has a later end than one that stands, cuts nothing, and
-notices cut at most one snapshot in `_LEAST_BETWEEN_SECONDS`. A daemon that is killed between the note for the upload and the cut has a
+notices cut at most one snapshot in `_LEAST_BETWEEN_SECONDS`. A snapshot that fails is tried again, and an upload that starts later is told,
+until the end. A daemon that is killed between the note for the upload and the cut has a
 successor that is told of the notice by the service again. A notice that is taken back ends alert and deadline.
 Belongs to the trio thread.
 """
@@ -50,6 +51,8 @@ _PERIOD_SECONDS: Final = 1.0
 _RESTART_SECONDS: Final = 30.0
 # A service that names another event each time must not cut a snapshot each time.
 _LEAST_BETWEEN_SECONDS: Final = 30.0
+_AGAIN_SECONDS: Final = 5.0
+"""Time from a snapshot that failed to the next try."""
 # A mistaken or hostile end that is days away must not let captures go before the jobs until then.
 _MAX_URGENT_SECONDS: Final = 3600.0
 # The state directory of the upload may be on a disk that hangs, and the cut must not wait for it.
@@ -70,7 +73,7 @@ class _Notice(msgspec.Struct, frozen=True):
 
 
 class Preemption:
-    """What is known of the end of this machine, and what follows from it. `run` is its task."""
+    """Notices of the end of this machine, and their effects. `run` is its task."""
 
     def __init__(
         self,
@@ -103,6 +106,10 @@ class Preemption:
         self._on_urgency = on_urgency
         self._standing: dict[str, _Notice] = {}
         self._cut_at = -math.inf
+        self._owed: SnapshotRequest | None = None
+        """Snapshot that failed and is to be tried again."""
+        self._is_untold = False
+        """True if no upload was there that could be told of a notice."""
 
     @property
     def is_near(self) -> bool:
@@ -135,6 +142,7 @@ class Preemption:
         """Listen to the services of the configuration until cancelled. Changes of the configuration take effect."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._expire)
+            nursery.start_soon(self._try_again)
             while True:
                 config = self._settings().preemption
                 if not config.clouds:
@@ -234,9 +242,14 @@ class Preemption:
         await self._announce(notice)
         if earlier or now - self._cut_at < _LEAST_BETWEEN_SECONDS:
             return
+        await self._cut_unasked(SnapshotRequest(message=cause, tags=[TAG_BEFORE_PREEMPTION]))
+
+    async def _cut_unasked(self, request: SnapshotRequest) -> None:
+        self._owed = None
         try:
-            await self._cut(SnapshotRequest(message=cause, tags=[TAG_BEFORE_PREEMPTION]))
+            await self._cut(request)
         except CiuicError as error:
+            self._owed = request
             log.error("snapshot_before_preemption_failed", error=str(error))
             self._alerts.report(
                 f"{KEY_PREEMPTION}-snapshot",
@@ -251,14 +264,38 @@ class Preemption:
         self._report()
         self._events.emit("preemption_announced", detail=f"{notice.cause}, in {human_duration(left)}")
         self._on_urgency()
+        await self._tell_upload(notice)
+
+    async def _tell_upload(self, notice: _Notice) -> None:
         place = upload_state_dir()
 
         def tell() -> None:
             # Made by its own process or service manager, with its owner.
-            if place.is_dir():
+            self._is_untold = not place.is_dir()
+            if not self._is_untold:
                 announce(place, notice.by_seconds - time.monotonic(), notice.cause)
 
         await self._with_upload(tell)
+
+    async def _try_again(self) -> None:
+        while True:
+            await trio.sleep(_PERIOD_SECONDS)
+            try:
+                await self._make_up()
+            except Exception:
+                log.exception("preemption_not_made_up")  # a defect there must not end the service
+
+    async def _make_up(self) -> None:
+        """Take the snapshot that failed, and tell an upload that has come since, if an end is still to come."""
+        now = time.monotonic()
+        coming = [one for one in self._standing.values() if one.by_seconds > now]
+        if not coming:
+            self._owed, self._is_untold = None, False
+            return
+        if self._is_untold:
+            await self._tell_upload(min(coming, key=lambda one: one.by_seconds))
+        if self._owed is not None and now - self._cut_at >= _AGAIN_SECONDS:
+            await self._cut_unasked(self._owed)
 
     async def _cut(self, request: SnapshotRequest) -> PendingSnapshot:
         self._cut_at = time.monotonic()

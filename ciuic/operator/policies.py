@@ -1,4 +1,4 @@
-"""What a SnapshotPolicy becomes: the configuration of its nodes, and the objects that the controller applies.
+"""Configuration of nodes, and objects that the controller applies, made from a SnapshotPolicy.
 
 Guarantees: pure functions of the policy, so that equal policies give equal objects; a configuration that the daemon would refuse is
 refused here, with its message. Objects have the policy as owner, and end with it.

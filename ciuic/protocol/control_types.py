@@ -93,7 +93,7 @@ class SnapshotRequest(_Document, forbid_unknown_fields=True):
     before_end_seconds: float = 0.0
     """Time until this machine ends, as of now; 0: no end is known."""
     cause: str = ""
-    """What ends it, for people."""
+    """Cause in words."""
 
 
 MAX_HOLD_LIMIT_SECONDS: Final = 10.0

@@ -116,7 +116,7 @@ class StatusDrill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What an uploader says of its host at ``time_ns``, by the clock of that host."""
+    """Statement of an uploader about its host at ``time_ns``, by the clock of that host."""
 
     time_ns: _Count
     host: _Name

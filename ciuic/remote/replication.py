@@ -428,7 +428,7 @@ class Replication:
         self._rate = rate
         self._forecast = forecast
         self._plan: _Plan | None = None
-        """What is sent before the deadline; None: there is no deadline."""
+        """Objects to send before the deadline; None without a deadline."""
         self._seen = 0
         """State of the repository for which the upload under way was chosen."""
         self._now_ns = now_ns
@@ -929,7 +929,7 @@ _MAX_OLDER: Final = 8
 
 
 class _Plan:
-    """What is sent before a deadline."""
+    """Objects to send before a deadline."""
 
     def __init__(self, deadline: UploadDeadline) -> None:
         self.deadline = deadline
@@ -1111,7 +1111,7 @@ class StatusWriter:
 
     @property
     def error(self) -> str:
-        """What is waited for, or could not be read, in words; empty while all is well."""
+        """Description of what delays the upload or could not be read; empty while all is well."""
         return self._waits_for or self._unreadable
 
     def waiting(self, waiting: Waiting) -> None:

@@ -154,7 +154,7 @@ Outcome = Literal["stored", "promised", "tried", "left out"]
 
 
 class ExpectedState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a remote will have of one training, or of one root, at the deadline."""
+    """Forecast for one training, or one root, at the deadline."""
 
     root: bytes
     newest: str
@@ -176,7 +176,7 @@ class ExpectedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UploadForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What a remote will have at a deadline."""
+    """Forecast of a remote's content at a deadline."""
 
     by_seconds: float
     """The deadline on the monotonic clock."""

@@ -111,7 +111,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class FileStart(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a file without reading it."""
+    """Size and header of a file of a set, enough to plan its reading."""
 
     size_bytes: int
     header: bytes

@@ -220,7 +220,7 @@ class SavedState:
         self.lacking = (
             f"{id_} has a part of the state, and not here are those of {', '.join(absent)}" if absent else ""
         )
-        """What is missing of tensors in pieces, in words; empty if nothing is."""
+        """Missing parts of the state, in words; empty if there are none."""
         self._files = _FilesOfParts(
             {
                 member: Files(repository, top_of(one.roots[0].entry if one.roots else None, one.id))

@@ -54,7 +54,7 @@ class TrackedSave:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a tracker shows of the save: ``step``, ``verdict``, sizes in bytes; those that are not known are left out."""
+        """Values of the save for a tracker: ``step``, ``verdict``, sizes in bytes; those that are not known are left out."""
         result = self.result
         known = {
             "step": result.step,

@@ -45,7 +45,7 @@ _FORECAST_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class UploadBeforeEnd:
-    """What a remote has when a preempted program ends."""
+    """Content of a remote when a preempted program ends."""
 
     url: str
     snapshot: str
@@ -57,7 +57,7 @@ class UploadBeforeEnd:
 
     @property
     def text(self) -> str:
-        """What is where, for the log."""
+        """Describe it for the log."""
         if self.stored:
             part = ", which counts if every host of the set has stored its own"
             return f"{self.snapshot} is on {self.url}{part if self.expected and self.expected.in_set else ''}"

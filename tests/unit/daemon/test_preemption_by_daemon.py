@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from ciuic.config import PreemptionConfig
+from ciuic.daemon import preemption
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.notice_process import NoticeLine
 from ciuic.daemon.preemption import Preemption
@@ -55,6 +56,9 @@ class _Site:
         line = NoticeLine(kind=kind, key=key, text=f"notice {key}", seconds=seconds)
         trio.run(self.part._hear, msgspec.json.encode(line))
         return len(self.taken)
+
+    def a_second_later(self) -> None:
+        trio.run(self.part._make_up)
 
 
 @pytest.fixture
@@ -102,6 +106,47 @@ def test_a_snapshot_that_fails_is_an_alert(site: _Site) -> None:
     assert site.hear() == 0
     assert "preemption-snapshot" in site.alerts
     assert read_deadline(site.state) is not None
+
+
+def test_a_snapshot_that_fails_is_tried_again_until_the_end(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and not after a notice that was taken back."""
+    monkeypatch.setattr(preemption, "_AGAIN_SECONDS", 0)
+    site.failure = CiuicError("no disk")
+    site.hear()
+    site.a_second_later()
+    site.failure = None
+    for _ in range(2):
+        site.a_second_later()
+    assert [one.message for one in site.taken] == ["notice 1"]
+    assert "preemption-snapshot" not in site.alerts
+    site.restart()
+    site.failure = CiuicError("no disk")
+    site.hear()
+    site.hear(kind="withdrawn")
+    site.failure = None
+    site.a_second_later()
+    assert len(site.taken) == 1
+
+
+def test_an_upload_that_starts_after_the_notice_is_told(site: _Site) -> None:
+    """Its directory is made by itself."""
+    site.state.rmdir()
+    site.hear()
+    site.state.mkdir()
+    site.a_second_later()
+    found = read_deadline(site.state)
+    assert found is not None
+    assert found.cause == "notice 1"
+
+
+def test_an_end_that_is_hours_away_makes_nothing_urgent(site: _Site) -> None:
+    """Captures make way for the jobs until the last hour."""
+    site.hear("1", seconds=2 * 3600)
+    assert not site.part.is_near
+    site.hear("2", seconds=1800)
+    assert site.part.is_near
 
 
 def test_without_an_upload_no_directory_is_made(site: _Site) -> None:

@@ -216,7 +216,7 @@ class Host(NamedTuple):
 
 
 class HostReport(NamedTuple):
-    """What a host of a remote says of itself."""
+    """Status that a host publishes on a remote."""
 
     name: str
     read: ReadStatus
