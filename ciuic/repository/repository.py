@@ -50,9 +50,12 @@ if TYPE_CHECKING:
 
 
 PACKS_DIR = "packs"
-# All that a crashed `create` may have left, which is taken up again.
+UPLOADS_DIR = "remotes"
+"""Directory of the processes that upload from a repository of a training. It comes back if the repository is removed while one ends."""
+# All that a crashed `create` may have left, which is taken up again, or a removed repository.
 _OWN = {
     PACKS_DIR,
+    UPLOADS_DIR,
     SNAPSHOTS_DIR,
     MARKS_DIR,
     LOCK_NAME,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from ciuic.errors import CiuicError, UsageError
 from ciuic.repository import Repository
 from ciuic.repository.locks import LOCK_NAME
+from ciuic.repository.repository import UPLOADS_DIR
 from ciuic.training import arguments
 from ciuic.training.remote.uploads import UploadOrder
 
@@ -46,8 +47,9 @@ def ensure_repository(path: Path, naming: Callable[[], Naming] | None = None) ->
         raise UsageError(f"{path} is a file: give save_dir a directory that is empty, or is not there yet")
     # A mistaken save_dir, such as the home directory, must not be filled with packs.
     names = {one.name for one in path.iterdir()} if path.exists() else set()
-    # What is left where a directory was removed while a process still opened its lock is no other file.
-    if names - {LOCK_NAME} and names.isdisjoint(_OF_REPOSITORY):
+    # What is left where a directory was removed while a process still opened its lock, or ended its upload, is
+    # no other file.
+    if names - {LOCK_NAME, UPLOADS_DIR} and names.isdisjoint(_OF_REPOSITORY):
         raise UsageError(
             f"{path} has other files ({min(names)} …): "
             "give save_dir a directory that is empty, or is not there yet"

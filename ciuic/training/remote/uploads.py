@@ -38,6 +38,7 @@ from msgspec.structs import asdict
 from ciuic.errors import CiuicError
 from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record, remotes_done
 from ciuic.repository import Repository, SnapshotInfo
+from ciuic.repository.repository import UPLOADS_DIR
 from ciuic.system.child_process import environment, module_command
 from ciuic.training.format.reading import read_facts
 from ciuic.types import Snapshot, SnapshotId
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from ciuic.remote.uploader import Labels
 
 
-_STATE_DIR: Final = "remotes"
 LOG_NAME: Final = "log"
 _USERS: Final = "users"
 _UPLOADER: Final = "uploader"
@@ -121,7 +121,7 @@ class UploadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 def state_dir(save_dir: str | os.PathLike[str]) -> Path:
     """Return the directory with one directory for each remote."""
-    return Path(save_dir) / _STATE_DIR
+    return Path(save_dir) / UPLOADS_DIR
 
 
 def store_variables() -> dict[str, str]:
@@ -138,7 +138,7 @@ class UploadLock:
 
     def __init__(self, save_dir: str, name: str, which: str) -> None:
         """Hold nothing yet."""
-        self._path = f"{save_dir}/{_STATE_DIR}/{name}/{which}"
+        self._path = f"{save_dir}/{UPLOADS_DIR}/{name}/{which}"
         self._fd = -1
 
     @classmethod
@@ -262,7 +262,7 @@ def record_of(save_dir: str, name: str, repository_id: str) -> StoredRecord | No
 
 
 def _start(save_dir: str, order: UploadOrder) -> subprocess.Popen[bytes]:
-    directory = f"{save_dir}/{_STATE_DIR}/{order.name}"
+    directory = f"{save_dir}/{UPLOADS_DIR}/{order.name}"
     os.makedirs(directory, mode=0o700, exist_ok=True)
     # A file, no pipe or terminal of the training: the process outlives it, and who reads its output to the end
     # must not wait for the upload. Appended to, because another process may be running already.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,24 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "data.txt"):
         with pytest.raises(UsageError, match="give save_dir a directory that is empty, or is not there yet"):
             SnapshotManager(place)
+
+
+def test_a_directory_that_was_wiped_during_an_upload_is_used_anew(tmp_path: Path) -> None:
+    """What the process that uploads makes again in a removed directory does not keep a new run from starting."""
+    save_dir = tmp_path / "snapshots"
+    (tmp_path / "remote").mkdir()
+    remote = {"url": f"file://{tmp_path}/remote", "encryption": False}
+    with SnapshotManager(save_dir, remote=remote) as manager:
+        before = manager.save_snapshot(epoch=1, state={"a": 1}, wait=True)
+        assert before is not None
+        assert before.wait(60, remote=True)
+    for one in save_dir.iterdir():
+        if one.name != "remotes":
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+    with SnapshotManager(save_dir, remote=remote) as manager:
+        after = manager.save_snapshot(epoch=2, state={"a": 2}, wait=True)
+        assert after is not None
+        assert after.wait(60, remote=True)
 
 
 @pytest.mark.parametrize(
