@@ -46,13 +46,22 @@ _WRITES = ("new file, 8 MiB writes", "new file, 64 KiB writes", "new file, 8 MiB
            "new file, 64 KiB writes, four writers")  # fmt: skip
 _READS = ("cold read", "warm read", "random cold 4 KiB reads", "mmap read, cold", "mmap read, warm")
 _SMALL = ("create + write 2 KB", "open + read 2 KB", "stat of uncached names", "unlink")
+_MADE_SMALL = tuple(
+    name + threads
+    for name in ("create + write 2 KB", "stat of uncached names", "unlink")
+    for threads in ("", ", four threads")
+)
+_PROGRAMS = ("git clone of a local repository", "pip install of a wheel", "untar")
 
 BARS = (
     Bar(_WRITES, 0.95),
     Bar(_READS, 0.97),
     Bar(("new file, 4 KiB writes",), 0.85),
     Bar(("appends of 200 bytes to a log",), 0.6, against=PEER_PLAIN),
-    Bar(_SMALL, 1.0, against=PEER),
+    Bar(("open + read 2 KB",), 1.0, against=PEER),
+    Bar(_MADE_SMALL, 1.2, against=PEER),
+    Bar(_PROGRAMS, 0.33, places=("disk",)),
+    Bar(("find, cold", "find, warm"), 0.67),
     Bar(_SMALL, 3.0, against=PYFUSE3, contenders=(KERNEL,)),
     Bar(("training step, median",), 1.01, at_least=False),
     Bar(("training step, mean with captures",), 1.02, at_least=False),

@@ -1,4 +1,4 @@
-"""Small files and names in one directory, by one process, one call after the other.
+"""Small files and names in one directory, by one process: one call after the other, and by four threads.
 
 Steps: create and write, open and read, stat of uncached names, listing, rename, unlink.
 """
@@ -6,12 +6,16 @@ Steps: create and write, open and read, stat of uncached names, listing, rename,
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.suite import Job, Suite
 from benchmarks.timing import preparation, rate
 
 _FILES = 10_000
 _LISTINGS = 20
+_THREADS = 4
+_CONTENT = b"x" * 2000
 
 
 def _files(job: Job) -> range:
@@ -22,25 +26,38 @@ def _make_directory(job: Job) -> None:
     os.makedirs(job.path("names"), exist_ok=True)
 
 
-def _create(job: Job) -> float:
-    content = b"x" * 2000
-    for number in _files(job):
-        with open(job.path(f"names/{number}"), "wb") as file:
-            file.write(content)
-    return len(_files(job))
+def _create(path: str) -> None:
+    with open(path, "wb") as file:
+        file.write(_CONTENT)
 
 
-def _read(job: Job) -> float:
-    for number in _files(job):
-        with open(job.path(f"names/{number}"), "rb") as file:
-            file.read()
-    return len(_files(job))
+def _read(path: str) -> None:
+    with open(path, "rb") as file:
+        file.read()
 
 
-def _stat(job: Job) -> float:
-    for number in _files(job):
-        os.stat(job.path(f"names/{number}"))
-    return len(_files(job))
+def _in_turn(call: Callable[[str], object], prefix: str = "") -> Callable[[Job], float]:
+    def work(job: Job) -> float:
+        files = _files(job)
+        for number in files:
+            call(job.path(f"names/{prefix}{number}"))
+        return len(files)
+
+    return work
+
+
+def _by_threads(call: Callable[[str], object]) -> Callable[[Job], float]:
+    def share(paths: Iterable[str]) -> None:
+        for path in paths:
+            call(path)
+
+    def work(job: Job) -> float:
+        paths = [job.path(f"names/t{number}") for number in _files(job)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(share, [paths[first::_THREADS] for first in range(_THREADS)]))
+        return len(paths)
+
+    return work
 
 
 def _list(job: Job) -> float:
@@ -53,21 +70,18 @@ def _rename(job: Job) -> float:
     return len(_files(job))
 
 
-def _unlink(job: Job) -> float:
-    for number in _files(job):
-        os.unlink(job.path(f"names/r{number}"))
-    return len(_files(job))
-
-
 SUITE = Suite(
     "metadata",
     (
         preparation(_make_directory),
-        rate("create + write 2 KB", "/s", _create),
-        rate("open + read 2 KB", "/s", _read),
-        rate("stat of uncached names", "/s", _stat, before="uncached"),
+        rate("create + write 2 KB", "/s", _in_turn(_create)),
+        rate("open + read 2 KB", "/s", _in_turn(_read)),
+        rate("stat of uncached names", "/s", _in_turn(os.stat), before="uncached"),
         rate("readdir", "names/s", _list),
         rate("rename", "/s", _rename),
-        rate("unlink", "/s", _unlink),
+        rate("unlink", "/s", _in_turn(os.unlink, "r")),
+        rate("create + write 2 KB, four threads", "/s", _by_threads(_create)),
+        rate("stat of uncached names, four threads", "/s", _by_threads(os.stat), before="uncached"),
+        rate("unlink, four threads", "/s", _by_threads(os.unlink)),
     ),
 )
