@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import logging
 
+from ciuic.printable import one_line
+
 log = logging.getLogger("ciuic")
 
+
+def _on_one_line(record: logging.LogRecord) -> bool:
+    """Escape control characters: errors, names, and texts of other ranks and of remotes must not look like lines of their own."""
+    text = record.getMessage()
+    if not text.isprintable():
+        record.msg, record.args = one_line(text), ()
+    return True
+
+
+log.addFilter(_on_one_line)
 
 _warned: set[str] = set()
 

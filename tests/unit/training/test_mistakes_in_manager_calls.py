@@ -14,6 +14,7 @@ from ciuic import SnapshotManager
 from ciuic.errors import UsageError
 from ciuic.training import Latest, Steps
 from ciuic.training.format.reading import encode_facts
+from ciuic.training.logs import log
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
@@ -66,6 +67,12 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "data.txt"):
         with pytest.raises(UsageError, match="give save_dir a directory that is empty, or is not there yet"):
             SnapshotManager(place)
+
+
+def test_a_text_of_another_rank_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Line breaks and escape sequences are shown, not carried out; a percent sign stays."""
+    log.warning("ciuic: %s", "gone\nciuic: 100 %s is saved\x1b[2J")
+    assert caplog.messages == [r"ciuic: gone\nciuic: 100 %s is saved\x1b[2J"]
 
 
 def test_a_directory_that_was_wiped_during_an_upload_is_used_anew(tmp_path: Path) -> None:
