@@ -44,7 +44,12 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._parent = parent
-        self.pidfd = os.pidfd_open(pid)
+        try:
+            self.pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            # It has ended, and its parent has collected it and keeps the status (service.py).
+            self.returncode = parent.status_of(pid)
+            self.pidfd = os.eventfd(1, os.EFD_CLOEXEC)
         """Readable when the process has ended."""
 
     def __del__(self) -> None:
@@ -163,13 +168,9 @@ class SpareProcess:
         if self.service:
             self.prepare()
         pid = self._ask(list(arguments), fds) if len(fds) <= MAX_FDS else 0
-        if not pid:
-            return None
-        try:
-            return ForkedProcess(self, pid)
-        except ProcessLookupError:
-            # The child has ended and is collected, so its parent is gone too: otherwise it would be a zombie.
-            return None
+        process = ForkedProcess(self, pid) if pid else None
+        # One that has ended, with its parent: that was killed just now, and another one can fork it.
+        return None if process is not None and process.returncode == UNKNOWN_STATUS else process
 
     def await_ready(self) -> bool:
         """Start the process, unless it runs, and wait until it answers; return whether it does."""

@@ -167,12 +167,15 @@ class Node:
 
     def note_mode(self, mode: int) -> None:
         """Note whether the inode has a set-id bit, from its attributes as just read."""
-        self.privileged = bool(mode & (stat.S_ISUID | stat.S_ISGID))
+        if mode & (stat.S_ISUID | stat.S_ISGID):
+            self.privileged = True
+        elif self.unusual is not None:
+            self.privileged = False
 
     def names(self) -> list[tuple[Node, bytes]]:
         """Return every (parent, name) that is known to lead to the inode."""
         own = [(self.parent, self.name)] if self.parent is not None else []
-        return own + list(self.aliases or ())
+        return own if self.unusual is None else own + list(self.aliases or ())
 
 
 class NodeTable:
@@ -271,7 +274,8 @@ class NodeTable:
 
     def _set_key(self, node: Node) -> None:
         """Make the node the one that its inode number leads to."""
-        node.keyed = True
+        if node.unusual is not None:
+            node.keyed = True
         if node.id != node.ino or node.dev != self.device:
             self._by_key[node.dev, node.ino] = node
 
@@ -409,8 +413,9 @@ class NodeTable:
             self._removed.pop(node.id, None)
             self._last_attributes.pop(node.id, None)
             self._emptied.pop(node.id, None)
-            names = node.names()
-            node.parent, node.aliases = None, None
+            names, node.parent = node.names(), None
+            if node.unusual is not None:
+                node.aliases = None
             for parent, _ in names[1:]:
                 self._drop_below(parent)
             if not names:
@@ -530,7 +535,9 @@ class NodeTable:
                 self.journal.append(records.unlinked_record(node.id, parent.id, name, gone=gone))
             if gone:
                 # No name leads to the inode any more, so every other one in the table is out of date.
-                names, node.parent, node.aliases, node.astray = node.names(), None, None, False
+                names, node.parent = node.names(), None
+                if node.unusual is not None:
+                    node.aliases, node.astray = None, False
                 for known_parent, _ in names:
                     self._drop_below(known_parent)
             elif node.parent is parent and node.name == name:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final
 
@@ -27,7 +27,7 @@ _PIN_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 class HiddenLinks:
     """Hidden links of one root: those of orphans, and of the caller. Thread-safe."""
 
-    def __init__(self, others: Container[int] = ()) -> None:
+    def __init__(self, others: Collection[int] = ()) -> None:
         """Keep no link yet; ``others`` are inodes to which the caller keeps one more, removed by `let_other_go`."""
         self._others = others
         self._orphan_directory: Descriptor | None = None
@@ -47,7 +47,7 @@ class HiddenLinks:
         for _ in range(3):
             version = self._version
             st = read()
-            nlink = self._visible(st)
+            nlink = self._visible(st) if self._orphans or self._others else st.st_nlink
             if version == self._version and not version & 1:
                 return st, nlink
         with self._lock:
@@ -161,14 +161,10 @@ class HeldLinks(HiddenLinks):
     """Hidden links of a tracked root: ``hold`` is the directory for inodes that sealed epochs need."""
 
     def __init__(self, hold: Descriptor) -> None:
-        super().__init__()
-        self._hold = hold
         self.held: set[int] = set()
         """Inodes that sealed epochs keep alive."""
-
-    def of(self, ino: int) -> int:
-        """Return how many links of an inode are ours."""
-        return (ino in self.held) + (ino in self._orphans)
+        super().__init__(self.held)
+        self._hold = hold
 
     def were_deleted(self) -> bool:
         """Return whether another program has deleted a directory of links."""

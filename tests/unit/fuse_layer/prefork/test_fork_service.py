@@ -22,6 +22,7 @@ from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.prefork.messages import WORKER
 from ciuic.fuse_layer.prefork.service import Forker
 from ciuic.system.child_process import environment
+from ciuic.system.poll import readable
 
 _REFUSED = 2
 """Exit status of a worker with a command line that it does not understand (argparse)."""
@@ -88,6 +89,26 @@ def test_a_worker_whose_daemon_is_gone_is_collected(service: tuple[Path, subproc
     following.prepare()
     assert following.status_of(worker.pid) == _REFUSED
     following.close()
+
+
+def test_a_worker_that_ends_before_its_daemon_looks_keeps_its_status(
+    service: tuple[Path, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon gets the exit status of a worker that was collected before the daemon could watch it."""
+    path, process = service
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    open_pidfd = os.pidfd_open
+
+    def late(pid: int) -> int:
+        wait_for("the end of the worker", lambda: str(pid) not in children.read_text().split(), 30)
+        return open_pidfd(pid)
+
+    with closing(_spare(path)) as spare:
+        monkeypatch.setattr(os, "pidfd_open", late)
+        worker = spare.become(["--nonsense"], [])
+        assert worker is not None
+        assert readable(worker.pidfd)
+        assert worker.wait() == _REFUSED
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
