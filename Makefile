@@ -12,8 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV  := .venv
 PY    := $(VENV)/bin/python
 LOCKED := $(PY) -m pip install -qq --require-hashes --no-deps
-# A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the whole run, with all stacks.
-PYTEST := .ci/with-test-disk $(PY) -m pytest --timeout=300 --timeout-method=thread
+# A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the process, with all stacks. At a load of 9 the
+# longest took 300 seconds.
+PYTEST := .ci/with-test-disk $(PY) -m pytest --timeout=600 --timeout-method=thread
 
 # Each in a process with directories of its own; a file's tests stay together. JOBS=0: in one process, to look into a test.
 # Three on two processors: tests wait for disks, timers and one another's daemons a third of the time.
