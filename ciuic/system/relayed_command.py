@@ -116,7 +116,9 @@ class RelayedCommand:
         self._arrived.append(number)
 
     def _relay(self) -> None:
-        arrived, self._arrived = list(dict.fromkeys(self._arrived)), []
+        # Exchanged before it is read: a signal that comes in between is in one list or in the other.
+        taken, self._arrived = self._arrived, []
+        arrived = list(dict.fromkeys(taken))
         for number in map(signal.Signals, arrived):
             if number != signal.SIGCONT and self.told is None:
                 self.told, self.told_at = number, time.monotonic()

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.site import CHECKOUT, until
+
+from ciuic.system.relayed_command import RelayedCommand
 
 _RELAY = """
 import os, sys
@@ -73,6 +76,32 @@ def test_a_signal_to_the_relay_alone_is_passed_on() -> None:
     assert code == 7
     assert sorted(lines[0].split(",")) == ["SIGINT", "SIGTERM", "SIGUSR2"]
     assert lines[1:] == ["told", "SIGUSR1"]
+
+
+class _Interrupted(list[int]):
+    """Signals that have arrived, with one more that arrives when they have just been read."""
+
+    def __init__(self, running: RelayedCommand, number: int) -> None:
+        super().__init__([signal.SIGCONT])
+        self._running, self._number = running, number
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self._running._on_signal(self._number, None)
+
+
+def test_a_signal_that_comes_while_others_are_read_is_passed_on() -> None:
+    """A handler runs between any two instructions, and what it notes is not dropped with what was read."""
+    with RelayedCommand(["sleep", "60"], os.environ) as running:
+        running._arrived = _Interrupted(running, signal.SIGTERM)
+        running._relay()
+        running._relay()
+        end = time.monotonic() + 20
+        code = running.wait(lambda: end)
+        if code is None:
+            running._process.kill()
+            running._process.wait()
+    assert code == 128 + signal.SIGTERM
 
 
 def test_a_signal_to_all_processes_of_a_job_reaches_the_command_once() -> None:
