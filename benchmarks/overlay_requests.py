@@ -1,0 +1,125 @@
+"""Processor time of one request in the worker, without a kernel: the driver reads requests from a socket and answers them there.
+
+    PYTHONPATH=tests python -m benchmarks.overlay_requests
+
+Of `make bench`, which measures what a program sees, most is the way between two processes; this is what the worker's own code takes of it,
+and what a change of that code or of its interpreter changes. The file system is the one of TMPDIR.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.kernel.driver import KernelDriver
+from ciuic.fuse_layer.kernel.negotiation import Negotiated
+
+_FILES: Final = 3000
+_ROUNDS: Final = 5
+_BUFFER_BYTES: Final = 1 << 20
+_REPLY_BYTES: Final = 4096
+_RELEASE: Final = struct.Struct("=QIIQ")
+_GETATTR: Final = struct.Struct("=IIQ")
+_ENTRY_BYTES: Final = 128
+"""Size of struct fuse_entry_out, behind which a reply to CREATE has the handle."""
+_CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT
+
+
+class _Caller:
+    """A program's side of a connection: sends a request, has the session carry it out and reads the reply."""
+
+    def __init__(self, directory: str) -> None:
+        self._backing_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+        self._core = OverlayCore(self._backing_fd, session="0" * 32)
+        self._served, self._socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._session: Any = KernelDriver(self._core, self._served.fileno(), Negotiated(40, 0)).session
+        self._server = type("Server", (), {"busy": 0})()
+        self._session._owner = self._server
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._unique = 2
+
+    def request(self, opcode: int, node: int, body: bytes) -> bytes:
+        self._unique += 2
+        head = p.IN_HEADER.pack(
+            p.IN_HEADER.size + len(body), opcode, self._unique, node, 0, 0, os.getpid(), 0, 0
+        )
+        self._socket.send(head + body)
+        self._session._one(self._server, self._view)
+        reply = self._socket.recv(_REPLY_BYTES)
+        if error := p.OUT_HEADER.unpack_from(reply)[1]:
+            raise OSError(-error, os.strerror(-error))
+        return reply[p.OUT_HEADER.size :]
+
+    def nothing(self) -> None:
+        """Send and receive what a request and a reply take, with nothing done in between."""
+        self._socket.send(b"x" * 60)
+        os.readv(self._served.fileno(), [self._view])
+        self._served.send(b"y" * 144)
+        self._socket.recv(_REPLY_BYTES)
+
+    def close(self) -> None:
+        self._core.close()
+        os.close(self._backing_fd)
+        self._served.close()
+        self._socket.close()
+
+
+def _timed(work: Callable[[Any], Any], over: Iterable[Any]) -> tuple[float, list[Any]]:
+    """Return the microseconds of processor time of one call, and what the calls returned."""
+    began = time.process_time()
+    found = [work(one) for one in over]
+    return (time.process_time() - began) / len(found) * 1e6, found
+
+
+def _round(directory: str) -> dict[str, float]:
+    caller = _Caller(directory)
+    names = [b"f%d" % number for number in range(_FILES)]
+    seconds: dict[str, float] = {}
+    try:
+        seconds["nothing (the way of a request)"], _ = _timed(lambda _: caller.nothing(), names)
+        seconds["LOOKUP of a free name"], _ = _timed(
+            lambda name: caller.request(p.LOOKUP, ROOT_ID, name + b"\0"), names
+        )
+        seconds["CREATE"], made = _timed(
+            lambda name: caller.request(
+                p.CREATE, ROOT_ID, p.CREATE_IN.pack(_CREATE_FLAGS, 0o644, 0o22, 0) + name + b"\0"
+            ),
+            names,
+        )
+        opened = [
+            (struct.unpack_from("=Q", one)[0], struct.unpack_from("=Q", one, _ENTRY_BYTES)[0]) for one in made
+        ]
+        seconds["RELEASE"], _ = _timed(
+            lambda one: caller.request(p.RELEASE, one[0], _RELEASE.pack(one[1], 0, 0, 0)), opened
+        )
+        seconds["LOOKUP"], _ = _timed(lambda name: caller.request(p.LOOKUP, ROOT_ID, name + b"\0"), names)
+        seconds["GETATTR"], _ = _timed(
+            lambda one: caller.request(p.GETATTR, one[0], _GETATTR.pack(0, 0, 0)), opened
+        )
+        seconds["UNLINK"], _ = _timed(lambda name: caller.request(p.UNLINK, ROOT_ID, name + b"\0"), names)
+    finally:
+        caller.close()
+    return seconds
+
+
+def main() -> int:
+    """Print the least of some rounds: the rest of the machine only adds to it."""
+    gc.disable()
+    with tempfile.TemporaryDirectory() as top:
+        rounds = [_round(tempfile.mkdtemp(dir=top)) for _ in range(_ROUNDS)]
+    for name in rounds[0]:
+        print(f"{name:34} {min(one[name] for one in rounds):7.1f} µs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
