@@ -170,17 +170,20 @@ def _is_mounted(path: Path) -> bool:
 def test_a_job_has_its_directory_protected_while_it_runs(
     cluster: Cluster, live: Live, short_tmp: Path
 ) -> None:
-    """Prolog and epilog protect what a job names, each job on its own, and leave a snapshot with its tags and no root."""
+    """Prolog and epilog protect what a job names, each job on its own, and leave a snapshot with its tags and no root.
+
+    Also where two nodes keep their records in one directory: a job of the other node is not lost.
+    """
     # A job that ended with its machine has left a root and a record.
     state, lost = short_tmp / "state", short_tmp / "lost"
     lost.mkdir()
-    (state / "ciuic/slurm").mkdir(parents=True)
-    (state / "ciuic/slurm/99999").write_text(f"{lost}\n")
+    (state / "ciuic/slurm/n1").mkdir(parents=True)
+    (state / "ciuic/slurm/n1/99999").write_text(f"{lost}\n")
     live.run("protect", str(lost))
     live.start(lost)
     cluster.set_hooks(_hooks(live, XDG_STATE_HOME=str(state)))
     jobs: list[tuple[str, Path]] = []
-    for name in ("one", "two"):
+    for name, node in (("one", "n1"), ("two", "n2")):
         path = short_tmp / name
         path.mkdir()
         script = (
@@ -189,13 +192,17 @@ def test_a_job_has_its_directory_protected_while_it_runs(
         jobs.append(
             (
                 cluster.submit(
-                    f"--comment=ciuic={path}", f"--output={short_tmp}/out", "--job-name=n", wrap=script
+                    f"--comment=ciuic={path}",
+                    f"--output={short_tmp}/out",
+                    f"--nodelist={node}",
+                    "--job-name=n",
+                    wrap=script,
                 ),
                 path,
             )
         )
-    for _, path in jobs:
         until("the job", (path / "log").exists)
+    for _, path in jobs:
         assert _is_mounted(path)
     for job, path in jobs:
         (path / "go").touch()
@@ -207,7 +214,7 @@ def test_a_job_has_its_directory_protected_while_it_runs(
         assert str(path) not in live.config.read_text()
     assert not _is_mounted(lost)
     assert "[[root]]" not in live.config.read_text()
-    assert not list((state / "ciuic/slurm").iterdir())
+    assert not list((state / "ciuic/slurm").glob("*/*"))
     until("idle nodes", lambda: cluster.node_states() == ["idle", "idle"])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -36,6 +37,7 @@ _DEFAULT_REQUEUES: Final = 100
 # For the requeue itself, which ends the job.
 _END_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
+_NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NOT_FOUND, _NOT_RUN = 127, 126
 _TOLD_STATUS: Final = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
 """Status of a command whose step was told by ``--signal=USR1@…``, which this process is not."""
@@ -193,8 +195,10 @@ def _named_directory() -> tuple[SlurmJob, Path] | None:
 
 def _record(job: SlurmJob) -> Path:
     """Return the file that says which directory a job on this node has had protected; empty where it was protected before."""
+    # Nodes may share this directory: a job of another one is not lost because this one has none of its number.
+    node = os.environ.get("SLURMD_NODENAME", "")
     # Durable: after a power failure the configuration still has the directory.
-    return state_home("slurm") / job.id
+    return state_home("slurm") / (node if _NODE.fullmatch(node) else "") / job.id
 
 
 def _forget_lost_jobs(session: Session, records: Path) -> None:
