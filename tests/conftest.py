@@ -33,7 +33,7 @@ _QUIET = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scope
 # No deadlines: on a machine with two busy cores they say nothing about the code; benchmarks measure time.
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_QUIET)
 hypothesis.settings.register_profile(
-    "ci", max_examples=50, deadline=None, suppress_health_check=_QUIET, print_blob=True
+    "ci", max_examples=30, deadline=None, suppress_health_check=_QUIET, print_blob=True
 )
 hypothesis.settings.register_profile(
     "torture",

@@ -395,8 +395,7 @@ def test_a_live_page_keeps_what_is_typed(browser: Browser, server: WebPage, site
         assert page.evaluate(_FOCUS)[0] == id_
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-@pytest.mark.parametrize("width", _WIDTHS)
+@pytest.mark.parametrize(("colours", "width"), zip(["light", "dark"], _WIDTHS, strict=True))
 def test_nobody_is_left_out(
     browser: Browser, server: WebPage, site: Site, compare: str, colours: Any, width: int
 ) -> None:

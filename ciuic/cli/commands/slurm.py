@@ -227,7 +227,7 @@ def _is_recorded(directory: Path, path: Path) -> bool:
     """Return whether a job on this node has had a directory protected."""
     for record in directory.iterdir():
         with suppress(FileNotFoundError):  # its job has ended meanwhile
-            if record.read_text() == f"{path}\n":
+            if record.name.isdecimal() and record.read_text() == f"{path}\n":
                 return True
     return False
 
