@@ -1,16 +1,17 @@
 """Operations on open directories: list, sync; and the choice of listings that carry attributes.
 
 A listing is a snapshot of the names taken at its first read (and again after a rewind): offsets are indexes
-into it, so they are stable however the directory changes, and nothing is listed twice. Names that vanished
-meanwhile are left out.
+into it, so they are stable however the directory changes, and nothing is listed twice. Names that have vanished
+are left out where the snapshot is older than a second; before that, regular files and links are listed as they
+were read with it (POSIX.1-2024, readdir: either is allowed).
 
-A program such as find or rsync lists a directory and then looks at each entry, which costs a request each. A
+A program such as rsync or du lists a directory and then looks at each entry, which costs a request each. A
 reply to READDIRPLUS may carry the attributes of entries, and the kernel asks for none of those again. For
-programs that want names alone (os.listdir, a shell's glob) they would be read for nothing, and be remembered
-by the kernel and by the worker. The kernel's own choice (FUSE_READDIRPLUS_AUTO) asks for attributes in the
-first reply of a directory alone, because it sees the first lookup only when find has read the whole
-directory: 80,610 requests for 100,000 files in 100 directories. Without it every request is READDIRPLUS, and
-the choice is made here, from the process's lookups after its last listings (`ListingHabits`). It affects the
+programs that want names and types alone (find, os.walk, a shell's glob) they would be read for nothing, and be
+remembered by the kernel and by the worker: with attributes in the first reply of each directory, as the kernel's own
+choice has it (FUSE_READDIRPLUS_AUTO), a find over directories of a hundred files took five times as long on
+Linux 6.18, whose first request has room for two hundred. So every request is READDIRPLUS, and the choice is made
+here, from the process's lookups after its last listings (`ListingHabits`). It affects the
 attributes that are sent along, never the names; memory is bounded. There is no lock: two threads at the same time
 may miscount, which costs a request more or less.
 """
@@ -18,8 +19,12 @@ may miscount, which costs a request more or less.
 from __future__ import annotations
 
 import errno
+import math
 import os
+import stat
+import time
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -31,11 +36,16 @@ from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
 _LATEST_KEPT: Final = 256
 """Number of directories whose last listing is compared with the next one."""
 _LISTING_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-MIN_LOOKED_UP: Final = 16
+MIN_LOOKED_UP: Final = 8
 """Entries of one directory that a process looks up before its listings carry attributes."""
 BELIEVED_LISTINGS: Final = 64
 """Number of further directories that are listed with attributes. The choice is made anew then, because a
 process that gets attributes looks nothing up any more."""
+_KINDS_KEPT_SECONDS: Final = 1.0
+"""Time for which the kinds of names count that were read with them; after it each name is looked at again."""
+_LOOKED_AT, _REGULAR, _LINK = range(3)
+_MODES: Final = (0, stat.S_IFREG, stat.S_IFLNK)
+"""Modes of the kinds of names: those that are looked at one by one, regular files, symbolic links."""
 MAX_PROCESSES: Final = 256
 """Limit of processes that are remembered."""
 
@@ -58,12 +68,18 @@ class _Names(list[bytes]):
     Handles that see the same names share them, and the user's quota counts them once.
     """
 
-    __slots__ = ("_quota", "_uid")
+    __slots__ = ("_quota", "_uid", "kinds", "numbers", "read_at")
 
     def __init__(self, names: list[bytes], quota: Quota, uid: int) -> None:
         super().__init__(names)
         self._quota = quota
         self._uid = uid
+        self.numbers = array("Q")
+        """Inode number of each name, as the directory has it."""
+        self.kinds = bytearray()
+        """Kind of each name, an index of `_MODES`."""
+        self.read_at = -math.inf
+        """Time at which they were read; a predecessor's are not known."""
         quota.add(uid, len(names))
 
     def __del__(self) -> None:
@@ -133,11 +149,19 @@ class Directories:
         # node forgotten. With nodes, a program that listed a million names left a million of them in the
         # worker.
         opened, names = self._names_from(handle, offset)
+        is_fresh = time.monotonic() - names.read_at < _KINDS_KEPT_SECONDS
         for index in range(offset, len(names)):
+            if is_fresh and (kind := names.kinds[index]) != _LOOKED_AT:
+                # Half of the time of a listing is the look at each name otherwise. Not directories: another
+                # file system may be mounted on one.
+                number = self._nodes.id_of(self._nodes.device, names.numbers[index], _MODES[kind])
+                if number is not None:
+                    yield names[index], number, _MODES[kind], index + 1
+                    continue
             entry = PathHandle(opened.descriptor, names[index])
             try:
                 st = entry.stat()
-                number = self._nodes.id_of(st)
+                number = self._nodes.id_of(st.st_dev, st.st_ino, st.st_mode)
                 if number is None:
                     number = self._state.adopt(opened.node, names[index], entry.stat, count=0)[1].node
             except FileNotFoundError:
@@ -155,27 +179,48 @@ class Directories:
     def _listed(self, opened: _OpenDirectory) -> _Names:
         # Before the quota is asked for the new names: those of this handle are given back.
         opened.names = None
-        found, key = self._read(opened), (opened.node.id, opened.uid)
+        found, numbers, kinds = self._read(opened)
+        key = opened.node.id, opened.uid
         before = self._latest.get(key)
         other = before() if before is not None else None
         # A directory of a million names that a hundred programs list is in memory once.
-        if other is not None and other.names == found:
-            return other.names
-        quota = self._state.allowances.names
-        quota.check(opened.uid, len(found))
-        self._latest[key] = weakref.ref(opened)
-        if len(self._latest) > _LATEST_KEPT:
-            self._latest.popitem(last=False)
-        return _Names(found, quota, opened.uid)
+        shared = other.names if other is not None else None
+        if shared is None or shared != found:
+            quota = self._state.allowances.names
+            quota.check(opened.uid, len(found))
+            self._latest[key] = weakref.ref(opened)
+            if len(self._latest) > _LATEST_KEPT:
+                self._latest.popitem(last=False)
+            shared = _Names(found, quota, opened.uid)
+        # Of several reads of the same names, the last one counts.
+        shared.numbers, shared.kinds, shared.read_at = numbers, kinds, time.monotonic()
+        return shared
 
-    def _read(self, opened: _OpenDirectory) -> list[bytes]:
+    def _read(self, opened: _OpenDirectory) -> tuple[list[bytes], array[int], bytearray]:
+        """Return the names of a directory, with their inode numbers and kinds."""
+        names: list[bytes] = []
+        numbers, kinds = array("Q"), bytearray()
         # The node's descriptor is O_PATH, which can neither be listed nor synced.
         fd = os.open(b".", _LISTING_FLAGS, dir_fd=opened.descriptor.fd)
         try:
-            names = (os.fsencode(name) for name in os.listdir(fd))
-            return [name for name in names if not is_reserved(self._nodes, opened.node, name)]
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    name = os.fsencode(entry.name)
+                    if is_reserved(self._nodes, opened.node, name):
+                        continue
+                    names.append(name)
+                    numbers.append(entry.inode())
+                    # No system call, where the file system tells the kind with the name.
+                    kinds.append(
+                        _REGULAR
+                        if entry.is_file(follow_symlinks=False)
+                        else _LINK
+                        if entry.is_symlink()
+                        else _LOOKED_AT
+                    )
         finally:
             os.close(fd)
+        return names, numbers, kinds
 
     def remember(self, node_id: int) -> None:
         """Count a lookup of an entry that the kernel took from a listing."""
@@ -221,11 +266,7 @@ class ListingHabits:
         self._by_pid: dict[int, _Habit] = {}
 
     def wants_attributes(self, pid: int, directory: int, *, from_start: bool) -> bool:
-        """Return whether the next names of a listing are to come with attributes.
-
-        The first reply of each directory has them, as with the kernel's own choice: small directories fit
-        into it.
-        """
+        """Return whether the next names of a listing are to come with attributes."""
         habit = self._by_pid.get(pid)
         if habit is None:
             if len(self._by_pid) >= MAX_PROCESSES:
@@ -238,7 +279,7 @@ class ListingHabits:
             habit.believed -= 1
         if from_start:
             habit.directory, habit.looked_up = directory, 0
-        return from_start or habit.believed > 0
+        return habit.believed > 0
 
     def looked_up(self, pid: int, directory: int) -> None:
         """Note that a process looked up an entry of a directory."""

@@ -261,16 +261,15 @@ class NodeTable:
                 return None
         return node
 
-    def id_of(self, st: os.stat_result) -> int | None:
-        """Return the id that this inode has or would get at its lookup; None where only making its node can tell."""
+    def id_of(self, dev: int, ino: int, mode: int) -> int | None:
+        """Return the id that an inode has or would get at its lookup; None where only making its node can tell."""
         with self._lock:
-            node = self._found(st.st_dev, st.st_ino)
+            node = self._found(dev, ino)
             if node is not None:
-                return node.id if node.kind == stat.S_IFMT(st.st_mode) else None
-            is_taken = st.st_ino in self._by_id
-            if st.st_dev != self.device or is_taken or not ROOT_ID < st.st_ino < _SYNTHETIC_IDS_FROM:
+                return node.id if node.kind == stat.S_IFMT(mode) else None
+            if dev != self.device or ino in self._by_id or not ROOT_ID < ino < _SYNTHETIC_IDS_FROM:
                 return None
-            return st.st_ino
+            return ino
 
     def _set_key(self, node: Node) -> None:
         """Make the node the one that its inode number leads to."""

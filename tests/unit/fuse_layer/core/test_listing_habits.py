@@ -14,14 +14,14 @@ def _listed(habits: ListingHabits, pid: int, directory: int) -> tuple[bool, bool
 
 
 def test_process_that_looks_everything_up_gets_attributes() -> None:
-    """A process that looks everything up gets attributes after one directory, others in first replies."""
+    """A process that looks everything up gets attributes after one directory, and another none."""
     habits = ListingHabits()
-    assert _listed(habits, FIND, 1) == (True, False)
-    assert _listed(habits, LS, 1) == (True, False)
+    assert _listed(habits, FIND, 1) == (False, False)
+    assert _listed(habits, LS, 1) == (False, False)
     for _ in range(MIN_LOOKED_UP):
         habits.looked_up(FIND, 1)
     assert _listed(habits, FIND, 2) == (True, True)
-    assert _listed(habits, LS, 2) == (True, False)
+    assert _listed(habits, LS, 2) == (False, False)
 
 
 def test_use_of_attributes_is_checked_again() -> None:
@@ -44,7 +44,7 @@ def test_lookups_in_one_large_directory_are_noticed() -> None:
     Lookups elsewhere do not count.
     """
     habits = ListingHabits()
-    assert _listed(habits, FIND, 1) == (True, False)
+    assert _listed(habits, FIND, 1) == (False, False)
     for _ in range(MIN_LOOKED_UP):
         habits.looked_up(FIND, 7)
     assert not habits.wants_attributes(FIND, 1, from_start=False)

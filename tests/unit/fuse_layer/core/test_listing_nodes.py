@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ciuic.fuse_layer.core import directories
 from ciuic.fuse_layer.core.overlay_core import OverlayCore
 
 ROOT_ID = 1
@@ -30,6 +32,8 @@ def test_names_alone_make_no_nodes(core: OverlayCore, tmp_path: Path) -> None:
         (tmp_path / f"file{number}").touch()
     (tmp_path / "directory").mkdir()
     os.link(tmp_path / "file0", tmp_path / "link")
+    (tmp_path / "symbolic").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
     before = len(core._state.nodes)
     listed = {
         name: (number, mode)
@@ -39,7 +43,7 @@ def test_names_alone_make_no_nodes(core: OverlayCore, tmp_path: Path) -> None:
     assert {os.fsdecode(name) for name in listed} == {path.name for path in tmp_path.iterdir()}
     for name, (number, mode) in listed.items():
         attr = core.names.lookup(ROOT_ID, name)
-        assert (attr.node, attr.st.st_mode) == (number, mode), name
+        assert (attr.node, stat.S_IFMT(attr.st.st_mode)) == (number, stat.S_IFMT(mode)), name
 
 
 def test_reused_inode_number_is_listed_under_its_node(core: OverlayCore, tmp_path: Path) -> None:
@@ -56,8 +60,11 @@ def test_reused_inode_number_is_listed_under_its_node(core: OverlayCore, tmp_pat
     assert core.names.lookup(ROOT_ID, b"old").node == listed[1]
 
 
-def test_vanished_names_are_left_out(core: OverlayCore, tmp_path: Path) -> None:
-    """A name removed after the listing began is left out."""
+def test_vanished_names_are_left_out(
+    core: OverlayCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name removed after the listing began is left out, once its names are older than a second."""
+    monkeypatch.setattr(directories, "_KINDS_KEPT_SECONDS", 0)
     for name in "ab":
         (tmp_path / name).touch()
     entries = core.directories.list_names(core.directories.opendir(ROOT_ID), 0)
