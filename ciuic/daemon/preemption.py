@@ -52,7 +52,8 @@ _RESTART_SECONDS: Final = 30.0
 # A service that names another event each time must not cut a snapshot each time.
 _LEAST_BETWEEN_SECONDS: Final = 30.0
 _AGAIN_SECONDS: Final = 5.0
-"""Time from a snapshot that failed to the next try."""
+"""Time from a snapshot that failed to the next try, twice as long each time."""
+_MAX_AGAIN_SECONDS: Final = 300.0
 # A mistaken or hostile end that is days away must not let captures go before the jobs until then.
 _MAX_URGENT_SECONDS: Final = 3600.0
 # The state directory of the upload may be on a disk that hangs, and the cut must not wait for it.
@@ -108,6 +109,7 @@ class Preemption:
         self._cut_at = -math.inf
         self._owed: SnapshotRequest | None = None
         """Snapshot that failed and is to be tried again."""
+        self._again_seconds = _AGAIN_SECONDS
         self._is_untold = False
         """True if no upload was there that could be told of a notice."""
 
@@ -242,6 +244,7 @@ class Preemption:
         await self._announce(notice)
         if earlier or now - self._cut_at < _LEAST_BETWEEN_SECONDS:
             return
+        self._again_seconds = _AGAIN_SECONDS
         await self._cut_unasked(SnapshotRequest(message=cause, tags=[TAG_BEFORE_PREEMPTION]))
 
     async def _cut_unasked(self, request: SnapshotRequest) -> None:
@@ -294,7 +297,8 @@ class Preemption:
             return
         if self._is_untold:
             await self._tell_upload(min(coming, key=lambda one: one.by_seconds))
-        if self._owed is not None and now - self._cut_at >= _AGAIN_SECONDS:
+        if self._owed is not None and now - self._cut_at >= self._again_seconds:
+            self._again_seconds = min(2 * self._again_seconds, _MAX_AGAIN_SECONDS)
             await self._cut_unasked(self._owed)
 
     async def _cut(self, request: SnapshotRequest) -> PendingSnapshot:
