@@ -16,7 +16,9 @@ from support.site import CHECKOUT, until
 from ciuic.system.relayed_command import RelayedCommand
 
 _RELAY = """
-import os, sys
+import os, signal, sys
+# Ignored where the tests run in the background of a shell, and the relay would leave it so.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 from ciuic.system.relayed_command import RelayedCommand
 with RelayedCommand(sys.argv[1:], os.environ) as running:
     code = running.wait(lambda: None)
