@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from ciuic.printable import one_line
 
@@ -11,9 +12,11 @@ log = logging.getLogger("ciuic")
 
 def _on_one_line(record: logging.LogRecord) -> bool:
     """Escape control characters: errors, names, and texts of other ranks and of remotes must not look like lines of their own."""
-    text = record.getMessage()
-    if not text.isprintable():
-        record.msg, record.args = one_line(text), ()
+    # An object that cannot be shown must not end the training: what formats the record tells of it.
+    with suppress(Exception):
+        text = record.getMessage()
+        if not text.isprintable():
+            record.msg, record.args = one_line(text), ()
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from ciuic import SnapshotManager
 from ciuic.errors import UsageError
 from ciuic.training import Latest, Steps
 from ciuic.training.format.reading import encode_facts
-from ciuic.training.logs import log
+from ciuic.training.logs import log, quietly
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
@@ -75,8 +76,21 @@ def test_a_text_of_another_rank_is_one_line_of_the_log(caplog: pytest.LogCapture
     assert caplog.messages == [r"ciuic: gone\nciuic: 100 %s is saved\x1b[2J"]
 
 
+def test_an_error_that_cannot_be_shown_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one whose text fails."""
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+
+    class Unshown(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    monkeypatch.setattr(log, "propagate", False)
+    with quietly("saving"):
+        raise Unshown
+
+
 def test_a_directory_that_was_wiped_during_an_upload_is_used_anew(tmp_path: Path) -> None:
-    """What the process that uploads makes again in a removed directory does not keep a new run from starting."""
+    """A run starts in a directory that was removed and to which the ending upload added its own again."""
     save_dir = tmp_path / "snapshots"
     (tmp_path / "remote").mkdir()
     remote = {"url": f"file://{tmp_path}/remote", "encryption": False}
