@@ -1,6 +1,6 @@
 """Processor time of one request in the worker, without a kernel: the driver reads requests from a socket and answers them there.
 
-    PYTHONPATH=tests python -m benchmarks.overlay_requests
+    python -m benchmarks.overlay_requests
 
 Of `make bench`, which measures what a program sees, most is the way between two processes; this is what the worker's own code takes of it,
 and what a change of that code or of its interpreter changes. The file system is the one of TMPDIR.
@@ -81,15 +81,16 @@ def _timed(work: Callable[[Any], Any], over: Iterable[Any]) -> tuple[float, list
 
 
 def _round(directory: str) -> dict[str, float]:
+    """Return the microseconds of each request."""
     caller = _Caller(directory)
     names = [b"f%d" % number for number in range(_FILES)]
-    seconds: dict[str, float] = {}
+    times: dict[str, float] = {}
     try:
-        seconds["nothing (the way of a request)"], _ = _timed(lambda _: caller.nothing(), names)
-        seconds["LOOKUP of a free name"], _ = _timed(
+        times["nothing (the way of a request)"], _ = _timed(lambda _: caller.nothing(), names)
+        times["LOOKUP of a free name"], _ = _timed(
             lambda name: caller.request(p.LOOKUP, ROOT_ID, name + b"\0"), names
         )
-        seconds["CREATE"], made = _timed(
+        times["CREATE"], made = _timed(
             lambda name: caller.request(
                 p.CREATE, ROOT_ID, p.CREATE_IN.pack(_CREATE_FLAGS, 0o644, 0o22, 0) + name + b"\0"
             ),
@@ -98,17 +99,17 @@ def _round(directory: str) -> dict[str, float]:
         opened = [
             (struct.unpack_from("=Q", one)[0], struct.unpack_from("=Q", one, _ENTRY_BYTES)[0]) for one in made
         ]
-        seconds["RELEASE"], _ = _timed(
+        times["RELEASE"], _ = _timed(
             lambda one: caller.request(p.RELEASE, one[0], _RELEASE.pack(one[1], 0, 0, 0)), opened
         )
-        seconds["LOOKUP"], _ = _timed(lambda name: caller.request(p.LOOKUP, ROOT_ID, name + b"\0"), names)
-        seconds["GETATTR"], _ = _timed(
+        times["LOOKUP"], _ = _timed(lambda name: caller.request(p.LOOKUP, ROOT_ID, name + b"\0"), names)
+        times["GETATTR"], _ = _timed(
             lambda one: caller.request(p.GETATTR, one[0], _GETATTR.pack(0, 0, 0)), opened
         )
-        seconds["UNLINK"], _ = _timed(lambda name: caller.request(p.UNLINK, ROOT_ID, name + b"\0"), names)
+        times["UNLINK"], _ = _timed(lambda name: caller.request(p.UNLINK, ROOT_ID, name + b"\0"), names)
     finally:
         caller.close()
-    return seconds
+    return times
 
 
 def main() -> int:

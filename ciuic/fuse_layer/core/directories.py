@@ -2,8 +2,7 @@
 
 A listing is a snapshot of the names taken at its first read (and again after a rewind): offsets are indexes
 into it, so they are stable however the directory changes, and nothing is listed twice. Names that have vanished
-are left out where the snapshot is older than a second; before that, regular files and links are listed as they
-were read with it (POSIX.1-2024, readdir: either is allowed).
+by a later reply are left out of it; the first reply lists regular files and links as they were read for it.
 
 A program such as rsync or du lists a directory and then looks at each entry, which costs a request each. A
 reply to READDIRPLUS may carry the attributes of entries, and the kernel asks for none of those again. For
@@ -19,15 +18,13 @@ may miscount, which costs a request more or less.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import stat
-import time
 import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState, Quota, is_reserved
@@ -41,11 +38,6 @@ MIN_LOOKED_UP: Final = 8
 BELIEVED_LISTINGS: Final = 64
 """Number of further directories that are listed with attributes. The choice is made anew then, because a
 process that gets attributes looks nothing up any more."""
-_KINDS_KEPT_SECONDS: Final = 1.0
-"""Time for which the kinds of names count that were read with them; after it each name is looked at again."""
-_LOOKED_AT, _REGULAR, _LINK = range(3)
-_MODES: Final = (0, stat.S_IFREG, stat.S_IFLNK)
-"""Modes of the kinds of names: those that are looked at one by one, regular files, symbolic links."""
 MAX_PROCESSES: Final = 256
 """Limit of processes that are remembered."""
 
@@ -68,23 +60,34 @@ class _Names(list[bytes]):
     Handles that see the same names share them, and the user's quota counts them once.
     """
 
-    __slots__ = ("_quota", "_uid", "kinds", "numbers", "read_at")
+    __slots__ = ("_quota", "_uid")
 
     def __init__(self, names: list[bytes], quota: Quota, uid: int) -> None:
         super().__init__(names)
         self._quota = quota
         self._uid = uid
-        self.numbers = array("Q")
-        """Inode number of each name, as the directory has it."""
-        self.kinds = bytearray()
-        """Kind of each name, an index of `_MODES`."""
-        self.read_at = -math.inf
-        """Time at which they were read; a predecessor's are not known."""
         quota.add(uid, len(names))
 
     def __del__(self) -> None:
         # Given back by the last of the handles that share the names, in whatever thread that is closed.
         self._quota.give_back(self._uid, len(self))
+
+
+class _Found(NamedTuple):
+    """Names that were read from a directory, with what the file system tells beside each. Packed: there may be a million."""
+
+    names: list[bytes]
+    inos: array[int]
+    modes: array[int]
+    """Kinds as of `stat.S_IFMT`; 0 where the name has to be looked at."""
+
+
+def _mode_of(entry: os.DirEntry[str]) -> int:
+    # No system call, where the file system tells the kind with the name. Directories are looked at: another file
+    # system may be mounted on one.
+    if entry.is_file(follow_symlinks=False):
+        return stat.S_IFREG
+    return stat.S_IFLNK if entry.is_symlink() else 0
 
 
 class Directories:
@@ -134,7 +137,7 @@ class Directories:
         Offset 0 reads the directory anew. No lookup is counted: the driver calls ``remember`` for each entry
         that the kernel took.
         """
-        opened, names = self._names_from(handle, offset)
+        opened, names, _ = self._names_from(handle, offset)
         for index in range(offset, len(names)):
             entry = PathHandle(opened.descriptor, names[index])
             try:
@@ -148,15 +151,13 @@ class Directories:
         # Without making nodes: the kernel is told a number and remembers nothing, so it would never have a
         # node forgotten. With nodes, a program that listed a million names left a million of them in the
         # worker.
-        opened, names = self._names_from(handle, offset)
-        is_fresh = time.monotonic() - names.read_at < _KINDS_KEPT_SECONDS
+        opened, names, found = self._names_from(handle, offset)
         for index in range(offset, len(names)):
-            if is_fresh and (kind := names.kinds[index]) != _LOOKED_AT:
-                # Half of the time of a listing is the look at each name otherwise. Not directories: another
-                # file system may be mounted on one.
-                number = self._nodes.id_of(self._nodes.device, names.numbers[index], _MODES[kind])
+            # Half of the time of a listing is the look at each name otherwise.
+            if found is not None and (mode := found.modes[index]):
+                number = self._nodes.id_of(opened.node.dev, found.inos[index], mode)
                 if number is not None:
-                    yield names[index], number, _MODES[kind], index + 1
+                    yield names[index], number, mode, index + 1
                     continue
             entry = PathHandle(opened.descriptor, names[index])
             try:
@@ -168,59 +169,48 @@ class Directories:
                 continue
             yield names[index], number, st.st_mode, index + 1
 
-    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names]:
+    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names, _Found | None]:
+        """Return an open directory with its names, and what was found with them if they were read just now."""
         opened = self._directory(handle)
         # Offset 0 is a rewind: rewinddir(3) shows the directory as it is now.
-        if offset == 0 or opened.names is None:
-            opened.names = self._listed(opened)
-            self.on_listing(handle, opened.names)
-        return opened, opened.names
+        if offset and opened.names is not None:
+            return opened, opened.names, None
+        found = self._read(opened)
+        opened.names = self._listed(opened, found.names)
+        self.on_listing(handle, opened.names)
+        return opened, opened.names, found
 
-    def _listed(self, opened: _OpenDirectory) -> _Names:
+    def _listed(self, opened: _OpenDirectory, names: list[bytes]) -> _Names:
         # Before the quota is asked for the new names: those of this handle are given back.
         opened.names = None
-        found, numbers, kinds = self._read(opened)
         key = opened.node.id, opened.uid
         before = self._latest.get(key)
         other = before() if before is not None else None
         # A directory of a million names that a hundred programs list is in memory once.
-        shared = other.names if other is not None else None
-        if shared is None or shared != found:
-            quota = self._state.allowances.names
-            quota.check(opened.uid, len(found))
-            self._latest[key] = weakref.ref(opened)
-            if len(self._latest) > _LATEST_KEPT:
-                self._latest.popitem(last=False)
-            shared = _Names(found, quota, opened.uid)
-        # Of several reads of the same names, the last one counts.
-        shared.numbers, shared.kinds, shared.read_at = numbers, kinds, time.monotonic()
-        return shared
+        if other is not None and other.names == names:
+            return other.names
+        quota = self._state.allowances.names
+        quota.check(opened.uid, len(names))
+        self._latest[key] = weakref.ref(opened)
+        if len(self._latest) > _LATEST_KEPT:
+            self._latest.popitem(last=False)
+        return _Names(names, quota, opened.uid)
 
-    def _read(self, opened: _OpenDirectory) -> tuple[list[bytes], array[int], bytearray]:
-        """Return the names of a directory, with their inode numbers and kinds."""
-        names: list[bytes] = []
-        numbers, kinds = array("Q"), bytearray()
+    def _read(self, opened: _OpenDirectory) -> _Found:
+        found = _Found([], array("Q"), array("I"))
         # The node's descriptor is O_PATH, which can neither be listed nor synced.
         fd = os.open(b".", _LISTING_FLAGS, dir_fd=opened.descriptor.fd)
         try:
             with os.scandir(fd) as entries:
                 for entry in entries:
                     name = os.fsencode(entry.name)
-                    if is_reserved(self._nodes, opened.node, name):
-                        continue
-                    names.append(name)
-                    numbers.append(entry.inode())
-                    # No system call, where the file system tells the kind with the name.
-                    kinds.append(
-                        _REGULAR
-                        if entry.is_file(follow_symlinks=False)
-                        else _LINK
-                        if entry.is_symlink()
-                        else _LOOKED_AT
-                    )
+                    if not is_reserved(self._nodes, opened.node, name):
+                        found.names.append(name)
+                        found.inos.append(entry.inode())
+                        found.modes.append(_mode_of(entry))
         finally:
             os.close(fd)
-        return names, numbers, kinds
+        return found
 
     def remember(self, node_id: int) -> None:
         """Count a lookup of an entry that the kernel took from a listing."""
