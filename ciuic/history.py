@@ -11,7 +11,7 @@ import fnmatch
 import posixpath
 import re
 import stat
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, Literal, NamedTuple, NoReturn
@@ -31,6 +31,7 @@ from ciuic.verdicts.records import (
     VerdictRecord,
     VerdictRecords,
     age_of,
+    is_judged_alike,
     newest_of,
     snapshot_digest,
 )
@@ -82,6 +83,11 @@ class Timeline:
     def root_of(self, snapshot: Snapshot) -> RootRecord:
         """Return the root in one of these snapshots."""
         return next(root for root in snapshot.roots if root.path == self.path)
+
+    def beside(self, snapshot: Snapshot) -> list[Snapshot]:
+        """Return the snapshot before one of these, and the one after it, as far as there are any."""
+        at = next(number for number, one in enumerate(self.snapshots) if one.id == snapshot.id)
+        return [*self.snapshots[at + 1 : at + 2], *self.snapshots[max(0, at - 1) : at]]
 
     def before(self, time_ns: int) -> Snapshot | None:
         """Return the newest snapshot before this time, or None."""
@@ -587,6 +593,45 @@ class StoredCheckpoint(NamedTuple):
     host: str
 
 
+class JudgedRoot:
+    """A root in a snapshot whose verdicts are known, for another snapshot of the same root: what is the same in both has the same verdicts.
+
+    Args:
+        entry: entry of the root directory.
+        found: its checkpoints, all of them.
+    """
+
+    def __init__(self, entry: Entry, found: Sequence[DatedCheckpoint]) -> None:
+        self.content = entry.content
+        # In the order of paths, in which all below a directory stand together; with their places in the walk.
+        self._found = sorted((one.checkpoint.path, number, one) for number, one in enumerate(found))
+        self._paths = [path for path, _, _ in self._found]
+        self._covered: dict[bytes, set[bytes]] = {}
+        for path, _, one in self._found:
+            # A checkpoint of several files was found in its own directory or from the one above.
+            for directory in (path, posixpath.dirname(path)):
+                self._covered.setdefault(directory, set()).update(one.checkpoint.files)
+
+    def within(self, directory: bytes) -> list[DatedCheckpoint]:
+        """Return the checkpoints at a directory and below it, in the order of the walk."""
+        below = join(directory, b"")
+        # "0" follows "/", and sorts after all that begins with it.
+        ranges = (
+            (bisect_left, directory, bisect_right, directory),
+            (bisect_left, below, bisect_left, below[:-1] + b"0"),
+        )
+        picked = {
+            number: one
+            for first, begin, last, end in ranges
+            for _, number, one in self._found[first(self._paths, begin) : last(self._paths, end)]
+        }
+        return [picked[number] for number in sorted(picked)]
+
+    def may_cover(self, directory: bytes, name: bytes) -> bool:
+        """Return whether a name of a directory may be a part of a checkpoint, so that nothing in it was judged by itself."""
+        return name in self._covered.get(directory, ())
+
+
 def checkpoints(
     repository: Repository,
     timeline: Timeline,
@@ -596,6 +641,7 @@ def checkpoints(
     on_damage: OnDamage = _raise_damage,
     records: VerdictRecords | None = None,
     judge: JudgeFile = judge_file,
+    judged: JudgedRoot | None = None,
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 
@@ -607,6 +653,7 @@ def checkpoints(
         on_damage: Called for directories that cannot be read. Content that cannot be read is UNKNOWN.
         records: Verdicts that were stored; those of a whole root are taken from there, and nothing is read. None to judge anew.
         judge: Judges one file.
+        judged: The same root in another snapshot: directories that are the same in both are not read. Only without a path.
     """
     snapshot = snapshot or timeline.snapshots[0]
     # Below the root, a part of what is one checkpoint in the whole may be one by itself.
@@ -620,12 +667,17 @@ def checkpoints(
     lineage = Lineage()
     # For the frame of the root alone.
     lineage.enter(b"")
-    stack = [iter([_start(repository, timeline, snapshot, path)])]
+    # Each directory with the id of the tree that it has in the other snapshot; empty for none that was judged.
+    stack = [iter([(_start(repository, timeline, snapshot, path), judged.content if judged else b"")])]
     while stack:
-        at = next(stack[-1], None)
+        at, then = next(stack[-1], (None, b""))
         if at is None:
             stack.pop()
             lineage.leave()
+            continue
+        if judged is not None and then and then == at.entry.content:
+            for known in judged.within(at.path):
+                yield StoredCheckpoint(known.checkpoint, known.mtime_ns, snapshot, timeline.host)
             continue
         try:
             children = list(repository.trees.entries(at.entry.content))
@@ -647,6 +699,7 @@ def checkpoints(
             except Damaged as error:
                 on_damage(snapshot, at.path, error)
         below = [child for child in children if child.is_dir and child.name not in covered and child.content]
+        before = _trees_in(repository, then) if judged is not None and then and below else {}
         deeper = []
         for child in below:
             inside = join(at.path, child.name)
@@ -655,32 +708,61 @@ def checkpoints(
             if len(inside) > MAX_PATH_BYTES:
                 on_damage(snapshot, inside, PathTooLong(inside))
             else:
-                deeper.append(Located(root, inside, child))
+                covered_then = judged is not None and judged.may_cover(at.path, child.name)
+                deeper.append(
+                    (Located(root, inside, child), b"" if covered_then else before.get(child.name, b""))
+                )
         stack.append(iter(deeper))
 
 
+def _trees_in(repository: Repository, tree: bytes) -> dict[bytes, bytes]:
+    """Return the ids of the trees of the directories in a directory, by name; none of one that cannot be read."""
+    try:
+        return {
+            entry.name: entry.content for entry in repository.trees.entries(ChunkId(tree)) if entry.is_dir
+        }
+    except Damaged:
+        return {}
+
+
 def judge_snapshot(
-    repository: Repository, snapshots: Sequence[Snapshot], snapshot: Snapshot, known: FileVerdicts
+    repository: Repository,
+    snapshots: Sequence[Snapshot],
+    snapshot: Snapshot,
+    known: FileVerdicts,
+    record_of: Callable[[Snapshot], VerdictRecord | None] = lambda _: None,
 ) -> VerdictRecord:
     """Return the verdicts on all checkpoints of a snapshot, to be stored.
+
+    With the record of the snapshot before or after it, only directories that differ are read.
 
     Args:
         repository: Repository of the snapshots.
         snapshots: All of them, newest first: earlier ones tell what was overwritten in place.
         snapshot: One of them.
         known: Verdicts on files that are not read again.
+        record_of: Returns the record of another snapshot, if there is one.
     """
     known.used = {}
     damaged: list[bytes] = []
     roots = []
     for timeline in timelines(snapshots):
         if timeline.host == snapshot.host and any(root.path == timeline.path for root in snapshot.roots):
+            judged = None
+            for other in timeline.beside(snapshot):
+                record = record_of(other) if is_judged_alike(snapshot, other, timeline.path) else None
+                if record is not None and record.is_complete:
+                    known.learn(record.files)
+                    found_then = dict(record.roots).get(timeline.path, ())
+                    judged = JudgedRoot(timeline.root_of(other).entry, found_then)
+                    break
             found = checkpoints(
                 repository,
                 timeline,
                 snapshot,
                 on_damage=lambda _, path, error: damaged.append(path),
                 judge=known.judge,
+                judged=judged,
             )
             roots.append(
                 (timeline.path, tuple(DatedCheckpoint(one.checkpoint, one.mtime_ns) for one in found))

@@ -38,7 +38,8 @@ def main() -> int:
     from ciuic.system import syscall_profiles
     from ciuic.system.io_throttle import yield_to_others
     from ciuic.system.privileges import limit_reader, limit_resources
-    from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecords
+    from ciuic.types import Snapshot
+    from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords
     from ciuic.verdicts.verdict import FileVerdicts
 
     try:
@@ -58,13 +59,16 @@ def main() -> int:
             records = VerdictRecords(repository, job.key)
             snapshots, _ = repository.snapshots.load_all()
             known = FileVerdicts()
-            for snapshot in snapshots:
-                record = records.record(snapshot)
-                if record is not None:
-                    known.learn(record.files)
+            made: dict[str, VerdictRecord] = {}
+
+            def record_of(snapshot: Snapshot) -> VerdictRecord | None:
+                return made.get(str(snapshot.id)) or records.record(snapshot)
+
             for snapshot in snapshots:
                 if snapshot.id in job.snapshots:
-                    line = msgspec.json.encode(judge_snapshot(repository, snapshots, snapshot, known))
+                    record = judge_snapshot(repository, snapshots, snapshot, known, record_of)
+                    made = {record.snapshot: record}
+                    line = msgspec.json.encode(record)
                     if len(line) < MAX_RECORD_BYTES:
                         sys.stdout.buffer.write(line + b"\n")
                         sys.stdout.buffer.flush()

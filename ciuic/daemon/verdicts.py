@@ -1,7 +1,7 @@
 """Verdicts on the checkpoints of new snapshots: judged by a process of its own, and stored beside the snapshots.
 
 Guarantees: no cut, capture or upkeep waits for it: it starts after a commit, takes no lock of the repository, and its process is at
-idle priority. Snapshots that other programs have committed into the repository (states of trainings) are found within a minute. What
+idle priority. A snapshot in which nothing has changed starts none. Snapshots that other programs have committed into the repository (states of trainings) are found within a minute. What
 the process prints is decoded as if a stranger had written it. A snapshot on which the process dies is not tried again in the life of
 the daemon: it is judged when somebody looks at it.
 """
@@ -21,11 +21,11 @@ from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.good_checkpoints import GoodCheckpoints
 from ciuic.daemon.verdict_process import VerdictJob
 from ciuic.errors import CiuicError
-from ciuic.repository import Repository
+from ciuic.repository import Repository, SnapshotInfo
 from ciuic.structs import decode_json
 from ciuic.system.child_process import module_command
 from ciuic.system.processes import describe_exit
-from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, own_key
+from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, carried_record, own_key
 
 VERDICT_MODULE = "ciuic.daemon.verdict_process"
 _PAUSE_SECONDS = 60.0
@@ -105,12 +105,32 @@ class Verdicts:
             records.remove_all_but(repository.snapshots.names())
             if self._good is not None:
                 self._good.look(repository, records, [root.path for root in self._settings().roots])
-            ids = [str(info.id) for info in repository.snapshots.list()]
-        self._settled.intersection_update(ids)
-        self._settled.update(
-            id_ for id_ in ids if id_ not in self._settled and records.summary(id_) is not None
-        )
-        return records, [id_ for id_ in ids if id_ not in self._settled][:_MAX_SNAPSHOTS]
+            infos = repository.snapshots.list()
+            ids = [str(info.id) for info in infos]
+            self._settled.intersection_update(ids)
+            self._settled.update(
+                id_ for id_ in ids if id_ not in self._settled and records.summary(id_) is not None
+            )
+            pending = [id_ for id_ in ids if id_ not in self._settled][:_MAX_SNAPSHOTS]
+            # Oldest first: each may have what the one before has.
+            carried = {id_ for id_ in reversed(pending) if self._carry(repository, records, infos, id_)}
+            return records, [id_ for id_ in pending if id_ not in carried]
+
+    def _carry(
+        self, repository: Repository, records: VerdictRecords, infos: Sequence[SnapshotInfo], id_: str
+    ) -> bool:
+        """Store the verdicts on a snapshot in which nothing has changed, and return whether it is one. Starts no process."""
+        at = next(number for number, info in enumerate(infos) if info.id == id_)
+        before = next((info for info in infos[at + 1 :] if info.roots == infos[at].roots), None)
+        if before is None or before.id not in self._settled:
+            return False
+        snapshot, other = (repository.snapshots.load(info.id) for info in (infos[at], before))
+        record = records.record(other)
+        carried = None if record is None else carried_record(record, other, snapshot)
+        if carried is None or not records.write(carried):
+            return False
+        self._settled.add(id_)
+        return True
 
     async def _judge(self, job: VerdictJob, records: VerdictRecords) -> None:
         missing = set(job.snapshots)

@@ -104,6 +104,33 @@ def snapshot_digest(snapshot: Snapshot) -> str:
     return hashlib.blake2b(facts, digest_size=_MAC_BYTES).hexdigest()
 
 
+def is_judged_alike(one: Snapshot, other: Snapshot, path: bytes) -> bool:
+    """Return whether the same trees of a root have the same verdicts in two snapshots."""
+
+    def facts(snapshot: Snapshot) -> tuple[object, ...]:
+        root = next(root for root in snapshot.roots if root.path == path)
+        # A file of several names is in the table of links, wherever its names are.
+        return root.mode, root.links, snapshot.not_held is None, snapshot.is_state
+
+    return facts(one) == facts(other)
+
+
+def carried_record(record: VerdictRecord, other: Snapshot, snapshot: Snapshot) -> VerdictRecord | None:
+    """Return the verdicts on a snapshot in which nothing is different from ``other``; None where something is.
+
+    Args:
+        record: Record of the other snapshot.
+        other: The other snapshot, of the same repository.
+        snapshot: The snapshot.
+    """
+    ours, theirs = ({root.path: root.entry.content for root in one.roots} for one in (snapshot, other))
+    if not record.is_complete or snapshot.host != other.host or ours != theirs:
+        return None
+    if not all(is_judged_alike(snapshot, other, path) for path in ours):
+        return None
+    return msgspec.structs.replace(record, snapshot=str(snapshot.id), content=snapshot_digest(snapshot))
+
+
 def encode_record(record: VerdictRecord, key: bytes) -> bytes:
     """Return the bytes that `decode_record` reads as ``record``."""
     body = msgspec.json.encode(record)

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from hypothesis import example, given
+from hypothesis import strategies as st
 from support.checkpoint_files import FORMATS
-from support.cli_repository import CliRepository
+from support.cli_repository import CliRepository, directory
 
 from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
 from ciuic.daemon.base.settings import RootSettings, Settings
@@ -24,7 +26,7 @@ from ciuic.daemon.verdicts import Verdicts
 from ciuic.errors import Damaged
 from ciuic.history import judge_snapshot
 from ciuic.repository import Repository
-from ciuic.types import SnapshotId
+from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
 from ciuic.verdicts import records as records_module
 from ciuic.verdicts import verdict as verdict_module
 from ciuic.verdicts.records import KEY_VARIABLE, VerdictRecord, VerdictRecords, encode_record, own_key
@@ -264,8 +266,83 @@ def test_what_could_not_be_read_is_looked_at_again(
     assert [one["verdict"] for one in found] == ["GOOD"]
 
 
+def test_a_snapshot_of_nothing_starts_no_process(made: CliRepository) -> None:
+    """It has the verdicts of the one before, which lies behind one of another directory; one that cannot tell open files has its own."""
+    judge_all(made)
+    settings = Settings(socket=made.path / "c", runtime_dir=made.path.parent, repository=made.path)
+    verdicts = Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent, command=["/bin/false"])
+    same = {b"a.safetensors": WEIGHTS, b"b.safetensors": (TORN, {"mtime_ns": 2 * 10**18})}
+    made.snapshot(same, mode="tracked")
+    with Repository.open(made.path) as repository, repository.writer() as writer:
+        other = RootRecord(path=b"/elsewhere", entry=directory(b"", writer.update_tree(b"", {})))
+        writer.commit(SnapshotDraft(id=SnapshotId("cs-eeeeee"), time_ns=3 * 10**18, host="h", roots=(other,)))
+    made.count += 1
+    made.snapshot(same, mode="tracked", time_ns=4 * 10**18)
+    assert (trio.run(verdicts.once), trio.run(verdicts.once)) == (1, 0)
+    assert states(made) == ["TORN", None, "TORN", "TORN", "GOOD"]
+    made.snapshot(same, mode="offline", time_ns=5 * 10**18)
+    assert trio.run(verdicts.once) == 1
+
+
 def test_a_process_that_dies_is_not_started_for_ever(made: CliRepository) -> None:
     """A snapshot on which the process dies stays without verdicts, and the next one has its turn."""
     settings = Settings(socket=made.path / "c", runtime_dir=made.path.parent, repository=made.path)
     verdicts = Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent, command=["/bin/false"])
     assert [trio.run(verdicts.once), trio.run(verdicts.once)] == [2, 0]
+
+
+SHARD = FORMATS["safetensors"].make(random.Random(2))
+INDEX_NAME = b"m.safetensors.index.json"
+INDEX = json.dumps({"weight_map": {"a": "sub/a.safetensors", "b": "b.safetensors"}}).encode()
+CONTENTS: dict[str, Any] = {
+    "good": WEIGHTS,
+    "torn": TORN,
+    "shard": SHARD,
+    "index": INDEX,
+    "tag sub": b"sub",
+    "tag x": b"x",
+    "open": (WEIGHTS, {"flags": 1}),
+    "in place": (WEIGHTS, {"ino": 7}),
+    "later in place": (SHARD, {"ino": 7, "ctime_ns": 2 * 10**18}),
+}
+_files = st.dictionaries(
+    st.sampled_from([b"a.safetensors", b"b.safetensors", b"log", INDEX_NAME]),
+    st.sampled_from(sorted(CONTENTS)),
+    max_size=3,
+) | st.fixed_dictionaries({b"latest": st.sampled_from(["tag sub", "tag x"])})
+_trees = st.recursive(
+    _files,
+    lambda below: st.builds(
+        lambda files, directories: {**files, **directories},
+        _files,
+        st.dictionaries(st.sampled_from([b"sub", b"step-1", b"x", b"x.pt"]), below, max_size=2),
+    ),
+    max_leaves=4,
+)
+
+
+def filled(tree: dict[bytes, Any]) -> dict[bytes, Any]:
+    return {name: filled(what) if isinstance(what, dict) else CONTENTS[what] for name, what in tree.items()}
+
+
+@given(trees=st.lists(_trees, min_size=2, max_size=4), order=st.integers(0, 23))
+@example([{b"latest": "tag sub", b"sub": {b"a.safetensors": "good"}}, {b"latest": "tag x"}], 0)
+def test_what_has_not_changed_keeps_its_verdicts(
+    tmp_path_factory: pytest.TempPathFactory, trees: list[dict[bytes, Any]], order: int
+) -> None:
+    """Judged from the record of a neighbour, a snapshot has the verdicts that it has when all of it is read."""
+    top = tmp_path_factory.mktemp("carried")
+    made = CliRepository(top / "repo", top / "root")
+    for number, tree in enumerate(trees):
+        # Most of the next one is what the one before has.
+        made.snapshot(filled(trees[number - 1] | tree if number else tree), mode="tracked")
+    with Repository.open(made.path) as repository:
+        snapshots, _ = repository.snapshots.load_all()
+        whole = {one.id: judge_snapshot(repository, snapshots, one, FileVerdicts()) for one in snapshots}
+        known: dict[str, VerdictRecord] = {}
+        for snapshot in random.Random(order).sample(snapshots, len(snapshots)):
+            record = judge_snapshot(
+                repository, snapshots, snapshot, FileVerdicts(), lambda one: known.get(one.id)
+            )
+            known[snapshot.id] = msgspec.structs.replace(record, files={})
+            assert known[snapshot.id] == msgspec.structs.replace(whole[snapshot.id], files={})
