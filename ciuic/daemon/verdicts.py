@@ -124,7 +124,10 @@ class Verdicts:
         before = next((info for info in infos[at + 1 :] if info.roots == infos[at].roots), None)
         if before is None or before.id not in self._settled:
             return False
-        snapshot, other = (repository.snapshots.load(info.id) for info in (infos[at], before))
+        try:
+            snapshot, other = (repository.snapshots.load(info.id) for info in (infos[at], before))
+        except CiuicError:  # a damaged one must not keep the others from having verdicts
+            return False
         record = records.record(other)
         carried = None if record is None else carried_record(record, other, snapshot)
         if carried is None or not records.write(carried):

@@ -282,6 +282,9 @@ def test_a_snapshot_of_nothing_starts_no_process(made: CliRepository) -> None:
     assert states(made) == ["TORN", None, "TORN", "TORN", "GOOD"]
     made.snapshot(same, mode="offline", time_ns=5 * 10**18)
     assert trio.run(verdicts.once) == 1
+    made.snapshot(same, mode="tracked", time_ns=6 * 10**18)
+    (made.path / "snapshots" / "cs-000006").write_bytes(b"damaged")
+    assert trio.run(verdicts.once) == 1
 
 
 def test_a_process_that_dies_is_not_started_for_ever(made: CliRepository) -> None:
