@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Collection
-from typing import Literal, NewType, Protocol
+from typing import Annotated, Literal, NewType, Protocol
 
 import msgspec
 
@@ -123,36 +123,47 @@ def order_of(snapshot: Placed) -> tuple[int, str]:
     return snapshot.order_ns, snapshot.id
 
 
+# Numbers beyond the kernel's types would reach system calls, SQLite and the clock, which refuse them in ways of their own.
+# As the decoders check them; `tree_format.attributes_problem` is the same for what the code makes.
+_Uint16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_Uint32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Uint63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# A decoder refuses more than 64 bits by itself.
+_Uint64 = Annotated[int, msgspec.Meta(ge=0)]
+_TimeNs = Annotated[int, msgspec.Meta(gt=-(1 << 63), le=(1 << 63) - 1)]
+_Height = Annotated[int, msgspec.Meta(ge=0, lt=7)]
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Name in a directory's frozen tree, or inode in a link table.
 
     In a link table ``name`` is the inode number, 8 bytes big-endian. ``content`` is the tree id of a
     directory. For a regular file it is the root of the block map, or the id of the only block when
     ``map_height`` is 0. It is empty for an empty file, for one that is a single hole, and for every other
-    type.
+    type. Decoders refuse numbers beyond the kernel's types.
     """
 
     name: bytes
-    mode: int
-    uid: int = 0
-    gid: int = 0
-    rdev: int = 0
-    ino: int = 0
-    size_bytes: int = 0
-    mtime_ns: int = 0
-    ctime_ns: int = 0
-    atime_ns: int = 0
-    flags: int = 0
-    link: int = 0
+    mode: _Uint16
+    uid: _Uint32 = 0
+    gid: _Uint32 = 0
+    rdev: _Uint64 = 0
+    ino: _Uint64 = 0
+    size_bytes: _Uint63 = 0
+    mtime_ns: _TimeNs = 0
+    ctime_ns: _TimeNs = 0
+    atime_ns: _TimeNs = 0
+    flags: _Uint32 = 0
+    link: _Uint64 = 0
     """Inode number of the link table entry of an inode with several names, which has everything but name and
     type; else 0."""
     content: bytes = b""
-    map_height: int = 0
+    map_height: _Height = 0
     target: bytes = b""
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
-    total_files: int = 0
+    total_files: _Uint63 = 0
     """Directories: number of non-directories below. Hard-linked files count in the link table instead."""
-    total_bytes: int = 0
+    total_bytes: _Uint63 = 0
     """Directories: sum of ``size_bytes`` of the regular files so counted."""
 
     @property

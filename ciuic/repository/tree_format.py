@@ -8,7 +8,8 @@ on. So equal lists make equal trees whatever their history, and a change moves o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice
+from operator import lt
 
 import msgspec
 import xxhash
@@ -217,23 +218,41 @@ def _check(chunk: ChunkId, node: TreeNode, links: bool) -> None:
         raise DamagedTree(chunk, "it is empty")
     names = [item.name for item in (node.refs if node.level else node.entries)]
     # Lookups bisect and updates merge: both rely on the order.
-    if any(first >= second for first, second in pairwise(names)):
+    if not all(map(lt, names, islice(names, 1, None))):
         raise DamagedTree(chunk, "its names are not in order")
-    problem = ""
-    for entry in node.entries:
-        problem = entry_problem(entry, links)
+    # Checked for every entry that is ever read: all at once takes a quarter of the time of finding out what is wrong with which.
+    if not (_are_names(names, links) and all(map(_is_plain, node.entries))):
+        problem = next(filter(None, (entry_problem(entry, links) for entry in node.entries)), "")
         if problem:
-            break
-    problem = problem or next(
-        (
-            f"a child has an impossible reference {ref.id.hex()}"
-            for ref in node.refs
-            if not _ref_ok(ref, links)
-        ),
-        "",
+            raise DamagedTree(chunk, problem)
+    for ref in node.refs:
+        if not _ref_ok(ref, links):
+            raise DamagedTree(chunk, f"a child has an impossible reference {ref.id.hex()}")
+
+
+def _are_names(names: list[bytes], links: bool) -> bool:
+    """Return whether all of these, which are in order, can be keys of such a tree: one may be refused that `_name_problem` accepts."""
+    if links:
+        return all(len(name) == LINK_KEY_BYTES for name in names)
+    together = b"\0".join(names)
+    return (
+        bool(names[0])
+        and max(map(len, names)) <= 4096
+        and together.count(b"\0") == len(names) - 1
+        and b"/" not in together
+        and b"." not in names
+        and b".." not in names
     )
-    if problem:
-        raise DamagedTree(chunk, problem)
+
+
+def _is_plain(entry: Entry) -> bool:
+    """Return whether an entry has nothing that has to be looked at; its numbers are those that the decoder lets through."""
+    return (
+        len(entry.content) in _CONTENT_LENGTHS
+        and not entry.xattrs
+        and not entry.flags & FLAG_XATTRS_CHUNK
+        and not entry.target
+    )
 
 
 def _ref_ok(ref: NodeRef, links: bool) -> bool:
