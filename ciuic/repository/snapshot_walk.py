@@ -5,6 +5,7 @@ The mark phase of prune and the structure check of verify.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -144,22 +145,36 @@ class _Walk:
                 content = ChunkId(entry.content)
                 if not content:
                     continue
-                if entry.is_dir:
+                kind = stat.S_IFMT(entry.mode)
+                if kind == stat.S_IFDIR:
                     if content not in self._seen:
                         stack.append((content, self._place(path, entry, links), entry))
-                elif entry.is_file and content not in (self._seen if entry.map_height else self._seen_data):
-                    yield from self.content(entry, self._place(path, entry, links))
+                elif kind != stat.S_IFREG:
+                    continue
+                elif entry.map_height:
+                    if content not in self._seen:
+                        yield from self.content(entry, self._place(path, entry, links))
+                # Nearly all files of most trees. As in `content`, without a generator for each.
+                elif content not in self._seen_data:
+                    self._seen_data.add(content)
+                    yield Reached(content, "data", self._place(path, entry, links), entry, 0)
 
     def attributes(self, entry: Entry, path: bytes) -> Iterator[Reached]:
         """Yield the chunk of the entry's extended attributes, if it has one."""
         if entry.flags & FLAG_XATTRS_CHUNK and entry.xattrs:
-            yield from self._once(Reached(ChunkId(entry.xattrs[0][1]), "xattrs", path, entry))
+            id_ = ChunkId(entry.xattrs[0][1])
+            if id_ not in self._seen:
+                self._seen.add(id_)
+                yield Reached(id_, "xattrs", path if self._paths else b"", entry)
 
     def content(self, entry: Entry, path: bytes) -> Iterator[Reached]:
         """Yield the chunks of a regular file with content."""
-        height = entry.map_height
+        height, path = entry.map_height, path if self._paths else b""
         if height == 0:
-            yield from self._once(Reached(ChunkId(entry.content), "data", path, entry, 0))
+            id_ = ChunkId(entry.content)
+            if id_ not in self._seen_data:
+                self._seen_data.add(id_)
+                yield Reached(id_, "data", path, entry, 0)
             return
         end = blocks_of(entry.size_bytes, self._block_size)
         stack = [(ChunkId(entry.content), height, 0)]
@@ -168,7 +183,7 @@ class _Walk:
             if id_ in self._seen:
                 continue
             self._seen.add(id_)
-            reached = Reached(id_, "map", path if self._paths else b"", entry, first)
+            reached = Reached(id_, "map", path, entry, first)
             yield reached
             try:
                 ids = self._maps.node(id_, height)
@@ -181,16 +196,11 @@ class _Walk:
                 # No restore reads beyond the end of the file.
                 if child == HOLE or block >= end:
                     continue
-                if height == 1:
-                    yield from self._once(Reached(child, "data", path, entry, block))
-                else:
+                if height > 1:
                     stack.append((child, height - 1, block))
-
-    def _once(self, reached: Reached) -> Iterator[Reached]:
-        seen = self._seen_data if reached.kind == "data" else self._seen
-        if reached.id not in seen:
-            seen.add(reached.id)
-            yield reached if self._paths else reached._replace(path=b"")
+                elif child not in self._seen_data:
+                    self._seen_data.add(child)
+                    yield Reached(child, "data", path, entry, block)
 
     def _place(self, path: bytes, entry: Entry, links: bool) -> bytes:
         if not self._paths:
