@@ -13,11 +13,12 @@ from typing import Final, NamedTuple
 from ciuic.errors import UsageError
 from ciuic.units import parse_duration
 
-_AGO: Final = re.compile(r"(?:\d+\s*[smhdw]\s*)+\Z", re.ASCII)
-_WRITTEN: Final = re.compile(
-    r"(?:(?P<day>\d{4}-\d\d-\d\d|today|yesterday)(?:[T ](?=\d)|\Z))?"
-    r"(?:(?P<clock>\d\d?:\d\d(?::\d\d(?:\.(?P<fraction>\d{1,9}))?)?) ?(?P<zone>Z|[+-]\d\d:?\d\d)?)?\Z",
-    re.ASCII | re.IGNORECASE,
+# Compiled with the first use, of which `re` keeps the result: the repository imports this module for each command, and
+# few of them are given a time.
+_AGO: Final = r"(?a)(?:\d+\s*[smhdw]\s*)+\Z"
+_WRITTEN: Final = (
+    r"(?ai)(?:(?P<day>\d{4}-\d\d-\d\d|today|yesterday)(?:[T ](?=\d)|\Z))?"
+    r"(?:(?P<clock>\d\d?:\d\d(?::\d\d(?:\.(?P<fraction>\d{1,9}))?)?) ?(?P<zone>Z|[+-]\d\d:?\d\d)?)?\Z"
 )
 _NS_PER_SECOND: Final = 10**9
 EXAMPLES: Final = (
@@ -44,7 +45,7 @@ def parse_time(text: str, now_ns: int) -> Period:
     """
     text = text.strip()
     try:
-        if _AGO.match(text):
+        if re.match(_AGO, text):
             instant_ns = now_ns - parse_duration(text) * _NS_PER_SECOND
             return Period(instant_ns, instant_ns + 1)
         return _written(text, now_ns)
@@ -53,7 +54,7 @@ def parse_time(text: str, now_ns: int) -> Period:
 
 
 def _written(text: str, now_ns: int) -> Period:
-    found = _WRITTEN.match(text)
+    found = re.match(_WRITTEN, text)
     if not text or found is None:
         raise ValueError(text)
     day, clock, fraction, zone = found.group("day", "clock", "fraction", "zone")

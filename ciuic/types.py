@@ -65,6 +65,8 @@ SAFETY_MESSAGE = "before the restore from "
 """Beginning of the message of a safety snapshot, which a restore took before it changed anything; see
 `is_safety`."""
 
+PAIRED = "paired"
+"""Tag of both snapshots of a pair: `list` looks for pairs where it is set. A person may give it, too."""
 STATE_TAGS = frozenset({"training", "dcp"})
 """Tags of snapshots of a training state; each has one of them."""
 

@@ -15,11 +15,12 @@ SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
-# ASCII, because \d otherwise takes the digits of every script.
-_DURATION_PART = re.compile(r"(\d+)\s*([smhdw])", re.ASCII)
-_DURATION = re.compile(r"(?:\d+\s*[smhdw]\s*)+", re.ASCII)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i?B)?|B)?", re.ASCII | re.IGNORECASE)
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
+# ASCII, because \d otherwise takes the digits of every script. Compiled with the first use, of which `re` keeps the
+# result: every command imports this module, and few of them parse anything.
+_DURATION_PART = r"(?a)(\d+)\s*([smhdw])"
+_DURATION = r"(?a)(?:\d+\s*[smhdw]\s*)+"
+_SIZE = r"(?ai)(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i?B)?|B)?"
+_PERCENT = r"(?a)(\d+(?:\.\d+)?)\s*%"
 
 # A longer duration is a slip of the hand, and would overflow a nanosecond clock (292 years).
 _MAX_DURATION_SECONDS = 200 * 365 * 86400
@@ -33,11 +34,11 @@ def parse_duration(text: str) -> int:
     # 0 turns a setting off, and means the same in every unit.
     if text == "0":
         return 0
-    if not _DURATION.fullmatch(text):
+    if not re.fullmatch(_DURATION, text):
         raise ValueError(
             f"not a duration: {text!r} (write a number and a unit: 90s, 15m, 1h, 7d, 2w or 1h30m)"
         )
-    seconds = sum(int(number) * SECONDS_PER_UNIT[unit] for number, unit in _DURATION_PART.findall(text))
+    seconds = sum(int(number) * SECONDS_PER_UNIT[unit] for number, unit in re.findall(_DURATION_PART, text))
     if seconds > _MAX_DURATION_SECONDS:
         raise ValueError(f"duration too long: {text!r} (at most 200 years)")
     return seconds
@@ -77,7 +78,7 @@ def human_duration(seconds: float) -> str:
 def parse_size(text: str) -> int:
     """Return the bytes of ``4096``, ``64K``, ``10GiB`` (1024) or ``10GB`` (1000), as in GNU coreutils."""
     text = text.strip()
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(_SIZE, text)
     if not match:
         raise ValueError(f"not a size: {text!r} (write for example 512MiB, 10G, 1.5TB)")
     number, prefix, suffix = match.groups()
@@ -127,7 +128,7 @@ def human_size(size_bytes: float) -> str:
 
 def parse_share(text: str) -> float:
     """Return the fraction 0 … 1 that ``5%`` or ``2.5 %`` means."""
-    match = _PERCENT.fullmatch(text.strip())
+    match = re.fullmatch(_PERCENT, text.strip())
     if not match:
         raise ValueError(f"not a share: {text!r} (write for example 5%)")
     percent = float(match.group(1))

@@ -13,6 +13,8 @@ from typing import Final
 # 128 + SIGINT, as shells report it. One code for all three signals: each is a request to end in good order.
 INTERRUPTED: Final = 130
 """Exit code of a command that ^C, SIGTERM or SIGHUP ended."""
+COMPLETE_VARIABLE: Final = "_CIUIC_COMPLETE"
+"""Environment variable by which a shell asks for the candidates for a word (`ciuic.cli.shared.completion`)."""
 
 
 def main() -> None:

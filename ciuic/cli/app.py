@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
-import json
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,8 +19,7 @@ from typing import Any, Final
 import click
 
 from ciuic import __version__
-from ciuic.cli import INTERRUPTED
-from ciuic.cli.shared.completion import COMPLETE_VARIABLE
+from ciuic.cli import COMPLETE_VARIABLE, INTERRUPTED
 from ciuic.cli.shared.messages import complain, redirect_to_null, shown_text, styled
 from ciuic.cli.shared.options import FrameGroup, global_options, version_option
 from ciuic.cli.shared.output import abandon_stdout, out
@@ -257,6 +254,8 @@ def _how_sudo_finds_it() -> str:
     """Return the command to type where sudo's own PATH does not have this program, otherwise ""."""
     # A virtual environment's bin/ is not in sudo's secure_path: `sudo ciuic` answers "command not found"
     # there.
+    import shlex
+
     program = os.path.abspath(sys.argv[0])
     if os.geteuid() == 0 or os.path.dirname(program) in _SUDO_DIRS or not os.access(program, os.X_OK):
         return ""
@@ -313,6 +312,8 @@ def _json_failure(session: Session, message: str, hint: str, code: int) -> None:
     if not session.json or session.printed_json or session.stdout_gone:
         return
     session.printed_json = True
+    import json
+
     try:
         click.echo(json.dumps({"error": message, "hint": hint, "code": code}, indent=2))
     except BrokenPipeError:

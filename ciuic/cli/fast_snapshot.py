@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TextIO, cast
 
 import tomli
 
+from ciuic.cli import COMPLETE_VARIABLE
 from ciuic.cli.shared.snapshot_command import BY_NAME, RESERVED_TAGS, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
 from ciuic.protocol.socket_http import Answer, Connection
@@ -51,7 +52,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """Ask for the snapshot and return the exit status; None, with nothing done, where the whole program is needed."""
     request = parse(arguments)
     # JSON lines of progress and the candidates of shell completion are the whole program's to print.
-    if request is None or "CIUIC_PROGRESS" in environment or "_CIUIC_COMPLETE" in environment:
+    if request is None or "CIUIC_PROGRESS" in environment or COMPLETE_VARIABLE in environment:
         return None
     if request.wait and sys.stderr.isatty():
         # A terminal shows the progress.

@@ -36,8 +36,6 @@ from ciuic.types import Pair
 SOCKET_NAME: Final = "pair.sock"
 MAX_MESSAGE_BYTES: Final = 32 << 10
 MAX_IDS: Final = 1000
-PAIRED: Final = "paired"
-"""Tag of both snapshots of a pair: `list` looks for pairs where it is set, and retention may keep tagged snapshots."""
 CUT_SECONDS: Final = 5.0
 """Longest time between the step boundary and the cut; no cut is made for a later instant."""
 # A second more than `CUT_SECONDS`, so that the daemon's refusal of a cut that took too long still arrives.

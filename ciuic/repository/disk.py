@@ -17,9 +17,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from ciuic.repository.extent_sharing import clone_range
 from ciuic.repository.identity import Bytes
-from ciuic.system import page_cache
 
 # O_NONBLOCK: opening a pipe does not wait for its other end. O_NOCTTY: a terminal that lies there does not
 # become the controlling terminal of a daemon (open(2)).
@@ -119,6 +117,9 @@ class Disk:
 
     def share(self, source: int, offset: int, length: int, fd: int, target_offset: int) -> bool:
         """Share a range of ``source`` with ``fd`` and return True; False where that is not possible."""
+        # Imported here, as in `start_writing`: readers of a repository import this module, and need no ctypes (5 ms).
+        from ciuic.repository.extent_sharing import clone_range
+
         try:
             clone_range(source, offset, length, fd, target_offset)
         except OSError:
@@ -139,6 +140,8 @@ class Disk:
 
         This makes nothing durable.
         """
+        from ciuic.system import page_cache
+
         page_cache.start_writing(fd, offset, length)
 
     def uncache(self, fd: int, offset: int, length: int) -> None:

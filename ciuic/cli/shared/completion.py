@@ -120,8 +120,6 @@ def _paths_in(session: Session, snapshot: str, incomplete: bytes) -> list[Comple
     return [CompletionItem(os.fsdecode(path)) for path in found]
 
 
-COMPLETE_VARIABLE: Final = "_CIUIC_COMPLETE"
-
 # `quoted` makes a name with blanks one word, nospace lets the next name follow a directory, and nosort (bash
 # 4.4) keeps ids newest first. What goes wrong must not be printed into the line that is typed.
 _BASH: Final = r"""_ciuic_completion() {

@@ -246,16 +246,23 @@ def show_lazy_restores(context: click.Context, parameter: click.Parameter, value
 def incomplete_lines(session: Session) -> list[str]:
     """Return a line for each lazy restore that is not complete, and for each restore that was cut short."""
     lines = []
-    # Seldom there; what reads them takes 30 ms to import.
-    if os.path.isdir(directory := _directory(session)):
+    # Seldom any; what reads them takes 30 ms to import. The directories stay after the first restore.
+    if _has_files(directory := _directory(session)):
         from ciuic.lazy.progress import read_statuses
 
         lines += [line_of(status) for status in read_statuses(directory) if status.state != "complete"]
-    if os.path.isdir(state_home("restores")):
+    if _has_files(state_home("restores")):
         from ciuic.restore.unfinished import records_directory, unfinished
 
         lines += map(_unfinished_line, unfinished(records_directory()))
     return lines
+
+
+def _has_files(directory: Path) -> bool:
+    try:
+        return bool(os.listdir(directory))
+    except OSError:
+        return False
 
 
 def _unfinished_line(record: UnfinishedRestore) -> str:

@@ -8,7 +8,7 @@ plainly. Nothing of the run's session is needed.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -90,7 +90,7 @@ def json_name(key: str, path: bytes) -> dict[str, Any]:
         return {key: path.decode("utf-8")}
     except UnicodeDecodeError:
         text = path.decode("utf-8", "backslashreplace")
-        return {key: text, f"{key}_base64": base64.b64encode(path).decode("ascii")}
+        return {key: text, f"{key}_base64": binascii.b2a_base64(path, newline=False).decode("ascii")}
 
 
 def absolute(path: str | bytes) -> bytes:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from ciuic.cli.shared.messages import absolute
 from ciuic.cli.shared.output import out
@@ -21,6 +19,10 @@ from ciuic.cli.shared.snapshot_command import RESERVED_TAGS
 from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from click.shell_completion import CompletionItem
+
     _ParamType = click.ParamType[Any]
 else:  # not generic before click 8.2
     _ParamType = click.ParamType
@@ -60,9 +62,16 @@ def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], Non
         # The option stands in two places, and its callback runs for both: what was not given here must not
         # take back what was given there.
         if value is not None and session is not None:
-            setattr(session, field, Path(os.path.abspath(value)))
+            setattr(session, field, _absolute_path(value))
 
     return keep
+
+
+def _absolute_path(value: str) -> Path:
+    # Imported here: 5 ms, which `--version` and the help do not pay.
+    from pathlib import Path
+
+    return Path(os.path.abspath(value))
 
 
 def _remember_place(context: click.Context, _: click.Parameter, value: str | None) -> None:
@@ -72,7 +81,7 @@ def _remember_place(context: click.Context, _: click.Parameter, value: str | Non
         return
     is_url = URL_MARK in value
     session.remote_option = value if is_url else None
-    session.repo_option = None if is_url else Path(os.path.abspath(value))
+    session.repo_option = None if is_url else _absolute_path(value)
 
 
 def _remember_packs(context: click.Context, _: click.Parameter, value: str | None) -> None:
@@ -122,7 +131,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
 
     Rare ones are hidden everywhere; the first page names them.
     """
-    path = click.Path(path_type=Path)
+    path = click.Path()
     return [
         click.Option(
             ["--config"],
@@ -218,6 +227,8 @@ class Place(_ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the candidates for the word that is being typed."""
+        from click.shell_completion import CompletionItem
+
         return [CompletionItem(incomplete, type="file")]
 
 
@@ -332,6 +343,8 @@ class HostPath(_ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the candidates for the word that is being typed."""
+        from click.shell_completion import CompletionItem
+
         return [CompletionItem(incomplete, type=self._kind)]
 
 

@@ -11,7 +11,6 @@ rich is imported only where it draws: it doubles the time that ``ciuic list`` ta
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +83,8 @@ def terminal_width() -> int | None:
 
 def out_json(document: Mapping[str, Any] | list[Any]) -> None:
     """Print the one document of a ``--json`` run."""
+    import json
+
     session = current()
     # Before it is written: after half of a document a second one would be no JSON either.
     session.printed_json = True

@@ -5,7 +5,6 @@ Guarantees: a half that is not there, not yet there, or of which nothing can be 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,8 +12,7 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import shown_text
 from ciuic.cli.shared.output import Cell, out
 from ciuic.cli.shared.session import Session
-from ciuic.protocol.pairing import PAIRED, SOCKET_NAME, states
-from ciuic.types import Pair, Snapshot
+from ciuic.types import PAIRED, Pair, Snapshot
 
 if TYPE_CHECKING:
     from ciuic.protocol.pairing import State
@@ -63,6 +61,9 @@ def looked_up(session: Session, snapshots: Iterable[Snapshot]) -> dict[str, Half
     ]
     if not having or session.remote_url is not None:
         return {}
+    # Only where there is a pair: it takes 15 ms of processor time to import.
+    from ciuic.protocol.pairing import states
+
     found = states(
         [pair for _, pair in having],
         session.repository_dir,
@@ -113,6 +114,8 @@ def print_half(pair: Pair | None, half: Half | None) -> None:
     if half is None:
         out(f"pair     no snapshot of the files: {shown_text(pair.problem)}")
         return
+    import shlex
+
     what = f"the files of {', '.join(pair.roots)}" if pair.of == "filesystem" else "the state of the training"
     when = f"{_apart_seconds(half):.3f} s {'after' if pair.of == 'filesystem' else 'before'}"
     state = "" if half.state == "committed" else f" ({_WORDS[half.state]})"
@@ -135,6 +138,7 @@ def _socket(session: Session) -> str:
     """Return the socket of a daemon that may be asked. An invalid configuration does not keep `list` from working."""
     from ciuic.config import Config
     from ciuic.errors import CiuicError
+    from ciuic.protocol.pairing import SOCKET_NAME
 
     try:
         config = session.config

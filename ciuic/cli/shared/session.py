@@ -10,9 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import click
@@ -21,6 +19,8 @@ from ciuic.cli.shared.messages import complain, shown_text, warn
 from ciuic.units import plural
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ciuic.cli.shared.remotes import EveryVersion
     from ciuic.config import Config
     from ciuic.protocol.control import ControlClient
@@ -37,44 +37,62 @@ URL_MARK: Final = "://"
 """Mark that tells the URL of a remote from a directory."""
 
 
-@dataclass
 class Session:
-    """State of one run. ``now_ns`` is a field so that a test can hold it still."""
+    """State of one run."""
 
-    config_option: Path | None = None
-    repo_option: Path | None = None
-    remote_option: str | None = None
-    """URL of a remote, given with --repo."""
-    packs_option: str | None = None
-    """URL of the packs of a remote whose packs lie in another place, given with --packs-url."""
-    as_host: str | None = None
-    """Host whose snapshots are read from a remote; None for those of all."""
-    behind_deletions: bool = False
-    """--behind-deletions was given: of a remote all versions are read."""
-    stored_before: str | None = None
-    """Text of --stored-before: of a remote only what was stored before this time is read."""
-    trust_option: bool = False
-    """--trust-repository was given: the repository may belong to another user."""
-    ignores_environment: bool = False
-    """CIUIC_REPO is not read: it names the remote that another session reads."""
-    may_ask: bool = True
-    """False while words are completed: no key may be asked for."""
-    verbosity: int = 0
-    """-1 quiet, 0, 1 verbose, 2 with tracebacks."""
-    json: bool = False
-    """--json was given: a failure, too, is reported as one document on stdout."""
-    printed_json: bool = False
-    """The document is out: a failure after it must not print a second one."""
-    stdout_gone: bool = False
-    """The reader of stdout has left: nothing more is printed, and the exit code still counts."""
-    now_ns: int = field(default_factory=time.time_ns)
-    _config: Config | None = None
-    _repository: Repository | None = None
-    exit_code: int = 0
-    """Exit code of a command that does what it was asked for, where something of it could not be read."""
-    _remote: ReadableRemote | None = None
-    _control: ControlClient | None = None
-    _closing: ExitStack = field(default_factory=ExitStack)
+    # No dataclass: that module and the methods that it would compile for this class take 5 ms of processor time, of
+    # each command. The parameters are what callers give; everything else is found out during the run.
+    def __init__(
+        self,
+        *,
+        config_option: Path | None = None,
+        repo_option: Path | None = None,
+        remote_option: str | None = None,
+        packs_option: str | None = None,
+        as_host: str | None = None,
+        trust_option: bool = False,
+        ignores_environment: bool = False,
+        may_ask: bool = True,
+        verbosity: int = 0,
+        json: bool = False,
+        printed_json: bool = False,
+        now_ns: int | None = None,
+    ) -> None:
+        """Begin a run that has opened nothing yet. ``now_ns``: its time, which a test can hold still; None: now."""
+        self.config_option = config_option
+        self.repo_option = repo_option
+        self.remote_option = remote_option
+        """URL of a remote, given with --repo."""
+        self.packs_option = packs_option
+        """URL of the packs of a remote whose packs lie in another place, given with --packs-url."""
+        self.as_host = as_host
+        """Host whose snapshots are read from a remote; None for those of all."""
+        self.behind_deletions = False
+        """--behind-deletions was given: of a remote all versions are read."""
+        self.stored_before: str | None = None
+        """Text of --stored-before: of a remote only what was stored before this time is read."""
+        self.trust_option = trust_option
+        """--trust-repository was given: the repository may belong to another user."""
+        self.ignores_environment = ignores_environment
+        """CIUIC_REPO is not read: it names the remote that another session reads."""
+        self.may_ask = may_ask
+        """False while words are completed: no key may be asked for."""
+        self.verbosity = verbosity
+        """-1 quiet, 0, 1 verbose, 2 with tracebacks."""
+        self.json = json
+        """--json was given: a failure, too, is reported as one document on stdout."""
+        self.printed_json = printed_json
+        """The document is out: a failure after it must not print a second one."""
+        self.stdout_gone = False
+        """The reader of stdout has left: nothing more is printed, and the exit code still counts."""
+        self.now_ns = time.time_ns() if now_ns is None else now_ns
+        self.exit_code = 0
+        """Exit code of a command that does what it was asked for, where something of it could not be read."""
+        self._config: Config | None = None
+        self._repository: Repository | None = None
+        self._remote: ReadableRemote | None = None
+        self._control: ControlClient | None = None
+        self._closing = ExitStack()
 
     @property
     def config(self) -> Config:
@@ -334,5 +352,7 @@ def current() -> Session:
 
 def _environment_path(name: str) -> Path | None:
     """The absolute path in an environment variable; unset and empty mean the same."""
+    from pathlib import Path
+
     value = os.environ.get(name, "")
     return Path(os.path.abspath(value)) if value else None

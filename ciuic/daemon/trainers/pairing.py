@@ -43,7 +43,6 @@ from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.protocol.pairing import (
     CUT_SECONDS,
     MAX_MESSAGE_BYTES,
-    PAIRED,
     Answer,
     Cut,
     Files,
@@ -56,7 +55,7 @@ from ciuic.protocol.pairing import (
 )
 from ciuic.protocol.peer_socket import Caller
 from ciuic.system.slurm import is_job_tag
-from ciuic.types import Pair, SnapshotId
+from ciuic.types import PAIRED, Pair, SnapshotId
 from ciuic.units import plural
 
 _HOUR_SECONDS: Final = 3600.0

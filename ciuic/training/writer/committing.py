@@ -14,14 +14,24 @@ from collections.abc import Callable
 from typing import Final
 
 from ciuic.errors import Damaged
-from ciuic.protocol.pairing import PAIRED
 from ciuic.repository import Repository, Writer
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.compression import Codec, Content
 from ciuic.repository.identity import is_zero
 from ciuic.training.writer.codecs import CommitCodecs
 from ciuic.training.writer.messages import Manifest, ManifestFile, StoredFile
-from ciuic.types import ChunkId, Entry, MapRef, Pair, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef
+from ciuic.types import (
+    PAIRED,
+    ChunkId,
+    Entry,
+    MapRef,
+    Pair,
+    RootRecord,
+    Snapshot,
+    SnapshotDraft,
+    SnapshotId,
+    TreeRef,
+)
 
 _BATCH_BLOCKS: Final = 16
 """Blocks that are looked up and stored together: 4 MiB."""

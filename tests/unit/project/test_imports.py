@@ -1,9 +1,16 @@
-"""Tests of what `import ciuic` costs: a program that wants one thing does not pay for all."""
+"""Tests of what `import ciuic` and the start of a command cost: who wants one thing does not pay for all."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ciuic.repository import Repository
 
 FRAMEWORKS = {
     "torch",
@@ -19,13 +26,19 @@ OF_THE_DAEMON = {"pyfuse3", "trio", "h11", "apscheduler", "prometheus_client"}
 OF_THE_COMMANDS = {"click", "rich", "structlog", "asyncio"}
 
 
-def _imported(program: str) -> set[str]:
+def _imported(program: str, environment: Mapping[str, str] | None = None) -> set[str]:
     """Return the modules that a fresh interpreter imports for ``program``, beyond its usual ones."""
     source = f"import sys; before = set(sys.modules)\n{program}\nprint(*(set(sys.modules) - before))"
     done = subprocess.run(
-        [sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", source],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **(environment or {})},
     )
-    return set(done.stdout.split())
+    # The last line: what stands before it was printed by the program.
+    return set(done.stdout.splitlines()[-1].split())
 
 
 def test_import_ciuic_imports_nothing_else() -> None:
@@ -53,3 +66,28 @@ def test_a_whole_life_of_a_manager_imports_no_framework(tmp_path: object) -> Non
     )
     modules = {name.partition(".")[0] for name in _imported(program)}
     assert not modules & (FRAMEWORKS | OF_THE_DAEMON | {"click"})
+
+
+HEAVY = {"rich", "httpx", "zstandard", "trio", "pathspec", "structlog", "asyncio", "tempfile", "dataclasses"}
+"""Modules that take 5 ms and more of processor time, and that few commands need."""
+REPOSITORY = {"msgspec", "sqlite3", "pathlib", "socket", "ciuic.config", "ciuic.repository"}
+UNUSED = {
+    "--version": HEAVY | REPOSITORY | {"bz2", "ctypes", "hashlib", "json", "click.shell_completion"},
+    # click asks shutil for the width of the terminal, which imports bz2.
+    "--help": HEAVY | REPOSITORY | {"ctypes", "hashlib", "json", "click.shell_completion"},
+    "list": HEAVY | {"bz2", "ctypes", "json", "socket", "ciuic.config", "ciuic.protocol.pairing"},
+    "list --machine-readable": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config"},
+}
+
+
+@pytest.mark.parametrize("command", UNUSED)
+def test_a_command_imports_what_it_uses(command: str, tmp_path: Path) -> None:
+    """The start is most of the time of a command that scripts run all day: it imports nothing that it does not use."""
+    repository = tmp_path / "repository"
+    Repository.create(repository).close()
+    program = (
+        "from contextlib import suppress; from ciuic.cli import app; from ciuic.errors import Unreachable\n"
+        f"with suppress(Unreachable): app.cli.main({command.split()!r}, standalone_mode=False, obj=app.Session())"
+    )
+    found = _imported(program, {"CIUIC_CONFIG": "/dev/null", "CIUIC_REPO": str(repository)})
+    assert not found & UNUSED[command]
