@@ -47,6 +47,12 @@ def _open_missing_streams() -> None:
 
 
 def _run() -> None:
+    if sys.argv[1:2] != ["daemon"]:
+        import gc
+
+        # Commands end soon: looking for cycles while they import takes 8 ms of 170. The daemon runs for
+        # weeks, and keeps the default.
+        gc.set_threshold(50_000)
     # A training waits for this command between two steps. Its plain forms avoid click, configuration and
     # msgspec: from command to commit 52 ms in place of about 100 (docs/decisions/snapshot-of-nothing.md).
     if sys.argv[1:2] == ["snapshot"]:
@@ -56,12 +62,6 @@ def _run() -> None:
         if status is not None:
             # All is written, nothing is open: 6 ms to take the interpreter down would be for nothing.
             os._exit(status)
-    if sys.argv[1:2] != ["daemon"]:
-        import gc
-
-        # Commands end soon: looking for cycles while they import takes 8 ms of 170. The daemon runs for
-        # weeks, and keeps the default.
-        gc.set_threshold(50_000)
     from ciuic.cli.app import run
 
     run()

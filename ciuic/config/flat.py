@@ -16,10 +16,11 @@ from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS
 from ciuic.config.toml_source import quote
 
 _LISTS = ("exclude_patterns", FLAT_ROOTS_NAME)
-# A blank before it is needed: `#` and `;` are characters of paths and patterns.
-_COMMENT = re.compile(r"\s[#;].*\Z")
+# Compiled with the first use, as in `ciuic.config.values`. A blank before it is needed: `#` and `;` are characters of
+# paths and patterns.
+_COMMENT = r"\s[#;].*\Z"
 # Names of known settings alone: a value may contain `word =`.
-_SETTING = re.compile(r"(?:\A|[\s#;])({})\s*=".format("|".join((*FLAT_NAMES, FLAT_ROOTS_NAME))))
+_SETTING = r"(?:\A|[\s#;])({})\s*=".format("|".join((*FLAT_NAMES, FLAT_ROOTS_NAME)))
 MIN_SETTINGS_ON_ONE_LINE = 2
 """One setting behind a # was commented out; several on one line were meant to be in force."""
 
@@ -51,7 +52,7 @@ def parse_flat(text: str) -> tuple[list[FlatSetting], list[FlatError]]:
         if not line or line[0] in "#;":
             comments.append((number, line))
             continue
-        run_together = _SETTING.findall(_COMMENT.sub("", line))
+        run_together = re.findall(_SETTING, re.sub(_COMMENT, "", line))
         if len(run_together) >= MIN_SETTINGS_ON_ONE_LINE:
             errors.append(_run_together(run_together, number))
             continue
@@ -72,7 +73,7 @@ def parse_flat(text: str) -> tuple[list[FlatSetting], list[FlatError]]:
         errors += [
             _run_together(names, number)
             for number, line in comments
-            if len(names := _SETTING.findall(line)) >= MIN_SETTINGS_ON_ONE_LINE
+            if len(names := re.findall(_SETTING, line)) >= MIN_SETTINGS_ON_ONE_LINE
         ]
     return settings, errors
 
@@ -108,7 +109,7 @@ def set_flat(text: str, name: str, value: str | Sequence[str]) -> str:
     """Return ``text`` with ``name`` set to ``value``, in place if it is set, else in a new last line."""
     written = value if isinstance(value, str) else ", ".join(item.replace(",", "\\,") for item in value)
     # Quotes would not help: `_value` cuts comments off before it takes quotes off.
-    if re.search(r"[\r\n]", written) or written != written.strip() or _COMMENT.search(written):
+    if re.search(r"[\r\n]", written) or written != written.strip() or re.search(_COMMENT, written):
         raise ValueError(
             f"cannot stand in the flat format: {written!r}; `ciuic config convert` makes a TOML file"
         )
@@ -119,7 +120,7 @@ def set_flat(text: str, name: str, value: str | Sequence[str]) -> str:
     for position, line in enumerate(lines):
         before, equals, after = line.partition("=")
         if equals and before.strip() == name:
-            comment = _COMMENT.search(after.rstrip())
+            comment = re.search(_COMMENT, after.rstrip())
             lines[position] = f"{before.rstrip()} = {written}{comment.group(0) if comment else ''}\n"
             return "".join(lines)
     if lines and not lines[-1].endswith("\n"):
@@ -128,7 +129,7 @@ def set_flat(text: str, name: str, value: str | Sequence[str]) -> str:
 
 
 def _value(name: str, raw: str) -> str | list[str]:
-    value = _unquote(_COMMENT.sub("", raw.rstrip()).strip())
+    value = _unquote(re.sub(_COMMENT, "", raw.rstrip()).strip())
     if name not in _LISTS:
         return value
     items = (item.replace("\\,", ",").strip() for item in re.split(r"(?<!\\),", value))

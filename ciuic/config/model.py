@@ -12,7 +12,7 @@ from ciuic.errors import CiuicError, ConfigError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import MinFree, RetentionPolicy
-from ciuic.system.cloud_notices import Cloud
+from ciuic.system.clouds import Cloud
 from ciuic.system.urgency import MIN_SHARE
 from ciuic.units import format_size
 

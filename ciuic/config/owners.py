@@ -21,7 +21,7 @@ from ciuic.errors import ConfigError
 from ciuic.system.ownership import Flaw, find_flaw
 
 # Programs that run a file named in their arguments.
-_INTERPRETERS: Final = re.compile(r"^(ba|da|k|z|c|tc|fi)?sh$|^(python|perl|ruby|node|lua|php)[0-9.]*$|^env$")
+_INTERPRETERS: Final = r"^(ba|da|k|z|c|tc|fi)?sh$|^(python|perl|ruby|node|lua|php)[0-9.]*$|^env$"
 
 
 def check_owners(config: Config) -> Iterator[Problem]:
@@ -92,7 +92,7 @@ def file_flaw(path: Path) -> Flaw | None:
 
 
 def _programs(command: Sequence[str]) -> Iterator[str]:
-    interpreted = bool(command) and _INTERPRETERS.match(os.path.basename(command[0])) is not None
+    interpreted = bool(command) and re.match(_INTERPRETERS, os.path.basename(command[0])) is not None
     for position, word in enumerate(command):
         # What an interpreter is told to run decides as much as the interpreter.
         if position == 0 or (interpreted and word.startswith("/") and _is_file(word)):

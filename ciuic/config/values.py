@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from ciuic.config.model import DailyWindow, IoPrioritySetting
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
-from ciuic.system.cloud_notices import Cloud
+from ciuic.system.clouds import Cloud
 from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
 
 # Limits of the format (docs/format.md, section 3).
@@ -32,13 +32,14 @@ _MIN_SHARE = 0.0001
 # More is a slip of the hand.
 _MAX_NAME_BYTES = 255
 _MAX_COUNT = 1_000_000
-_TAG = re.compile(r"[^\s,|]+\Z")
-_ACCOUNT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
+# Compiled with the first use, of which `re` keeps the result: few configurations have all of these settings.
+_TAG = r"[^\s,|]+\Z"
+_ACCOUNT = r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z"
 MAX_PORT = 65535
 # sockaddr_un.sun_path holds 108 bytes, the terminating zero included.
 _MAX_SOCKET_PATH_BYTES = 107
-_HOST = re.compile(r"(?=.{1,253}\Z)[a-z0-9-]+(\.[a-z0-9-]+)*")
-_HEADER = re.compile(r"[a-z0-9-]{1,64}")
+_HOST = r"(?=.{1,253}\Z)[a-z0-9-]+(\.[a-z0-9-]+)*"
+_HEADER = r"[a-z0-9-]{1,64}"
 
 
 def _text_value(value: object) -> str:
@@ -224,7 +225,7 @@ def tags_value(value: object) -> tuple[str, ...]:
     """Return a list of tags."""
     tags = _texts_value(value)
     for tag in tags:
-        if not _TAG.match(tag):
+        if not re.match(_TAG, tag):
             raise ValueError(f"a tag must have no blanks, commas or |, got {tag!r}")
     return tags
 
@@ -234,7 +235,7 @@ def account_value(kind: str) -> Callable[[object], str | None]:
 
     def parse(value: object) -> str | None:
         text = _text_value(value)
-        if text and not _ACCOUNT.match(text):
+        if text and not re.match(_ACCOUNT, text):
             raise ValueError(f"must be the name of a {kind}, got {text!r}")
         return text or None
 
@@ -353,14 +354,12 @@ BUCKET_SCHEMES = ("s3", "gs", "az", "oss")
 """Schemes of object stores, whose URLs begin with a bucket (Azure: a container)."""
 MIN_BANDWIDTH_BYTES = 64 << 10
 """Smallest limit of a second: a pack of 4 MiB then takes a minute."""
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
+_NAME = r"[a-z0-9][a-z0-9-]{0,31}\Z"
 # Names of buckets differ between stores: S3 takes 3 to 63 characters, Google up to 222 and underscores.
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
-_SSH_PLACE = re.compile(
-    r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}@)?(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?\Z"
-)
-_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
-_WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)\s*-\s*(?:([01]\d|2[0-3]):([0-5]\d)|24:00)\Z", re.ASCII)
+_BUCKET = r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z"
+_SSH_PLACE = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}@)?(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?\Z"
+_WORD = r"[A-Za-z0-9_.-]{1,64}\Z"
+_WINDOW = r"(?a)([01]\d|2[0-3]):([0-5]\d)\s*-\s*(?:([01]\d|2[0-3]):([0-5]\d)|24:00)\Z"
 _MINUTES_PER_DAY = 24 * 60
 _NO_CREDENTIALS = (
     "must not have credentials: they come from the environment, the shared files of the store's own tools, "
@@ -372,7 +371,7 @@ def remote_name_value(value: object) -> str:
     """Return the name of a remote, which is a directory's and an argument's as well."""
     text = _text_value(value)
     # No hyphen at its beginning: a command would take the name for an option.
-    if not _NAME.match(text):
+    if not re.match(_NAME, text):
         raise ValueError(
             f"must be 1 to 32 characters of a-z, 0-9 and -, and not begin with -, got {_short(text)}"
         )
@@ -405,7 +404,7 @@ def remote_url_value(value: object) -> str:
             raise ValueError(
                 f"must be file:/// and the absolute path of a directory, such as file:///mnt/nas/ciuic, got {_short(text)}"
             )
-    elif not _BUCKET.match(place):
+    elif not re.match(_BUCKET, place):
         kind = "container" if scheme == "az" else "bucket"
         raise ValueError(f"must have a {kind} after {scheme}://, got {_short(text)}")
     return "/".join((f"{scheme}://{place}", *parts))
@@ -414,7 +413,7 @@ def remote_url_value(value: object) -> str:
 def _ssh_url_value(rest: str) -> str:
     """Return an ``ssh://`` URL from what stands behind the slashes."""
     place, _, path = rest.partition("/")
-    match = _SSH_PLACE.match(place)
+    match = re.match(_SSH_PLACE, place)
     if match is None:
         # Not printed: what stands before the @ may be a password.
         raise ValueError(
@@ -490,7 +489,7 @@ def hosts_value(value: object) -> tuple[str, ...]:
     """Return names of hosts, without ports, in small letters."""
     found = tuple(text.lower() for text in _texts_value(value))
     for text in found:
-        if not _HOST.fullmatch(text):
+        if not re.fullmatch(_HOST, text):
             raise ValueError(f"has {text!r}, which is no name of a host such as gpu07.example.org")
     return found
 
@@ -498,7 +497,7 @@ def hosts_value(value: object) -> tuple[str, ...]:
 def header_value(value: object) -> str:
     """Return the name of a header of HTTP, in small letters."""
     text = _text_value(value).lower()
-    if not _HEADER.fullmatch(text):
+    if not re.fullmatch(_HEADER, text):
         raise ValueError(f"must be the name of a header such as X-Remote-User, not {text!r}")
     return text
 
@@ -506,7 +505,7 @@ def header_value(value: object) -> str:
 def word_value(value: object) -> str | None:
     """Return the name of a region or storage class, or None for an empty text."""
     text = _text_value(value)
-    if text and not _WORD.match(text):
+    if text and not re.match(_WORD, text):
         raise ValueError(f"must be a name of letters, digits, - and _, got {_short(text)}")
     return text or None
 
@@ -532,7 +531,7 @@ def price_value(value: object) -> float:
 def window_value(value: object) -> DailyWindow:
     """Return a part of the day, such as ``22:00-06:00``."""
     text = _text_value(value)
-    match = _WINDOW.match(text)
+    match = re.match(_WINDOW, text)
     if match is None:
         raise ValueError(f'must be two times of day, such as "22:00-06:00", got {_short(text)}')
     hour, minute, end_hour, end_minute = match.groups()

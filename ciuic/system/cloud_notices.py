@@ -20,13 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ciuic.printable import one_line
+from ciuic.system.clouds import Cloud
 
-Cloud = Literal["aws", "gcp", "azure"]
 _ENDPOINTS: Final[dict[str, str]] = {
     "aws": "http://169.254.169.254",
     # Where metadata.google.internal leads: a link-local address cannot lead out of the machine, a name could.

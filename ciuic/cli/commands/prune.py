@@ -10,7 +10,6 @@ anywhere, the next run of any host goes on.
 from __future__ import annotations
 
 import signal
-import socket
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +180,7 @@ def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: 
         as_json: Print a document.
     """
     from ciuic.cli.shared.progress import progress
+    from ciuic.cli.shared.sets import own_name
     from ciuic.remote.upkeep.collect import collect_remote, preview_collection
     from ciuic.remote.upkeep.collection_round import DEFAULT_POLICY
 
@@ -205,7 +205,7 @@ def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: 
             else:
                 collect_remote(
                     opened,
-                    host=socket.gethostname(),
+                    host=own_name(),
                     policy=policy,
                     between=between,
                     collected=spaces.append,

@@ -10,7 +10,6 @@ that a timer's unit fails on the day it is found.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -514,7 +513,7 @@ def _check_remotely(session: Session, *, repair: bool, read_data: bool) -> Check
         return repair_remote(
             lambda: read_remote(opened.remote),
             local,
-            host=socket.gethostname(),
+            host=sets.own_name(),
             read_data=read_data,
             caches=_caches(session),
             progress=report,

@@ -202,12 +202,12 @@ def _log_into(directory: Path) -> None:
 
 
 def _directory(session: Session) -> Path:
-    from ciuic.lazy.progress import DEFAULT_DIRECTORY
-
     try:
         return session.config.runtime_dir / "restores"
     except CiuicError:
         # A machine that has no configuration yet.
+        from ciuic.lazy.progress import DEFAULT_DIRECTORY
+
         return DEFAULT_DIRECTORY
 
 

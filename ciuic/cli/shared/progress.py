@@ -7,12 +7,9 @@ restore would leave hidden, and costs its import in commands that take no time.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -97,6 +94,8 @@ class _JsonLines(Reporter):
         path = self.state.get("path", b"")
         if path:
             document["path"] = path.decode("utf-8", "backslashreplace")
+        import json
+
         _write_stderr(json.dumps(document) + "\n")
 
 
@@ -142,7 +141,11 @@ class _TerminalLine(LineReporter):
     def show(self, elapsed_seconds: float) -> None:
         # Asked each time: the window may be resized. One column is left free, because some terminals wrap
         # after the last one. A terminal that does not know its width says 0: COLUMNS, or 80.
-        width = os.get_terminal_size(sys.stderr.fileno()).columns or shutil.get_terminal_size().columns
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+        if not width:
+            import shutil
+
+            width = shutil.get_terminal_size().columns
         _write_stderr(_CLEAR_LINE + self.line(elapsed_seconds, max(width - 1, 10)))
 
     def finish(self) -> None:
@@ -183,6 +186,8 @@ def _columns(text: str) -> int:
     # Most text is of characters of one column.
     if text.isascii():
         return len(text)
+    import unicodedata
+
     return sum(
         0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1
         for one in text

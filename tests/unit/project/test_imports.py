@@ -77,6 +77,9 @@ UNUSED = {
     "--help": HEAVY | REPOSITORY | {"ctypes", "hashlib", "json", "click.shell_completion"},
     "list": HEAVY | {"bz2", "ctypes", "json", "socket", "ciuic.config", "ciuic.protocol.pairing"},
     "list --machine-readable": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config"},
+    # Without a daemon: it reads the repository, too.
+    "status": HEAVY | {"bz2", "ctypes", "difflib", "hashlib", "json", "random", "ciuic.protocol.pairing"},
+    "prune --dry-run": {"bz2", "hashlib", "json", "random", "rich", "socket", "trio", "ciuic.compare.diff"},
 }
 
 
@@ -89,5 +92,11 @@ def test_a_command_imports_what_it_uses(command: str, tmp_path: Path) -> None:
         "from contextlib import suppress; from ciuic.cli import app; from ciuic.errors import Unreachable\n"
         f"with suppress(Unreachable): app.cli.main({command.split()!r}, standalone_mode=False, obj=app.Session())"
     )
-    found = _imported(program, {"CIUIC_CONFIG": "/dev/null", "CIUIC_REPO": str(repository)})
-    assert not found & UNUSED[command]
+    # Records of restores are read where there are any, below the state directory.
+    environment = {
+        "CIUIC_CONFIG": "/dev/null",
+        "CIUIC_REPO": str(repository),
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    found = _imported(program, environment)
+    assert found & UNUSED[command] == set()
