@@ -23,7 +23,6 @@ from ciuic.cli import COMPLETE_VARIABLE
 from ciuic.cli.shared.snapshot_command import BY_NAME, RESERVED_TAGS, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
 from ciuic.protocol.socket_http import Answer, Connection
-from ciuic.system.ownership import find_flaw
 
 # As in ciuic.config.load and ciuic.config.model, which take 70 ms to import; a test compares both ways.
 _FILES: Final = ("/etc/ciuic/ciuic.toml", "/etc/ciuric.conf")
@@ -133,6 +132,9 @@ def find_socket(environment: Mapping[str, str]) -> str | None:
 
 def _others_may_write(file: str) -> bool:
     """Return True if the whole program refuses this configuration for its owner or mode."""
+    # Imported where root asks: jobs of other users take what they are given.
+    from ciuic.system.ownership import find_flaw
+
     try:
         return find_flaw(file) is not None
     except OSError:

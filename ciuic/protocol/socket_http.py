@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ciuic.errors import NotPermitted, Unreachable
-from ciuic.system import service_manager
 
 _PIECE_BYTES = 65536
 _MAX_HEAD_BYTES = 65536
@@ -58,6 +57,9 @@ class Connection:
             ) from error
         except OSError as error:
             self._socket.close()
+            # Imported for hints alone, here and in `_silent`.
+            from ciuic.system import service_manager
+
             raise Unreachable(
                 f"no daemon answers on {path}",
                 hint=service_manager.start_hint(),
@@ -171,6 +173,8 @@ class Connection:
 
     def _silent(self, error: Exception) -> Unreachable:
         """Return the error for a daemon that accepted the connection and did not answer."""
+        from ciuic.system import service_manager
+
         return Unreachable(
             f"the daemon behind {self._path} did not answer: {str(error) or type(error).__name__}",
             hint=service_manager.log_hint(),

@@ -272,6 +272,8 @@ class CommittedSnapshots(ABC):
 
 SNAPSHOTS_DIR = "snapshots"
 MARKS_DIR = "marks"
+VERDICTS_DIR = "verdicts"
+"""Directory of what `ciuic.verdicts.records` writes; whether it is there can be asked without importing that."""
 UNREADABLE_MARKS = "its marks file is damaged, so it counts as held"
 _NAME = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 # Rows that `newest_first` reads: most callers need one.

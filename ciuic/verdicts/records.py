@@ -24,13 +24,12 @@ import msgspec
 from ciuic.repository import Repository
 from ciuic.repository.config import read_file
 from ciuic.repository.disk import Disk
-from ciuic.repository.snapshots import SnapshotStore
+from ciuic.repository.snapshots import VERDICTS_DIR, SnapshotStore
 from ciuic.repository.trust import foreign_flaw
 from ciuic.structs import decode_json
 from ciuic.types import Snapshot
 from ciuic.verdicts.model import RULES, Checkpoint, Verdict
 
-VERDICTS_DIR: Final = "verdicts"
 KEY_PATH: Final = "/var/lib/ciuic/verdict-key"
 """File with the key of this host, which the daemon makes."""
 KEY_VARIABLE: Final = "CIUIC_VERDICT_KEY"

@@ -406,6 +406,11 @@ def _verdicts(session: Session, infos: Sequence[SnapshotInfo]) -> dict[str, Verd
     """Return what was stored of the newest checkpoint of each snapshot, by its id."""
     if session.remote_url is not None or not infos:
         return {}
+    from ciuic.repository.snapshots import VERDICTS_DIR
+
+    # Many repositories have none, and what reads them loads OpenSSL for its digests (8 ms).
+    if not os.path.isdir(f"{session.repository.path}/{VERDICTS_DIR}"):
+        return {}
     from ciuic.verdicts.records import VerdictRecords
 
     records = VerdictRecords(session.repository)

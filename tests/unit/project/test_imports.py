@@ -75,7 +75,7 @@ UNUSED = {
     "--version": HEAVY | REPOSITORY | {"bz2", "ctypes", "hashlib", "json", "click.shell_completion"},
     # click asks shutil for the width of the terminal, which imports bz2.
     "--help": HEAVY | REPOSITORY | {"ctypes", "hashlib", "json", "click.shell_completion"},
-    "list": HEAVY | {"bz2", "ctypes", "json", "socket", "ciuic.config", "ciuic.protocol.pairing"},
+    "list": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config", "ciuic.protocol.pairing"},
     "list --machine-readable": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config"},
     # Without a daemon: it reads the repository, too.
     "status": HEAVY | {"bz2", "ctypes", "difflib", "hashlib", "json", "random", "ciuic.protocol.pairing"},
