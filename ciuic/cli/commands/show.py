@@ -18,7 +18,6 @@ from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import abandon_stdout, json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
-from ciuic.cli.shared.set_of_hosts import set_document
 from ciuic.errors import CiuicError, UsageError
 from ciuic.repository.lookup import find
 from ciuic.repository.snapshot_sets import sets_of
@@ -94,7 +93,7 @@ def _set_of(session: Session, snapshot: Snapshot) -> SnapshotSet | None:
 
 
 def _set_facts(session: Session, snapshot: Snapshot) -> dict[str, Any] | None:
-    facts, found = set_document(snapshot.set_member), _set_of(session, snapshot)
+    facts, found = sets.set_document(snapshot.set_member), _set_of(session, snapshot)
     if facts is None or found is None:
         return None
     return {

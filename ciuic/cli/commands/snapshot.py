@@ -21,7 +21,7 @@ from ciuic.cli.shared.messages import complain, plural, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.cli.shared.set_of_hosts import OtherHosts, SetOptions, set_document, take_of_set
+from ciuic.cli.shared.set_of_hosts import OtherHosts, SetOptions, take_of_set
 from ciuic.cli.shared.snapshot_command import OPTIONS, reason_of, telling_why
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial, UsageError
 from ciuic.units import human_duration
@@ -349,7 +349,11 @@ def _report_outcome(
         # An older daemon does not send the field.
         state.is_incomplete = bool(state.incomplete)
         document = msgspec.to_builtins(state)
-        out_json({**document, "set": set_document(place)} if place is not None else document)
+        if place is not None:
+            from ciuic.cli.shared.sets import set_document
+
+            document["set"] = set_document(place)
+        out_json(document)
     else:
         out(state.id)
         if wait is None and not waited:

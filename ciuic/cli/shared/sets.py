@@ -23,7 +23,7 @@ from ciuic.repository.snapshot_sets import (
 )
 
 if TYPE_CHECKING:
-    from ciuic.types import Snapshot, SnapshotId
+    from ciuic.types import SetMember, Snapshot, SnapshotId
 
 
 def own_name() -> str:
@@ -223,6 +223,13 @@ def directory_names(found: SnapshotSet) -> dict[str, Snapshot]:
                 hint="--member restores one at a time, into a directory of any name",
             )
     return dict(found.found)
+
+
+def set_document(place: SetMember | None) -> dict[str, Any] | None:
+    """Return a place in a set as JSON has it."""
+    if place is None:
+        return None
+    return {"id": place.id, "name": place.name, "member": place.member, "members": list(place.members)}
 
 
 def document(found: SnapshotSet) -> dict[str, Any]:

@@ -223,7 +223,8 @@ def test_the_shorter_way_imports_no_command_line(config: Path, daemon: FakeDaemo
     program = (
         "import os, sys; from ciuic.cli import fast_snapshot\n"
         "assert fast_snapshot.run(['snapshot', '--wait'], os.environ) == 0\n"
-        "print([m for m in ('click', 'msgspec', 'ciuic.config', 'http.client', 'pathlib') if m in sys.modules])"
+        "print([m for m in ('click', 'msgspec', 'ciuic.config', 'ciuic.types', 'ciuic.system.service_manager', 'http.client',"
+        " 'ctypes', 'dataclasses', 'pathlib', 'subprocess') if m in sys.modules])"
     )
     assert _run(program, config)[1] == b"cs-abc123\n[]\n"
 

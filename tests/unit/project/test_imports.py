@@ -77,6 +77,9 @@ UNUSED = {
     "--help": HEAVY | REPOSITORY | {"ctypes", "hashlib", "json", "click.shell_completion"},
     "list": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config", "ciuic.protocol.pairing"},
     "list --machine-readable": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config"},
+    # The whole program of it, without a daemon; what jobs call is in test_fast_snapshot.
+    "snapshot": HEAVY
+    | {"bz2", "ctypes", "hashlib", "json", "random", "sqlite3", "subprocess", "ciuic.repository"},
     # Without a daemon: it reads the repository, too.
     "status": HEAVY | {"bz2", "ctypes", "difflib", "hashlib", "json", "random", "ciuic.protocol.pairing"},
     "prune --dry-run": {"bz2", "hashlib", "json", "random", "rich", "socket", "trio", "ciuic.compare.diff"},
