@@ -27,6 +27,9 @@ MAX_SEARCH_SECONDS: Final = 2.0
 _DELETED: Final = b" (deleted)"
 _OWN_MODULES: Final = (b"ciuic.fuse_layer", b"ciuic.daemon", b"ciuic.lazy")
 
+Tops = Sequence[tuple[bytes, bytes]]
+"""Directories that are searched: the path without symbolic links, and as it was given."""
+
 
 class OpenFile(NamedTuple):
     """A file that a process has open or mapped."""
@@ -85,9 +88,7 @@ def find_open_files(
     return sorted(dict(found).values())
 
 
-def _search(
-    tops: Sequence[tuple[bytes, bytes]], found: dict[tuple[bytes, int], OpenFile], end: float, proc: Path
-) -> None:
+def _search(tops: Tops, found: dict[tuple[bytes, int], OpenFile], end: float, proc: Path) -> None:
     mounts = mountinfo.read(proc / "self")
     # Not looked into by a restore either.
     beyond = {
@@ -118,29 +119,36 @@ def _is_unlinked(process: Path, one: OpenFile) -> bool:
     try:
         if one.link != "maps":
             return os.readlink(os.fsencode(process / one.link)) == one.text + _DELETED
-        return any(text == one.text + _DELETED for _, text in _mapped(process))
+        name = one.text + _DELETED
+        return any(text == name for _, text in _mapped(process, [(name, name)]))
     except OSError:
         return False
 
 
-def _of_process(
-    process: Path, pid: int, tops: Sequence[tuple[bytes, bytes]], beyond: set[bytes]
-) -> Iterator[OpenFile]:
+def _of_process(process: Path, pid: int, tops: Tops, beyond: set[bytes]) -> Iterator[OpenFile]:
     words = (process / "cmdline").read_bytes().split(b"\0")
     if any(word.startswith(_OWN_MODULES) for word in words):
         return
-    program = (process / "comm").read_bytes().rstrip(b"\n").decode("utf-8", "backslashreplace")
-    uid = os.stat(process).st_uid
+    program, uid = "", -1
     for link, text, inode, how in (
-        *_descriptors(process),
-        *(("maps", text, ino, "mapped") for ino, text in _mapped(process)),
-        *_working_directory(process),
+        *_descriptors(process, tops),
+        *(("maps", text, ino, "mapped") for ino, text in _mapped(process, tops)),
+        *_working_directory(process, tops),
     ):
-        for real, top in tops:
-            if text == real or text.startswith(real.rstrip(b"/") + b"/"):
-                if not _is_beyond(text, real, beyond) and _inode(text, how == "cwd") == inode:
-                    yield OpenFile(top + text[len(real) :], pid, program, link, text, how, uid)
-                break
+        real, top = _top_of(text, tops) or (b"", b"")
+        if real and not _is_beyond(text, real, beyond) and _inode(text, how == "cwd") == inode:
+            if not program:
+                program = (process / "comm").read_bytes().rstrip(b"\n").decode("utf-8", "backslashreplace")
+                uid = os.stat(process).st_uid
+            yield OpenFile(top + text[len(real) :], pid, program, link, text, how, uid)
+
+
+def _top_of(text: bytes, tops: Tops) -> tuple[bytes, bytes] | None:
+    """Return the first directory at or below which a name is, as (without symbolic links, as given)."""
+    for real, top in tops:
+        if text == real or text.startswith(real.rstrip(b"/") + b"/"):
+            return real, top
+    return None
 
 
 def _is_beyond(text: bytes, top: bytes, beyond: set[bytes]) -> bool:
@@ -152,20 +160,25 @@ def _is_beyond(text: bytes, top: bytes, beyond: set[bytes]) -> bool:
     return False
 
 
-def _descriptors(process: Path) -> Iterator[tuple[str, bytes, int, str]]:
-    for number in os.listdir(process / "fd"):
+def _descriptors(process: Path, tops: Tops) -> Iterator[tuple[str, bytes, int, str]]:
+    directory = os.fsencode(process / "fd")
+    for name in os.listdir(directory):
         # Closed meanwhile, or a name longer than the kernel reports.
         with suppress(OSError):
-            text = os.readlink(os.fsencode(process / "fd" / number))
-            if text.startswith(b"/"):
+            text = os.readlink(directory + b"/" + name)
+            # Only of those in question is more read: a machine has tens of thousands.
+            if _top_of(text, tops):
+                number = name.decode("ascii")
                 inode, flags = _facts(process / "fdinfo" / number)
                 how = "reading" if flags & os.O_ACCMODE == os.O_RDONLY else "writing"
                 yield f"fd/{number}", text, inode, how
 
 
-def _working_directory(process: Path) -> Iterator[tuple[str, bytes, int, str]]:
+def _working_directory(process: Path, tops: Tops) -> Iterator[tuple[str, bytes, int, str]]:
     with suppress(OSError):
         text = os.readlink(os.fsencode(process / "cwd"))
+        if not _top_of(text, tops):
+            return
         fd = os.open(process / "cwd", os.O_PATH | os.O_CLOEXEC)
         try:
             yield "cwd", text, _facts(Path(f"/proc/self/fdinfo/{fd}"))[0], "cwd"
@@ -184,10 +197,15 @@ def _facts(path: Path) -> tuple[int, int]:
     return inode, flags
 
 
-def _mapped(process: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (inode, name) of mapped files."""
-    # Not splitlines(): of all control characters in a file's name the kernel escapes the newline alone.
-    for line in (process / "maps").read_bytes().split(b"\n"):
+def _mapped(process: Path, tops: Tops) -> Iterator[tuple[int, bytes]]:
+    """Yield (inode, name) of mapped files, of those below the directories at least."""
+    maps = (process / "maps").read_bytes()
+    # Of all control characters in a file's name the kernel escapes the newline alone. Searched first: hardly any program has
+    # mapped such a file, and most map a hundred others.
+    if not any(real.replace(b"\n", b"\\012") in maps for real, _ in tops):
+        return
+    # Not splitlines(), for other control characters.
+    for line in maps.split(b"\n"):
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[5].startswith(b"/"):
             yield int(fields[4]), fields[5].replace(b"\\012", b"\n")
