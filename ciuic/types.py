@@ -343,10 +343,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         known = [root.not_held for root in self.roots if root.not_held >= 0]
         return sum(known) if known else None
 
+    @property
+    def later_flags(self) -> int:
+        """Flags of which one or more are set on a file whose content may be later than the cut."""
+        return FLAG_NOT_HELD if self.not_held is not None else FLAG_NOT_HELD | FLAG_OPEN_FOR_WRITING
+
     def may_be_later(self, entry: Entry) -> bool:
         """Return whether the content of this file of the snapshot may be later than the cut."""
-        unsure = FLAG_NOT_HELD if self.not_held is not None else FLAG_NOT_HELD | FLAG_OPEN_FOR_WRITING
-        return bool(entry.flags & unsure)
+        return bool(entry.flags & self.later_flags)
 
     @property
     def is_safety(self) -> bool:

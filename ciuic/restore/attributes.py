@@ -68,6 +68,13 @@ def apply(
     """
     problems: list[str] = []
     found = read_xattrs(at)
+    if not found and not xattrs:
+        # Most files have none. What follows for the others would change nothing here: one step after the other of it.
+        _shut_out_others(at, now, entry, found, {})
+        _set_mode(at, entry, _set_owner(at, now, entry, problems), None, problems)
+        if times:
+            set_times(at, entry, problems)
+        return problems
     _shut_out_others(at, now, entry, found, dict(xattrs))
     # chown(2) clears setuid bits and security.capability, so it precedes both.
     owned = _set_owner(at, now, entry, problems)
@@ -280,10 +287,12 @@ class SpecialFilter:
         self._on_left_out = on_left_out
         """Function called with path and description of everything that is left out."""
 
-    def leaves_out(self, path: bytes, entry: Entry, *, top_of_root: bool) -> bool:
-        """Return whether the entry is left out as a whole. What exists under its name stays as it is."""
+    def leaves_out(self, path: bytes, entry: Entry, *, is_state: bool) -> bool:
+        """Return whether the entry is left out as a whole. What exists under its name stays as it is.
+
+        ``is_state``: it has the name and the place of a root's state directory.
+        """
         # No capture puts the state directory of a root into a snapshot: one in there can only be meant to deceive the daemon.
-        is_state = entry.name == STATE_DIR_NAME and top_of_root
         what = kind_of(entry) if is_state or not self._special else ""
         if what:
             self._on_left_out(path, what)

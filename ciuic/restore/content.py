@@ -501,8 +501,10 @@ class BlockWorker:
         """
         limit = batch.end if patient else _MAX_ZEROS_READ_BYTES
         at = batch.start
-        # Before the turn: the disk works while this thread waits for one.
-        will_need(fd, batch)
+        # Before the turn: the disk works while this thread waits for one. A single block is read right away by a thread that has
+        # its turn, as most small files are.
+        if not self._has_turn or len(batch.blocks) > 1:
+            will_need(fd, batch)
         with self.turn():
             for block, chunk in batch.blocks:
                 self.check()

@@ -52,6 +52,8 @@ class ResultCounter:
         self._report = report
         self._bytes_done = 0
         self._files_done = 0
+        # Once for all files: the snapshot counts the files of all its roots for it.
+        self._later_flags = plan.snapshot.later_flags
         self._without_owner = b""
         self._without_times = b""
 
@@ -89,7 +91,7 @@ class ResultCounter:
             self.result.restored_bytes += written_bytes
         if entry.flags & FLAG_OPEN_FOR_WRITING:
             self.result.open_for_writing.append(path)
-        if self._plan.snapshot.may_be_later(entry):
+        if entry.flags & self._later_flags:
             self.result.not_held.append(path)
         if is_far_time(entry.mtime_ns):
             self.result.far_times.append(path)
@@ -279,11 +281,12 @@ class Outcomes:
             # ended.
             elif not isinstance(error, RunStopped) and self._counter.failed(file.path, error):
                 self._pool.stop()
-            # The walk may be waiting for the first name of a link group.
+            # The walk may be waiting for the first name of a link group. It waits for no other file, only for tasks, whose
+            # end the pool tells: woken at each file, it took the interpreter lock from the threads at work.
             if file.group is not None:
                 file.group.state = "there" if error is None else "failed"
                 file.group.inode = file.inode or (0, 0)
-            self._pool.changed.notify_all()
+                self._pool.changed.notify_all()
         # Outside the lock: the directory's last user sets attributes and syncs, and other threads go on
         # meanwhile.
         self.release(file.folder)

@@ -103,9 +103,11 @@ class Dispatcher:
         self._small_bytes = batch_blocks(plan.repository.block_size) * plan.repository.block_size
         """Up to this size a file is one batch, which is one thread's work."""
 
-    def restore(self, attempt: Attempt, folder: Folder, entry: Entry) -> None:
-        """Begin to restore a non-directory; it ends in `Outcomes.file_ended`, or is recorded as failed or left alone."""
-        path = join(folder.path, entry.name)
+    def restore(self, attempt: Attempt, folder: Folder, entry: Entry, path: bytes) -> None:
+        """Begin to restore a non-directory to ``path``, its name in the folder.
+
+        It ends in `Outcomes.file_ended`, or is recorded as failed or left alone.
+        """
         try:
             # Nothing can exist in a directory that this run has made: a system call less for each file.
             existing = None if folder.fresh else status_of(folder, entry.name)
@@ -256,10 +258,11 @@ class Walk:
                 self._delete_extra(frame)
             self._outcomes.release(frame.folder)
 
-    def is_left_out(self, attempt: Attempt, folder: Folder, entry: Entry) -> bool:
-        """Return whether the entry is something special that is not restored, which is recorded."""
-        top = folder.source_path == attempt.target.source.root.path
-        return self._special.leaves_out(join(folder.path, entry.name), entry, top_of_root=top)
+    def is_left_out(self, attempt: Attempt, folder: Folder, entry: Entry, path: bytes) -> bool:
+        """Return whether the entry, of this path in the destination, is something special that is not restored, which is recorded."""
+        # Asked last: hardly any name is that of a root's state.
+        is_state = entry.name == STATE_DIR_NAME and folder.source_path == attempt.target.source.root.path
+        return self._special.leaves_out(path, entry, is_state=is_state)
 
     def restore_directory(
         self,
@@ -361,19 +364,20 @@ class Walk:
         # The journal of a restore that was running when the snapshot was made means nothing now.
         if entry.name == JOURNAL_NAME and len(self._stack) == 1:
             return
-        source_path = join(frame.folder.source_path, entry.name)
-        if not attempt.target.wants(source_path, entry.is_dir):
+        parent, is_dir, selection = frame.folder, entry.is_dir, attempt.target.selection
+        if selection is not None and not selection.has(join(parent.source_path, entry.name), is_dir):
             # The snapshot has nothing below it that is chosen, so all that exists there and is chosen is extra.
-            parent = frame.folder
-            if entry.is_dir and self._plan.delete and not parent.fresh and not parent.leads_away(entry.name):
+            if is_dir and self._plan.delete and not parent.fresh and not parent.leads_away(entry.name):
                 self._delete_names(parent, [entry.name])
             return
-        if self.is_left_out(attempt, frame.folder, entry):
+        path = join(parent.path, entry.name)
+        if self.is_left_out(attempt, parent, entry, path):
             return
-        if not entry.is_dir:
-            self._dispatcher.restore(attempt, frame.folder, entry)
+        if not is_dir:
+            self._dispatcher.restore(attempt, parent, entry, path)
             return
-        folder = self.restore_directory(attempt, frame.folder, entry, source_path, frame.inodes)
+        source_path = join(parent.source_path, entry.name)
+        folder = self.restore_directory(attempt, parent, entry, source_path, frame.inodes)
         if folder is None:
             return
         # The content of a mount point was never part of the snapshot.
@@ -616,8 +620,9 @@ class RestoreRun:
     def _restore_below(self, attempt: Attempt, parent: Folder, entry: Entry) -> None:
         """Restore the target, whose parent is open, and wait for the threads."""
         journal, top = None, None
+        path = join(parent.path, entry.name)
         try:
-            if self._walk.is_left_out(attempt, parent, entry):
+            if self._walk.is_left_out(attempt, parent, entry, path):
                 pass
             elif entry.is_dir:
                 source_path = attempt.target.source.path
@@ -637,7 +642,7 @@ class RestoreRun:
                     journal = self._begin_journal(attempt, top)
                     self._walk.walk(attempt, top, entry)
             else:
-                self._dispatcher.restore(attempt, parent, entry)
+                self._dispatcher.restore(attempt, parent, entry, path)
             self._dispatcher.wait()
         finally:
             if top is not None:

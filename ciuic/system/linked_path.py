@@ -24,9 +24,11 @@ class LinkedPath:
 
     def __bytes__(self) -> bytes:
         """Return the complete path."""
+        if self._above is None:
+            return self._text
         names: list[bytes] = []
         at = self
         while at._above is not None:
             names.append(at._text)
             at = at._above
-        return b"/".join([at._text, *reversed(names)]) if names else at._text
+        return b"/".join([at._text, *reversed(names)])

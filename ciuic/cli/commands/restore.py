@@ -934,7 +934,8 @@ def _execute(
 
         return execute(
             plan,
-            progress=report,
+            # Told of every file only where somebody sees it.
+            progress=report if reporter.shows else None,
             dry_run=dry_run,
             report=on_item,
             runtime_dir=runtime_dir,
