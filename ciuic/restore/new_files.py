@@ -81,6 +81,8 @@ class NonDirectory:
         self.ended = False
         """True after `end` was called."""
         self._problems: list[str] = []
+        self._made: tuple[int, int] | None = None
+        """(device, inode) of the new file, from `dress`: asked again after the sync, an overlay would be asked, too."""
         self._temporary = b""
         self._place = -1
         """Descriptor of the directory of the temporary name; `folder` keeps it open."""
@@ -214,6 +216,7 @@ class NonDirectory:
         fd = self._fd
         try:
             now = os.fstat(fd)
+            self._made = (now.st_dev, now.st_ino)
             # ftruncate only where the size is wrong: on XFS it waits until what was written is on the disk, file by file.
             if self.entry.is_file and now.st_size != self.entry.size_bytes:
                 os.ftruncate(fd, self.entry.size_bytes)
@@ -237,8 +240,7 @@ class NonDirectory:
         try:
             if self.entry.is_file and durable:
                 os.fsync(fd)
-            st = os.fstat(fd)
-            self.inode = (st.st_dev, st.st_ino)
+            self.inode = self._made
             self.place(self._place, self._temporary)
             # Before the close, which may fail: `discard` must not touch the file any more, which has its name.
             self._fd, self._temporary = -1, b""
