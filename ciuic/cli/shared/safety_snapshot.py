@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from ciuic.retention import MinFree
 
-_POLL_SECONDS: Final = 0.2
+# A snapshot of few changes is committed after 20 to 60 ms, and the restore waits for it; a long capture is asked about more seldom.
+_FIRST_POLL_SECONDS: Final = 0.02
+_MAX_POLL_SECONDS: Final = 0.2
 
 
 def protected_roots(session: Session) -> list[Path]:
@@ -128,13 +130,15 @@ def _by_daemon(session: Session, roots: Sequence[Path], message: str) -> str | N
         return None
     try:
         state = session.control.take_snapshot(message=message, tags=[TAG_SAFETY], roots=wanted)
+        poll_seconds = _FIRST_POLL_SECONDS
         with progress("safety snapshot") as reporter:
             # An attempt that failed is enough to know: the daemon goes on trying, the restore does not wait
             # for that.
             while state.state != "committed":
                 if state.error:
                     raise CiuicError(state.error, hint=state.hint)
-                time.sleep(_POLL_SECONDS)
+                time.sleep(poll_seconds)
+                poll_seconds = min(2 * poll_seconds, _MAX_POLL_SECONDS)
                 state = session.control.snapshot_state(state.id)
                 if state.progress is not None:
                     reporter.update(
