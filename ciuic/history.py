@@ -31,12 +31,13 @@ from ciuic.verdicts.records import (
     VerdictRecord,
     VerdictRecords,
     age_of,
-    is_judged_alike,
+    may_carry,
     newest_of,
     snapshot_digest,
 )
 from ciuic.verdicts.sources import FileSource, SnapshotDirectory
 from ciuic.verdicts.verdict import (
+    DEFECT,
     UNREADABLE,
     FileVerdicts,
     JudgeFile,
@@ -84,15 +85,20 @@ class Timeline:
         """Return the root in one of these snapshots."""
         return next(root for root in snapshot.roots if root.path == self.path)
 
-    def beside(self, snapshot: Snapshot) -> list[Snapshot]:
-        """Return the snapshot before one of these, and the one after it, as far as there are any."""
-        at = next(number for number, one in enumerate(self.snapshots) if one.id == snapshot.id)
-        return [*self.snapshots[at + 1 : at + 2], *self.snapshots[max(0, at - 1) : at]]
-
     def before(self, time_ns: int) -> Snapshot | None:
         """Return the newest snapshot before this time, or None."""
         at = bisect_left(self._times, time_ns)
         return self._by_time[at - 1] if at else None
+
+    def beside(self, snapshot: Snapshot) -> list[Snapshot]:
+        """Return the snapshot before this time of a snapshot and the one after it, as far as there are any."""
+        earlier, after = self.before(snapshot.time_ns), bisect_right(self._times, snapshot.time_ns)
+        return [*filter(None, (earlier,)), *self._by_time[after : after + 1]]
+
+    def id_before(self, time_ns: int) -> str:
+        """Return the id of the newest snapshot before this time; empty for none."""
+        found = self.before(time_ns)
+        return "" if found is None else str(found.id)
 
     def not_after(self, time_ns: int) -> Snapshot | None:
         """Return the newest snapshot at or before this time, or None."""
@@ -608,9 +614,13 @@ class JudgedRoot:
         self._paths = [path for path, _, _ in self._found]
         self._covered: dict[bytes, set[bytes]] = {}
         for path, _, one in self._found:
+            above, name = posixpath.split(path)
             # A checkpoint of several files was found in its own directory or from the one above.
-            for directory in (path, posixpath.dirname(path)):
+            for directory in (path, above):
                 self._covered.setdefault(directory, set()).update(one.checkpoint.files)
+            # One of NAME.index and NAME.data-… is called NAME, as a directory beside it may be.
+            if all(file.startswith(name + b".") for file in one.checkpoint.files):
+                self._covered[above].add(name)
 
     def within(self, directory: bytes) -> list[DatedCheckpoint]:
         """Return the checkpoints at a directory and below it, in the order of the walk."""
@@ -745,17 +755,11 @@ def judge_snapshot(
     """
     known.used = {}
     damaged: list[bytes] = []
-    roots = []
+    roots, before = [], []
     for timeline in timelines(snapshots):
         if timeline.host == snapshot.host and any(root.path == timeline.path for root in snapshot.roots):
-            judged = None
-            for other in timeline.beside(snapshot):
-                record = record_of(other) if is_judged_alike(snapshot, other, timeline.path) else None
-                if record is not None and record.is_complete:
-                    known.learn(record.files)
-                    found_then = dict(record.roots).get(timeline.path, ())
-                    judged = JudgedRoot(timeline.root_of(other).entry, found_then)
-                    break
+            before.append((timeline.path, timeline.id_before(snapshot.time_ns)))
+            judged = _judged_beside(timeline, snapshot, record_of)
             found = checkpoints(
                 repository,
                 timeline,
@@ -772,12 +776,31 @@ def judge_snapshot(
         snapshot=str(snapshot.id),
         content=snapshot_digest(snapshot),
         newest=newest_of(one for _, found in roots for one in found),
-        # Another look may read it: the index or a pack may be in the hands of a writer just now.
+        # Another look may read it: the index or a pack may be in the hands of a writer just now, or memory was short.
         is_complete=not damaged
-        and not any(UNREADABLE in one.checkpoint.verdict.reason for _, found in roots for one in found),
+        and not any(
+            word in one.checkpoint.verdict.reason
+            for _, found in roots
+            for one in found
+            for word in (UNREADABLE, DEFECT)
+        ),
         roots=tuple(roots),
+        before=tuple(before),
         files=known.used,
     )
+
+
+def _judged_beside(
+    timeline: Timeline, snapshot: Snapshot, record_of: Callable[[Snapshot], VerdictRecord | None]
+) -> JudgedRoot | None:
+    """Return the verdicts on the snapshot before or after this one, if they hold for what is the same in both."""
+    for other in timeline.beside(snapshot):
+        record = record_of(other)
+        if record is not None and may_carry(
+            record, other, snapshot, timeline.path, lambda _, time_ns: timeline.id_before(time_ns)
+        ):
+            return JudgedRoot(timeline.root_of(other).entry, dict(record.roots).get(timeline.path, ()))
+    return None
 
 
 def _start(repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes | None) -> Located:

@@ -58,12 +58,17 @@ def main() -> int:
         with Repository.open(job.repository) as repository:
             records = VerdictRecords(repository, job.key)
             snapshots, _ = repository.snapshots.load_all()
-            known = FileVerdicts()
-            made: dict[str, VerdictRecord] = {}
+            # That of the snapshot judged last, and those that its roots ask for: of most there is one.
+            made: dict[str, VerdictRecord | None] = {}
 
             def record_of(snapshot: Snapshot) -> VerdictRecord | None:
-                return made.get(str(snapshot.id)) or records.record(snapshot)
+                if snapshot.id not in made:
+                    made[snapshot.id] = records.record(snapshot)
+                return made[snapshot.id]
 
+            known = FileVerdicts(
+                lambda: (found.files for one in snapshots if (found := records.record(one)) is not None)
+            )
             for snapshot in snapshots:
                 if snapshot.id in job.snapshots:
                     record = judge_snapshot(repository, snapshots, snapshot, known, record_of)

@@ -25,6 +25,7 @@ from ciuic.repository import Repository, SnapshotInfo
 from ciuic.structs import decode_json
 from ciuic.system.child_process import module_command
 from ciuic.system.processes import describe_exit
+from ciuic.types import order_of
 from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, carried_record, own_key
 
 VERDICT_MODULE = "ciuic.daemon.verdict_process"
@@ -81,9 +82,9 @@ class Verdicts:
         settings = self._settings()
         if settings.repository is None:
             return 0
-        records, pending = await trio.to_thread.run_sync(self._pending, settings.repository)
+        records, pending, carried = await trio.to_thread.run_sync(self._pending, settings.repository)
         if not pending:
-            return 0
+            return carried
         job = VerdictJob(
             repository=str(settings.repository),
             snapshots=tuple(pending),
@@ -93,15 +94,15 @@ class Verdicts:
         await self._judge(job, records)
         # What has no verdicts now has none after another try either.
         self._settled.update(pending)
-        return len(pending)
+        return carried + len(pending)
 
-    def _pending(self, path: Path) -> tuple[VerdictRecords, list[str]]:
-        """Return the newest snapshots without verdicts; remove the verdicts on those that are gone."""
+    def _pending(self, path: Path) -> tuple[VerdictRecords, list[str], int]:
+        """Return the newest snapshots without verdicts, and how many have got them here; remove the verdicts on those that are gone."""
         with Repository.open(path) as repository:
             records = VerdictRecords(repository, own_key())
             # Without a key: in a repository of another user no record counts.
             if not records.key:
-                return records, []
+                return records, [], 0
             records.remove_all_but(repository.snapshots.names())
             if self._good is not None:
                 self._good.look(repository, records, [root.path for root in self._settings().roots])
@@ -114,22 +115,30 @@ class Verdicts:
             pending = [id_ for id_ in ids if id_ not in self._settled][:_MAX_SNAPSHOTS]
             # Oldest first: each may have what the one before has.
             carried = {id_ for id_ in reversed(pending) if self._carry(repository, records, infos, id_)}
-            return records, [id_ for id_ in pending if id_ not in carried]
+            return records, [id_ for id_ in pending if id_ not in carried], len(carried)
 
     def _carry(
         self, repository: Repository, records: VerdictRecords, infos: Sequence[SnapshotInfo], id_: str
     ) -> bool:
         """Store the verdicts on a snapshot in which nothing has changed, and return whether it is one. Starts no process."""
-        at = next(number for number, info in enumerate(infos) if info.id == id_)
-        before = next((info for info in infos[at + 1 :] if info.roots == infos[at].roots), None)
-        if before is None or before.id not in self._settled:
+        by_id = {str(info.id): info for info in infos}
+        info = by_id[id_]
+
+        def before(path: bytes, time_ns: int) -> str:
+            earlier = [
+                one for one in infos if one.host == info.host and path in one.roots and one.time_ns < time_ns
+            ]
+            return str(max(earlier, key=lambda one: (one.time_ns, order_of(one))).id) if earlier else ""
+
+        other_id = before(info.roots[0], info.time_ns) if info.roots else ""
+        if other_id not in self._settled:
             return False
         try:
-            snapshot, other = (repository.snapshots.load(info.id) for info in (infos[at], before))
+            snapshot, other = (repository.snapshots.load(by_id[one].id) for one in (id_, other_id))
         except CiuicError:  # a damaged one must not keep the others from having verdicts
             return False
         record = records.record(other)
-        carried = None if record is None else carried_record(record, other, snapshot)
+        carried = None if record is None else carried_record(record, other, snapshot, before)
         if carried is None or not records.write(carried):
             return False
         self._settled.add(id_)

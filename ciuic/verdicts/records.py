@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Final, Protocol, TypeVar
 
@@ -71,6 +71,8 @@ class VerdictRecord(VerdictSummary, frozen=True, kw_only=True):
 
     roots: tuple[tuple[bytes, tuple[DatedCheckpoint, ...]], ...] = ()
     """(Path of a root, its checkpoints), in the order in which `ciuic.history.checkpoints` yields them."""
+    before: tuple[tuple[bytes, str], ...] = ()
+    """(Path of a root, id of the snapshot of it that was the one before when this one was judged; empty for none)."""
     files: dict[str, Verdict] = {}
     """Verdicts on files by `ciuic.verdicts.verdict.file_key`, for the snapshots to come."""
 
@@ -103,31 +105,51 @@ def snapshot_digest(snapshot: Snapshot) -> str:
     return hashlib.blake2b(facts, digest_size=_MAC_BYTES).hexdigest()
 
 
-def is_judged_alike(one: Snapshot, other: Snapshot, path: bytes) -> bool:
-    """Return whether the same trees of a root have the same verdicts in two snapshots."""
+Before = Callable[[bytes, int], str]
+"""Returns the id of the newest snapshot of a root of this host before a time in nanoseconds; empty for none."""
 
-    def facts(snapshot: Snapshot) -> tuple[object, ...]:
-        root = next(root for root in snapshot.roots if root.path == path)
+
+def may_carry(
+    record: VerdictRecord, other: Snapshot, snapshot: Snapshot, path: bytes, before: Before
+) -> bool:
+    """Return whether what has the same tree in two snapshots of a root has the verdicts of the record of ``other``."""
+    # Older versions, over which a file may have been written in place, are looked for in the snapshots before, by time. So nothing may
+    # lie between the two, nor have come in before the other one since it was judged, as a snapshot does that was committed late.
+    earlier, later = sorted((snapshot, other), key=lambda one: one.time_ns)
+    judged_behind = dict(record.before).get(path)
+    if before(path, later.time_ns) != earlier.id or before(path, other.time_ns) != judged_behind:
+        return False
+    if not record.is_complete or snapshot.host != other.host:
+        return False
+
+    def facts(one: Snapshot) -> tuple[object, ...]:
+        root = next(root for root in one.roots if root.path == path)
         # A file of several names is in the table of links, wherever its names are.
-        return root.mode, root.links, snapshot.not_held is None, snapshot.is_state
+        return root.mode, root.links, one.not_held is None, one.is_state
 
-    return facts(one) == facts(other)
+    return facts(snapshot) == facts(other)
 
 
-def carried_record(record: VerdictRecord, other: Snapshot, snapshot: Snapshot) -> VerdictRecord | None:
+def carried_record(
+    record: VerdictRecord, other: Snapshot, snapshot: Snapshot, before: Before
+) -> VerdictRecord | None:
     """Return the verdicts on a snapshot in which nothing is different from ``other``; None where something is.
 
     Args:
         record: Record of the other snapshot.
         other: The other snapshot, of the same repository.
         snapshot: The snapshot.
+        before: Finds the snapshots before them.
     """
     ours, theirs = ({root.path: root.entry.content for root in one.roots} for one in (snapshot, other))
-    if not record.is_complete or snapshot.host != other.host or ours != theirs:
+    if ours != theirs or not all(may_carry(record, other, snapshot, path, before) for path in ours):
         return None
-    if not all(is_judged_alike(snapshot, other, path) for path in ours):
-        return None
-    return msgspec.structs.replace(record, snapshot=str(snapshot.id), content=snapshot_digest(snapshot))
+    return msgspec.structs.replace(
+        record,
+        snapshot=str(snapshot.id),
+        content=snapshot_digest(snapshot),
+        before=tuple((path, before(path, snapshot.time_ns)) for path in ours),
+    )
 
 
 def encode_record(record: VerdictRecord, key: bytes) -> bytes:

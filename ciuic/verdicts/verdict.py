@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -234,22 +234,26 @@ def file_key(source: FileSource) -> str | None:
 
 
 class FileVerdicts:
-    """Verdicts on files, each content read once."""
+    """Verdicts on files, each content read once.
 
-    def __init__(self) -> None:
+    ``stored`` yields what is known of files in other snapshots, by `file_key`; it is asked once, for the first file of which nothing is known.
+    """
+
+    def __init__(self, stored: Callable[[], Iterable[Mapping[str, Verdict]]] = tuple) -> None:
+        self._stored: Callable[[], Iterable[Mapping[str, Verdict]]] | None = stored
         self._known: dict[str, Verdict] = {}
         self.used: dict[str, Verdict] = {}
         """Verdicts that `judge` has returned, by `file_key`."""
-
-    def learn(self, known: Mapping[str, Verdict]) -> None:
-        """Take more verdicts by `file_key`."""
-        self._known.update(known)
 
     def judge(self, source: FileSource) -> Verdict:
         """Return the verdict on a file."""
         key = file_key(source)
         if key is None:
             return judge_file(source)
+        if key not in self._known and self._stored is not None:
+            stored, self._stored = self._stored, None
+            for known in stored():
+                self._known = {**known, **self._known}
         verdict = self._known.get(key)
         if verdict is None:
             verdict = judge_file(source)

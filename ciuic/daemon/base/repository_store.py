@@ -19,6 +19,9 @@ from typing import Final, NamedTuple, Protocol
 
 import structlog
 
+# For `undoes_newest_change`, which imports it when it needs it: a daemon imports nothing weeks after its start, when another version
+# may lie on the disk.
+import ciuic.compare.diff  # noqa: F401
 from ciuic.compare.restore_records import undoes_newest_change
 from ciuic.config.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
 from ciuic.errors import CiuicError, Damaged, NotFound

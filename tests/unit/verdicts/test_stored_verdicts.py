@@ -16,7 +16,7 @@ import trio
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.checkpoint_files import FORMATS
-from support.cli_repository import CliRepository, directory
+from support.cli_repository import FIRST_NS, CliRepository, directory, store_tree
 
 from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
 from ciuic.daemon.base.settings import RootSettings, Settings
@@ -26,7 +26,7 @@ from ciuic.daemon.verdicts import Verdicts
 from ciuic.errors import Damaged
 from ciuic.history import judge_snapshot
 from ciuic.repository import Repository
-from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
+from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
 from ciuic.verdicts import records as records_module
 from ciuic.verdicts import verdict as verdict_module
 from ciuic.verdicts.records import KEY_VARIABLE, VerdictRecord, VerdictRecords, encode_record, own_key
@@ -274,17 +274,47 @@ def test_a_snapshot_of_nothing_starts_no_process(made: CliRepository) -> None:
     same = {b"a.safetensors": WEIGHTS, b"b.safetensors": (TORN, {"mtime_ns": 2 * 10**18})}
     made.snapshot(same, mode="tracked")
     with Repository.open(made.path) as repository, repository.writer() as writer:
-        other = RootRecord(path=b"/elsewhere", entry=directory(b"", writer.update_tree(b"", {})))
+        # The same path on another host.
+        other = RootRecord(path=os.fsencode(made.root), entry=directory(b"", writer.update_tree(b"", {})))
         writer.commit(SnapshotDraft(id=SnapshotId("cs-eeeeee"), time_ns=3 * 10**18, host="h", roots=(other,)))
     made.count += 1
     made.snapshot(same, mode="tracked", time_ns=4 * 10**18)
-    assert (trio.run(verdicts.once), trio.run(verdicts.once)) == (1, 0)
+    assert (trio.run(verdicts.once), trio.run(verdicts.once)) == (3, 0)
     assert states(made) == ["TORN", None, "TORN", "TORN", "GOOD"]
     made.snapshot(same, mode="offline", time_ns=5 * 10**18)
     assert trio.run(verdicts.once) == 1
     made.snapshot(same, mode="tracked", time_ns=6 * 10**18)
     (made.path / "snapshots" / "cs-000006").write_bytes(b"damaged")
     assert trio.run(verdicts.once) == 1
+
+
+def test_a_root_with_a_snapshot_between_is_judged_anew(made: CliRepository) -> None:
+    """Two roots are the same in both, and one of them had another content between: of that a part may be left."""
+    with Repository.open(made.path) as repository, repository.writer() as writer:
+        ids = [f"cs-{number:06x}" for number in range(10, 13)]
+        for number, (id_, names) in enumerate(zip(ids, (b"pq", b"q", b"pq"), strict=True)):
+            content = WEIGHTS if len(names) == 2 else bytes(len(WEIGHTS))
+            file = (content, {"ino": 7, "ctime_ns": 9 * 10**18})
+            below = store_tree(writer, repository.block_size, {b"a.safetensors": file})
+            roots = tuple(
+                RootRecord(path=b"/%c" % name, entry=directory(b"", below), mode="tracked") for name in names
+            )
+            writer.commit(
+                SnapshotDraft(id=SnapshotId(id_), time_ns=(3 + number) * 10**18, host="h", roots=roots)
+            )
+    judge_all(made)
+    with Repository.open(made.path) as repository:
+        records_of = VerdictRecords(repository)
+    before, after = (records_of._read(ids[at], VerdictRecord) for at in (0, 2))
+    assert before is not None
+    assert after is not None
+    verdicts = [[one[0].checkpoint.verdict.state for _, one in record.roots] for record in (before, after)]
+    assert verdicts == [["GOOD", "GOOD"], ["GOOD", "UNKNOWN"]]
+    os.unlink(made.path / "verdicts" / ids[2])
+    assert judge_all(made) == 1
+    again = records_of._read(ids[2], VerdictRecord)
+    assert again is not None
+    assert again.roots == after.roots
 
 
 def test_a_process_that_dies_is_not_started_for_ever(made: CliRepository) -> None:
@@ -304,12 +334,15 @@ CONTENTS: dict[str, Any] = {
     "index": INDEX,
     "tag sub": b"sub",
     "tag x": b"x",
+    "none": b"",
     "open": (WEIGHTS, {"flags": 1}),
-    "in place": (WEIGHTS, {"ino": 7}),
-    "later in place": (SHARD, {"ino": 7, "ctime_ns": 2 * 10**18}),
+    "one": (WEIGHTS, {"ino": 7, "ctime_ns": 2 * 10**18}),
+    "over one": (WEIGHTS[:-1] + bytes([WEIGHTS[-1] ^ 1]), {"ino": 7, "ctime_ns": 2 * 10**18}),
 }
 _files = st.dictionaries(
-    st.sampled_from([b"a.safetensors", b"b.safetensors", b"log", INDEX_NAME]),
+    st.sampled_from(
+        [b"a.safetensors", b"b.safetensors", b"log", INDEX_NAME, b"x.index", b"x.data-00000-of-00001"]
+    ),
     st.sampled_from(sorted(CONTENTS)),
     max_size=3,
 ) | st.fixed_dictionaries({b"latest": st.sampled_from(["tag sub", "tag x"])})
@@ -328,24 +361,108 @@ def filled(tree: dict[bytes, Any]) -> dict[bytes, Any]:
     return {name: filled(what) if isinstance(what, dict) else CONTENTS[what] for name, what in tree.items()}
 
 
-@given(trees=st.lists(_trees, min_size=2, max_size=4), order=st.integers(0, 23))
-@example([{b"latest": "tag sub", b"sub": {b"a.safetensors": "good"}}, {b"latest": "tag x"}], 0)
+@given(
+    trees=st.lists(_trees, min_size=2, max_size=4),
+    order=st.integers(0, 23),
+    hours=st.lists(st.integers(-3, 9), min_size=4, max_size=4),
+)
+@example([{b"latest": "tag sub", b"sub": {b"a.safetensors": "good"}}, {b"latest": "tag x"}], 0, [0, 1, 2, 3])
+# Named as the directory beside it.
+@example(
+    [{b"x": {b"log": "torn"}, b"x.data-00000-of-00001": "torn", b"x.index": "none"}, {b"x.index": "torn"}],
+    0,
+    [0, 1, 2, 3],
+)
+# An older version is committed late.
+@example(
+    [{b"a.safetensors": "over one"}, {b"a.safetensors": "one"}, {b"a.safetensors": "over one"}],
+    1,
+    [1, 0, 2, 3],
+)
+# The clock was set back.
+@example([{b"a.safetensors": "one"}, {b"a.safetensors": "over one"}, {b"log": "torn"}], 1, [0, -2, 3, 4])
 def test_what_has_not_changed_keeps_its_verdicts(
-    tmp_path_factory: pytest.TempPathFactory, trees: list[dict[bytes, Any]], order: int
+    tmp_path_factory: pytest.TempPathFactory, trees: list[dict[bytes, Any]], order: int, hours: list[int]
 ) -> None:
-    """Judged from the record of a neighbour, a snapshot has the verdicts that it has when all of it is read."""
+    """Judged from the record of a neighbour, a snapshot has the verdicts that it has when all of it is read.
+
+    Each is judged when it and what was committed before it is there, or all are, in any order.
+    """
     top = tmp_path_factory.mktemp("carried")
     made = CliRepository(top / "repo", top / "root")
+    known: dict[str, VerdictRecord] = {}
+
+    def judge(repository: Repository, snapshots: list[Snapshot], snapshot: Snapshot) -> None:
+        record = judge_snapshot(
+            repository, snapshots, snapshot, FileVerdicts(), lambda one: known.get(one.id)
+        )
+        whole = judge_snapshot(repository, snapshots, snapshot, FileVerdicts())
+        known[snapshot.id] = msgspec.structs.replace(record, files={})
+        assert known[snapshot.id] == msgspec.structs.replace(whole, files={})
+
+    parent = ""
     for number, tree in enumerate(trees):
         # Most of the next one is what the one before has.
-        made.snapshot(filled(trees[number - 1] | tree if number else tree), mode="tracked")
+        time_ns = FIRST_NS + hours[number] * 3600 * 10**9
+        parent = made.snapshot(
+            filled(trees[number - 1] | tree if number else tree),
+            mode="tracked",
+            time_ns=time_ns,
+            parent=parent,
+        )
+        if order % 2:
+            with Repository.open(made.path) as repository:
+                snapshots, _ = repository.snapshots.load_all()
+                judge(repository, snapshots, next(one for one in snapshots if one.id == parent))
     with Repository.open(made.path) as repository:
         snapshots, _ = repository.snapshots.load_all()
-        whole = {one.id: judge_snapshot(repository, snapshots, one, FileVerdicts()) for one in snapshots}
-        known: dict[str, VerdictRecord] = {}
         for snapshot in random.Random(order).sample(snapshots, len(snapshots)):
+            judge(repository, snapshots, snapshot)
+
+
+def test_what_could_not_be_judged_once_is_judged_again(
+    made: CliRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that had no memory says nothing of the next snapshot."""
+
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    made.snapshot({b"a.safetensors": WEIGHTS}, mode="tracked")
+    with Repository.open(made.path) as repository:
+        snapshots, _ = repository.snapshots.load_all()
+        with monkeypatch.context() as short:
+            short.setattr(verdict_module, "_read_structure", fails)
+            record = judge_snapshot(repository, snapshots, snapshots[1], FileVerdicts())
+        assert not record.is_complete
+        later = judge_snapshot(repository, snapshots, snapshots[0], FileVerdicts(), lambda _: record)
+    assert later.newest is not None
+    assert later.newest.checkpoint.verdict.is_good
+
+
+def test_verdicts_of_an_unchanged_directory_are_still_known_later(
+    made: CliRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that was not looked at for a while: its old files are not read again when a new one comes."""
+    read = []
+    judge = verdict_module.judge_file
+    monkeypatch.setattr(
+        verdict_module, "judge_file", lambda source: read.append(source.name) or judge(source)
+    )
+    old = {b"%d.safetensors" % number: WEIGHTS for number in range(3)}
+    # As the two that are there, all in one directory, so that each later one has a neighbour.
+    records: dict[str, VerdictRecord] = {}
+    for tree in (
+        {b"d": old},
+        {b"d": old, b"log": b"1"},
+        {b"d": old | {b"3.safetensors": SHARD}, b"log": b"2"},
+    ):
+        made.snapshot(tree, mode="tracked")
+        with Repository.open(made.path) as repository:
+            snapshots, _ = repository.snapshots.load_all()
+            known = FileVerdicts(lambda: [one.files for one in records.values()])
             record = judge_snapshot(
-                repository, snapshots, snapshot, FileVerdicts(), lambda one: known.get(one.id)
+                repository, snapshots, snapshots[0], known, lambda one: records.get(one.id)
             )
-            known[snapshot.id] = msgspec.structs.replace(record, files={})
-            assert known[snapshot.id] == msgspec.structs.replace(whole[snapshot.id], files={})
+            records[record.snapshot] = record
+    assert read == [*sorted(old), b"3.safetensors"]
