@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
 
 _WRITES = ("new file, 8 MiB writes", "new file, 64 KiB writes", "new file, 8 MiB writes, four writers",
-           "new file, 64 KiB writes, four writers")  # fmt: skip
+           "new file, 64 KiB writes, four writers", "new file, odd-sized writes")  # fmt: skip
 _READS = ("cold read", "warm read", "random cold 4 KiB reads", "mmap read, cold", "mmap read, warm")
 _SMALL = ("create + write 2 KB", "open + read 2 KB", "stat of uncached names", "unlink")
 _MADE_SMALL = tuple(
@@ -57,6 +57,7 @@ BARS = (
     Bar(_WRITES, 0.95),
     Bar(_READS, 0.97),
     Bar(("new file, 4 KiB writes",), 0.85),
+    Bar(("file replaced, 8 MiB writes",), 0.9),
     Bar(("appends of 200 bytes to a log",), 0.6, against=PEER_PLAIN),
     Bar(("open + read 2 KB",), 1.0, against=PEER),
     Bar(_MADE_SMALL, 1.2, against=PEER),

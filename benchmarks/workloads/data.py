@@ -1,7 +1,7 @@
 """Bulk data: new files, reads, and appends to a log.
 
-New files are written in large, middling and small pieces, by one and by four concurrent writers; reads are
-cold, warm, random and mapped; the log exists and gets small appends.
+New files are written in large, middling, odd and small pieces, by one and by four concurrent writers, and once in the place of one that is
+removed; reads are cold, warm, random and mapped; the log exists and gets small appends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _FILE_MIB = 512
 _MIDDLING_MIB = 512
 _SMALL_MIB = 128
 _WRITERS = 4
+_ODD_BYTES = 100_003
 _APPENDS = 20_000
 _RANDOM_READS = 20_000
 _PIECE_BYTES = 4096
@@ -51,6 +52,18 @@ def _new_file(name: str, mib: int, piece_bytes: int) -> Callable[[Job], float]:
     return work
 
 
+def _odd_file(job: Job) -> float:
+    size = _size_bytes(job, _MIDDLING_MIB) // _ODD_BYTES * _ODD_BYTES
+    _write(job.path("odd"), size, _ODD_BYTES)
+    return size / 1e6
+
+
+def _replace(job: Job) -> float:
+    """Remove a file and write it again, as a job does that keeps one checkpoint: its pages are freed meanwhile."""
+    os.unlink(job.path("large"))
+    return _new_file("large", _FILE_MIB, LARGE_BYTES)(job)
+
+
 def _durable_file(job: Job) -> float:
     _write(job.path("durable"), _size_bytes(job, _MIDDLING_MIB), LARGE_BYTES)
     fd = os.open(job.path("durable"), os.O_RDONLY)
@@ -79,7 +92,14 @@ def _clear(job: Job) -> None:
     # Made here, before the clock starts.
     block()
     _remove(
-        job, "large", "durable", "middling", "small", "log", *(f"four{number}" for number in range(_WRITERS))
+        job,
+        "large",
+        "durable",
+        "middling",
+        "odd",
+        "small",
+        "log",
+        *(f"four{number}" for number in range(_WRITERS)),
     )
 
 
@@ -140,6 +160,8 @@ SUITE = Suite(
         preparation(_clear),
         rate("new file, 8 MiB writes", "MB/s", _new_file("large", _FILE_MIB, LARGE_BYTES)),
         rate("new file, 64 KiB writes", "MB/s", _new_file("middling", _MIDDLING_MIB, 1 << 16)),
+        rate("new file, odd-sized writes", "MB/s", _odd_file),
+        rate("file replaced, 8 MiB writes", "MB/s", _replace),
         rate("new file, 8 MiB writes, fsync", "MB/s", _durable_file),
         rate("new file, 8 MiB writes, four writers", "MB/s", _four_writers(LARGE_BYTES)),
         preparation(_clear_four),
