@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m benchmarks.stalls                     20 deaths idle, 20 beside 15 busy processes
     PYTHONPATH=tests python -m benchmarks.stalls --deaths 5 --busy 4
 
-A program of the root's owner makes, writes, reads and removes files without a pause, and the worker is killed (SIGKILL). The figure is
+A program makes, writes, looks at and removes files without a pause, and the worker is killed (SIGKILL). The figure is
 the longest of its system calls around each death.
 """
 
@@ -28,7 +28,7 @@ _BUSY = "while True: pass"
 
 
 def _work(directory: str) -> int:
-    """Make files until a line comes on standard input; then print the longest call in milliseconds, and begin again."""
+    """Make files; for each byte on standard input print the longest call since the last one, in milliseconds."""
     os.set_blocking(0, False)
     number, longest = 0, 0.0
     while True:
