@@ -133,6 +133,7 @@ _Uint63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 # A decoder refuses more than 64 bits by itself.
 _Uint64 = Annotated[int, msgspec.Meta(ge=0)]
 _TimeNs = Annotated[int, msgspec.Meta(gt=-(1 << 63), le=(1 << 63) - 1)]
+# Block maps have heights from 0 to 6.
 _Height = Annotated[int, msgspec.Meta(ge=0, lt=7)]
 
 

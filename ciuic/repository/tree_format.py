@@ -37,6 +37,8 @@ _16, _32, _63, _64 = 1 << 16, 1 << 32, 1 << 63, 1 << 64
 # Block maps have heights from 0 to 6.
 _HEIGHTS = 7
 _CONTENT_LENGTHS = (0, CHUNK_ID_BYTES)
+# PATH_MAX, far above NAME_MAX (255): it bounds what a crafted node may hold.
+_MAX_NAME_BYTES = 4096
 
 
 class NodeRef(msgspec.Struct, frozen=True, array_like=True):
@@ -83,8 +85,7 @@ def _name_problem(name: bytes, links: bool) -> str:
         return "" if len(name) == LINK_KEY_BYTES else "a link table key must be 8 bytes"
     if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
         return f"{name!r} cannot be a file name"
-    # PATH_MAX, far above NAME_MAX (255): it bounds what a crafted node may hold.
-    return "" if len(name) <= 4096 else "a name is too long"
+    return "" if len(name) <= _MAX_NAME_BYTES else "a name is too long"
 
 
 def _totals_of(entry: Entry) -> tuple[int, int]:
@@ -141,7 +142,7 @@ def attributes_problem(entry: Entry) -> str:
         and len(entry.content) in _CONTENT_LENGTHS
         and not entry.xattrs
         and not entry.flags & FLAG_XATTRS_CHUNK
-        and b"\0" not in entry.target
+        and not (entry.target and b"\0" in entry.target)
     ):
         return ""
     return _attributes_problem(entry)
@@ -231,13 +232,13 @@ def _check(chunk: ChunkId, node: TreeNode, links: bool) -> None:
 
 
 def _are_names(names: list[bytes], links: bool) -> bool:
-    """Return whether all of these, which are in order, can be keys of such a tree: one may be refused that `_name_problem` accepts."""
+    """Return whether all of these, which are in order, can be keys of such a tree, as `_name_problem` has it of one."""
     if links:
         return all(len(name) == LINK_KEY_BYTES for name in names)
     together = b"\0".join(names)
     return (
         bool(names[0])
-        and max(map(len, names)) <= 4096
+        and max(map(len, names)) <= _MAX_NAME_BYTES
         and together.count(b"\0") == len(names) - 1
         and b"/" not in together
         and b"." not in names
@@ -251,7 +252,7 @@ def _is_plain(entry: Entry) -> bool:
         len(entry.content) in _CONTENT_LENGTHS
         and not entry.xattrs
         and not entry.flags & FLAG_XATTRS_CHUNK
-        and not entry.target
+        and not (entry.target and b"\0" in entry.target)
     )
 
 
