@@ -25,7 +25,7 @@ from ciuic.repository.errors import DamagedTree
 from ciuic.repository.lookup import Located, find, is_within, join, resolve
 from ciuic.repository.tree_format import TreeNode
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, order_of
-from ciuic.verdicts.model import Checkpoint, Verdict
+from ciuic.verdicts.model import UNREADABLE, Checkpoint, Verdict
 from ciuic.verdicts.records import (
     DatedCheckpoint,
     VerdictRecord,
@@ -37,8 +37,6 @@ from ciuic.verdicts.records import (
 )
 from ciuic.verdicts.sources import FileSource, SnapshotDirectory
 from ciuic.verdicts.verdict import (
-    DEFECT,
-    UNREADABLE,
     FileVerdicts,
     JudgeFile,
     checkpoints_in,
@@ -91,7 +89,7 @@ class Timeline:
         return self._by_time[at - 1] if at else None
 
     def beside(self, snapshot: Snapshot) -> list[Snapshot]:
-        """Return the snapshot before this time of a snapshot and the one after it, as far as there are any."""
+        """Return the snapshots before and after one of these by time, as far as there are any."""
         earlier, after = self.before(snapshot.time_ns), bisect_right(self._times, snapshot.time_ns)
         return [*filter(None, (earlier,)), *self._by_time[after : after + 1]]
 
@@ -776,14 +774,9 @@ def judge_snapshot(
         snapshot=str(snapshot.id),
         content=snapshot_digest(snapshot),
         newest=newest_of(one for _, found in roots for one in found),
-        # Another look may read it: the index or a pack may be in the hands of a writer just now, or memory was short.
+        # Another look may read it: the index or a pack may be in the hands of a writer just now.
         is_complete=not damaged
-        and not any(
-            word in one.checkpoint.verdict.reason
-            for _, found in roots
-            for one in found
-            for word in (UNREADABLE, DEFECT)
-        ),
+        and not any(UNREADABLE in one.checkpoint.verdict.reason for _, found in roots for one in found),
         roots=tuple(roots),
         before=tuple(before),
         files=known.used,

@@ -1,9 +1,9 @@
 """Verdicts on the checkpoints of new snapshots: judged by a process of its own, and stored beside the snapshots.
 
 Guarantees: no cut, capture or upkeep waits for it: it starts after a commit, takes no lock of the repository, and its process is at
-idle priority. A snapshot in which nothing has changed starts none. Snapshots that other programs have committed into the repository (states of trainings) are found within a minute. What
-the process prints is decoded as if a stranger had written it. A snapshot on which the process dies is not tried again in the life of
-the daemon: it is judged when somebody looks at it.
+idle priority. A snapshot in which nothing has changed starts none. Snapshots that other programs have committed into the repository
+(states of trainings) are found within a minute. What the process prints is decoded as if a stranger had written it. A snapshot on which
+the process dies is not tried again in the life of the daemon: it is judged when somebody looks at it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ciuic.structs import decode_json
 from ciuic.system.child_process import module_command
 from ciuic.system.processes import describe_exit
 from ciuic.types import order_of
-from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, carried_record, own_key
+from ciuic.verdicts.records import MAX_RECORD_BYTES, VerdictRecord, VerdictRecords, own_key
 
 VERDICT_MODULE = "ciuic.daemon.verdict_process"
 _PAUSE_SECONDS = 60.0
@@ -137,8 +137,7 @@ class Verdicts:
             snapshot, other = (repository.snapshots.load(by_id[one].id) for one in (id_, other_id))
         except CiuicError:  # a damaged one must not keep the others from having verdicts
             return False
-        record = records.record(other)
-        carried = None if record is None else carried_record(record, other, snapshot, before)
+        carried = records.carried(other, snapshot, before)
         if carried is None or not records.write(carried):
             return False
         self._settled.add(id_)

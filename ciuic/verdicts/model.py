@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 VerdictState = Literal["GOOD", "TORN", "UNKNOWN"]
+DEFECT: Final = "its reader failed, which is a defect in ciuic"
+"""Beginning of the reason of a file that a reader has not refused as it should."""
+UNREADABLE: Final = "it cannot be read"
+"""Beginning of the reason of a file that the repository or the disk cannot give."""
 RULES: Final = 1
 """Number of the rules by which files and directories are judged. Raised with each change that may lead to another verdict, so that
 those that were stored (`ciuic.verdicts.records`) are made anew."""

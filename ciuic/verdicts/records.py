@@ -28,7 +28,7 @@ from ciuic.repository.snapshots import VERDICTS_DIR, SnapshotStore
 from ciuic.repository.trust import foreign_flaw
 from ciuic.structs import decode_json
 from ciuic.types import Snapshot
-from ciuic.verdicts.model import RULES, Checkpoint, Verdict
+from ciuic.verdicts.model import DEFECT, RULES, Checkpoint, Verdict
 
 KEY_PATH: Final = "/var/lib/ciuic/verdict-key"
 """File with the key of this host, which the daemon makes."""
@@ -121,6 +121,9 @@ def may_carry(
         return False
     if not record.is_complete or snapshot.host != other.host:
         return False
+    # It may be that of a moment in which memory was short.
+    if any(DEFECT in one.checkpoint.verdict.reason for _, found in record.roots for one in found):
+        return False
 
     def facts(one: Snapshot) -> tuple[object, ...]:
         root = next(root for root in one.roots if root.path == path)
@@ -128,28 +131,6 @@ def may_carry(
         return root.mode, root.links, one.not_held is None, one.is_state
 
     return facts(snapshot) == facts(other)
-
-
-def carried_record(
-    record: VerdictRecord, other: Snapshot, snapshot: Snapshot, before: Before
-) -> VerdictRecord | None:
-    """Return the verdicts on a snapshot in which nothing is different from ``other``; None where something is.
-
-    Args:
-        record: Record of the other snapshot.
-        other: The other snapshot, of the same repository.
-        snapshot: The snapshot.
-        before: Finds the snapshots before them.
-    """
-    ours, theirs = ({root.path: root.entry.content for root in one.roots} for one in (snapshot, other))
-    if ours != theirs or not all(may_carry(record, other, snapshot, path, before) for path in ours):
-        return None
-    return msgspec.structs.replace(
-        record,
-        snapshot=str(snapshot.id),
-        content=snapshot_digest(snapshot),
-        before=tuple((path, before(path, snapshot.time_ns)) for path in ours),
-    )
 
 
 def encode_record(record: VerdictRecord, key: bytes) -> bytes:
@@ -251,6 +232,20 @@ class VerdictRecords:
     def summary(self, id_: str) -> VerdictSummary | None:
         """Return the summary of a snapshot; None if there is none that counts."""
         return self._read(id_, VerdictSummary)
+
+    def carried(self, other: Snapshot, snapshot: Snapshot, before: Before) -> VerdictRecord | None:
+        """Return the record of ``other`` for a snapshot in which nothing is different; None where something is."""
+        ours, theirs = ({root.path: root.entry.content for root in one.roots} for one in (snapshot, other))
+        # First: of most snapshots something is different, and a record may be large.
+        record = self.record(other) if ours == theirs else None
+        if record is None or not all(may_carry(record, other, snapshot, path, before) for path in ours):
+            return None
+        return msgspec.structs.replace(
+            record,
+            snapshot=str(snapshot.id),
+            content=snapshot_digest(snapshot),
+            before=tuple((path, before(path, snapshot.time_ns)) for path in ours),
+        )
 
     def _read(self, id_: str, kind: type[_Record]) -> _Record | None:
         if not self.key:

@@ -31,6 +31,8 @@ from ciuic.verdicts.formats.pickles import read_pickle
 from ciuic.verdicts.formats.safetensors import read_safetensors
 from ciuic.verdicts.formats.zip_archive import read_zip
 from ciuic.verdicts.model import (
+    DEFECT,
+    UNREADABLE,
     BoundedReader,
     Checkpoint,
     NotJudged,
@@ -55,10 +57,6 @@ _MAX_CHECKED_BYTES: Final = 256 << 20
 """Limit of content that is read to compare checksums, where holes leave a doubt."""
 _MAX_STEPS: Final = 2_000_000
 """Limit of pairs of a hole and a piece that are compared: pieces of a crafted file lie over each other."""
-DEFECT: Final = "its reader failed, which is a defect in ciuic"
-"""Beginning of the reason of a file that a reader has not refused as it should."""
-UNREADABLE: Final = "it cannot be read"
-"""Beginning of the reason of a file that the repository or the disk cannot give."""
 _STEP_BYTES: Final = 1 << 20
 _NUMBER_BYTES: Final = 8
 """Size of the largest number of a file format."""

@@ -9,9 +9,9 @@ from support.checkpoint_files import MemoryDirectory, MemoryFile
 
 from ciuic.verdicts import model, verdict
 from ciuic.verdicts.formats.pickles import PickleStream
-from ciuic.verdicts.model import BoundedReader, Piece, Structure
+from ciuic.verdicts.model import DEFECT, BoundedReader, Piece, Structure
 from ciuic.verdicts.sources import DirectorySource
-from ciuic.verdicts.verdict import DEFECT, checkpoints_in, judge_file, judge_structure
+from ciuic.verdicts.verdict import checkpoints_in, judge_file, judge_structure
 
 _NAMES = 4 << 20
 

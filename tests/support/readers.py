@@ -101,9 +101,9 @@ from ciuic.training.tensor_files import FileTensors
 from ciuic.training.writer import messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 from ciuic.verdicts import records as verdict_records
-from ciuic.verdicts.model import Checkpoint, Verdict
+from ciuic.verdicts.model import DEFECT, Checkpoint, Verdict
 from ciuic.verdicts.records import DatedCheckpoint, VerdictRecord
-from ciuic.verdicts.verdict import DEFECT, checkpoints_in, judge_file
+from ciuic.verdicts.verdict import checkpoints_in, judge_file
 
 ID = ChunkId(b"i" * 16)
 _NAME = "cs-abcdef"
