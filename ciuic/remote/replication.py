@@ -1267,6 +1267,8 @@ def run(
         while thread.is_alive():
             thread.join(0.5)
     ended.set()
+    # It refers to the uploads, and to the descriptors of their gauges.
+    watch.join()
     if failures:
         raise failures[0]
 

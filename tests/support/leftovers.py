@@ -47,11 +47,13 @@ class Inside(NamedTuple):
         them.
         """
         if self._has_left(max_kept):
-            # Objects held only by a cycle are not left behind.
-            gc.collect()
             deadline = time.monotonic() + _GRACE_SECONDS
+            # Objects held only by a cycle are not left behind, nor is what a thread keeps that is about to end: collected
+            # before its end, a cycle that it refers to would stay.
+            gc.collect()
             while self._has_left(max_kept) and time.monotonic() < deadline:
-                time.sleep(0.02)
+                time.sleep(0.05)
+                gc.collect()
         threads = [f"thread {thread.name}" for thread in self._new_threads()]
         kept = self._new_descriptors()
         if len(kept) <= max_kept:
