@@ -44,6 +44,18 @@ _PIECE_BYTES = 1 << 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+_HIDE = (
+    'set -e; cd "$2"; mount -t tmpfs -o mode=1777 tmp "$1"; mkdir -p "$2"; mount --no-canonicalize --bind . "$2"; '
+    "cd /; shift 2; set +e"
+)
+
+
+def _hides_nothing_needed(hidden: str, work: Path) -> bool:
+    """Return whether a host goes without all in ``hidden`` but ``work``."""
+    needed = (sys.prefix, sys.base_prefix, str(HERE))
+    return work.is_relative_to(hidden) and not any(Path(path).is_relative_to(hidden) for path in needed)
+
+
 class LonelyHost:
     """Host that runs one program, which may start others.
 
@@ -51,6 +63,7 @@ class LonelyHost:
         command: Program, which is told the port of the door as its last argument.
         server: Host and port of the only server that the host can reach.
         pace: Called for each piece that the server sends, with its size: waits where the network is to be slow.
+        work: All that the host sees of the directory for temporary files; None: it sees everything there.
     """
 
     def __init__(
@@ -58,10 +71,15 @@ class LonelyHost:
         command: Sequence[str],
         server: tuple[str, int],
         pace: Callable[[int], object] = lambda _size_bytes: None,
+        work: Path | None = None,
     ) -> None:
         namespaces = ["--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
         # The shell waits until the door is there, and is replaced by the program, which so is process 1.
         script = 'read -r port; exec "$@" "$port" 2>&1'
+        if work is not None and _hides_nothing_needed(tempfile.gettempdir(), work):
+            # A daemon elsewhere on this machine would find that its root can be written in here past its overlay.
+            script = f"{_HIDE}; {script}"
+            command = [tempfile.gettempdir(), str(work), *command]
         self.process = subprocess.Popen(
             ["unshare", *namespaces, "--", "sh", "-c", script, "sh", *command],
             stdin=subprocess.PIPE,
@@ -298,7 +316,7 @@ class RemoteStory:
             else int(self.store.endpoint.rpartition(":")[2])
         )
         command = [sys.executable, str(HERE / "node.py"), name, str(self.disk), self.place]
-        host = LonelyHost(command, ("127.0.0.1", port), Network(RATE_MIB * 2**20))
+        host = LonelyHost(command, ("127.0.0.1", port), Network(RATE_MIB * 2**20), self.work)
         self.hosts.append(host)
         return host
 
