@@ -562,17 +562,19 @@ class Pyfuse3Driver(pyfuse3.Operations):
             self.core.names.forget(attr.node, 1)
             start_id += 1
             yield name, attr, start_id
-        for name, attr, next_id in self.core.directories.readdir(handle, start_id - len(_DOTS)):
-            yield name, attr, next_id + len(_DOTS)
+        at = start_id - len(_DOTS)
+        while entry := self.core.directories.readdir(handle, at, lambda _, offset: offset + 1):
+            ((name, attr, at),) = entry
+            yield name, attr, at + len(_DOTS)
 
     def _list_some(self, entries: Iterator[tuple[bytes, Attr, int]], token: ReaddirToken) -> bool:
         """Reply up to _LISTING_STEP entries; False when the reply is full or the directory at its end."""
         replied = 0
         for name, attr, next_id in itertools.islice(entries, _LISTING_STEP):
             if not pyfuse3.readdir_reply(token, name, entry_of(attr), next_id):
+                if name not in _DOTS:
+                    self.core.names.forget(attr.node, 1)
                 return False
-            if name not in _DOTS:
-                self.core.directories.remember(attr.node)
             replied += 1
         return replied == _LISTING_STEP
 

@@ -33,6 +33,8 @@ KINDS = (
     "rmdir",
     "lookup",
     "forget",
+    "list",
+    "forget_all",
     "open",
     "close",
 )
@@ -110,6 +112,16 @@ class Session:
         node = self.core.names.lookup(folder, name).node
         self.core.names.forget(node, self.known.pop(node, 0) + 1)
         self.folders = [known for known in self.folders if known != node]
+
+    def _list(self, folder: int, _name: bytes, _target: int, _other: bytes) -> None:
+        handle = self.core.directories.opendir(folder)
+        for _, attr, _ in self.core.directories.readdir(handle, 0):
+            self._learn(attr.node)
+        self.core.directories.releasedir(handle)
+
+    def _forget_all(self, _folder: int, _name: bytes, _target: int, _other: bytes) -> None:
+        forgotten = [(node, self.known.pop(node)) for node in list(self.known) if node not in self.folders]
+        self.core.names.forget_all(forgotten)
 
     def _open(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
         found = self.core.names.lookup(folder, name)

@@ -2,7 +2,7 @@
 
 A listing is a snapshot of the names taken at its first read (and again after a rewind): offsets are indexes
 into it, so they are stable however the directory changes, and nothing is listed twice. Names that have vanished
-by a later reply are left out of it; the first reply lists regular files and links as they were read for it.
+by a later reply are left out of it; as long as the directory is unchanged regular files and links are listed as they were read.
 
 A program such as rsync or du lists a directory and then looks at each entry, which costs a request each. A
 reply to READDIRPLUS may carry the attributes of entries, and the kernel asks for none of those again. For
@@ -10,7 +10,8 @@ programs that want names and types alone (find, os.walk, a shell's glob) they wo
 remembered by the kernel and by the worker: with attributes in the first reply of each directory, as the kernel's own
 choice has it (FUSE_READDIRPLUS_AUTO), a find over directories of a hundred files took five times as long on
 Linux 6.18, whose first request has room for two hundred. So every request is READDIRPLUS, and the choice is made
-here, from the process's lookups after its last listings (`ListingHabits`). It affects the
+here, from the process's lookups after it opened its last directories (`ListingHabits`). The kernel's own copy of a listing
+has no attributes: a process that wants them does not get that. The choice affects the
 attributes that are sent along, never the names; memory is bounded. There is no lock: two threads at the same time
 may miscount, which costs a request more or less.
 """
@@ -20,10 +21,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ciuic.fuse_layer.state.node_table import Node
@@ -32,6 +34,10 @@ from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
 
 _LATEST_KEPT: Final = 256
 """Number of directories whose last listing is compared with the next one."""
+_SETTLED_NS: Final = 2_000_000_000
+"""Age of a directory's last change from which on a further one shows in its times, on file systems with coarse ones (vfat: 2 s), too."""
+Fitting = Callable[[Sequence[bytes], int], int]
+"""Function that is told the names of a listing and an offset, and returns the offset behind the last name that fits in the reply."""
 _LISTING_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MIN_LOOKED_UP: Final = 8
 """Entries of one directory that a process looks up before its listings carry attributes."""
@@ -54,16 +60,27 @@ class _OpenDirectory:
         self.names: _Names | None = None
 
 
+class _Found(NamedTuple):
+    """What the file system tells beside each name of a listing. Packed: there may be a million."""
+
+    inos: array[int]
+    modes: array[int]
+    """Kinds as of `stat.S_IFMT`; 0 where the name has to be looked at."""
+    times: tuple[int, int] | None
+    """Times of the directory by which a change since then is seen; None where one might not be."""
+
+
 class _Names(list[bytes]):
     """The names of a listing.
 
     Handles that see the same names share them, and the user's quota counts them once.
     """
 
-    __slots__ = ("_quota", "_uid")
+    __slots__ = ("_quota", "_uid", "found")
 
     def __init__(self, names: list[bytes], quota: Quota, uid: int) -> None:
         super().__init__(names)
+        self.found: _Found | None = None
         self._quota = quota
         self._uid = uid
         quota.add(uid, len(names))
@@ -73,21 +90,21 @@ class _Names(list[bytes]):
         self._quota.give_back(self._uid, len(self))
 
 
-class _Found(NamedTuple):
-    """Names that were read from a directory, with what the file system tells beside each. Packed: there may be a million."""
-
-    names: list[bytes]
-    inos: array[int]
-    modes: array[int]
-    """Kinds as of `stat.S_IFMT`; 0 where the name has to be looked at."""
+def _everything(names: Sequence[bytes], offset: int) -> int:
+    return len(names)
 
 
-def _mode_of(entry: os.DirEntry[str]) -> int:
+def _mode_of(entry: os.DirEntry[bytes]) -> int:
     # No system call, where the file system tells the kind with the name. Directories are looked at: another file
     # system may be mounted on one.
     if entry.is_file(follow_symlinks=False):
         return stat.S_IFREG
     return stat.S_IFLNK if entry.is_symlink() else 0
+
+
+def _times(opened: _OpenDirectory) -> tuple[int, int]:
+    st = os.fstat(opened.descriptor.fd)
+    return st.st_mtime_ns, st.st_ctime_ns
 
 
 class Directories:
@@ -131,54 +148,79 @@ class Directories:
         self._open[handle] = opened
         return opened
 
-    def readdir(self, handle: int, offset: int) -> Iterator[tuple[bytes, Attr, int]]:
-        """Yield name, attributes and next offset of the entries from ``offset``, without "." and "..".
+    def readdir(
+        self, handle: int, offset: int, fitting: Fitting = _everything
+    ) -> list[tuple[bytes, Attr, int]]:
+        """Return name, attributes and next offset of entries from ``offset``, without "." and ".."; none at the end.
 
-        Offset 0 reads the directory anew. No lookup is counted: the driver calls ``remember`` for each entry
-        that the kernel took.
+        Offset 0 reads the directory anew. A lookup of each entry is counted.
         """
-        opened, names, _ = self._names_from(handle, offset)
-        for index in range(offset, len(names)):
-            entry = PathHandle(opened.descriptor, names[index])
-            try:
-                _, attr = self._state.adopt(opened.node, names[index], entry.stat, count=0)
-            except FileNotFoundError:
-                continue
-            yield names[index], attr, index + 1
+        opened, names = self._names_from(handle, offset)
+        while offset < len(names):
+            end = fitting(names, offset)
+            entries = self._state.adopt_listed(opened.node, opened.descriptor, names[offset:end], offset)
+            # A reply without entries would end the listing.
+            if entries or end == offset:
+                return entries
+            offset = end
+        return []
 
-    def list_names(self, handle: int, offset: int) -> Iterator[tuple[bytes, int, int, int]]:
-        """Yield name, number, mode and next offset of the entries from ``offset``, without "." and ".."."""
-        # Without making nodes: the kernel is told a number and remembers nothing, so it would never have a
-        # node forgotten. With nodes, a program that listed a million names left a million of them in the
-        # worker.
-        opened, names, found = self._names_from(handle, offset)
-        for index in range(offset, len(names)):
-            # Half of the time of a listing is the look at each name otherwise.
-            if found is not None and (mode := found.modes[index]):
-                number = self._nodes.id_of(opened.node.dev, found.inos[index], mode)
-                if number is not None:
-                    yield names[index], number, mode, index + 1
-                    continue
-            entry = PathHandle(opened.descriptor, names[index])
+    def list_names(
+        self, handle: int, offset: int, fitting: Fitting = _everything
+    ) -> list[tuple[bytes, int, int, int]]:
+        """Return name, number, mode and next offset of entries from ``offset``, without "." and ".."; none at the end."""
+        opened, names = self._names_from(handle, offset)
+        # Without a look at each name, which is half of the time of a listing otherwise.
+        found = names.found
+        if found is not None and offset and _times(opened) != found.times:
+            found = names.found = None
+        while offset < len(names):
+            end = fitting(names, offset)
+            entries = self._numbered(opened, names, found, offset, end)
+            if entries or end == offset:
+                return entries
+            offset = end
+        return []
+
+    # Without making nodes: the kernel is told a number and remembers nothing, so it would never have a
+    # node forgotten. With nodes, a program that listed a million names left a million of them in the
+    # worker.
+    def _numbered(
+        self, opened: _OpenDirectory, names: _Names, found: _Found | None, offset: int, end: int
+    ) -> list[tuple[bytes, int, int, int]]:
+        modes: Sequence[int] = [0] * (end - offset)
+        numbers: Sequence[int | None] = [None] * len(modes)
+        if found is not None:
+            modes = found.modes[offset:end]
+            numbers = self._nodes.ids_of(opened.node.dev, found.inos[offset:end], modes)
+        entries = []
+        numbered = zip(range(offset + 1, end + 1), names[offset:end], numbers, modes, strict=True)
+        for at, name, number, mode in numbered:
+            if number is not None:
+                entries.append((name, number, mode, at))
+                continue
+            entry = PathHandle(opened.descriptor, name)
             try:
                 st = entry.stat()
-                number = self._nodes.id_of(st.st_dev, st.st_ino, st.st_mode)
-                if number is None:
-                    number = self._state.adopt(opened.node, names[index], entry.stat, count=0)[1].node
+                seen = self._nodes.ids_of(st.st_dev, [st.st_ino], [st.st_mode])[0]
+                if seen is None:
+                    seen = self._state.adopt(opened.node, name, entry.stat, count=0)[1].node
             except FileNotFoundError:
                 continue
-            yield names[index], number, st.st_mode, index + 1
+            entries.append((name, seen, st.st_mode, at))
+        return entries
 
-    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names, _Found | None]:
-        """Return an open directory with its names, and what was found with them if they were read just now."""
+    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names]:
+        """Return an open directory with its names, read anew for offset 0."""
         opened = self._directory(handle)
         # Offset 0 is a rewind: rewinddir(3) shows the directory as it is now.
         if offset and opened.names is not None:
-            return opened, opened.names, None
-        found = self._read(opened)
-        opened.names = self._listed(opened, found.names)
+            return opened, opened.names
+        names, found = self._read(opened)
+        opened.names = self._listed(opened, names)
+        opened.names.found = found
         self.on_listing(handle, opened.names)
-        return opened, opened.names, found
+        return opened, opened.names
 
     def _listed(self, opened: _OpenDirectory, names: list[bytes]) -> _Names:
         # Before the quota is asked for the new names: those of this handle are given back.
@@ -196,25 +238,18 @@ class Directories:
             self._latest.popitem(last=False)
         return _Names(names, quota, opened.uid)
 
-    def _read(self, opened: _OpenDirectory) -> _Found:
-        found = _Found([], array("Q"), array("I"))
-        # The node's descriptor is O_PATH, which can neither be listed nor synced.
-        fd = os.open(b".", _LISTING_FLAGS, dir_fd=opened.descriptor.fd)
-        try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    name = os.fsencode(entry.name)
-                    if not is_reserved(self._nodes, opened.node, name):
-                        found.names.append(name)
-                        found.inos.append(entry.inode())
-                        found.modes.append(_mode_of(entry))
-        finally:
-            os.close(fd)
-        return found
-
-    def remember(self, node_id: int) -> None:
-        """Count a lookup of an entry that the kernel took from a listing."""
-        self._nodes.remember(node_id)
+    def _read(self, opened: _OpenDirectory) -> tuple[list[bytes], _Found]:
+        names, inos, modes = [], array("Q"), array("I")
+        before, now_ns = _times(opened), time.time_ns()
+        # By a path of bytes, whose entries have names of bytes. The node's descriptor is O_PATH, which cannot be listed.
+        with os.scandir(b"/proc/self/fd/%d" % opened.descriptor.fd) as entries:
+            for entry in entries:
+                if not is_reserved(self._nodes, opened.node, entry.name):
+                    names.append(entry.name)
+                    inos.append(entry.inode())
+                    modes.append(_mode_of(entry))
+        settled = max(before) + _SETTLED_NS < now_ns
+        return names, _Found(inos, modes, before if settled else None)
 
     def releasedir(self, handle: int) -> None:
         """Close a handle; unknown handles are ignored."""
@@ -242,7 +277,7 @@ class _Habit:
 
     def __init__(self) -> None:
         self.directory = 0
-        """Node of the directory that was listed last."""
+        """Node of the directory that was opened last."""
         self.looked_up = 0
         """Number of its entries that were looked up since."""
         self.believed = 0
@@ -255,8 +290,8 @@ class ListingHabits:
     def __init__(self) -> None:
         self._by_pid: dict[int, _Habit] = {}
 
-    def wants_attributes(self, pid: int, directory: int, *, from_start: bool) -> bool:
-        """Return whether the next names of a listing are to come with attributes."""
+    def opens(self, pid: int, directory: int) -> bool:
+        """Note that a process opens a directory; return whether it is to be listed with attributes."""
         habit = self._by_pid.get(pid)
         if habit is None:
             if len(self._by_pid) >= MAX_PROCESSES:
@@ -265,10 +300,18 @@ class ListingHabits:
             habit = self._by_pid[pid] = _Habit()
         if habit.looked_up >= MIN_LOOKED_UP:
             habit.believed = BELIEVED_LISTINGS
-        elif from_start and habit.believed:
+        elif habit.believed:
             habit.believed -= 1
-        if from_start:
-            habit.directory, habit.looked_up = directory, 0
+        habit.directory, habit.looked_up = directory, 0
+        return habit.believed > 0
+
+    def wants_attributes(self, pid: int) -> bool:
+        """Return whether the next names of a listing are to come with attributes."""
+        habit = self._by_pid.get(pid)
+        if habit is None:
+            return False
+        if habit.looked_up >= MIN_LOOKED_UP:
+            habit.believed, habit.looked_up = BELIEVED_LISTINGS, 0
         return habit.believed > 0
 
     def looked_up(self, pid: int, directory: int) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -285,6 +285,10 @@ class Names:
     def forget(self, node_id: int, count: int) -> None:
         """Take ``count`` lookups back, which the kernel has dropped."""
         self._nodes.forget(node_id, count)
+
+    def forget_all(self, forgotten: Iterable[tuple[int, int]]) -> None:
+        """Take lookups back as `forget`, for pairs of node and count."""
+        self._nodes.forget_all(forgotten)
 
     def peek(self, parent_id: int, name: bytes) -> int:
         """Return the inode number under a name; no lookup is counted.

@@ -17,14 +17,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import XATTR_CREATE
 from typing import Any, Final
 
 from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.directories import ListingHabits
+from ciuic.fuse_layer.core.directories import Fitting, ListingHabits
 from ciuic.fuse_layer.core.files import SetAttr
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
@@ -57,6 +57,22 @@ _CACHED_LISTING: Final = p.FOPEN_CACHE_DIR | p.FOPEN_KEEP_CACHE
 not by time)."""
 _NO_ENTRY: Final = bytes(p.ENTRY_HEAD.size + p.ATTR.size)
 _SHIFTS_BLOCKS: Final = syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
+
+
+def _fitting(head_bytes: int, room: int) -> Fitting:
+    """Return a function that tells how many names a reply of ``room`` bytes has room for, each behind ``head_bytes``."""
+
+    def end(names: Sequence[bytes], offset: int) -> int:
+        left = room
+        while offset < len(names):
+            length = len(names[offset])
+            left -= head_bytes + length + -length % 8
+            if left < 0:
+                break
+            offset += 1
+        return offset
+
+    return end
 
 
 class _ReplyEncoder:
@@ -249,8 +265,7 @@ class KernelDriver:
     def _batch_forget(self, request: FuseRequest, data: memoryview) -> Reply:
         count, _ = p.BATCH_FORGET_IN.unpack_from(data)
         at = p.BATCH_FORGET_IN.size
-        for node, lookups in p.FORGET_ONE.iter_unpack(data[at : at + count * p.FORGET_ONE.size]):
-            self.core.names.forget(node, lookups)
+        self.core.names.forget_all(p.FORGET_ONE.iter_unpack(data[at : at + count * p.FORGET_ONE.size]))
         return None
 
     def _getattr(self, request: FuseRequest, data: memoryview) -> Reply:
@@ -622,66 +637,50 @@ class KernelDriver:
 
     def _opendir(self, request: FuseRequest, data: memoryview) -> Reply:
         unique = request.unique & ~p.UNIQUE_RESEND
+        # What the kernel has kept of a listing is without attributes.
+        cached = p.FOPEN_CACHE_DIR if self._habits.opens(request.pid, request.node) else _CACHED_LISTING
         if request.resent and (before := self.handle_journal.directory_of(unique)) is not None:
             if self.core.directories.has(before.handle):
-                return p.OPEN_OUT.pack(before.handle, _CACHED_LISTING, 0)
+                return p.OPEN_OUT.pack(before.handle, cached, 0)
             # The handle is lost, as in ``_opened_before``.
             self.handle_journal.directory_closed(before.handle)
         handle = self.core.directories.opendir(request.node, uid=request.uid)
         self.handle_journal.directory_opened(OpenedDirectory(handle, request.node, unique, request.uid))
-        return p.OPEN_OUT.pack(handle, _CACHED_LISTING, 0)
+        return p.OPEN_OUT.pack(handle, cached, 0)
+
+    # Offsets 1 and 2 stand for "." and "..", which the core does not list: its own offsets begin behind them.
 
     def _readdir(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, offset, size, *_ = p.READ_IN.unpack_from(data)
-        pieces, room = bytearray(), size
-        for name, node, mode, next_offset in self._listing(request.node, handle, offset):
-            entry = p.pack_dirent(node, mode, next_offset, name)
-            if len(entry) > room:
-                break
-            pieces += entry
-            room -= len(entry)
-        return pieces
-
-    def _listing(self, node: int, handle: int, offset: int) -> Any:
-        # Offsets 1 and 2 stand for "." and "..", which the core does not list: its own offsets begin behind
-        # them.
-        for index, name in enumerate((b".", b"..")[offset:], offset + 1):
-            yield name, self.core.names.dot(node, name), stat.S_IFDIR, index
-        for name, number, mode, next_offset in self.core.directories.list_names(handle, max(offset - 2, 0)):
-            yield name, number, mode, next_offset + 2
+        pieces = [p.pack_dirent(*dot) for dot in self._dots(request.node, offset)]
+        room = size - sum(map(len, pieces))
+        for name, number, mode, at in self.core.directories.list_names(
+            handle, max(offset - 2, 0), _fitting(p.DIRENT.size, room)
+        ):
+            pieces.append(p.pack_dirent(number, mode, at + 2, name))
+        return b"".join(pieces)
 
     def _readdirplus(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, offset, size, *_ = p.READ_IN.unpack_from(data)
-        pieces, room = bytearray(), size
-        for index, name in enumerate((b".", b"..")[offset:], offset + 1):
-            # Without a node: the kernel makes no entry for "." and "..", and counts no lookup.
-            entry = _NO_ENTRY + p.pack_dirent(
-                self.core.names.dot(request.node, name), stat.S_IFDIR, index, name
-            )
-            if len(entry) > room:
-                return pieces
-            pieces += entry
-            room -= len(entry)
-        first = max(offset - 2, 0)
-        if not self._habits.wants_attributes(request.pid, request.node, from_start=offset == 0):
-            for name, number, mode, next_offset in self.core.directories.list_names(handle, first):
-                entry = _NO_ENTRY + p.pack_dirent(number, mode, next_offset + 2, name)
-                if len(entry) > room:
-                    break
-                pieces += entry
-                room -= len(entry)
-            return pieces
-        for name, attr, next_offset in self.core.directories.readdir(handle, first):
-            entry = self._encoder.entry(attr) + p.pack_dirent(
-                attr.node, attr.st.st_mode, next_offset + 2, name
-            )
-            # Only an entry that the reply has room for counts as a lookup: the kernel forgets no other.
-            if len(entry) > room:
-                break
-            self.core.directories.remember(attr.node)
-            pieces += entry
-            room -= len(entry)
-        return pieces
+        # Without a node: the kernel makes no entry for "." and "..", and counts no lookup.
+        pieces = [_NO_ENTRY + p.pack_dirent(*dot) for dot in self._dots(request.node, offset)]
+        first, room = max(offset - 2, 0), size - sum(map(len, pieces))
+        # The kernel forgets only what the reply has room for.
+        fitting = _fitting(len(_NO_ENTRY) + p.DIRENT.size, room)
+        if self._habits.wants_attributes(request.pid):
+            for name, attr, at in self.core.directories.readdir(handle, first, fitting):
+                pieces += (
+                    self._encoder.entry(attr),
+                    p.pack_dirent(attr.node, attr.st.st_mode, at + 2, name),
+                )
+        else:
+            for name, number, mode, at in self.core.directories.list_names(handle, first, fitting):
+                pieces += _NO_ENTRY, p.pack_dirent(number, mode, at + 2, name)
+        return b"".join(pieces)
+
+    def _dots(self, node: int, offset: int) -> Iterator[tuple[int, int, int, bytes]]:
+        for at, name in enumerate((b".", b"..")[offset:], offset + 1):
+            yield self.core.names.dot(node, name), stat.S_IFDIR, at, name
 
     def _releasedir(self, request: FuseRequest, data: memoryview) -> Reply:
         (handle, *_) = p.RELEASE_IN.unpack_from(data)

@@ -22,8 +22,8 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Generic, TypeVar, overload
 
 from ciuic.fuse_layer.journal import records
@@ -204,6 +204,8 @@ class NodeTable:
         """Stand-ins by node id for directories that were removed in a predecessor's time."""
         self.journal: JournalWriter | None = None
         """Journal of every change to the table, for a successor; None where there can be none."""
+        self._held: list[bytes] | None = None
+        """Records that are written at once, by who holds the lock."""
         self.device = st.st_dev
         self.without_default_acl: set[int] = set()
         """Ids of directories that were seen to have no default ACL; setting one takes the id out."""
@@ -261,15 +263,23 @@ class NodeTable:
                 return None
         return node
 
-    def id_of(self, dev: int, ino: int, mode: int) -> int | None:
-        """Return the id that an inode has or would get at its lookup; None where only making its node can tell."""
+    def ids_of(self, dev: int, inos: Sequence[int], modes: Sequence[int]) -> list[int | None]:
+        """Return the ids that inodes of a file system have or would get at their lookup.
+
+        None where only making its node can tell, and where ``modes`` has no kind.
+        """
+        ids: list[int | None] = []
         with self._lock:
-            node = self._found(dev, ino)
-            if node is not None:
-                return node.id if node.kind == stat.S_IFMT(mode) else None
-            if dev != self.device or ino in self._by_id or not ROOT_ID < ino < _SYNTHETIC_IDS_FROM:
-                return None
-            return ino
+            by_id, others = self._by_id, dev != self.device
+            for ino, mode in zip(inos, modes, strict=True):
+                node = self._found(dev, ino)
+                if node is not None:
+                    ids.append(node.id if node.kind == stat.S_IFMT(mode) else None)
+                elif others or not mode or ino in by_id or not ROOT_ID < ino < _SYNTHETIC_IDS_FROM:
+                    ids.append(None)
+                else:
+                    ids.append(ino)
+        return ids
 
     def _set_key(self, node: Node) -> None:
         """Make the node the one that its inode number leads to."""
@@ -281,7 +291,7 @@ class NodeTable:
     def _number_reused(self, node: Node) -> None:
         """Note that the node's inode number belongs to another inode now; the kernel has not forgotten the old one yet."""
         if self.journal is not None:
-            self.journal.append(records.unlinked_record(node.id, 0, b"", gone=True))
+            self._note(records.unlinked_record(node.id, 0, b"", gone=True))
         self._unkey(node)
 
     def _unkey(self, node: Node) -> None:
@@ -297,19 +307,45 @@ class NodeTable:
     def adopt(self, parent: Node, name: bytes, st: os.stat_result, *, count: int = 0) -> Node:
         """Return the node of the inode found under this name, made if new; add ``count`` lookups."""
         with self._lock:
-            node = self._found(st.st_dev, st.st_ino)
-            # Another type under the same number: it was reused, and the kernel has not forgotten its old
-            # owner yet.
-            if node is not None and node.kind != stat.S_IFMT(st.st_mode):
-                self._number_reused(node)
-                node = None
-            if node is None:
-                node = self._make(parent, name, st)
-            elif node.parent is not parent or node.name != name:
-                self._add_name(node, parent, name, several=st.st_nlink > 1 and not node.is_dir)
-            node.note_mode(st.st_mode)
-            node.lookups += count
-            return node
+            return self._adopt(parent, name, st, count)
+
+    def adopt_all(self, parent: Node, found: Iterable[tuple[bytes, os.stat_result]]) -> list[Node]:
+        """Return the nodes of the inodes found under names of one directory, made if new; add a lookup to each."""
+        with self._lock, self._in_one_write():
+            return [self._adopt(parent, name, st, 1) for name, st in found]
+
+    def _adopt(self, parent: Node, name: bytes, st: os.stat_result, count: int) -> Node:
+        node = self._found(st.st_dev, st.st_ino)
+        # Another type under the same number: it was reused, and the kernel has not forgotten its old
+        # owner yet.
+        if node is not None and node.kind != stat.S_IFMT(st.st_mode):
+            self._number_reused(node)
+            node = None
+        if node is None:
+            node = self._make(parent, name, st)
+        elif node.parent is not parent or node.name != name:
+            self._add_name(node, parent, name, several=st.st_nlink > 1 and not node.is_dir)
+        node.note_mode(st.st_mode)
+        node.lookups += count
+        return node
+
+    @contextmanager
+    def _in_one_write(self) -> Iterator[None]:
+        """Write the table's records of the body to the journal at once, at its end. Under the lock."""
+        held: list[bytes] = []
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+            if held and self.journal is not None:
+                self.journal.append(b"".join(held))
+
+    def _note(self, record: bytes) -> None:
+        if self._held is not None:
+            self._held.append(record)
+        elif self.journal is not None:
+            self.journal.append(record)
 
     def _make(self, parent: Node, name: bytes, st: os.stat_result) -> Node:
         node_id = st.st_ino
@@ -326,7 +362,7 @@ class NodeTable:
         self._set_key(node)
         if self.journal is not None:
             above = parent.id if name else 0
-            self.journal.append(records.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
+            self._note(records.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
         return node
 
     def adopt_nameless(self, st: os.stat_result) -> Node:
@@ -346,7 +382,7 @@ class NodeTable:
         if node is self.root:
             return
         if self.journal is not None:
-            self.journal.append(records.name_record(node.id, parent.id, name, several=several))
+            self._note(records.name_record(node.id, parent.id, name, several=several))
         if several and node.parent is not None:
             if node.aliases is None:
                 node.aliases = set()
@@ -364,16 +400,24 @@ class NodeTable:
             self._drop_below(old_parent)
 
     def remember(self, node_id: int) -> None:
-        """Count one more lookup, of an entry of a listing that the kernel accepted."""
+        """Count one more lookup."""
         with self._lock:
             self.get(node_id).lookups += 1
 
     def forget(self, node_id: int, count: int) -> None:
         """Take ``count`` lookups back; drop the node when nothing refers to it any more."""
         with self._lock:
-            node = self._by_id.get(node_id)
-            if node is None:
-                return
+            self._forget(node_id, count)
+
+    def forget_all(self, forgotten: Iterable[tuple[int, int]]) -> None:
+        """Take lookups back as `forget`, of many nodes."""
+        with self._lock, self._in_one_write():
+            for node_id, count in forgotten:
+                self._forget(node_id, count)
+
+    def _forget(self, node_id: int, count: int) -> None:
+        node = self._by_id.get(node_id)
+        if node is not None:
             node.lookups = max(0, node.lookups - count)
             self._maybe_drop(node)
 
@@ -404,7 +448,7 @@ class NodeTable:
                 return
             self.without_default_acl.discard(node.id)
             if self.journal is not None:
-                self.journal.append(records.dropped_record(node.id))
+                self._note(records.dropped_record(node.id))
             self._forget_key(node)
             if node.kept:
                 self.on_dropped(node.ino)
@@ -504,7 +548,7 @@ class NodeTable:
         """Move one name of the node."""
         with self._lock:
             if self.journal is not None:
-                self.journal.append(records.renamed_record(node.id, parent.id, name, new_parent.id, new_name))
+                self._note(records.renamed_record(node.id, parent.id, name, new_parent.id, new_name))
             new_parent.below += 1
             if node.parent is parent and node.name == name:
                 node.parent, node.name = new_parent, new_name
@@ -531,7 +575,7 @@ class NodeTable:
         """
         with self._lock:
             if self.journal is not None:
-                self.journal.append(records.unlinked_record(node.id, parent.id, name, gone=gone))
+                self._note(records.unlinked_record(node.id, parent.id, name, gone=gone))
             if gone:
                 # No name leads to the inode any more, so every other one in the table is out of date.
                 names, node.parent = node.names(), None
@@ -561,7 +605,7 @@ class NodeTable:
         """Give the node the inode that took its name; id and handles stay."""
         with self._lock:
             if self.journal is not None:
-                self.journal.append(records.replaced_record(node.id, st.st_dev, st.st_ino))
+                self._note(records.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)
             node.dev, node.ino = st.st_dev, st.st_ino
             # The number may have belonged to a removed inode that the kernel has not forgotten yet.

@@ -32,7 +32,7 @@ import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -395,6 +395,23 @@ class PassthroughState:
         st, nlink = self.links(read)
         node = self.nodes.adopt(parent, name, st, count=count)
         return node, Attr(node.id, 0, self.shown(st), nlink, node.is_written)
+
+    def adopt_listed(
+        self, parent: Node, directory: Descriptor, names: Iterable[bytes], offset: int
+    ) -> list[tuple[bytes, Attr, int]]:
+        """Return names of a listing with their attributes and next offsets; make their nodes, and count a lookup of each.
+
+        Names that are free are left out. The first one lies at ``offset``.
+        """
+        seen = []
+        for at, name in enumerate(names, offset + 1):
+            with suppress(FileNotFoundError):
+                seen.append((at, name, *self.links(PathHandle(directory, name).stat)))
+        nodes = self.nodes.adopt_all(parent, ((name, st) for _, name, st, _ in seen))
+        return [
+            (name, Attr(node.id, 0, self.shown(st), nlink, node.is_written), at)
+            for node, (at, name, st, nlink) in zip(nodes, seen, strict=True)
+        ]
 
     # -- hooks --------------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ FIND, LS = 100, 200
 
 
 def _listed(habits: ListingHabits, pid: int, directory: int) -> tuple[bool, bool]:
-    """Return whether the first and a later reply of a listing have attributes."""
-    first = habits.wants_attributes(pid, directory, from_start=True)
-    return first, habits.wants_attributes(pid, directory, from_start=False)
+    """Return whether a listing is to be read anew, and whether its replies have attributes."""
+    return habits.opens(pid, directory), habits.wants_attributes(pid)
 
 
 def test_process_that_looks_everything_up_gets_attributes() -> None:
@@ -30,7 +29,7 @@ def test_use_of_attributes_is_checked_again() -> None:
     With attributes nothing is looked up any more, so the table cannot learn that the process changed.
     """
     habits = ListingHabits()
-    habits.wants_attributes(FIND, 1, from_start=True)
+    habits.opens(FIND, 1)
     for _ in range(MIN_LOOKED_UP):
         habits.looked_up(FIND, 1)
     believed = [_listed(habits, FIND, directory)[1] for directory in range(2, BELIEVED_LISTINGS + 4)]
@@ -47,15 +46,15 @@ def test_lookups_in_one_large_directory_are_noticed() -> None:
     assert _listed(habits, FIND, 1) == (False, False)
     for _ in range(MIN_LOOKED_UP):
         habits.looked_up(FIND, 7)
-    assert not habits.wants_attributes(FIND, 1, from_start=False)
+    assert not habits.wants_attributes(FIND)
     for _ in range(MIN_LOOKED_UP):
         habits.looked_up(FIND, 1)
-    assert habits.wants_attributes(FIND, 1, from_start=False)
+    assert habits.wants_attributes(FIND)
 
 
 def test_table_of_processes_is_bounded() -> None:
     """The table of processes is bounded."""
     habits = ListingHabits()
     for pid in range(10 * MAX_PROCESSES):
-        habits.wants_attributes(pid, 1, from_start=True)
+        habits.opens(pid, 1)
     assert len(habits._by_pid) <= MAX_PROCESSES
