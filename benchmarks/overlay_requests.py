@@ -16,10 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 
@@ -31,8 +34,15 @@ _LISTING_BYTES: Final = 32 << 10
 """Room that the kernel gives a reply with names."""
 _RELEASE: Final = struct.Struct("=QIIQ")
 _GETATTR: Final = struct.Struct("=IIQ")
+_CAPABILITY: Final = p.GETXATTR_IN.pack(0, 0) + b"security.capability\0"
 _ENTRY_BYTES: Final = 128
 """Size of struct fuse_entry_out, behind which a reply to CREATE has the handle."""
+_CHANGES: Final = {
+    "SETATTR of a time": p.FATTR_MTIME,
+    "SETATTR of the owner": p.FATTR_UID | p.FATTR_GID,
+    "SETATTR of the mode": p.FATTR_MODE,
+}
+"""What tar sets of each file while it is open, one by one."""
 _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT
 
 
@@ -41,9 +51,15 @@ class _Caller:
 
     def __init__(self, directory: str) -> None:
         self._backing_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
-        self._core = OverlayCore(self._backing_fd, session="0" * 32)
+        # Without the thread that takes full files into the archive, which works beside the requests.
+        journal = JournalWriter(Path(f"{directory}.journal"), full_bytes=1 << 40)
+        negotiated = Negotiated(40, 0)
+        journal.begin(*negotiated)
+        self._core = OverlayCore(self._backing_fd, session="0" * 32, journal=journal)
         self._served, self._socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._session: Any = KernelDriver(self._core, self._served.fileno(), Negotiated(40, 0)).session
+        self._session: Any = KernelDriver(
+            self._core, self._served.fileno(), negotiated, journal=journal
+        ).session
         self._server = type("Server", (), {"busy": 0})()
         self._session._owner = self._server
         self._view = memoryview(bytearray(_BUFFER_BYTES))
@@ -61,6 +77,11 @@ class _Caller:
             raise OSError(-error, os.strerror(-error))
         return reply[p.OUT_HEADER.size :]
 
+    def lacks(self, node: int) -> None:
+        """Ask for an attribute that the file does not have, as the kernel does before a write and a chown(2)."""
+        with suppress(OSError):
+            self.request(p.GETXATTR, node, _CAPABILITY)
+
     def nothing(self) -> None:
         """Send and receive what a request and a reply take, with nothing done in between."""
         self._socket.send(b"x" * 60)
@@ -76,31 +97,32 @@ class _Caller:
 
 
 class _Listing:
-    """Listing of the root's directory, by a process of its own for each object."""
+    """Listing of a directory, by a process of its own for each object."""
 
-    def __init__(self, caller: _Caller, count: int) -> None:
+    def __init__(self, caller: _Caller, node: int, count: int) -> None:
         self._caller = caller
+        self._node = node
         self._count = count
 
     def microseconds(self) -> float:
         """Return the processor time of listing the directory, for each name."""
         began = time.process_time()
-        (handle,) = struct.unpack_from("=Q", self._caller.request(p.OPENDIR, ROOT_ID, bytes(8)))
+        (handle,) = struct.unpack_from("=Q", self._caller.request(p.OPENDIR, self._node, bytes(8)))
         offset = 0
         while reply := self._caller.request(
-            p.READDIRPLUS, ROOT_ID, p.READ_IN.pack(handle, offset, _LISTING_BYTES, 0, 0, 0, 0)
+            p.READDIRPLUS, self._node, p.READ_IN.pack(handle, offset, _LISTING_BYTES, 0, 0, 0, 0)
         ):
             at = 0
             while at < len(reply):
                 _, offset, length, _ = p.DIRENT.unpack_from(reply, at + _ENTRY_BYTES)
                 at += _ENTRY_BYTES + p.DIRENT.size + length + -length % 8
-        self._caller.request(p.RELEASEDIR, ROOT_ID, _RELEASE.pack(handle, 0, 0, 0))
+        self._caller.request(p.RELEASEDIR, self._node, _RELEASE.pack(handle, 0, 0, 0))
         return (time.process_time() - began) / self._count * 1e6
 
     def look_up(self, names: Iterable[bytes]) -> None:
         """Look names up, as a process does that wants attributes."""
         for name in names:
-            self._caller.request(p.LOOKUP, ROOT_ID, name + b"\0")
+            self._caller.request(p.LOOKUP, self._node, name + b"\0")
 
 
 def _timed(work: Callable[[Any], Any], over: Iterable[Any]) -> tuple[float, list[Any]]:
@@ -116,33 +138,46 @@ def _round(directory: str) -> dict[str, float]:
     names = [b"f%d" % number for number in range(_FILES)]
     times: dict[str, float] = {}
     try:
+        reply = caller.request(p.MKDIR, ROOT_ID, p.MKDIR_IN.pack(0o755, 0o22) + b"d\0")
+        directory_id = struct.unpack_from("=Q", reply)[0]
         times["nothing (the way of a request)"], _ = _timed(lambda _: caller.nothing(), names)
         times["LOOKUP of a free name"], _ = _timed(
-            lambda name: caller.request(p.LOOKUP, ROOT_ID, name + b"\0"), names
+            lambda name: caller.request(p.LOOKUP, directory_id, name + b"\0"), names
         )
         times["CREATE"], made = _timed(
             lambda name: caller.request(
-                p.CREATE, ROOT_ID, p.CREATE_IN.pack(_CREATE_FLAGS, 0o644, 0o22, 0) + name + b"\0"
+                p.CREATE, directory_id, p.CREATE_IN.pack(_CREATE_FLAGS, 0o644, 0o22, 0) + name + b"\0"
             ),
             names,
         )
         opened = [
             (struct.unpack_from("=Q", one)[0], struct.unpack_from("=Q", one, _ENTRY_BYTES)[0]) for one in made
         ]
+        for change, valid in _CHANGES.items():
+            body = p.SETATTR_IN.pack(valid, 0, 0, 0, 0, 0, 10**9, 0, 0, 5, 0, 0o640, 0, 0, 0, 0)
+            times[change], _ = _timed(lambda one: caller.request(p.SETATTR, one[0], body), opened)  # noqa: B023
+        times["GETXATTR"], _ = _timed(lambda one: caller.lacks(one[0]), opened)
         times["RELEASE"], _ = _timed(
             lambda one: caller.request(p.RELEASE, one[0], _RELEASE.pack(one[1], 0, 0, 0)), opened
         )
-        times["LOOKUP"], _ = _timed(lambda name: caller.request(p.LOOKUP, ROOT_ID, name + b"\0"), names)
+        body = p.SETATTR_IN.pack(p.FATTR_ATIME | p.FATTR_MTIME, *(0,) * 8, 5, 0, 0, 0, 0, 0, 0)
+        times["SETATTR of times, closed"], _ = _timed(
+            lambda one: caller.request(p.SETATTR, one[0], body), opened
+        )
+        times["LOOKUP"], _ = _timed(lambda name: caller.request(p.LOOKUP, directory_id, name + b"\0"), names)
         times["GETATTR"], _ = _timed(
             lambda one: caller.request(p.GETATTR, one[0], _GETATTR.pack(0, 0, 0)), opened
         )
+        times["GETATTR of the directory"], _ = _timed(
+            lambda _: caller.request(p.GETATTR, directory_id, _GETATTR.pack(0, 0, 0)), names
+        )
         # Until a further change of the directory would show in its times (core/directories.py).
         time.sleep(2.5)
-        names_of = _Listing(caller, len(names))
+        names_of = _Listing(caller, directory_id, len(names))
         times["READDIRPLUS of names, each"] = names_of.microseconds()
         names_of.look_up(names[:8])
         times["READDIRPLUS with attributes, each"] = names_of.microseconds()
-        times["UNLINK"], _ = _timed(lambda name: caller.request(p.UNLINK, ROOT_ID, name + b"\0"), names)
+        times["UNLINK"], _ = _timed(lambda name: caller.request(p.UNLINK, directory_id, name + b"\0"), names)
     finally:
         caller.close()
     return times
