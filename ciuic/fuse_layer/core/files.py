@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.passthrough_state import OWN_DESCRIPTORS, Attr, OpenFile, PassthroughState
 from ciuic.fuse_layer.system import syscalls
+from ciuic.fuse_layer.system.path_handles import Descriptor
 from ciuic.system.mountinfo import HIDDEN_MOUNTS, MountTable, border_names
 
 _LOCK_STRIPES: Final = 64
@@ -88,10 +89,10 @@ class KernelTimes:
         """Give a file that is being flushed the kernel's time: every SETATTR of it has arrived."""
         if node.kept_mtime_ns is not None and os.fstat(fd).st_mtime_ns != node.kept_mtime_ns:
             with self._state.gate:
-                self.put_back(node, b"/proc/self/fd/%d" % fd)
+                self.put_back(node, fd)
 
-    def put_back(self, node: Node, path: bytes) -> None:
-        """Give a file the kernel's time, as ``settle``, inside the gate; ``path`` is to be followed."""
+    def put_back(self, node: Node, path: bytes | int) -> None:
+        """Give a file the kernel's time, as ``settle``, inside the gate; ``path`` is to be followed, or a descriptor."""
         with self._lock(node):
             kept_ns = node.kept_mtime_ns
             if kept_ns is None:
@@ -586,7 +587,7 @@ class Attributes:
                 )
             # Before the change: one that fails in the middle has changed something.
             self._state.mark_attributes(node)
-            path, _keep = self._pinned(node)
+            path, pinned = self._pinned(node)
             if change.uid is not None or change.gid is not None:
                 os.chown(
                     path,
@@ -607,15 +608,19 @@ class Attributes:
             # time.
             if change.size is not None and node.kept_mtime_ns is not None:
                 self._times.put_back(node, path)
-            return self._state.attr(node)
+            return self._state.attr(node, pinned)
 
-    def _pinned(self, node: Node) -> tuple[bytes, object]:
-        """Return a path, to be followed, that leads to the node's inode whatever happens to its names; and what keeps it valid."""
+    def _pinned(self, node: Node) -> tuple[bytes | int, OpenFile | Descriptor]:
+        """Return what leads to the node's inode whatever happens to its names, and what keeps it valid.
+
+        It is the descriptor of an open file, which spares the system calls a walk through /proc, or a path that is to be
+        followed.
+        """
         # chmod(2) follows symbolic links. Through a name, a symbolic link put in the file's place at the
         # right moment would make this process, which is root's, change the mode of any file of the host.
         file = self._state.any_file(node)
         if file is not None:
-            return b"/proc/self/fd/%d" % file.fd, file
+            return file.fd, file
         pin = self._nodes.pin(node)
         return b"/proc/self/fd/%d" % pin.fd, pin
 
@@ -683,7 +688,7 @@ class Attributes:
             os.removexattr(path, name)
 
 
-def _take_privileges(path: bytes, uid: int) -> None:
+def _take_privileges(path: bytes | int, uid: int) -> None:
     """Carry out chown(2) with -1 for both as ``uid``: take set-id bits away where the caller is root or the owner."""
     # The kernel sends the same request before a write by another user. Nothing is refused: the write itself
     # takes the bits away.
@@ -693,7 +698,7 @@ def _take_privileges(path: bytes, uid: int) -> None:
         os.chown(path, -1, -1)
 
 
-def _set_times(path: bytes, change: SetAttr) -> None:
+def _set_times(path: bytes | int, change: SetAttr) -> None:
     syscalls.utimensat(
         path,
         change.atime_ns,

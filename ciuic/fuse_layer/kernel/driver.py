@@ -52,6 +52,11 @@ hole."""
 ABSENT: Final = p.ENTRY_HEAD.pack(0, 0, FOREVER_SECONDS, 0, 0, 0) + bytes(p.ATTR.size)
 """Entry of a name that is free, which the kernel remembers until it creates the name itself."""
 _SET_IDS: Final = stat.S_ISUID | stat.S_ISGID
+_ATTRIBUTES: Final = (
+    p.FATTR_MODE | p.FATTR_UID | p.FATTR_GID | p.FATTR_SIZE
+    | p.FATTR_ATIME | p.FATTR_MTIME | p.FATTR_ATIME_NOW | p.FATTR_MTIME_NOW
+)  # fmt: skip
+"""Flags of SETATTR that name an attribute."""
 _CACHED_LISTING: Final = p.FOPEN_CACHE_DIR | p.FOPEN_KEEP_CACHE
 """Flags of an open directory: the kernel keeps a listing until it changes the directory itself (by counter,
 not by time)."""
@@ -281,8 +286,7 @@ class KernelDriver:
 
     def _setattr(self, request: FuseRequest, data: memoryview) -> Reply:
         fields = p.SETATTR_IN.unpack_from(data)
-        valid, _, handle, size, _, atime, mtime, _, atime_ns, mtime_ns, _ = fields[:11]
-        mode, _, uid, gid, _ = fields[11:]
+        valid, _, handle, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid, gid, _ = fields
         change = SetAttr(
             mode=mode & 0o7777 if valid & p.FATTR_MODE else None,
             uid=uid if valid & p.FATTR_UID else None,
@@ -295,7 +299,7 @@ class KernelDriver:
             keeps_privileges=not valid & p.FATTR_KILL_SUIDGID,
         )
         # A request without any attribute is chown(2) with -1 for both.
-        if change == SetAttr(keeps_privileges=change.keeps_privileges):
+        if not valid & _ATTRIBUTES:
             change = SetAttr(chown_by=request.uid)
         if change.size is not None:
             # Freeing the blocks of a large file takes seconds on some file systems.

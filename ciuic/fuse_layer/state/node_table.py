@@ -100,8 +100,8 @@ class _RareAttribute(Generic[_T]):
         return value
 
     def __set__(self, node: Node, value: _T) -> None:
-        is_usual = value == self._usual
-        if is_usual and node.unusual is None:
+        is_usual, unusual = value == self._usual, node.unusual
+        if is_usual and (unusual is None or self._name not in unusual):
             return
         with _changing:
             unusual = node.unusual or {}
@@ -627,15 +627,13 @@ class NodeTable:
         Raises:
             OSError: ESTALE when the directory is not where its names say.
         """
-        if node is self.root:
-            return self.root_directory
+        opened = self._opened_directory(node)
+        if opened is not None:
+            return opened
         # A rename is done on disk before its thread moves the edge in the table: ESTALE would reach the job
         # for a file that is there, so the walk is tried again.
         for attempt in range(_RENAME_RETRIES):
             wait_for_rename(attempt)
-            cached = self._cached(node)
-            if cached is not None:
-                return cached
             try:
                 return self._walk(node)
             except FileNotFoundError:
@@ -644,7 +642,9 @@ class NodeTable:
                     raise stale() from None
         raise stale()
 
-    def _cached(self, node: Node) -> Descriptor | None:
+    def _opened_directory(self, node: Node) -> Descriptor | None:
+        if node is self.root:
+            return self.root_directory
         with self._lock:
             found = self._directories.get(node.id)
             if found is not None:
@@ -657,10 +657,7 @@ class NodeTable:
         at: Node | None = node
         found: Descriptor | None = None
         while at is not None and found is None:
-            if at is self.root:
-                found = self.root_directory
-                break
-            found = self._cached(at)
+            found = self._opened_directory(at)
             if found is None:
                 with self._lock:
                     chain.append((at, at.name))
@@ -714,12 +711,11 @@ class NodeTable:
         """
         if node is self.root:
             return PathHandle(self.root_directory, b".")
+        removed = None
         with self._lock:
-            parent, name, removed = (
-                node.parent,
-                node.name,
-                self._removed.get(node.id) or self._emptied.get(node.id),
-            )
+            parent, name = node.parent, node.name
+            if parent is None:
+                removed = self._removed.get(node.id) or self._emptied.get(node.id)
         if parent is not None:
             return PathHandle(self.directory(parent), name)
         if removed is not None:

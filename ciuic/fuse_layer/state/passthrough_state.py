@@ -34,6 +34,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ciuic import STATE_DIR_NAME
@@ -329,10 +330,12 @@ class PassthroughState:
         if not writes:
             # Nearly always the first will do, and a file may be open a hundred thousand times. Another thread
             # may open or close one meanwhile, which ends the iteration with RuntimeError.
-            with suppress(StopIteration, RuntimeError):
+            try:
                 file = self.files.get(next(iter(handles)))
                 if file is not None:
                     return file
+            except (StopIteration, RuntimeError):
+                pass
         for handle in tuple(handles):
             file = self.files.get(handle)
             if file is not None and (file.writes or not writes):
@@ -341,8 +344,8 @@ class PassthroughState:
 
     # -- attributes ---------------------------------------------------------------------------------
 
-    def attr(self, node: Node, file: OpenFile | None = None) -> Attr:
-        """Return the attributes of the node now, through an open handle or its names.
+    def attr(self, node: Node, file: OpenFile | Descriptor | None = None) -> Attr:
+        """Return the attributes of the node now, through a descriptor of its inode or its names.
 
         Raises:
             OSError: ESTALE when nothing leads to the inode any more.
@@ -350,8 +353,7 @@ class PassthroughState:
         if file is None and node.handles is not None:
             file = self.any_file(node)
         if file is not None:
-            found = file
-            return self._attr_of(node, lambda: os.fstat(found.fd))
+            return self._attr_of(node, partial(os.fstat, file.fd))
         try:
             return self._attr_of(node, self.nodes.path_handle(node).stat)
         except OSError as error:
@@ -370,19 +372,18 @@ class PassthroughState:
             if orphan is None:
                 raise
             pinned = orphan
-        return self._attr_of(node, lambda: os.fstat(pinned.fd))
+        return self._attr_of(node, partial(os.fstat, pinned.fd))
 
     def _attr_of(self, node: Node, read: Callable[[], os.stat_result]) -> Attr:
         st, nlink = self.links(read)
         if st.st_ino != node.ino:
             raise stale()
         node.note_mode(st.st_mode)
-        return Attr(node.id, 0, self.shown(st), self._visible_links(node, nlink), node.is_written)
-
-    def _visible_links(self, node: Node, nlink: int) -> int:
-        """Return the link count without the ``..`` of directories that are not shown."""
-        # A count of 2 or less does not count subdirectories: btrfs directories always have 1.
-        return nlink - self._hidden_directories if node is self.nodes.root and nlink > 2 else nlink
+        if node is self.nodes.root and nlink > 2:
+            # Without the ``..`` of directories that are not shown. A count of 2 or less does not count
+            # subdirectories: btrfs directories always have 1.
+            nlink -= self._hidden_directories
+        return Attr(node.id, 0, self.shown(st), nlink, node.is_written)
 
     def adopt(
         self, parent: Node, name: bytes, read: Callable[[], os.stat_result], *, count: int

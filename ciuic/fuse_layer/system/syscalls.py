@@ -51,13 +51,11 @@ _FICLONE: Final = 0x40049409
 _FICLONERANGE: Final = 0x4020940D
 _CLONE_RANGE: Final = struct.Struct("=qQQQ")
 """struct file_clone_range: source descriptor, its offset, length, offset in the target."""
+_TIMES: Final = struct.Struct("@llll")
+"""Two of struct timespec: seconds and nanoseconds, of access and of modification."""
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _PR_SET_DUMPABLE: Final = 4
 _CAP_VERSION_3: Final = 0x20080522
-
-
-class _TimeSpec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class _CapHeader(ctypes.Structure):
@@ -75,7 +73,9 @@ class _CapData(ctypes.Structure):
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 _utimensat = _libc.utimensat
-_utimensat.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_TimeSpec * 2), ctypes.c_int)
+_utimensat.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
+_futimens = _libc.futimens
+_futimens.argtypes = (ctypes.c_int, ctypes.c_char_p)
 _sync_file_range = _libc.sync_file_range
 _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _fallocate = _libc.fallocate
@@ -102,16 +102,16 @@ def renameat2(old_dir_fd: int, old: bytes, new_dir_fd: int, new: bytes, flags: i
     )
 
 
-def _timespec(time_ns: int | None, now: bool) -> _TimeSpec:
+def _timespec(time_ns: int | None, now: bool) -> tuple[int, int]:
     if now:
-        return _TimeSpec(0, UTIME_NOW)
+        return 0, UTIME_NOW
     if time_ns is None:
-        return _TimeSpec(0, UTIME_OMIT)
-    return _TimeSpec(*divmod(time_ns, 10**9))
+        return 0, UTIME_OMIT
+    return divmod(time_ns, 10**9)
 
 
 def utimensat(
-    path: bytes,
+    path: bytes | int,
     atime_ns: int | None,
     mtime_ns: int | None,
     *,
@@ -119,9 +119,12 @@ def utimensat(
     mtime_now: bool = False,
     follow: bool = False,
 ) -> None:
-    """Call utimensat(2); None leaves a time as it is, which os.utime cannot."""
-    times = (_TimeSpec * 2)(_timespec(atime_ns, atime_now), _timespec(mtime_ns, mtime_now))
-    _check(_utimensat(_AT_FDCWD, path, ctypes.byref(times), 0 if follow else _AT_SYMLINK_NOFOLLOW))
+    """Call utimensat(2) for a path or an open descriptor; None leaves a time as it is, which os.utime cannot."""
+    times = _TIMES.pack(*_timespec(atime_ns, atime_now), *_timespec(mtime_ns, mtime_now))
+    if isinstance(path, int):
+        _check(_futimens(path, times))
+    else:
+        _check(_utimensat(_AT_FDCWD, path, times, 0 if follow else _AT_SYMLINK_NOFOLLOW))
 
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
@@ -139,19 +142,21 @@ class Statx(NamedTuple):
     btime_ns: int
 
 
-def statx(path: bytes, mask: int, *, follow: bool) -> Statx:
-    """Call statx(2).
+def statx(path: bytes | int, mask: int, *, follow: bool) -> Statx:
+    """Call statx(2) for a path or a descriptor.
 
     References:
         struct statx of include/uapi/linux/stat.h; the offsets below are its fields'.
     """
     buffer = ctypes.create_string_buffer(256)
-    flags = 0 if follow else _AT_SYMLINK_NOFOLLOW
+    at, name, flags = _AT_FDCWD, path, 0 if follow else _AT_SYMLINK_NOFOLLOW
+    if isinstance(path, int):
+        at, name, flags = path, b"", _AT_EMPTY_PATH
     _check(
         _syscall(
             ctypes.c_long(_NR_STATX),
-            ctypes.c_int(_AT_FDCWD),
-            ctypes.c_char_p(path),
+            ctypes.c_int(at),
+            ctypes.c_char_p(name),
             ctypes.c_int(flags),
             ctypes.c_uint(mask),
             buffer,
