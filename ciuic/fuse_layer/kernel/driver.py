@@ -641,8 +641,9 @@ class KernelDriver:
 
     def _opendir(self, request: FuseRequest, data: memoryview) -> Reply:
         unique = request.unique & ~p.UNIQUE_RESEND
-        # What the kernel has kept of a listing is without attributes.
-        cached = p.FOPEN_CACHE_DIR if self._habits.opens(request.pid, request.node) else _CACHED_LISTING
+        # What the kernel has kept of a listing is without attributes. It stays for others, who may be in the middle of it.
+        wants_attributes = self._habits.opens(request.pid, request.node)
+        cached = p.FOPEN_KEEP_CACHE if wants_attributes else _CACHED_LISTING
         if request.resent and (before := self.handle_journal.directory_of(unique)) is not None:
             if self.core.directories.has(before.handle):
                 return p.OPEN_OUT.pack(before.handle, cached, 0)

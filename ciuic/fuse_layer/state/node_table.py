@@ -24,6 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, Final, Generic, TypeVar, overload
 
 from ciuic.fuse_layer.journal import records
@@ -43,6 +44,8 @@ _RENAME_RETRIES: Final = 12
 _NOT_THE_FILE: Final = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EAGAIN)
 """Errors of opening a name that no longer leads to a file; EAGAIN of one with a lease of ours
 (passthrough_writers.py)."""
+_FORGOTTEN_AT_ONCE: Final = 500
+"""Nodes that are forgotten without giving the table to other threads: some three milliseconds."""
 ROOT_ID: Final = 1
 # Ids that are no inode number: greater than most inode numbers, and below 2**63, because the archive's keys
 # are signed integers of SQLite.
@@ -204,6 +207,8 @@ class NodeTable:
         """Stand-ins by node id for directories that were removed in a predecessor's time."""
         self.journal: JournalWriter | None = None
         """Journal of every change to the table, for a successor; None where there can be none."""
+        self.replacements = 0
+        """Number of nodes that were given another inode (`replaced`) so far."""
         self._held: list[bytes] | None = None
         """Records that are written at once, by who holds the lock."""
         self.device = st.st_dev
@@ -307,14 +312,31 @@ class NodeTable:
     def adopt(self, parent: Node, name: bytes, st: os.stat_result, *, count: int = 0) -> Node:
         """Return the node of the inode found under this name, made if new; add ``count`` lookups."""
         with self._lock:
-            return self._adopt(parent, name, st, count)
+            node = self._adopt(parent, name, st)
+            node.note_mode(st.st_mode)
+            node.lookups += count
+            return node
 
-    def adopt_all(self, parent: Node, found: Iterable[tuple[bytes, os.stat_result]]) -> list[Node]:
-        """Return the nodes of the inodes found under names of one directory, made if new; add a lookup to each."""
+    def adopt_all(
+        self, parent: Node, found: Sequence[tuple[bytes, os.stat_result]], replacements: int
+    ) -> list[Node] | None:
+        """Return the nodes of the inodes found under names of one directory, made if new; add a lookup to each.
+
+        None, and nothing is done, where `replacements` has changed since before they were looked at: what was found may be the
+        inode that a node had.
+        """
         with self._lock, self._in_one_write():
-            return [self._adopt(parent, name, st, 1) for name, st in found]
+            if self.replacements != replacements:
+                return None
+            nodes = [self._adopt(parent, name, st) for name, st in found]
+            for node, (_, st) in zip(nodes, found, strict=True):
+                node.lookups += 1
+                # What was found may be older than a change of the mode: no set-id bit is taken for gone.
+                if st.st_mode & (stat.S_ISUID | stat.S_ISGID):
+                    node.privileged = True
+            return nodes
 
-    def _adopt(self, parent: Node, name: bytes, st: os.stat_result, count: int) -> Node:
+    def _adopt(self, parent: Node, name: bytes, st: os.stat_result) -> Node:
         node = self._found(st.st_dev, st.st_ino)
         # Another type under the same number: it was reused, and the kernel has not forgotten its old
         # owner yet.
@@ -325,8 +347,6 @@ class NodeTable:
             node = self._make(parent, name, st)
         elif node.parent is not parent or node.name != name:
             self._add_name(node, parent, name, several=st.st_nlink > 1 and not node.is_dir)
-        node.note_mode(st.st_mode)
-        node.lookups += count
         return node
 
     @contextmanager
@@ -411,9 +431,12 @@ class NodeTable:
 
     def forget_all(self, forgotten: Iterable[tuple[int, int]]) -> None:
         """Take lookups back as `forget`, of many nodes."""
-        with self._lock, self._in_one_write():
-            for node_id, count in forgotten:
-                self._forget(node_id, count)
+        left = iter(forgotten)
+        # In slices: the kernel forgets 69,000 nodes at once, and other threads wait for the lock.
+        while some := list(islice(left, _FORGOTTEN_AT_ONCE)):
+            with self._lock, self._in_one_write():
+                for node_id, count in some:
+                    self._forget(node_id, count)
 
     def _forget(self, node_id: int, count: int) -> None:
         node = self._by_id.get(node_id)
@@ -604,6 +627,7 @@ class NodeTable:
     def replaced(self, node: Node, st: os.stat_result) -> None:
         """Give the node the inode that took its name; id and handles stay."""
         with self._lock:
+            self.replacements += 1
             if self.journal is not None:
                 self._note(records.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)

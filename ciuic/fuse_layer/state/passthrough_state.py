@@ -32,7 +32,7 @@ import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -43,6 +43,8 @@ from ciuic.fuse_layer.state.node_table import Node, NodeTable
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale
 from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks
 
+_LOOKED_AT_ONCE: Final = 32
+"""Names of a listing that are looked at before their nodes are made, with one lock and one record for all."""
 _SHARE_OF_FREE: Final = 3
 _PRIVILEGED_PART: Final = 8
 """Divisor of the total that gives the part of root and the owner of the root."""
@@ -398,20 +400,42 @@ class PassthroughState:
         return node, Attr(node.id, 0, self.shown(st), nlink, node.is_written)
 
     def adopt_listed(
-        self, parent: Node, directory: Descriptor, names: Iterable[bytes], offset: int
+        self, parent: Node, directory: Descriptor, names: Sequence[bytes], offset: int
     ) -> list[tuple[bytes, Attr, int]]:
         """Return names of a listing with their attributes and next offsets; make their nodes, and count a lookup of each.
 
         Names that are free are left out. The first one lies at ``offset``.
         """
-        seen = []
+        listed: list[tuple[bytes, Attr, int]] = []
+        # The kernel lets no name of the directory change meanwhile, but inodes may: in slices, so that nothing read is old.
+        for first in range(0, len(names), _LOOKED_AT_ONCE):
+            some = names[first : first + _LOOKED_AT_ONCE]
+            try:
+                listed += self._adopt_some(parent, directory, some, offset + first)
+            except OSError:
+                # What is listed so far has lookups, which only a reply tells the kernel of. The next request fails.
+                if listed:
+                    break
+                raise
+        return listed
+
+    def _adopt_some(
+        self, parent: Node, directory: Descriptor, names: Sequence[bytes], offset: int
+    ) -> list[tuple[bytes, Attr, int]]:
+        replacements, seen = self.nodes.replacements, []
         for at, name in enumerate(names, offset + 1):
             with suppress(FileNotFoundError):
-                seen.append((at, name, *self.links(PathHandle(directory, name).stat)))
-        nodes = self.nodes.adopt_all(parent, ((name, st) for _, name, st, _ in seen))
+                st, nlink = self.links(PathHandle(directory, name).stat)
+                seen.append((at, name, st, self.shown(st), nlink))
+        nodes = self.nodes.adopt_all(parent, [(name, st) for _, name, st, *_ in seen], replacements)
+        if nodes is not None:
+            return [
+                (name, Attr(node.id, 0, shown, nlink, node.is_written), at)
+                for node, (at, name, _, shown, nlink) in zip(nodes, seen, strict=True)
+            ]
+        # An inode was replaced meanwhile. Again, name by name: the next replacement is likely to be of another one.
         return [
-            (name, Attr(node.id, 0, self.shown(st), nlink, node.is_written), at)
-            for node, (at, name, st, nlink) in zip(nodes, seen, strict=True)
+            entry for at, name, *_ in seen for entry in self._adopt_some(parent, directory, [name], at - 1)
         ]
 
     # -- hooks --------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Process:
     def list(self) -> tuple[list[bytes], bool, bool]:
         """Return the names, whether all had attributes, and whether the kernel's own copy might have been used."""
         handle, flags, _ = p.OPEN_OUT.unpack(self._driver._opendir(self._request(p.OPENDIR), memoryview(b"")))
+        # Without it the kernel would drop its copy, which another process may be reading.
+        assert flags & p.FOPEN_KEEP_CACHE
         names, attributes, offset = [], set(), 0
         while reply := self._driver._readdirplus(
             self._request(p.READDIRPLUS), memoryview(p.READ_IN.pack(handle, offset, _ROOM, 0, 0, 0, 0))
@@ -58,7 +60,7 @@ class Process:
                     attributes.add(node == number)
         self._driver._releasedir(self._request(p.RELEASEDIR), memoryview(p.RELEASE_IN.pack(handle, 0, 0, 0)))
         assert len(attributes) == 1
-        return names, attributes.pop(), bool(flags & p.FOPEN_KEEP_CACHE)
+        return names, attributes.pop(), bool(flags & p.FOPEN_CACHE_DIR)
 
     def forget(self) -> None:
         forgotten = b"".join(p.FORGET_ONE.pack(*one) for one in self.lookups.items())
