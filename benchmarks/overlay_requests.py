@@ -42,7 +42,7 @@ _CHANGES: Final = {
     "SETATTR of the owner": p.FATTR_UID | p.FATTR_GID,
     "SETATTR of the mode": p.FATTR_MODE,
 }
-"""What tar sets of each file while it is open, one by one."""
+"""Attributes that tar sets on each open file, with one request each."""
 _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT
 
 

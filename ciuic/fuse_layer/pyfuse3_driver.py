@@ -564,8 +564,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
             yield name, attr, start_id
         at = start_id - len(_DOTS)
         while entry := self.core.directories.readdir(handle, at, lambda _, offset: offset + 1):
-            ((name, attr, at),) = entry
-            yield name, attr, at + len(_DOTS)
+            ((name, found, at),) = entry
+            # Where it cannot be looked at, with its error: pyfuse3 lists nothing without attributes.
+            yield name, found or self.core.names.lookup(node, name), at + len(_DOTS)
 
     def _list_some(self, entries: Iterator[tuple[bytes, Attr, int]], token: ReaddirToken) -> bool:
         """Reply up to _LISTING_STEP entries; False when the reply is full or the directory at its end."""

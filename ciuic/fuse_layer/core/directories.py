@@ -39,6 +39,8 @@ _SETTLED_NS: Final = 2_000_000_000
 Fitting = Callable[[Sequence[bytes], int], int]
 """Function that is told the names of a listing and an offset, and returns the offset behind the last name that fits in the reply."""
 _LISTING_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+UNKNOWN_NUMBER: Final = 0xFFFFFFFF
+"""Inode number of an entry that cannot be looked at (libfuse's FUSE_UNKNOWN_INO)."""
 MIN_LOOKED_UP: Final = 8
 """Entries of one directory that a process looks up before its listings carry attributes."""
 BELIEVED_LISTINGS: Final = 64
@@ -61,7 +63,7 @@ class _OpenDirectory:
 
 
 class _Found(NamedTuple):
-    """What the file system tells beside each name of a listing. Packed: there may be a million."""
+    """What the file system tells beside each name of a listing. In arrays, because a directory may have a million names."""
 
     inos: array[int]
     modes: array[int]
@@ -150,10 +152,10 @@ class Directories:
 
     def readdir(
         self, handle: int, offset: int, fitting: Fitting = _everything
-    ) -> list[tuple[bytes, Attr, int]]:
+    ) -> list[tuple[bytes, Attr | None, int]]:
         """Return name, attributes and next offset of entries from ``offset``, without "." and ".."; none at the end.
 
-        Offset 0 reads the directory anew. A lookup of each entry is counted.
+        Offset 0 reads the directory anew. A lookup of each entry with attributes is counted; one that cannot be looked at has none.
         """
         opened, names = self._names_from(handle, offset)
         while offset < len(names):
@@ -206,6 +208,10 @@ class Directories:
                 if seen is None:
                     seen = self._state.adopt(opened.node, name, entry.stat, count=0)[1].node
             except FileNotFoundError:
+                continue
+            except OSError:
+                # It is there, as in a plain directory; whoever looks at it gets the error.
+                entries.append((name, UNKNOWN_NUMBER, 0, at))
                 continue
             entries.append((name, seen, st.st_mode, at))
         return entries

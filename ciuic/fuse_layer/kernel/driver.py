@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.directories import Fitting, ListingHabits
+from ciuic.fuse_layer.core.directories import UNKNOWN_NUMBER, Fitting, ListingHabits
 from ciuic.fuse_layer.core.files import SetAttr
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
@@ -674,10 +674,13 @@ class KernelDriver:
         fitting = _fitting(len(_NO_ENTRY) + p.DIRENT.size, room)
         if self._habits.wants_attributes(request.pid):
             for name, attr, at in self.core.directories.readdir(handle, first, fitting):
-                pieces += (
-                    self._encoder.entry(attr),
-                    p.pack_dirent(attr.node, attr.st.st_mode, at + 2, name),
-                )
+                if attr is None:
+                    pieces += _NO_ENTRY, p.pack_dirent(UNKNOWN_NUMBER, 0, at + 2, name)
+                else:
+                    pieces += (
+                        self._encoder.entry(attr),
+                        p.pack_dirent(attr.node, attr.st.st_mode, at + 2, name),
+                    )
         else:
             for name, number, mode, at in self.core.directories.list_names(handle, first, fitting):
                 pieces += _NO_ENTRY, p.pack_dirent(number, mode, at + 2, name)

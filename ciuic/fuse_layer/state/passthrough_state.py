@@ -33,7 +33,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -401,42 +401,41 @@ class PassthroughState:
 
     def adopt_listed(
         self, parent: Node, directory: Descriptor, names: Sequence[bytes], offset: int
-    ) -> list[tuple[bytes, Attr, int]]:
+    ) -> list[tuple[bytes, Attr | None, int]]:
         """Return names of a listing with their attributes and next offsets; make their nodes, and count a lookup of each.
 
-        Names that are free are left out. The first one lies at ``offset``.
+        Names that are free are left out. A file that cannot be looked at has None and no lookup. The first name lies at ``offset``.
         """
-        listed: list[tuple[bytes, Attr, int]] = []
+        listed: list[tuple[bytes, Attr | None, int]] = []
         # The kernel lets no name of the directory change meanwhile, but inodes may: in slices, so that nothing read is old.
         for first in range(0, len(names), _LOOKED_AT_ONCE):
             some = names[first : first + _LOOKED_AT_ONCE]
-            try:
-                listed += self._adopt_some(parent, directory, some, offset + first)
-            except OSError:
-                # What is listed so far has lookups, which only a reply tells the kernel of. The next request fails.
-                if listed:
-                    break
-                raise
+            listed += self._adopt_some(parent, directory, some, offset + first)
         return listed
 
     def _adopt_some(
         self, parent: Node, directory: Descriptor, names: Sequence[bytes], offset: int
-    ) -> list[tuple[bytes, Attr, int]]:
-        replacements, seen = self.nodes.replacements, []
+    ) -> list[tuple[bytes, Attr | None, int]]:
+        replacements, found = self.nodes.replacements, []
+        listed: dict[int, tuple[bytes, Attr | None]] = {}
         for at, name in enumerate(names, offset + 1):
-            with suppress(FileNotFoundError):
+            try:
                 st, nlink = self.links(PathHandle(directory, name).stat)
-                seen.append((at, name, st, self.shown(st), nlink))
-        nodes = self.nodes.adopt_all(parent, [(name, st) for _, name, st, *_ in seen], replacements)
-        if nodes is not None:
-            return [
-                (name, Attr(node.id, 0, shown, nlink, node.is_written), at)
-                for node, (at, name, _, shown, nlink) in zip(nodes, seen, strict=True)
-            ]
-        # An inode was replaced meanwhile. Again, name by name: the next replacement is likely to be of another one.
-        return [
-            entry for at, name, *_ in seen for entry in self._adopt_some(parent, directory, [name], at - 1)
-        ]
+                found.append((at, name, st, self.shown(st), nlink))
+            except FileNotFoundError:
+                continue
+            except OSError:
+                # A failing disk, a mount whose server is dead: a plain directory lists the name as well.
+                pass
+            listed[at] = name, None
+        nodes = self.nodes.adopt_all(parent, [(name, st) for _, name, st, *_ in found], replacements)
+        if nodes is None:
+            # An inode was replaced meanwhile. Again, name by name: the next replacement is likely to be of another one.
+            again = (self._adopt_some(parent, directory, [name], at - 1) for at, (name, _) in listed.items())
+            return [entry for one in again for entry in one]
+        for node, (at, name, _, shown, nlink) in zip(nodes, found, strict=True):
+            listed[at] = name, Attr(node.id, 0, shown, nlink, node.is_written)
+        return [(name, attr, at) for at, (name, attr) in listed.items()]
 
     # -- hooks --------------------------------------------------------------------------------------
 

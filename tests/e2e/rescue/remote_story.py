@@ -48,6 +48,7 @@ _HIDE = (
     'set -e; cd "$2"; mount -t tmpfs -o mode=1777 tmp "$1"; mkdir -p "$2"; mount --no-canonicalize --bind . "$2"; '
     "cd /; shift 2; set +e"
 )
+"""Script that covers the directory $1 with an empty one, in which only $2 is what it was."""
 
 
 def _hides_nothing_needed(hidden: str, work: Path) -> bool:

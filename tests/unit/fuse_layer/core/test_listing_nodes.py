@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ciuic.fuse_layer.core import directories
+from ciuic.fuse_layer.core.files import SetAttr
 from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.system.path_handles import PathHandle
 
@@ -128,3 +130,91 @@ def test_a_reply_whose_names_all_vanished_is_not_the_end(core: OverlayCore, tmp_
         (tmp_path / os.fsdecode(name)).unlink()
     assert [entry[0] for entry in core.directories.list_names(handle, 1, one)] == names[3:]
     assert [entry[0] for entry in core.directories.readdir(handle, 1, one)] == names[3:]
+
+
+def _after_the_look_at(monkeypatch: pytest.MonkeyPatch, name: bytes, change: Callable[[], object]) -> None:
+    """Have another thread's change happen when the name has been looked at for the first time."""
+    stat_of, changes = PathHandle.stat, [change]
+
+    def look(entry: PathHandle) -> os.stat_result:
+        st = stat_of(entry)
+        if entry.name == name and changes:
+            changes.pop()()
+        return st
+
+    monkeypatch.setattr(PathHandle, "stat", look)
+
+
+def test_an_inode_replaced_between_look_and_node_is_looked_at_again(
+    core: OverlayCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name whose inode a truncation replaces after the look at it keeps its node, and has the new attributes."""
+    for name in "abc":
+        (tmp_path / name).write_text("old content")
+    known = core.names.lookup(ROOT_ID, b"b").node
+
+    def replace() -> None:
+        (tmp_path / "new").write_text("new")
+        (tmp_path / "new").rename(tmp_path / "b")
+        core._state.nodes.replaced(core._state.nodes.get(known), (tmp_path / "b").stat())
+
+    _after_the_look_at(monkeypatch, b"b", replace)
+    listed = {name: attr for name, attr, _ in core.directories.readdir(core.directories.opendir(ROOT_ID), 0)}
+    found = listed[b"b"]
+    assert found is not None
+    assert (found.node, found.st.st_size) == (known, 3)
+    assert [
+        node.lookups for node in core._state.nodes._by_id.values() if node.id not in (ROOT_ID, known)
+    ] == [1, 1]
+    assert core._state.nodes.get(known).lookups == 2
+
+
+def test_attributes_are_shown_as_of_the_look(
+    core: OverlayCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shown for a file is asked for before the next one is looked at: a lazy restore may end in between."""
+    (tmp_path / "a").touch()
+    (tmp_path / "b").touch()
+    calls: list[str] = []
+    stat_of = PathHandle.stat
+    monkeypatch.setattr(PathHandle, "stat", lambda self: calls.append("look") or stat_of(self))
+    monkeypatch.setattr(core._state, "shown", lambda st: calls.append("show") or st)
+    core.directories.readdir(core.directories.opendir(ROOT_ID), 0)
+    assert calls == ["look", "show"] * 2
+
+
+def test_a_listing_takes_no_set_id_bit_for_gone(
+    core: OverlayCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set-id bit that is set after the look at a file is taken away by a later write."""
+    (tmp_path / "a").touch()
+    node = core.names.lookup(ROOT_ID, b"a").node
+    handle = core.files.open(node, os.O_RDWR)
+    _after_the_look_at(monkeypatch, b"a", lambda: core.attributes.setattr(node, SetAttr(mode=0o4777)))
+    core.directories.readdir(core.directories.opendir(ROOT_ID), 0)
+    core.files.write(handle, 0, b"evil", keeps_privileges=False)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o777
+
+
+def test_a_file_that_cannot_be_looked_at_is_listed(
+    core: OverlayCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One damaged inode or dead mount does not keep the others of its directory from being listed, as in a plain directory."""
+    for name in "abc":
+        (tmp_path / name).touch()
+    (tmp_path / "dead").mkdir()
+    stat_of = PathHandle.stat
+
+    def look(entry: PathHandle) -> os.stat_result:
+        if entry.name == b"dead":
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return stat_of(entry)
+
+    monkeypatch.setattr(PathHandle, "stat", look)
+    handle = core.directories.opendir(ROOT_ID)
+    listed = {name: number for name, number, _, _ in core.directories.list_names(handle, 0)}
+    assert set(listed) == {b"a", b"b", b"c", b"dead"}
+    assert listed[b"dead"] == directories.UNKNOWN_NUMBER
+    attributes = {name: attr for name, attr, _ in core.directories.readdir(handle, 0)}
+    assert {name for name, attr in attributes.items() if attr is None} == {b"dead"}
+    assert set(attributes) == set(listed)
