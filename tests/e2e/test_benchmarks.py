@@ -82,7 +82,9 @@ def test_snapshots_are_measured_next_to_a_copy(short_tmp: Path) -> None:
     document = json.loads((short_tmp / "results/smoke.json").read_text())
     found = {(sample["figure"], sample["contender"]) for sample in document["samples"]}
     both = {"first capture", "restore", "restore over existing", "restore of one directory"}
-    assert {(figure, name) for figure in both for name in ("ciuic", "cp -a")} <= found
+    # A contender that fails has no samples, and the program says why.
+    said = (done.stdout + done.stderr).decode()
+    assert {(figure, name) for figure in both for name in ("ciuic", "cp -a")} <= found, said
     own = {
         "incremental",
         "nothing changed",

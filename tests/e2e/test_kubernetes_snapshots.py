@@ -96,8 +96,13 @@ def pod(name: str, node: str, labels: dict[str, str]) -> dict[str, Any]:
 
 
 async def run_pod(where: Cluster, name: str, node: str, labels: dict[str, str]) -> None:
-    body = await where.make(pod(name, node, labels))
-    await where.api.patch_status(body, {"phase": "Running"})
+    await run_pods(where, (name, node, labels))
+
+
+async def run_pods(where: Cluster, *pods: tuple[str, str, dict[str, str]]) -> None:
+    """Let pods run, all from the same moment: a snapshot that waits takes those that run when it sees the first."""
+    made = [await where.make(pod(*one)) for one in pods]
+    await asyncio.gather(*(where.api.patch_status(body, {"phase": "Running"}) for body in made))
 
 
 def snapshot(name: str, kind: str = "Job", **spec: Any) -> dict[str, Any]:
@@ -133,8 +138,11 @@ def test_a_snapshot_from_its_request_to_the_remote_with_no_right_to_spare(
                 told = await where.condition(made, "NoRunningPods")
                 assert "batch.kubernetes.io/job-name=llm" in told["message"]
                 index = "batch.kubernetes.io/job-completion-index"
-                await run_pod(where, "llm-0-x", "n1", {**JOBS["Job"], index: "0"})
-                await run_pod(where, "llm-1-x", "n2", {**JOBS["Job"], index: "1"})
+                await run_pods(
+                    where,
+                    ("llm-0-x", "n1", {**JOBS["Job"], index: "0"}),
+                    ("llm-1-x", "n2", {**JOBS["Job"], index: "1"}),
+                )
                 told = await where.condition(made, "Capturing")
                 await where.until(
                     made,
