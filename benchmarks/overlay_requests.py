@@ -72,7 +72,9 @@ class _Caller:
         )
         self._socket.send(head + body)
         self._session._one(self._server, self._view)
-        reply = self._socket.recv(_REPLY_BYTES)
+        # A notification, which has no number of a request, comes before the answer.
+        while not p.OUT_HEADER.unpack_from(reply := self._socket.recv(_REPLY_BYTES))[2]:
+            pass
         if error := p.OUT_HEADER.unpack_from(reply)[1]:
             raise OSError(-error, os.strerror(-error))
         return reply[p.OUT_HEADER.size :]

@@ -46,6 +46,7 @@ from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, XAttrNameT
 
 from ciuic.fuse_layer.core.overlay_core import Attr, OverlayCore, SetAttr
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks
+from ciuic.fuse_layer.state.recent_changes import LIFE_NS
 from ciuic.fuse_layer.system.caller import Credentials, shown_attributes
 from ciuic.fuse_layer.system.latency_gauge import WAITING_SECONDS, LatencyGauge
 from ciuic.fuse_layer.tracking.gate import GateHeld
@@ -260,17 +261,17 @@ _LISTING_STEP = 64
 P = ParamSpec("P")
 
 
-def entry_of(attr: Attr, *, written: bool = False) -> pyfuse3.EntryAttributes:
+def entry_of(attr: Attr, *, written: bool = False, recent: bool = False) -> pyfuse3.EntryAttributes:
     """Return attributes for the kernel; a node id is its inode number.
 
-    ``written``: it is being opened for writing just now.
+    ``written``: it is being opened for writing just now; ``recent``: it changed lately (recent_changes.py).
     """
     st = attr.st
     entry = pyfuse3.EntryAttributes()
     entry.st_ino = attr.node
     entry.generation = attr.generation
     entry.entry_timeout = TIMEOUT_SECONDS
-    entry.attr_timeout = TIMEOUT_SECONDS
+    entry.attr_timeout = LIFE_NS / 1e9 if recent else TIMEOUT_SECONDS
     entry.st_mode = st.st_mode
     entry.st_nlink = attr.nlink
     entry.st_uid = st.st_uid
@@ -292,12 +293,18 @@ def entry_of(attr: Attr, *, written: bool = False) -> pyfuse3.EntryAttributes:
     return entry
 
 
+def _take_back(node: int) -> None:
+    # The kernel may have dropped the inode meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        pyfuse3.invalidate_inode(node, attr_only=True)
+
+
 def _being_written(entry: pyfuse3.EntryAttributes) -> None:
     """Shorten the life of a written file's attributes, and let it have blocks."""
     # Size and times of a file in the kernel's write cache are the kernel's own; the blocks are the server's,
     # and grow without a request (du). Never none, because archivers take a file without blocks for a single
     # hole and do not read it, while its data may not have been written back yet (GNU tar --sparse).
-    entry.attr_timeout = _WRITTEN_TIMEOUT_SECONDS
+    entry.attr_timeout = min(entry.attr_timeout, _WRITTEN_TIMEOUT_SECONDS)
     entry.st_blocks = max(entry.st_blocks, _MIN_BLOCKS)
 
 
@@ -372,14 +379,17 @@ class Pyfuse3Driver(pyfuse3.Operations):
     def init(self) -> None:
         """Register the event loop's thread with the core; called on the loop, before any request."""
         self.core.inline_thread = threading.get_ident()
-        self.core.connect(DriverHooks(before_freeing=self._not_on_the_loop))
+        self.core.connect(DriverHooks(before_freeing=self._not_on_the_loop, take_back_attributes=_take_back))
+
+    def _entry(self, attr: Attr, *, written: bool = False) -> pyfuse3.EntryAttributes:
+        return entry_of(attr, written=written, recent=attr.node in self.core.recent)
 
     # -- names and attributes -----------------------------------------------------------------------
 
     @_answered
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
         try:
-            return entry_of(await self.dispatch.read(self.core.names.lookup, parent_inode, name))
+            return self._entry(await self.dispatch.read(self.core.names.lookup, parent_inode, name))
         except FileNotFoundError:
             return _absent_entry()
 
@@ -393,7 +403,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        return entry_of(await self.dispatch.read(self.core.attributes.getattr, inode))
+        return self._entry(await self.dispatch.read(self.core.attributes.getattr, inode))
 
     @_answered
     async def setattr(
@@ -418,7 +428,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
             change = SetAttr(chown_by=ctx.uid)
         # Freeing the blocks of a large file takes seconds on some file systems.
         run = self.dispatch.long_change if fields.update_size else self.dispatch.change
-        return entry_of(await run(self.core.attributes.setattr, inode, change, fh))
+        return self._entry(await run(self.core.attributes.setattr, inode, change, fh))
 
     @_answered
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
@@ -428,7 +438,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(
+        return self._entry(
             await self.dispatch.change(self.core.names.mknod, parent_inode, name, mode, rdev, _caller(ctx))
         )
 
@@ -436,7 +446,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def mkdir(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(
+        return self._entry(
             await self.dispatch.change(self.core.names.mkdir, parent_inode, name, mode, _caller(ctx))
         )
 
@@ -444,7 +454,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def symlink(
         self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(
+        return self._entry(
             await self.dispatch.change(self.core.names.symlink, parent_inode, name, target, _caller(ctx))
         )
 
@@ -452,7 +462,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def link(
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(await self.dispatch.change(self.core.names.link, inode, new_parent_inode, new_name))
+        return self._entry(
+            await self.dispatch.change(self.core.names.link, inode, new_parent_inode, new_name)
+        )
 
     def _not_on_the_loop(self) -> None:
         """Have a removal that takes long run again in a thread, by the exception of an operation that meets a hold."""
@@ -494,8 +506,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         if flags & os.O_ACCMODE != os.O_RDONLY:
             # Attributes that the kernel has cached live long; those of a file that is written live shortly
             # (`entry_of`). The kernel may have dropped the inode meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                pyfuse3.invalidate_inode(inode, attr_only=True)
+            _take_back(inode)
         if self.core.files.appends(handle):
             # The write cache sends whole pages, also what they had before.
             return pyfuse3.FileInfo(fh=handle, direct_io=True)
@@ -509,7 +520,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         attr, handle = await self.dispatch.change(
             self.core.names.create, parent_inode, name, mode, flags, _caller(ctx)
         )
-        return pyfuse3.FileInfo(fh=handle, keep_cache=True), entry_of(attr, written=True)
+        return pyfuse3.FileInfo(fh=handle, keep_cache=True), self._entry(attr, written=True)
 
     @_answered
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
@@ -572,7 +583,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         """Reply up to _LISTING_STEP entries; False when the reply is full or the directory at its end."""
         replied = 0
         for name, attr, next_id in itertools.islice(entries, _LISTING_STEP):
-            if not pyfuse3.readdir_reply(token, name, entry_of(attr), next_id):
+            if not pyfuse3.readdir_reply(token, name, self._entry(attr), next_id):
                 if name not in _DOTS:
                     self.core.names.forget(attr.node, 1)
                 return False

@@ -223,6 +223,7 @@ class Names:
     def __init__(self, state: PassthroughState) -> None:
         self._state = state
         self._nodes = state.nodes
+        self._recent = state.recent
         self.before_freeing: Callable[[], None] = lambda: None
         """Called before a removal that frees much space, which takes the file system up to seconds; a driver lets other
         requests go on."""
@@ -363,11 +364,14 @@ class Names:
                     make(entry, masked)
 
             self._state.with_space(change)
-            return self._adopt_made(parent, name, entry.stat)[1]
+            attr = self._adopt_made(parent, name, entry.stat)[1]
+        self._recent.changed(parent_id)
+        return attr
 
     def _adopt_made(self, parent: Node, name: bytes, read: Callable[[], os.stat_result]) -> tuple[Node, Attr]:
         """Return the node of an inode that was just made under a name; one lookup is counted."""
         node, attr = self._state.adopt(parent, name, read, count=1)
+        self._recent.made(node.id)
         self._made(parent, name, node)
         return node, attr
 
@@ -417,7 +421,9 @@ class Names:
                 file.node, attr = self._adopt_made(parent, name, read)
             else:
                 file.node, attr = self._state.adopt(parent, name, read, count=1)
-            return attr, self._state.add_file(file)
+            handle = self._state.add_file(file)
+        self._recent.changed(parent_id)
+        return attr, handle
 
     def _created(self, entry: PathHandle, flags: int, mode: int, caller: Credentials) -> int:
         create = partial(os.open, entry.name or b"", flags, mode, dir_fd=entry.dir_fd)
@@ -470,7 +476,8 @@ class Names:
                 # After the name is in the journal: until then a successor finds the file by the hidden link
                 # alone.
                 state.hidden.let_orphan_go(node.ino)
-            return attr
+        self._recent.changed(new_parent_id)
+        return attr
 
     def _source_of_link(self, node: Node) -> tuple[Descriptor, bool]:
         """Return a descriptor of the inode that gets one more name, and whether it has none, because O_TMPFILE made it.
@@ -516,6 +523,7 @@ class Names:
                 raise
             self._removed(parent, name, target)
             self._unbound(parent, name, target, keep)
+        self._recent.changed(parent_id)
 
     def _target(self, entry: PathHandle) -> Target:
         # Before keep_name, which may add a hidden link.
@@ -578,6 +586,9 @@ class Names:
             except OSError:
                 _note_unchanged(self._nodes.journal, parent, name, to=(new_parent, new_name))
                 raise
+            for node in {parent, new_parent, source.node, replaced.node if replaced and exchange else None}:
+                if node is not None:
+                    self._recent.changed(node.id)
             if exchange and replaced is not None:
                 # The first one last: its record settles the change, so a successor that has this record has both.
                 if replaced.node is not None:

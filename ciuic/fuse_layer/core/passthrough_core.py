@@ -41,6 +41,8 @@ class DriverHooks(NamedTuple):
     """Called before a removal that frees much space, which takes the file system up to seconds: other requests may go on."""
     on_listing: Callable[[int, list[bytes]], None] = lambda handle, names: None
     """Called with the handle of a directory and the names that its offsets count from now on."""
+    take_back_attributes: Callable[[int], None] = lambda node_id: None
+    """Has the kernel drop the attributes of a node, and the answers to requests that it sent before."""
     held_by_kernel: Callable[[int], bool] = lambda node_id: False
     """Returns True if the kernel itself has the node's backing file open, so that it must not be given another inode."""
 
@@ -65,6 +67,7 @@ class PassthroughCore:
         self.files = files
         self.attributes = attributes
         self.directories = directories
+        self.recent = state.recent
         # Most descriptors are for files that programs open: caches and moved directories must leave them.
         state.nodes.keep_at_most(state.allowances.limit)
 
@@ -72,6 +75,7 @@ class PassthroughCore:
         """Call these hooks of the driver from now on; before the first request."""
         self.names.before_freeing = driver.before_freeing
         self.directories.on_listing = driver.on_listing
+        self.recent.take_back = driver.take_back_attributes
 
     @property
     def pending(self) -> bool:

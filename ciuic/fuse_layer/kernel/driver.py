@@ -7,7 +7,7 @@ on with it; an open that comes again opens nothing twice; one whose caller was k
 
 Every change passes through the worker, so names and attributes that the kernel caches stay true until it changes
 them itself: they live for a day, but for those that change without a request (a file that is open for writing, a
-set-id bit that a write takes away).
+set-id bit that a write takes away) and those of nodes that changed lately (recent_changes.py).
 
 ``OpenModes`` decides how data reach the backing file; threads and replies are the session's (session.py).
 """
@@ -38,6 +38,7 @@ from ciuic.fuse_layer.kernel.snapshots_directory import SnapshotsDirectory
 from ciuic.fuse_layer.state.node_table import ROOT_ID, SNAPSHOTS_ID
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import Attr
+from ciuic.fuse_layer.state.recent_changes import LIFE_NS, RecentChanges
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials, is_outside, shown_attributes
 from ciuic.fuse_layer.system.syscalls import Statx
@@ -83,16 +84,19 @@ def _fitting(head_bytes: int, room: int) -> Fitting:
 class _ReplyEncoder:
     """Encoder of one connection's answers. ``writeback``: the kernel's write cache is on."""
 
-    def __init__(self, *, writeback: bool) -> None:
+    def __init__(self, recent: RecentChanges, *, writeback: bool) -> None:
+        self._recent = recent
         self._writeback = writeback
 
     def _lives(self, attr: Attr, *, written: bool = False) -> tuple[int, int, bytes]:
         """Return the life of the attributes (seconds, nanoseconds), and struct fuse_attr."""
         st = attr.st
         seconds, nanoseconds, blocks = FOREVER_SECONDS, 0, st.st_blocks
+        if attr.node in self._recent:
+            seconds, nanoseconds = 0, LIFE_NS
         if stat.S_ISREG(st.st_mode):
             if attr.written or written:
-                seconds, nanoseconds = 0, _WRITTEN_NS
+                seconds, nanoseconds = 0, nanoseconds or _WRITTEN_NS
                 if self._writeback:
                     # Its data may not have been written back yet.
                     blocks = max(blocks, _MIN_BLOCKS)
@@ -161,12 +165,13 @@ class KernelDriver:
             DriverHooks(
                 before_freeing=lambda: self.session.hand_on(),
                 on_listing=self.handle_journal.listed,
+                take_back_attributes=lambda node_id: self.session.invalidate_attributes(node_id),
                 held_by_kernel=self.modes.is_passthrough,
             )
         )
         self._negotiated = negotiated
         self._writeback = negotiated.writeback
-        self._encoder = _ReplyEncoder(writeback=negotiated.writeback)
+        self._encoder = _ReplyEncoder(core.recent, writeback=negotiated.writeback)
         self._habits = ListingHabits()
         self.snapshots_directory = SnapshotsDirectory()
         self.session = KernelSession(

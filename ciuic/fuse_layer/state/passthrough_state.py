@@ -40,6 +40,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.state.name_events import NameEvents
 from ciuic.fuse_layer.state.node_table import Node, NodeTable
+from ciuic.fuse_layer.state.recent_changes import RecentChanges
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale
 from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks
 
@@ -276,6 +277,7 @@ class PassthroughState:
         """Shortcut to HiddenLinks.links, which every answer with attributes calls: one call less."""
         self.gate: AbstractContextManager[Any] = nullcontext() if gate is None else gate
         self.files: dict[int, OpenFile] = {}
+        self.recent = RecentChanges()
         self.events: NameEvents | None = None
         """Names that the daemon waits for; None for none."""
         self.allowances = Allowances(_owner_of(nodes.root_directory.fd))

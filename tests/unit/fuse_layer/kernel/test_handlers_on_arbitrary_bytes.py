@@ -20,6 +20,7 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
 from ciuic.fuse_layer.kernel import session
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.state.recent_changes import RecentChanges
 
 FLAGS = [0, p.SETXATTR_EXT, p.WRITEBACK_CACHE, p.PASSTHROUGH | p.SETXATTR_EXT]
 OPCODES = sorted(
@@ -36,6 +37,7 @@ class StubCore:
         self.pending = True
         # The groups of operations, too.
         self.names = self.files = self.attributes = self.directories = self
+        self.recent = RecentChanges()
 
     def connect(self, driver: DriverHooks) -> None:
         """Never call them."""
