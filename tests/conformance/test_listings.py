@@ -9,6 +9,7 @@ import ctypes
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -78,13 +79,18 @@ class Listing:
     def rewind(self) -> None:
         _libc.rewinddir(self._stream)
 
+    def close(self) -> None:
+        if self._stream:
+            _libc.closedir(self._stream)
+            self._stream = None
+
     def __enter__(self) -> Listing:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _libc.closedir(self._stream)
+        self.close()
 
 
 pytestmark = pytest.mark.mount
@@ -102,6 +108,7 @@ OPS = st.lists(
         st.tuples(st.just("replace"), st.integers(0, NAMES - 1)),
         st.tuples(st.just("rename"), st.integers(0, NAMES - 1)),
         st.tuples(st.just("create"), st.integers(0, 50)),
+        st.tuples(st.sampled_from(("list", "turn", "reopen")), st.just(0)),
     ),
     min_size=3,
     max_size=40,
@@ -134,6 +141,9 @@ class Reader:
         self.seen: dict[str, Listed] = {}
         self._marks: list[tuple[int, dict[str, Listed]]] = []
         self._at_end = False
+
+    def close(self) -> None:
+        self._listing.close()
 
     def changed(self, *names: str) -> None:
         self.stayed.difference_update(names)
@@ -173,7 +183,7 @@ class Reader:
 def test_positions_and_entries_while_the_directory_changes(
     overlay: Overlay, ops: list[tuple[str, int]]
 ) -> None:
-    """A directory read, marked, sought and rewound while names change lists unchanged names once.
+    """A directory read, marked, sought and rewound by two streams while names change and others list it: unchanged names come once.
 
     From every marked position, with its inode number and type; a name that never existed is never listed.
     """
@@ -193,11 +203,23 @@ def _list_while_changing(top: Path, ops: list[tuple[str, int]]) -> None:
     for number in range(NAMES):
         (folder / _name(number)).mkdir() if number % 20 == 0 else (folder / _name(number)).touch()
     present = set(os.listdir(folder))
-    with Listing(folder) as listing:
-        reader = Reader(listing, present)
+    with ExitStack() as opened:
+
+        def open_stream() -> Reader:
+            return Reader(opened.enter_context(Listing(folder)), present)
+
+        reader, other = open_stream(), None
         for step, (what, how) in enumerate(ops):
             if what == "read":
                 reader.read(how)
+            elif what == "list":
+                # The kernel may keep a copy, from which others read on.
+                assert set(os.listdir(folder)) == present
+            elif what == "turn":
+                reader, other = other or open_stream(), reader
+            elif what == "reopen":
+                reader.close()
+                reader = open_stream()
             elif what == "mark":
                 reader.mark()
             elif what == "seek":
@@ -206,8 +228,11 @@ def _list_while_changing(top: Path, ops: list[tuple[str, int]]) -> None:
                 reader.rewind(present)
             else:
                 names = _change(folder, what, how, step, present)
-                reader.changed(*names)
+                for one in filter(None, (reader, other)):
+                    one.changed(*names)
         reader.read(1 << 20)
+        if other is not None:
+            other.read(1 << 20)
         for name in reader.stayed:
             found = (folder / name).lstat()
             entry = reader.seen[name]

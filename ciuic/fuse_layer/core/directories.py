@@ -21,11 +21,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 import time
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from ciuic.fuse_layer.state.node_table import Node
@@ -276,6 +277,37 @@ class Directories:
         if opened is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         return opened
+
+
+class ListingCopies:
+    """Handles that read the kernel's own copies of listings, one for each directory. Thread-safe.
+
+    Offsets count in the listing that a copy was made of. Where another reader finds the directory changed the kernel makes a new copy,
+    and the first one would go on at its old offset in that: beside a single ``ls`` a program that removed what it read
+    missed 500 names. A handle that does not read the copy has a listing of its own here.
+    """
+
+    def __init__(self, inherited: Iterable[tuple[int, int]] = ()) -> None:
+        """Go on with these handles and nodes of a predecessor, any of which may read a copy."""
+        self._lock = threading.Lock()
+        self._readers: dict[int, set[int]] = {}
+        for handle, node_id in inherited:
+            self._readers.setdefault(node_id, set()).add(handle)
+
+    def opens(self, handle: int, node_id: int) -> bool:
+        """Return whether a handle may read the copy of a directory's listing, until it `closes`."""
+        with self._lock:
+            readers = self._readers.setdefault(node_id, {handle})
+            return handle in readers
+
+    def closes(self, handle: int, node_id: int) -> None:
+        """Forget a handle."""
+        with self._lock:
+            readers = self._readers.get(node_id)
+            if readers is not None:
+                readers.discard(handle)
+                if not readers:
+                    del self._readers[node_id]
 
 
 class _Habit:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.directories import UNKNOWN_NUMBER, Fitting, ListingHabits
+from ciuic.fuse_layer.core.directories import UNKNOWN_NUMBER, Fitting, ListingCopies, ListingHabits
 from ciuic.fuse_layer.core.files import SetAttr
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
@@ -173,6 +173,9 @@ class KernelDriver:
         self._writeback = negotiated.writeback
         self._encoder = _ReplyEncoder(core.recent, writeback=negotiated.writeback)
         self._habits = ListingHabits()
+        self._copies = ListingCopies(
+            (opened.handle, opened.node) for opened in self.handle_journal.directories.values()
+        )
         self.snapshots_directory = SnapshotsDirectory()
         self.session = KernelSession(
             fuse_fd,
@@ -183,6 +186,7 @@ class KernelDriver:
                 p.OPEN: self._unopened,
                 p.CREATE: self._uncreated,
                 p.TMPFILE: self._uncreated,
+                p.OPENDIR: self._unopened_directory,
             },
         )
 
@@ -646,17 +650,30 @@ class KernelDriver:
 
     def _opendir(self, request: FuseRequest, data: memoryview) -> Reply:
         unique = request.unique & ~p.UNIQUE_RESEND
-        # What the kernel has kept of a listing is without attributes. It stays for others, who may be in the middle of it.
         wants_attributes = self._habits.opens(request.pid, request.node)
-        cached = p.FOPEN_KEEP_CACHE if wants_attributes else _CACHED_LISTING
         if request.resent and (before := self.handle_journal.directory_of(unique)) is not None:
             if self.core.directories.has(before.handle):
-                return p.OPEN_OUT.pack(before.handle, cached, 0)
+                return self._opened_directory(request.node, before.handle, wants_attributes)
             # The handle is lost, as in ``_opened_before``.
-            self.handle_journal.directory_closed(before.handle)
+            self._closed_directory(request.node, before.handle)
         handle = self.core.directories.opendir(request.node, uid=request.uid)
         self.handle_journal.directory_opened(OpenedDirectory(handle, request.node, unique, request.uid))
-        return p.OPEN_OUT.pack(handle, cached, 0)
+        return self._opened_directory(request.node, handle, wants_attributes)
+
+    def _opened_directory(self, node: int, handle: int, wants_attributes: bool) -> bytes:
+        # What the kernel has kept of a listing is without attributes. It stays for others, who may be in the middle of it.
+        own = wants_attributes or not self._copies.opens(handle, node)
+        return p.OPEN_OUT.pack(handle, p.FOPEN_KEEP_CACHE if own else _CACHED_LISTING, 0)
+
+    def _unopened_directory(self, request: FuseRequest, reply: Reply) -> None:
+        assert isinstance(reply, bytes)
+        handle, _, _ = p.OPEN_OUT.unpack(reply)
+        self._closed_directory(request.node, handle)
+        self.core.directories.releasedir(handle)
+
+    def _closed_directory(self, node: int, handle: int) -> None:
+        self._copies.closes(handle, node)
+        self.handle_journal.directory_closed(handle)
 
     # Offsets 1 and 2 stand for "." and "..", which the core does not list: its own offsets begin behind them.
 
@@ -697,7 +714,7 @@ class KernelDriver:
 
     def _releasedir(self, request: FuseRequest, data: memoryview) -> Reply:
         (handle, *_) = p.RELEASE_IN.unpack_from(data)
-        self.handle_journal.directory_closed(handle)
+        self._closed_directory(request.node, handle)
         self.core.directories.releasedir(handle)
         return b""
 
