@@ -118,17 +118,20 @@ class TruncateSwaps:
         except OSError:
             # No inode or no descriptor left, which is no reason for the job's truncation to fail.
             return False
+        new = os.fstat(new_fd)
         try:
             _copy_identity(fd, st, new_fd, size)
+            self._state.nodes.replacing(node, new)
             os.rename(temporary, name, src_dir_fd=self._state.undo.directory_fd, dst_dir_fd=entry.dir_fd)
         except OSError:
+            self._state.nodes.not_replaced(node, new)
             # On a failing disk the file stays until the epochs end.
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=self._state.undo.directory_fd)
             os.close(new_fd)
             return False
         try:
-            self._state.tracker.mark_replaced(parent, name, st.st_ino, os.fstat(new_fd).st_ino)
+            self._state.tracker.mark_replaced(parent, name, st.st_ino, new.st_ino)
             open_files = [self._state.files.get(handle) for handle in tuple(node.handles or ())]
             # Once for each descriptor: readers share them, and a hundred thousand redirections would hold up
             # the job.
@@ -137,7 +140,7 @@ class TruncateSwaps:
                 self._redirect(file, new_fd)
             if fd not in by_fd:
                 os.dup2(new_fd, fd, inheritable=False)
-            self._state.nodes.replaced(node, os.fstat(new_fd))
+            self._state.nodes.replaced(node, new)
             self._unsynced.add(node.id)
         finally:
             os.close(new_fd)

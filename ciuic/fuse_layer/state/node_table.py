@@ -309,9 +309,17 @@ class NodeTable:
 
     # -- life ---------------------------------------------------------------------------------------
 
-    def adopt(self, parent: Node, name: bytes, st: os.stat_result, *, count: int = 0) -> Node:
-        """Return the node of the inode found under this name, made if new; add ``count`` lookups."""
+    def adopt(
+        self, parent: Node, name: bytes, st: os.stat_result, replacements: int, *, count: int = 0
+    ) -> Node | None:
+        """Return the node of the inode found under this name, made if new; add ``count`` lookups.
+
+        None, and nothing is done, where `replacements` has changed since before it was looked at: what was found may be the inode
+        that a node had.
+        """
         with self._lock:
+            if self.replacements != replacements:
+                return None
             node = self._adopt(parent, name, st)
             node.note_mode(st.st_mode)
             node.lookups += count
@@ -322,8 +330,7 @@ class NodeTable:
     ) -> list[Node] | None:
         """Return the nodes of the inodes found under names of one directory, made if new; add a lookup to each.
 
-        None, and nothing is done, where `replacements` has changed since before they were looked at: what was found may be the
-        inode that a node had.
+        None as of `adopt`.
         """
         with self._lock, self._in_one_write():
             if self.replacements != replacements:
@@ -624,6 +631,21 @@ class NodeTable:
                     self._stand_in(node)
             self._maybe_drop(node)
 
+    def replacing(self, node: Node, st: os.stat_result) -> None:
+        """Have an inode that is about to take the node's name lead to the node, too, until `replaced` or `not_replaced`."""
+        with self._lock:
+            # The number may have belonged to a removed inode that the kernel has not forgotten yet.
+            other = self._found(st.st_dev, st.st_ino)
+            if other is not None:
+                self._unkey(other)
+            self._by_key[st.st_dev, st.st_ino] = node
+
+    def not_replaced(self, node: Node, st: os.stat_result) -> None:
+        """End what `replacing` began, if it did: the inode has not taken the node's name."""
+        with self._lock:
+            if self._by_key.get((st.st_dev, st.st_ino)) is node:
+                del self._by_key[st.st_dev, st.st_ino]
+
     def replaced(self, node: Node, st: os.stat_result) -> None:
         """Give the node the inode that took its name; id and handles stay."""
         with self._lock:
@@ -632,10 +654,6 @@ class NodeTable:
                 self._note(records.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)
             node.dev, node.ino = st.st_dev, st.st_ino
-            # The number may have belonged to a removed inode that the kernel has not forgotten yet.
-            other = self._found(node.dev, node.ino)
-            if other is not None:
-                self._unkey(other)
             self._set_key(node)
 
     # -- reaching an inode ----------------------------------------------------------------------------

@@ -380,7 +380,8 @@ class PassthroughState:
 
     def _attr_of(self, node: Node, read: Callable[[], os.stat_result]) -> Attr:
         st, nlink = self.links(read)
-        if st.st_ino != node.ino:
+        # While it is replaced two inodes lead to the node.
+        if st.st_ino != node.ino and self.nodes.find(st) is not node:
             raise stale()
         node.note_mode(st.st_mode)
         if node is self.nodes.root and nlink > 2:
@@ -397,8 +398,12 @@ class PassthroughState:
         Raises:
             FileNotFoundError: the name is free.
         """
-        st, nlink = self.links(read)
-        node = self.nodes.adopt(parent, name, st, count=count)
+        node = None
+        while node is None:
+            # An inode that is replaced meanwhile is looked at again.
+            replacements = self.nodes.replacements
+            st, nlink = self.links(read)
+            node = self.nodes.adopt(parent, name, st, replacements, count=count)
         return node, Attr(node.id, 0, self.shown(st), nlink, node.is_written)
 
     def adopt_listed(

@@ -156,7 +156,9 @@ def test_an_inode_replaced_between_look_and_node_is_looked_at_again(
     def replace() -> None:
         (tmp_path / "new").write_text("new")
         (tmp_path / "new").rename(tmp_path / "b")
-        core._state.nodes.replaced(core._state.nodes.get(known), (tmp_path / "b").stat())
+        node, st = core._state.nodes.get(known), (tmp_path / "b").stat()
+        core._state.nodes.replacing(node, st)
+        core._state.nodes.replaced(node, st)
 
     _after_the_look_at(monkeypatch, b"b", replace)
     listed = {name: attr for name, attr, _ in core.directories.readdir(core.directories.opendir(ROOT_ID), 0)}
