@@ -55,6 +55,7 @@ from ciuic.fuse_layer.core.overlay_core import Attr, OverlayCore
 from ciuic.fuse_layer.journal import inherited_session, records
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.state.recent_changes import RecentChanges
 from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.maintenance.verify import Pass
 from ciuic.number_files import NumberPlace, NumbersRead, json_lines, tensorboard_events
@@ -426,6 +427,7 @@ class _StubCore:
         self.pending = True
         # The groups of operations, too.
         self.names = self.files = self.attributes = self.directories = self
+        self.recent = RecentChanges()
 
     def __getattr__(self, name: str) -> Any:
         status = os.fstat(self._fd)
