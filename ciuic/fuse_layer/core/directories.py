@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -52,14 +52,16 @@ MAX_PROCESSES: Final = 256
 
 
 class _OpenDirectory:
-    __slots__ = ("__weakref__", "descriptor", "names", "node", "uid")
+    __slots__ = ("__weakref__", "descriptor", "names", "node", "removals", "uid")
 
-    def __init__(self, node: Node, descriptor: Descriptor, uid: int) -> None:
+    def __init__(self, node: Node, descriptor: Descriptor, uid: int, removals: int) -> None:
         self.node = node
         self.descriptor = descriptor
         """O_PATH descriptor; the one that the node table caches, if it does, which many handles of one
         directory share."""
         self.uid = uid
+        self.removals = removals
+        """Count of the directory's removals when it was opened."""
         self.names: _Names | None = None
 
 
@@ -117,6 +119,10 @@ class Directories:
         self._state = state
         self._nodes = state.nodes
         self._open: dict[int, _OpenDirectory] = {}
+        self._handles: Counter[int] = Counter()
+        """Number of open handles, by node."""
+        self._lock = threading.Lock()
+        """For that count and its entries in ``removals``."""
         # Weak references: a listing of a million names ends with its last handle.
         self._latest: OrderedDict[tuple[int, int], weakref.ref[_OpenDirectory]] = OrderedDict()
         """Handle that listed last, by node and user."""
@@ -146,7 +152,11 @@ class Directories:
 
     def _put(self, handle: int, node_id: int, uid: int) -> _OpenDirectory:
         node = self._nodes.get(node_id)
-        opened = _OpenDirectory(node, self._nodes.directory(node), uid)
+        descriptor = self._nodes.directory(node)
+        with self._lock:
+            self._handles[node_id] += 1
+            removals = self._state.removals.setdefault(node_id, 0)
+        opened = _OpenDirectory(node, descriptor, uid, removals)
         self._state.allowances.descriptors.add(uid)
         self._open[handle] = opened
         return opened
@@ -158,7 +168,7 @@ class Directories:
 
         Offset 0 reads the directory anew. A lookup of each entry with attributes is counted; one that cannot be looked at has none.
         """
-        opened, names = self._names_from(handle, offset)
+        opened, names, offset = self._names_from(handle, offset)
         while offset < len(names):
             end = fitting(names, offset)
             entries = self._state.adopt_listed(opened.node, opened.descriptor, names[offset:end], offset)
@@ -172,7 +182,7 @@ class Directories:
         self, handle: int, offset: int, fitting: Fitting = _everything
     ) -> list[tuple[bytes, int, int, int]]:
         """Return name, number, mode and next offset of entries from ``offset``, without "." and ".."; none at the end."""
-        opened, names = self._names_from(handle, offset)
+        opened, names, offset = self._names_from(handle, offset)
         # Without a look at each name, which is half of the time of a listing otherwise.
         found = names.found
         if found is not None and offset and _times(opened) != found.times:
@@ -217,17 +227,21 @@ class Directories:
             entries.append((name, seen, st.st_mode, at))
         return entries
 
-    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names]:
-        """Return an open directory with its names, read anew for offset 0."""
+    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names, int]:
+        """Return an open directory with its names, read anew for offset 0, and the offset in them."""
         opened = self._directory(handle)
         # Offset 0 is a rewind: rewinddir(3) shows the directory as it is now.
         if offset and opened.names is not None:
-            return opened, opened.names
+            return opened, opened.names, offset
+        if offset:
+            # The handle has read from the kernel's copy, whose pages were needed for something else. As many names as have left the
+            # directory since may be missing before the offset: rather is a name listed twice than left out.
+            offset = max(0, offset - (self._state.removals[opened.node.id] - opened.removals))
         names, found = self._read(opened)
         opened.names = self._listed(opened, names)
         opened.names.found = found
         self.on_listing(handle, opened.names)
-        return opened, opened.names
+        return opened, opened.names, offset
 
     def _listed(self, opened: _OpenDirectory, names: list[bytes]) -> _Names:
         # Before the quota is asked for the new names: those of this handle are given back.
@@ -263,6 +277,11 @@ class Directories:
         opened = self._open.pop(handle, None)
         if opened is not None:
             self._state.allowances.descriptors.remove(opened.uid)
+            node_id = opened.node.id
+            with self._lock:
+                self._handles[node_id] -= 1
+                if not self._handles[node_id]:
+                    del self._handles[node_id], self._state.removals[node_id]
 
     def fsyncdir(self, handle: int, datasync: bool) -> None:
         """Make the directory's names durable."""

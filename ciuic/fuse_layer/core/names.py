@@ -523,6 +523,7 @@ class Names:
                 raise
             self._removed(parent, name, target)
             self._unbound(parent, name, target, keep)
+            self._state.name_left(parent_id)
         self._recent.changed(parent_id)
 
     def _target(self, entry: PathHandle) -> Target:
@@ -597,7 +598,9 @@ class Names:
                     self._nodes.renamed(source.node, parent, name, new_parent, new_name)
                 self._exchanged((parent, name, source), (new_parent, new_name, replaced))
                 return
+            state.name_left(parent_id)
             if replaced is not None:
+                state.name_left(new_parent_id)
                 self._unbound(new_parent, new_name, replaced, keep)
             if source.node is not None:
                 self._nodes.renamed(source.node, parent, name, new_parent, new_name)

@@ -278,6 +278,8 @@ class PassthroughState:
         self.gate: AbstractContextManager[Any] = nullcontext() if gate is None else gate
         self.files: dict[int, OpenFile] = {}
         self.recent = RecentChanges()
+        self.removals: dict[int, int] = {}
+        """Number of names that left each open directory, by node, counted from some moment before it was opened."""
         self.events: NameEvents | None = None
         """Names that the daemon waits for; None for none."""
         self.allowances = Allowances(_owner_of(nodes.root_directory.fd))
@@ -443,6 +445,13 @@ class PassthroughState:
         for node, (at, name, _, shown, nlink) in zip(nodes, found, strict=True):
             listed[at] = name, Attr(node.id, 0, shown, nlink, node.is_written)
         return [(name, attr, at) for at, (name, attr) in listed.items()]
+
+    def name_left(self, directory_id: int) -> None:
+        """Note that a name was removed from a directory, or moved."""
+        # Without a lock: the kernel holds that of the directory. Its last handle may be closed meanwhile.
+        count = self.removals.get(directory_id)
+        if count is not None:
+            self.removals[directory_id] = count + 1
 
     # -- hooks --------------------------------------------------------------------------------------
 
