@@ -25,7 +25,6 @@ for threads.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import itertools
@@ -294,9 +293,13 @@ def entry_of(attr: Attr, *, written: bool = False, recent: bool = False) -> pyfu
 
 
 def _take_back(node: int) -> None:
-    # The kernel may have dropped the inode meanwhile.
-    with contextlib.suppress(FileNotFoundError):
+    """Have the kernel drop the attributes of a node, and the answers to requests that it sent before."""
+    try:
         pyfuse3.invalidate_inode(node, attr_only=True)
+    except OSError as error:
+        # The kernel has forgotten the node meanwhile, or the mount is gone.
+        if error.errno not in (errno.ENOENT, errno.ENOTCONN):
+            log.warning("node_not_invalidated", error=str(error))
 
 
 def _being_written(entry: pyfuse3.EntryAttributes) -> None:
@@ -382,7 +385,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
         self.core.connect(DriverHooks(before_freeing=self._not_on_the_loop, take_back_attributes=_take_back))
 
     def _entry(self, attr: Attr, *, written: bool = False) -> pyfuse3.EntryAttributes:
-        return entry_of(attr, written=written, recent=attr.node in self.core.recent)
+        return entry_of(
+            attr, written=written, recent=stat.S_ISDIR(attr.st.st_mode) and attr.node in self.core.recent
+        )
 
     # -- names and attributes -----------------------------------------------------------------------
 
@@ -505,7 +510,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         handle = await self.dispatch.change(operation)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             # Attributes that the kernel has cached live long; those of a file that is written live shortly
-            # (`entry_of`). The kernel may have dropped the inode meanwhile.
+            # (`entry_of`).
             _take_back(inode)
         if self.core.files.appends(handle):
             # The write cache sends whole pages, also what they had before.

@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,12 @@ def _delay_lookups(control: Path) -> None:
         file.touch()
         return True
 
-    def waits() -> bool:
-        return not (control / "go").exists()
+    def polls() -> Iterator[None]:
+        """Yield until the answer may go; not for ever, where the test has failed."""
+        for _ in range(_MAX_POLLS):
+            if (control / "go").exists():
+                return
+            yield
 
     if "pyfuse3" in sys.argv:
         import trio
@@ -40,9 +45,7 @@ def _delay_lookups(control: Path) -> None:
         async def lookup(self: Any, parent: Any, name: Any, ctx: Any) -> Any:
             answer = await at_once(self, parent, name, ctx)
             if looked(name):
-                for _ in range(_MAX_POLLS):
-                    if not waits():
-                        break
+                for _ in polls():
                     await trio.sleep(_POLL_SECONDS)
             return answer
 
@@ -57,9 +60,7 @@ def _delay_lookups(control: Path) -> None:
         name = bytes(data[:-1])
         answer = kernel_at_once(self, request, data)
         if looked(name):
-            for _ in range(_MAX_POLLS):
-                if not waits():
-                    break
+            for _ in polls():
                 time.sleep(_POLL_SECONDS)
         return answer
 

@@ -25,12 +25,20 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from ciuic.fuse_layer.journal.journal_writer import LISTING_KEPT_FROM
 from ciuic.fuse_layer.state.node_table import Node
-from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState, Quota, is_reserved
+from ciuic.fuse_layer.state.passthrough_state import (
+    Attr,
+    CopyReader,
+    PassthroughState,
+    Quota,
+    WatchedDirectory,
+    is_reserved,
+)
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
 
 _LATEST_KEPT: Final = 256
@@ -44,6 +52,8 @@ UNKNOWN_NUMBER: Final = 0xFFFFFFFF
 """Inode number of an entry that cannot be looked at (libfuse's FUSE_UNKNOWN_INO)."""
 MIN_LOOKED_UP: Final = 8
 """Entries of one directory that a process looks up before its listings carry attributes."""
+_MAX_COPIED_NAMES: Final = 1 << 16
+"""Limit of the names that are remembered of the kernel's copies of listings (some 5 MiB)."""
 BELIEVED_LISTINGS: Final = 64
 """Number of further directories that are listed with attributes. The choice is made anew then, because a
 process that gets attributes looks nothing up any more."""
@@ -52,16 +62,15 @@ MAX_PROCESSES: Final = 256
 
 
 class _OpenDirectory:
-    __slots__ = ("__weakref__", "descriptor", "names", "node", "removals", "uid")
+    __slots__ = ("__weakref__", "descriptor", "names", "node", "uid", "watched")
 
-    def __init__(self, node: Node, descriptor: Descriptor, uid: int, removals: int) -> None:
+    def __init__(self, node: Node, descriptor: Descriptor, uid: int, watched: WatchedDirectory) -> None:
         self.node = node
         self.descriptor = descriptor
         """O_PATH descriptor; the one that the node table caches, if it does, which many handles of one
         directory share."""
         self.uid = uid
-        self.removals = removals
-        """Count of the directory's removals when it was opened."""
+        self.watched = watched
         self.names: _Names | None = None
 
 
@@ -112,6 +121,17 @@ def _times(opened: _OpenDirectory) -> tuple[int, int]:
     return st.st_mtime_ns, st.st_ctime_ns
 
 
+def _offset_without_copy(reader: CopyReader, offset: int, changes: int) -> int:
+    """Return where a handle goes on that was in the middle of a copy, whose listing is not known any more.
+
+    A change since it was opened may have taken a name before its offset away. Rather is a name listed twice than left out.
+    """
+    if reader.changes is not None:
+        return max(0, offset - (changes - reader.changes))
+    # Opened in a predecessor's time, which has left every listing that is read by more than one request and not from a copy.
+    return 0 if offset >= LISTING_KEPT_FROM else offset
+
+
 class Directories:
     """Operations of one root on open directories."""
 
@@ -119,10 +139,10 @@ class Directories:
         self._state = state
         self._nodes = state.nodes
         self._open: dict[int, _OpenDirectory] = {}
-        self._handles: Counter[int] = Counter()
-        """Number of open handles, by node."""
-        self._lock = threading.Lock()
-        """For that count and its entries in ``removals``."""
+        self._watch_lock = threading.Lock()
+        self._copied: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
+        """Listings that the kernel has a copy of, by node, the latest last."""
+        self._copied_names = 0
         # Weak references: a listing of a million names ends with its last handle.
         self._latest: OrderedDict[tuple[int, int], weakref.ref[_OpenDirectory]] = OrderedDict()
         """Handle that listed last, by node and user."""
@@ -131,7 +151,7 @@ class Directories:
 
     def inherit(self, handle: int, node_id: int, names: list[bytes] | None, *, uid: int = 0) -> None:
         """Open a directory that a predecessor had open, under its handle and with the names that its offsets count."""
-        opened = self._put(handle, node_id, uid)
+        opened = self._put(handle, node_id, uid, inherited=True)
         if names is not None:
             opened.names = _Names(names, self._state.allowances.names, uid)
 
@@ -150,13 +170,15 @@ class Directories:
         self._put(handle, node_id, uid)
         return handle
 
-    def _put(self, handle: int, node_id: int, uid: int) -> _OpenDirectory:
+    def _put(self, handle: int, node_id: int, uid: int, *, inherited: bool = False) -> _OpenDirectory:
         node = self._nodes.get(node_id)
         descriptor = self._nodes.directory(node)
-        with self._lock:
-            self._handles[node_id] += 1
-            removals = self._state.removals.setdefault(node_id, 0)
-        opened = _OpenDirectory(node, descriptor, uid, removals)
+        with self._watch_lock:
+            watched = self._state.watched.setdefault(node_id, WatchedDirectory())
+            watched.handles += 1
+            if inherited:
+                watched.readers[handle] = CopyReader(None, None)
+        opened = _OpenDirectory(node, descriptor, uid, watched)
         self._state.allowances.descriptors.add(uid)
         self._open[handle] = opened
         return opened
@@ -233,15 +255,53 @@ class Directories:
         # Offset 0 is a rewind: rewinddir(3) shows the directory as it is now.
         if offset and opened.names is not None:
             return opened, opened.names, offset
-        if offset:
-            # The handle has read from the kernel's copy, whose pages were needed for something else. As many names as have left the
-            # directory since may be missing before the offset: rather is a name listed twice than left out.
-            offset = max(0, offset - (self._state.removals[opened.node.id] - opened.removals))
-        names, found = self._read(opened)
-        opened.names = self._listed(opened, names)
-        opened.names.found = found
+        reader = opened.watched.readers.get(handle)
+        if offset and reader is not None and reader.names is not None:
+            opened.names = self._listed(opened, list(reader.names))
+        else:
+            names, found = self._read(opened)
+            opened.names = self._listed(opened, names)
+            opened.names.found = found
+            if offset and reader is not None:
+                offset = _offset_without_copy(reader, offset, opened.watched.changes)
         self.on_listing(handle, opened.names)
         return opened, opened.names, offset
+
+    # Offsets in the kernel's copy of a listing count in the listing that it was made of. A handle that finds the directory changed at
+    # its first read has the kernel make another copy, in which one that was in the middle would go on at its old offset: beside a
+    # single ``ls`` a program that removed what it read missed 500 of 3,000 names. Copies go where memory is short, too.
+
+    def may_read_copy(self, handle: int) -> bool:
+        """Return whether a handle that is just opened may read the kernel's copy: not where another one may be in an older copy."""
+        opened = self._directory(handle)
+        watched = opened.watched
+        with self._watch_lock:
+            watched.readers.pop(handle, None)
+            if any(reader.changes != watched.changes for reader in watched.readers.values()):
+                return False
+            watched.readers[handle] = CopyReader(watched.changes, self._copied.get(opened.node.id))
+        return True
+
+    def copied(self, handle: int) -> bool:
+        """Note that the kernel has a copy of the listing that a handle has read to its end; return whether it is to drop that.
+
+        It is where the directory has changed since another handle was told that it may read the copy, which was of an older listing.
+        """
+        opened = self._directory(handle)
+        watched = opened.watched
+        with self._watch_lock:
+            if handle not in watched.readers or opened.names is None:
+                return False
+            others = (reader for other, reader in watched.readers.items() if other != handle)
+            if any(reader.changes != watched.changes for reader in others):
+                return True
+            self._copied_names -= len(self._copied.pop(opened.node.id, ()))
+            if len(opened.names) <= _MAX_COPIED_NAMES:
+                self._copied[opened.node.id] = tuple(opened.names)
+                self._copied_names += len(opened.names)
+            while self._copied_names > _MAX_COPIED_NAMES:
+                self._copied_names -= len(self._copied.popitem(last=False)[1])
+        return False
 
     def _listed(self, opened: _OpenDirectory, names: list[bytes]) -> _Names:
         # Before the quota is asked for the new names: those of this handle are given back.
@@ -277,11 +337,11 @@ class Directories:
         opened = self._open.pop(handle, None)
         if opened is not None:
             self._state.allowances.descriptors.remove(opened.uid)
-            node_id = opened.node.id
-            with self._lock:
-                self._handles[node_id] -= 1
-                if not self._handles[node_id]:
-                    del self._handles[node_id], self._state.removals[node_id]
+            with self._watch_lock:
+                opened.watched.readers.pop(handle, None)
+                opened.watched.handles -= 1
+                if not opened.watched.handles:
+                    self._state.watched.pop(opened.node.id, None)
 
     def fsyncdir(self, handle: int, datasync: bool) -> None:
         """Make the directory's names durable."""
@@ -296,37 +356,6 @@ class Directories:
         if opened is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         return opened
-
-
-class ListingCopies:
-    """Handles that read the kernel's own copies of listings, one for each directory. Thread-safe.
-
-    Offsets count in the listing that a copy was made of. Where another reader finds the directory changed the kernel makes a new copy,
-    and the first one would go on at its old offset in that: beside a single ``ls`` a program that removed what it read
-    missed 500 names. A handle that does not read the copy has a listing of its own here.
-    """
-
-    def __init__(self, inherited: Iterable[tuple[int, int]] = ()) -> None:
-        """Go on with these handles and nodes of a predecessor, any of which may read a copy."""
-        self._lock = threading.Lock()
-        self._readers: dict[int, set[int]] = {}
-        for handle, node_id in inherited:
-            self._readers.setdefault(node_id, set()).add(handle)
-
-    def opens(self, handle: int, node_id: int) -> bool:
-        """Return whether a handle may read the copy of a directory's listing, until it `closes`."""
-        with self._lock:
-            readers = self._readers.setdefault(node_id, {handle})
-            return handle in readers
-
-    def closes(self, handle: int, node_id: int) -> None:
-        """Forget a handle."""
-        with self._lock:
-            readers = self._readers.get(node_id)
-            if readers is not None:
-                readers.discard(handle)
-                if not readers:
-                    del self._readers[node_id]
 
 
 class _Habit:

@@ -283,7 +283,7 @@ class Files:
                 self._nodes.close_handle(file.node, handle)
                 if file.maps:
                     # A shared mapping changes times and blocks without a request.
-                    self._state.recent.changed(file.node.id)
+                    self._state.recent.changed(file.node)
                 if file.node.handles is None:
                     self._state.hidden.let_orphan_go(file.node.ino)
 
@@ -458,7 +458,7 @@ class Files:
                 self._before_fallocate(node, file.fd, mode, offset, length)
                 state.with_space_of(node, lambda: syscalls.fallocate(file.fd, mode, offset, length))
                 self._drop_privileges(node, file.fd, keeps_privileges, is_outside)
-        state.recent.changed(node.id)
+        state.recent.changed(node)
 
     def copy_file_range(
         self, source: int, source_offset: int, target: int, target_offset: int, length: int
@@ -681,7 +681,7 @@ class Attributes:
             # generic/375).
             if drops_group_bit:
                 os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & ~stat.S_ISGID)
-        self._state.recent.changed(node_id)
+        self._state.recent.changed(node)
 
     def removexattr(self, node_id: int, name: bytes) -> None:
         """Remove an extended attribute."""
@@ -691,7 +691,7 @@ class Attributes:
             path, _keep = self._pinned(node)
             self._state.mark_attributes(node)
             os.removexattr(path, name)
-        self._state.recent.changed(node_id)
+        self._state.recent.changed(node)
 
 
 def _take_privileges(path: bytes | int, uid: int) -> None:

@@ -223,7 +223,6 @@ class Names:
     def __init__(self, state: PassthroughState) -> None:
         self._state = state
         self._nodes = state.nodes
-        self._recent = state.recent
         self.before_freeing: Callable[[], None] = lambda: None
         """Called before a removal that frees much space, which takes the file system up to seconds; a driver lets other
         requests go on."""
@@ -364,15 +363,14 @@ class Names:
                     make(entry, masked)
 
             self._state.with_space(change)
-            attr = self._adopt_made(parent, name, entry.stat)[1]
-        self._recent.changed(parent_id)
-        return attr
+            return self._adopt_made(parent, name, entry.stat)[1]
 
     def _adopt_made(self, parent: Node, name: bytes, read: Callable[[], os.stat_result]) -> tuple[Node, Attr]:
         """Return the node of an inode that was just made under a name; one lookup is counted."""
         node, attr = self._state.adopt(parent, name, read, count=1)
-        self._recent.made(node.id)
+        self._state.recent.made(node)
         self._made(parent, name, node)
+        self._state.names_changed(parent)
         return node, attr
 
     def _masked(self, parent: Node, entry: PathHandle, mode: int, caller: Credentials) -> int:
@@ -421,9 +419,7 @@ class Names:
                 file.node, attr = self._adopt_made(parent, name, read)
             else:
                 file.node, attr = self._state.adopt(parent, name, read, count=1)
-            handle = self._state.add_file(file)
-        self._recent.changed(parent_id)
-        return attr, handle
+            return attr, self._state.add_file(file)
 
     def _created(self, entry: PathHandle, flags: int, mode: int, caller: Credentials) -> int:
         create = partial(os.open, entry.name or b"", flags, mode, dir_fd=entry.dir_fd)
@@ -476,8 +472,8 @@ class Names:
                 # After the name is in the journal: until then a successor finds the file by the hidden link
                 # alone.
                 state.hidden.let_orphan_go(node.ino)
-        self._recent.changed(new_parent_id)
-        return attr
+            state.names_changed(parent)
+            return attr
 
     def _source_of_link(self, node: Node) -> tuple[Descriptor, bool]:
         """Return a descriptor of the inode that gets one more name, and whether it has none, because O_TMPFILE made it.
@@ -523,8 +519,7 @@ class Names:
                 raise
             self._removed(parent, name, target)
             self._unbound(parent, name, target, keep)
-            self._state.name_left(parent_id)
-        self._recent.changed(parent_id)
+            self._state.names_changed(parent)
 
     def _target(self, entry: PathHandle) -> Target:
         # Before keep_name, which may add a hidden link.
@@ -587,9 +582,11 @@ class Names:
             except OSError:
                 _note_unchanged(self._nodes.journal, parent, name, to=(new_parent, new_name))
                 raise
-            for node in {parent, new_parent, source.node, replaced.node if replaced and exchange else None}:
-                if node is not None:
-                    self._recent.changed(node.id)
+            for directory in {parent, new_parent}:
+                state.names_changed(directory)
+            for moved in (source, replaced if exchange else None):
+                if moved is not None and moved.node is not None:
+                    state.recent.changed(moved.node)
             if exchange and replaced is not None:
                 # The first one last: its record settles the change, so a successor that has this record has both.
                 if replaced.node is not None:
@@ -598,9 +595,7 @@ class Names:
                     self._nodes.renamed(source.node, parent, name, new_parent, new_name)
                 self._exchanged((parent, name, source), (new_parent, new_name, replaced))
                 return
-            state.name_left(parent_id)
             if replaced is not None:
-                state.name_left(new_parent_id)
                 self._unbound(new_parent, new_name, replaced, keep)
             if source.node is not None:
                 self._nodes.renamed(source.node, parent, name, new_parent, new_name)

@@ -142,6 +142,8 @@ class TruncateSwaps:
                 os.dup2(new_fd, fd, inheritable=False)
             self._state.nodes.replaced(node, new)
             self._unsynced.add(node.id)
+            # The rename has moved its times, which a truncation does not do.
+            self._state.recent.changed(parent)
         finally:
             os.close(new_fd)
         return True

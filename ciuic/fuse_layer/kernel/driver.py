@@ -7,7 +7,7 @@ on with it; an open that comes again opens nothing twice; one whose caller was k
 
 Every change passes through the worker, so names and attributes that the kernel caches stay true until it changes
 them itself: they live for a day, but for those that change without a request (a file that is open for writing, a
-set-id bit that a write takes away) and those of nodes that changed lately (recent_changes.py).
+set-id bit that a write takes away) and those of directories that changed lately (recent_changes.py).
 
 ``OpenModes`` decides how data reach the backing file; threads and replies are the session's (session.py).
 """
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.core.directories import UNKNOWN_NUMBER, Fitting, ListingCopies, ListingHabits
+from ciuic.fuse_layer.core.directories import UNKNOWN_NUMBER, Fitting, ListingHabits
 from ciuic.fuse_layer.core.files import SetAttr
 from ciuic.fuse_layer.core.passthrough_core import DriverHooks, PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
@@ -92,11 +92,11 @@ class _ReplyEncoder:
         """Return the life of the attributes (seconds, nanoseconds), and struct fuse_attr."""
         st = attr.st
         seconds, nanoseconds, blocks = FOREVER_SECONDS, 0, st.st_blocks
-        if attr.node in self._recent:
+        if stat.S_ISDIR(st.st_mode) and attr.node in self._recent:
             seconds, nanoseconds = 0, LIFE_NS
         if stat.S_ISREG(st.st_mode):
             if attr.written or written:
-                seconds, nanoseconds = 0, nanoseconds or _WRITTEN_NS
+                seconds, nanoseconds = 0, _WRITTEN_NS
                 if self._writeback:
                     # Its data may not have been written back yet.
                     blocks = max(blocks, _MIN_BLOCKS)
@@ -173,9 +173,6 @@ class KernelDriver:
         self._writeback = negotiated.writeback
         self._encoder = _ReplyEncoder(core.recent, writeback=negotiated.writeback)
         self._habits = ListingHabits()
-        self._copies = ListingCopies(
-            (opened.handle, opened.node) for opened in self.handle_journal.directories.values()
-        )
         self.snapshots_directory = SnapshotsDirectory()
         self.session = KernelSession(
             fuse_fd,
@@ -653,27 +650,33 @@ class KernelDriver:
         wants_attributes = self._habits.opens(request.pid, request.node)
         if request.resent and (before := self.handle_journal.directory_of(unique)) is not None:
             if self.core.directories.has(before.handle):
-                return self._opened_directory(request.node, before.handle, wants_attributes)
+                return self._opened_directory(before.handle, wants_attributes)
             # The handle is lost, as in ``_opened_before``.
-            self._closed_directory(request.node, before.handle)
+            self.handle_journal.directory_closed(before.handle)
         handle = self.core.directories.opendir(request.node, uid=request.uid)
         self.handle_journal.directory_opened(OpenedDirectory(handle, request.node, unique, request.uid))
-        return self._opened_directory(request.node, handle, wants_attributes)
+        return self._opened_directory(handle, wants_attributes)
 
-    def _opened_directory(self, node: int, handle: int, wants_attributes: bool) -> bytes:
+    def _opened_directory(self, handle: int, wants_attributes: bool) -> bytes:
         # What the kernel has kept of a listing is without attributes. It stays for others, who may be in the middle of it.
-        own = wants_attributes or not self._copies.opens(handle, node)
+        own = wants_attributes or not self.core.directories.may_read_copy(handle)
         return p.OPEN_OUT.pack(handle, p.FOPEN_KEEP_CACHE if own else _CACHED_LISTING, 0)
 
     def _unopened_directory(self, request: FuseRequest, reply: Reply) -> None:
         assert isinstance(reply, bytes)
         handle, _, _ = p.OPEN_OUT.unpack(reply)
-        self._closed_directory(request.node, handle)
+        self._close_directory(handle)
+
+    def _close_directory(self, handle: int) -> None:
+        self.handle_journal.directory_closed(handle)
         self.core.directories.releasedir(handle)
 
-    def _closed_directory(self, node: int, handle: int) -> None:
-        self._copies.closes(handle, node)
-        self.handle_journal.directory_closed(handle)
+    def _listed(self, request: FuseRequest, handle: int, pieces: list[bytes]) -> bytes:
+        """Return the reply of these pieces; none of them ends the listing."""
+        if not pieces and self.core.directories.copied(handle):
+            # Unlike pages of a file, those of a directory's copy never wait for a request.
+            self.session.invalidate_content(request.node, 0, 0)
+        return b"".join(pieces)
 
     # Offsets 1 and 2 stand for "." and "..", which the core does not list: its own offsets begin behind them.
 
@@ -685,7 +688,7 @@ class KernelDriver:
             handle, max(offset - 2, 0), _fitting(p.DIRENT.size, room)
         ):
             pieces.append(p.pack_dirent(number, mode, at + 2, name))
-        return b"".join(pieces)
+        return self._listed(request, handle, pieces)
 
     def _readdirplus(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, offset, size, *_ = p.READ_IN.unpack_from(data)
@@ -706,7 +709,7 @@ class KernelDriver:
         else:
             for name, number, mode, at in self.core.directories.list_names(handle, first, fitting):
                 pieces += _NO_ENTRY, p.pack_dirent(number, mode, at + 2, name)
-        return b"".join(pieces)
+        return self._listed(request, handle, pieces)
 
     def _dots(self, node: int, offset: int) -> Iterator[tuple[int, int, int, bytes]]:
         for at, name in enumerate((b".", b"..")[offset:], offset + 1):
@@ -714,8 +717,7 @@ class KernelDriver:
 
     def _releasedir(self, request: FuseRequest, data: memoryview) -> Reply:
         (handle, *_) = p.RELEASE_IN.unpack_from(data)
-        self._closed_directory(request.node, handle)
-        self.core.directories.releasedir(handle)
+        self._close_directory(handle)
         return b""
 
     def _fsyncdir(self, request: FuseRequest, data: memoryview) -> Reply:

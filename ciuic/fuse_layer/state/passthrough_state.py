@@ -251,6 +251,29 @@ class OpenFile:
             os.close(self.fd)
 
 
+class CopyReader(NamedTuple):
+    """A handle that may read the kernel's copy of a listing."""
+
+    changes: int | None
+    """`WatchedDirectory.changes` when it was opened; None where that was in a predecessor's time."""
+    names: Sequence[bytes] | None
+    """The listing that the copy was of then; None where it is not known."""
+
+
+class WatchedDirectory:
+    """An open directory. Fields other than ``changes`` change under the lock of `Directories`."""
+
+    __slots__ = ("changes", "handles", "readers")
+
+    def __init__(self) -> None:
+        self.changes = 0
+        """Number of changes of names since before the first handle was opened."""
+        self.handles = 0
+        """Number of open handles."""
+        self.readers: dict[int, CopyReader] = {}
+        """Handles that may read the kernel's copy of the listing."""
+
+
 class PassthroughState:
     """State shared by the operation groups, and the hooks of a state that tracks changes; the module's docstring has their order."""
 
@@ -278,8 +301,8 @@ class PassthroughState:
         self.gate: AbstractContextManager[Any] = nullcontext() if gate is None else gate
         self.files: dict[int, OpenFile] = {}
         self.recent = RecentChanges()
-        self.removals: dict[int, int] = {}
-        """Number of names that left each open directory, by node, counted from some moment before it was opened."""
+        self.watched: dict[int, WatchedDirectory] = {}
+        """Directories that are open, by node."""
         self.events: NameEvents | None = None
         """Names that the daemon waits for; None for none."""
         self.allowances = Allowances(_owner_of(nodes.root_directory.fd))
@@ -446,12 +469,13 @@ class PassthroughState:
             listed[at] = name, Attr(node.id, 0, shown, nlink, node.is_written)
         return [(name, attr, at) for at, (name, attr) in listed.items()]
 
-    def name_left(self, directory_id: int) -> None:
-        """Note that a name was removed from a directory, or moved."""
-        # Without a lock: the kernel holds that of the directory. Its last handle may be closed meanwhile.
-        count = self.removals.get(directory_id)
-        if count is not None:
-            self.removals[directory_id] = count + 1
+    def names_changed(self, directory: Node) -> None:
+        """Note that a name of a directory changed, before the request is answered."""
+        # Without a lock: the kernel holds that of the directory.
+        watched = self.watched.get(directory.id)
+        if watched is not None:
+            watched.changes += 1
+        self.recent.changed(directory)
 
     # -- hooks --------------------------------------------------------------------------------------
 

@@ -1,16 +1,15 @@
-"""Nodes that were changed lately by requests whose answers carry no attributes of theirs: a directory whose names change, say.
+"""Changes of nodes by requests whose answers carry no attributes of theirs: of a directory whose names change, say.
 
 The kernel drops its attributes of such a node when the request is answered. An answer to an older request (a lookup of the
 directory, with its times from before) may reach the kernel's copy after that, because the thread that waits for it runs
 late; the kernel would believe it for as long as the answer says. It drops an answer only where the node's ``attr_version``
 has risen since the request (fs/fuse/inode.c, fuse_change_attributes), which a notification does and these changes do not.
 
-So the first change of a node after a quiet time takes back all answers from before it, and attributes of the nodes here are to be told
-with a short life. A notification for every change would have the kernel ask for mode and owner before each
-further one.
+So such a change takes back all answers from before it. A directory, which the kernel asks for mode and owner anew before each
+further name then, is spared that: the first change after a quiet time takes answers back, and for some time its attributes are to be
+told with a short life.
 
-Guarantee: an answer with a long life is about a node that no request had changed for ``QUIET_SECONDS``, and the next change
-takes it back.
+Guarantee: an answer with a long life is taken back by the next change.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from ciuic.fuse_layer.state.node_table import Node
+
 QUIET_SECONDS: Final = 1.0
 LIFE_NS: Final = 10_000_000
-"""Life of the attributes of a node that was changed lately."""
+"""Life of the attributes of a directory that was changed lately."""
 
 
 class _Generations(NamedTuple):
@@ -32,11 +33,11 @@ class _Generations(NamedTuple):
 
 
 class RecentChanges:
-    """Recent changes of one root, kept for one to two times ``QUIET_SECONDS``. Thread-safe."""
+    """Directories of one root that were changed in the last one to two times ``QUIET_SECONDS``. Thread-safe."""
 
     def __init__(self) -> None:
-        # Replaced as a whole, without a lock. Where two threads do so at a time nodes may be missed, whose next change then
-        # takes answers back once more. A change is noted where it is in ``now``, attributes live long where it is in
+        # Replaced as a whole, without a lock. Where two threads do so at a time directories may be missed, whose next change
+        # then takes answers back once more. A change is noted where it is in ``now``, attributes live long where it is in
         # neither: a second passes between the two, whichever thread looks first.
         self._kept = _Generations(time.monotonic(), set(), set())
         self.take_back: Callable[[int], None] = lambda node_id: None
@@ -49,17 +50,20 @@ class RecentChanges:
             self._kept = kept = _Generations(now, set(), kept.now if age <= 2 * QUIET_SECONDS else set())
         return kept
 
-    def changed(self, node_id: int) -> None:
+    def changed(self, node: Node) -> None:
         """Note a change that was carried out, before the request is answered."""
-        noted = self._generations().now
-        if node_id not in noted:
+        if node.is_dir:
+            noted = self._generations().now
+            if node.id in noted:
+                return
             # In this order: attributes that are told meanwhile are of the time after the change, and live shortly.
-            noted.add(node_id)
-            self.take_back(node_id)
+            noted.add(node.id)
+        self.take_back(node.id)
 
-    def made(self, node_id: int) -> None:
+    def made(self, node: Node) -> None:
         """Note a new node, about which nothing was told yet."""
-        self._generations().now.add(node_id)
+        if node.is_dir:
+            self._generations().now.add(node.id)
 
     def __contains__(self, node_id: int) -> bool:
         kept = self._generations()

@@ -70,8 +70,12 @@ def test_a_replaced_inode_has_one_node_throughout(
         monkeypatch.setattr(os, "rename", _then(os.rename, ask))
     else:
         monkeypatch.setattr(TruncateSwaps, "_redirect", _then(TruncateSwaps._redirect, ask))
+    taken_back: list[int] = []
+    monkeypatch.setattr(core.recent, "take_back", taken_back.append)
     core.attributes.setattr(node, SetAttr(size=LEFT), handle)
     assert asked
+    # The rename has moved the directory's times.
+    assert ROOT_ID in taken_back
     assert (tmp_path / "root" / "file").stat().st_ino != was
     _ask(core, node, handle)
     core.files.release(handle)
@@ -99,7 +103,7 @@ def test_a_refused_replacement_leaves_the_inode_its_node(
 def test_a_name_looked_at_before_its_inode_is_replaced_keeps_its_node(
     core: OverlayCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a lookup found is looked at again where it was the inode that the node had before."""
+    """A lookup that found the inode which the node had before looks at the name again."""
     node = core.names.lookup(ROOT_ID, b"file").node
     replaced = []
 
