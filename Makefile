@@ -1,7 +1,7 @@
 # make rescue   the whole story on directories of its own: protect, train, kill, ruin, last good, drill, restore, resume, compare (ARGS="1 2 3 4": seeds)
 # make rescue-remote   the same with a machine that is lost: another one goes on, from an object store (ARGS=ssh: over ssh)
 # make rescue-fleet   two hosts train one sharded model under torchrun: one is lost, the other goes on, a spare takes the place
-# make test     everything that CI runs
+# make test     what gates a change, in a quarter of an hour; make test-full: everything (CONTRIBUTING.md)
 #
 # All do their own set-up (see .ci/setup) and need root and /dev/fuse.
 
@@ -12,24 +12,13 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV  := .venv
 PY    := $(VENV)/bin/python
 LOCKED := $(PY) -m pip install -qq --require-hashes --no-deps
-# A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the process, with all stacks. At a load of 9 the
-# longest took 300 seconds.
-PYTEST := .ci/with-test-disk $(PY) -m pytest --timeout=600 --timeout-method=thread
-
 # Each in a process with directories of its own; a file's tests stay together. JOBS=0: in one process, to look into a test.
 # Three on two processors: tests wait for disks, timers and one another's daemons a third of the time.
 JOBS ?= 3
-# The order is that of tests/costs.txt, expensive files first (ARGS=--record-costs renews it); by the number of its tests, a file with
-# one long test would be the last.
-PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Which part of the suite (tests/support/suite.py): test, full, slice-1 to slice-3, or several of them.
+TIER ?= test
 
-# What is run on the other driver as well; all that mounts would take twice the time.
-BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/test_daemon_mounts.py
-# And on the kernel driver as on a kernel without passthrough (before 6.9), where everything is cached.
-CACHED := tests/conformance tests/property/test_mount_exact.py \
-	tests/e2e/test_job_survives_dead_workers.py::test_a_job_does_not_notice_that_its_worker_is_killed
-
-.PHONY: help rescue rescue-remote rescue-fleet test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote bench-fleet setup setup-test preflight clean
+.PHONY: help rescue rescue-remote rescue-fleet test test-full check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote bench-fleet setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
@@ -66,17 +55,20 @@ rescue-fleet: preflight-rescue-fleet
 test: preflight-test
 	@.ci/setup test
 	@$(MAKE) --no-print-directory check
-	$(PYTEST) $(PARALLEL) --durations=20 $(ARGS)
-	CIUIC_TEST_DRIVER=pyfuse3 $(PYTEST) $(PARALLEL) $(BOTH_DRIVERS)
-	CIUIC_TEST_DRIVER=kernel-cached $(PYTEST) $(PARALLEL) $(CACHED)
+	JOBS=$(JOBS) PYTHONPATH=tests .ci/with-test-disk $(PY) -m support.suite $(TIER) $(ARGS)
 
+test-full:
+	@$(MAKE) --no-print-directory test TIER=full
+
+# The advisory service is asked meanwhile: it may take its time to say nothing.
 check:
 	@.ci/setup test
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports
-	@$(PY) .ci/audit.py
+	@$(PY) .ci/audit.py & audit=$$!; set -ex; \
+	$(VENV)/bin/ruff format --check .; \
+	$(VENV)/bin/ruff check .; \
+	$(VENV)/bin/mypy; \
+	$(VENV)/bin/lint-imports; \
+	wait $$audit
 
 lock:
 	@.ci/setup test

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from support import impatient_daemon, leftovers
 from support.overlay import DRIVER
 from support.warm_python import WarmPython
@@ -315,3 +316,31 @@ class Live:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+@pytest.fixture
+def live(short_tmp: Path) -> Iterator[Live]:
+    """Provide a configured ciuic with no roots yet and no daemon running."""
+    try:
+        installed()
+    except FileNotFoundError as exc:
+        pytest.fail(str(exc), pytrace=False)
+    with Live(short_tmp) as one:
+        yield one
+
+
+@pytest.fixture
+def root(short_tmp: Path) -> Path:
+    """Provide an existing empty directory to protect."""
+    path = short_tmp / "root"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def protected(live: Live, root: Path) -> Live:
+    """Provide a running daemon with ``root`` protected, which has taken its first snapshot by itself."""
+    live.run("protect", str(root))
+    live.start(root)
+    wait_for("the first snapshot", live.list, 60)
+    return live

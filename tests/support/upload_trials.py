@@ -1,7 +1,7 @@
 """Trials of `ciuic remote upload`: killed at random moments, behind a network that fails, and the host lost at the end.
 
 Each returns what it counted and every promise that was broken; small doses run in the suite
-(tests/e2e/test_upload_trials.py), long ones in `make torture ARGS=remote`.
+(tests/smoke/test_upload_trials.py), long ones in `make torture ARGS=remote`.
 
 The host uploads with the installed command, and is brought back from its remote alone.
 """

@@ -55,6 +55,7 @@ def load(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(FileSystemWriter, dcp.FileSystemWriter), (FileSystemReader, dcp.FileSystemReader)]
 )
@@ -121,6 +122,7 @@ def test_a_checkpoint_is_overwritten_by_one_step(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".metadata", "ciuic", "config.json"]
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
     """A second save with overwrite=False fails with torch's error, and the checkpoint stays as it was."""
     save(tmp_path / "run", 1)
@@ -131,6 +133,7 @@ def test_a_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert load(tmp_path / "new")["step"] == 2
 
 
+@pytest.mark.full
 def test_a_directory_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     """A directory without a checkpoint, or with one of torch's own, is an error that names the file and the way out."""
     with pytest.raises(FileNotFoundError, match=r"\.metadata"):
@@ -143,6 +146,7 @@ def test_a_directory_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.full
 def test_a_directory_may_be_moved(tmp_path: Path) -> None:
     """A checkpoint's directory can be moved and copied, with its own repository or beside a shared one."""
     save(tmp_path / "a/own", 1)
@@ -154,6 +158,7 @@ def test_a_directory_may_be_moved(tmp_path: Path) -> None:
     assert load(tmp_path / "b/shared")["step"] == 2
 
 
+@pytest.mark.full
 def test_one_repository_for_many_checkpoints(tmp_path: Path) -> None:
     """Checkpoints in one repository store equal tensors once; one that was removed by the limit says so."""
     writer = FileSystemWriter(tmp_path / "unused", repository=tmp_path / "repository", max_snapshots=2)
@@ -184,6 +189,7 @@ def test_one_repository_for_many_checkpoints(tmp_path: Path) -> None:
         FileSystemReader(tmp_path / "step-0").read_metadata()
 
 
+@pytest.mark.full
 def test_extensions_that_rewrite_content_are_refused(tmp_path: Path) -> None:
     """ZStandard compresses; an extension that would rewrite what is stored is refused and never left out."""
     save(tmp_path / "plain", 1)
@@ -202,6 +208,7 @@ def test_extensions_that_rewrite_content_are_refused(tmp_path: Path) -> None:
         FileSystemWriter(tmp_path, _extensions=[Encrypt()])
 
 
+@pytest.mark.full
 def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
     """A writer out of a pickle, as async_save with processes makes it, saves where the original would."""
     writer = save(tmp_path / "run", 1)
@@ -211,6 +218,7 @@ def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert load(tmp_path / "run")["step"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("checkpoint_id", "valid"), [("s3://bucket/a", False), ("/proc/1/nothing/a", True), (Path("x"), True)]
 )
@@ -242,6 +250,7 @@ def load_ranked(directory: str) -> int:
     return int(found["step"])
 
 
+@pytest.mark.full
 def test_ranks_may_save_without_each_other(tmp_path: Path) -> None:
     """With use_collectives=False each rank saves and loads a checkpoint of its own in one directory."""
     Ranks(tmp_path / "ranks", 2, save_and_load_alone, str(tmp_path / "run")).check()

@@ -85,6 +85,7 @@ def test_a_spike_stands_out(place: Place) -> None:
     assert [line.split()[2] for line in table[1:]] == [ids[5], ids[4], ids[3]]
 
 
+@pytest.mark.full
 def test_a_directory_of_files_is_one_checkpoint(place: Place) -> None:
     """Of several files and formats, with names that two of them have; files without tensors are passed over."""
     save_file({"w": np.ones(4, "f4"), "b": np.ones(2, "f4")}, place.root / "m-1.safetensors")
@@ -99,6 +100,7 @@ def test_a_directory_of_files_is_one_checkpoint(place: Place) -> None:
     }
 
 
+@pytest.mark.full
 def test_what_cannot_be_read_in_place_is_told(place: Place) -> None:
     """Compressed archives, other files, a torn version, a pattern that matches nothing, a path that is not there."""
     np.savez_compressed(place.root / "c.npz", w=np.ones(9))
@@ -137,6 +139,7 @@ def _pickle_in_zip(path: Path, pickle: bytes, order: bytes = b"little") -> None:
         archive.writestr("a/data/0", bytes(1 << 16))
 
 
+@pytest.mark.full
 def test_small_files_that_would_take_all_memory_or_time_are_refused(place: Place) -> None:
     """Tuples that hold one another twice, long paths to many items, members that inflate, a storage that thousands of tensors share."""
     twice = b"\x80\x02K\x01\x85q\x00" + b"".join(
@@ -166,6 +169,7 @@ def test_small_files_that_would_take_all_memory_or_time_are_refused(place: Place
         assert "memory" not in done.stderr, (name, done.stderr)
 
 
+@pytest.mark.full
 def test_files_of_snapshots_are_compared(place: Place) -> None:
     """`diff --tensors -p FILE` tells what changed in a file that another program wrote."""
     ids = []

@@ -88,6 +88,7 @@ def test_the_hosts_are_seen_from_elsewhere(fleet: Fleet) -> None:
     assert all(line.endswith(" ok") for line in lines[1:3])
 
 
+@pytest.mark.full
 def test_a_host_that_needs_a_person_comes_first_and_can_hurt_nobody(fleet: Fleet) -> None:
     """Silent, late, in error, with a failed drill; hostile text stays on its line; a forged status of another host is told as that."""
     hosts = fleet.json("status")["hosts"]
@@ -123,6 +124,7 @@ def test_a_host_that_needs_a_person_comes_first_and_can_hurt_nobody(fleet: Fleet
     assert len(re.findall(r"^ciuic_fleet_told_timestamp_seconds{", written, re.MULTILINE)) == 3
 
 
+@pytest.mark.full
 def test_silence_counts_from_what_was_promised(fleet: Fleet) -> None:
     """A single upload promises no next status; --silent-after judges it all the same."""
     assert fleet.json("status", "--silent-after", "1h")
@@ -135,6 +137,7 @@ def test_silence_counts_from_what_was_promised(fleet: Fleet) -> None:
     assert document["missing"] == []
 
 
+@pytest.mark.full
 def test_an_expected_host_without_a_status_needs_a_person(fleet: Fleet) -> None:
     """What is deleted is missed where it is expected; a remote that is away has an exit code of its own."""
     (name,) = {one["host"] for one in fleet.json("status", "--expect", os.uname().nodename)["hosts"]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from support import upload_trials
 from support.object_servers import SeaweedFS, seaweedfs
 
@@ -23,6 +24,7 @@ def test_nothing_is_lost_or_committed_twice_behind_faults(seaweedfs: SeaweedFS, 
     assert found.counted > 10
 
 
+@pytest.mark.full
 def test_a_lost_host_comes_back_from_a_remote_in_clear(seaweedfs: SeaweedFS, short_tmp: Path) -> None:
     """Every snapshot of an uploader that was killed again and again is restored exactly, when its host is gone."""
     found = upload_trials.killed_and_lost(seaweedfs, short_tmp, random.Random(2), sealed=False, snapshots=1)

@@ -133,6 +133,7 @@ def test_a_trainer_may_request_only_roots_that_it_can_write(
     assert tried(User(54399, 54399, (TRAINER.gid,))) == str((str(root),))
 
 
+@pytest.mark.full
 def test_an_impossible_request_fails_at_once(protected: Live, root: Path) -> None:
     """An unprotected directory, an invalid request or a missing daemon gives an error at once.
 
@@ -181,6 +182,7 @@ _HOLD = (
 )
 
 
+@pytest.mark.full
 def test_a_user_may_have_snapshots_of_a_job_with_the_tags_of_the_job_alone(
     protected: Live, root: Path
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_stopped_daemon_leaves_no_mount_socket_or_process(site: Site) -> None:
     assert (root / "f").read_text() == "kept"
 
 
+@pytest.mark.full
 def test_systemd_is_notified_of_mounted_roots_and_of_the_end(site: Site) -> None:
     """The daemon sends READY once the overlay is mounted, and STOPPING before it unmounts.
 
@@ -79,6 +80,7 @@ def test_systemd_is_notified_of_mounted_roots_and_of_the_end(site: Site) -> None
         assert rest[-1].startswith(b"FDSTOREREMOVE=1")
 
 
+@pytest.mark.full
 def test_writes_before_the_request_are_in_the_snapshot(site: Site) -> None:
     """Writes that the kernel still caches, in a file that stays open, are flushed before the cut."""
     root = site.root("a")
@@ -189,6 +191,7 @@ def test_a_killed_daemon_is_followed_without_the_job_noticing(site: Site) -> Non
     site.stop()
 
 
+@pytest.mark.full
 def test_dead_mounts_of_a_killed_predecessor_are_taken_away(site: Site) -> None:
     """Daemon, worker and keeper killed together leave a dead mount, over which the next daemon starts."""
     root = site.root("a")
@@ -229,6 +232,7 @@ def test_a_promised_snapshot_survives_the_daemon(site: Site) -> None:
     assert entry.size_bytes == 64 << 20
 
 
+@pytest.mark.full
 def test_a_second_daemon_is_refused_and_harms_nothing(site: Site) -> None:
     """A second daemon names the running one and exits with the code for busy; the first serves on."""
     root = site.root("a")
@@ -239,6 +243,7 @@ def test_a_second_daemon_is_refused_and_harms_nothing(site: Site) -> None:
     site.stop()
 
 
+@pytest.mark.full
 def test_a_job_with_an_open_file_is_not_hurt_by_a_stop(site: Site) -> None:
     """An open file works on after a stop, and the next daemon goes on with its worker and misses nothing."""
     root = site.root("a")
@@ -262,6 +267,7 @@ def test_a_job_with_an_open_file_is_not_hurt_by_a_stop(site: Site) -> None:
     site.stop()
 
 
+@pytest.mark.full
 def test_roots_come_and_go_while_the_daemon_runs(site: Site) -> None:
     """A root added to the configuration is mounted on request and removed again, both twice without harm."""
     first = site.root("a")
@@ -281,6 +287,7 @@ def test_roots_come_and_go_while_the_daemon_runs(site: Site) -> None:
     site.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ends", [True, False], ids=["closed", "daemon stopped first"])
 def test_the_state_of_a_root_goes_with_the_last_open_file(site: Site, ends: bool) -> None:
     """A file that a job has open is served until its close after unprotect, also without the daemon.
@@ -305,6 +312,7 @@ def test_the_state_of_a_root_goes_with_the_last_open_file(site: Site, ends: bool
     assert (second / "log").read_bytes() == b"goes on"
 
 
+@pytest.mark.full
 def test_a_changed_configuration_is_taken_up(site: Site) -> None:
     """SIGHUP and reload mount added roots and unmount removed ones; an invalid file changes nothing."""
     first = site.root("a")
@@ -332,6 +340,7 @@ def test_a_changed_configuration_is_taken_up(site: Site) -> None:
     site.stop()
 
 
+@pytest.mark.full
 def test_a_root_that_is_missing_does_not_stop_the_others(site: Site) -> None:
     """The daemon serves the roots that exist, reports a missing one, and serves it when it appears."""
     first, second = site.root("a"), site.root("b")
@@ -351,6 +360,7 @@ def alerts(site: Site) -> list[Alert]:
         return [alert for alert in client.status().alerts if not alert.key.startswith("bypass-mounts:")]
 
 
+@pytest.mark.full
 def test_the_first_start_takes_a_snapshot_and_a_restart_does_not(site: Site) -> None:
     """A downtime longer than the interval is made up for by a snapshot at once, a shorter one is not."""
     site.root("a")

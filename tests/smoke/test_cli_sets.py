@@ -89,6 +89,7 @@ def test_a_set_is_restored_as_one(two: Two, tmp_path: Path) -> None:
     os.rename(two.top / "away", two.top / "nas")
 
 
+@pytest.mark.full
 def test_a_member_that_was_forgotten_is_missing_everywhere(two: Two, tmp_path: Path) -> None:
     """Without one member a set is incomplete for hosts and elsewhere; forget --remote of a set gives up all of it."""
     ids = {(set_id, member): two.commit(set_id, member) for set_id in (FIRST, SECOND) for member in MEMBERS}

@@ -131,6 +131,7 @@ def test_everything_is_as_it_was(place: Place) -> None:
     assert not place.is_mounted
 
 
+@pytest.mark.full
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_new_snapshots_appear_as_they_were(place: Place, steps: list) -> None:
@@ -151,6 +152,7 @@ def test_new_snapshots_appear_as_they_were(place: Place, steps: list) -> None:
                 assert Path(os.fsdecode(path)).stat().st_size == len(Path(os.fsdecode(path)).read_bytes())
 
 
+@pytest.mark.full
 def test_one_snapshot_lies_at_the_top(place: Place) -> None:
     """With an id the roots are at once below the mount, and names that are not there are remembered as such."""
     write(place.root / "a", b"then")
@@ -164,6 +166,7 @@ def test_one_snapshot_lies_at_the_top(place: Place) -> None:
             os.stat(place.view / place.root.relative_to("/") / name)
 
 
+@pytest.mark.full
 def test_nothing_can_be_changed(place: Place) -> None:
     """Every change is refused as on a read-only file system, also to root."""
     write(place.root / "a", b"a")
@@ -188,6 +191,7 @@ def test_nothing_can_be_changed(place: Place) -> None:
         assert refused.value.errno in (errno.EROFS, errno.ENOTDIR)
 
 
+@pytest.mark.full
 def test_another_user_reads_what_he_could_read_then(place: Place) -> None:
     """Owners, modes and ACLs of the snapshot hold, although the files are open to all now; and without the option nothing is shown."""
     for name, mode in (("open", 0o644), ("closed", 0o600), ("closed-to-all-but-him", 0o600)):
@@ -232,6 +236,7 @@ def test_another_user_reads_what_he_could_read_then(place: Place) -> None:
     assert not readable(place.path(name) + b"/open")
 
 
+@pytest.mark.full
 def test_a_user_mounts_by_himself(place: Place, tmp_path: Path) -> None:
     """A user without privileges reads his repository through fusermount3, and takes the view away as he likes."""
     write(place.root / "a", b"mine")
@@ -277,6 +282,7 @@ def test_a_user_mounts_by_himself(place: Place, tmp_path: Path) -> None:
     assert served.wait(30) == 0
 
 
+@pytest.mark.full
 def test_damage_is_an_error_of_that_file_alone(place: Place) -> None:
     """A flipped bit of content ends with EIO there, is told in words, and the rest is read."""
     contents = {f"f{number}": random.Random(number).randbytes(50_000) for number in range(8)}
@@ -304,6 +310,7 @@ def test_damage_is_an_error_of_that_file_alone(place: Place) -> None:
     assert place.messages.read_text().count("do not match its id") == 1
 
 
+@pytest.mark.full
 def test_many_programs_read_at_once(place: Place) -> None:
     """A large directory is listed whole, and eight readers at random offsets get what was stored."""
     names = {f"name {number:05}" for number in range(3000)}
@@ -342,6 +349,7 @@ def test_a_remote_is_looked_into(place: Place, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in found] == [b"far away" * 5000] * 2
 
 
+@pytest.mark.full
 def test_what_is_refused(place: Place) -> None:
     """A directory with something in it, an unknown id, and a directory that cannot be made are told; nothing is mounted."""
     place.snapshot()
@@ -352,6 +360,7 @@ def test_what_is_refused(place: Place) -> None:
         assert not place.is_mounted
 
 
+@pytest.mark.full
 def test_a_view_of_a_killed_process_can_be_taken_away(place: Place) -> None:
     """After SIGKILL of the command programs get errors and do not hang; umount and a new view work."""
     write(place.root / "a", b"a")
@@ -398,6 +407,7 @@ def test_a_program_runs_as_if_it_were_then(place: Place) -> None:
     assert [path.name for path in place.top.iterdir() if path.name.startswith("ciuic-shell")] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "code"),
     [("kill -TERM $$", 128 + 15), ("exit 3", 3), ("sleep 60 > /dev/null 2>&1 & echo $!; exit 0", 0)],
@@ -418,6 +428,7 @@ def test_a_shell_ends_with_its_program(place: Place, script: str, code: int) -> 
     assert [path.name for path in place.top.iterdir() if path.name.startswith("ciuic-shell")] == []
 
 
+@pytest.mark.full
 def test_a_shell_that_cannot_be(place: Place) -> None:
     """An unknown root, and a root that is not there now, are told; nothing is left."""
     place.snapshot()
@@ -431,6 +442,7 @@ def test_a_shell_that_cannot_be(place: Place) -> None:
     place.root.mkdir()
 
 
+@pytest.mark.full
 def test_a_shell_begins_where_the_caller_is(place: Place) -> None:
     """Outside of the roots too; in the first root where the snapshot has no such directory."""
     write(place.root / "sub" / "a", b"a")
@@ -464,6 +476,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_programs_do_not_wait_for_a_silent_store_for_ever(place: Place) -> None:
     """Where the store does not answer, a program that reads can be interrupted, as can one that waits behind it; so can the command."""
     write(place.root / "a", b"a")
@@ -486,6 +499,7 @@ def test_programs_do_not_wait_for_a_silent_store_for_ever(place: Place) -> None:
     assert place.end() == 0
 
 
+@pytest.mark.full
 def test_what_a_killed_shell_left_is_taken_away(place: Place) -> None:
     """The next shell detaches its view and removes its directory."""
     write(place.root / "a", b"a")
@@ -517,6 +531,7 @@ def _bisect(place: Place, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_the_first_bad_snapshot_is_found_by_a_command(place: Place) -> None:
     """In few trials, each of which sees the root as it was; the files of today stay as they are, whatever a trial writes."""
     ids = []
@@ -542,6 +557,7 @@ def test_the_first_bad_snapshot_is_found_by_a_command(place: Place) -> None:
     assert json.loads(done.stdout)["suspects"] == [ids[5], ids[6], ids[7]]
 
 
+@pytest.mark.full
 def test_a_bisection_that_cannot_tell_anything_ends(place: Place) -> None:
     """A program that is not there, or that a signal ends, says nothing of a snapshot; good must be before bad."""
     ids = []
@@ -559,6 +575,7 @@ def test_a_bisection_that_cannot_tell_anything_ends(place: Place) -> None:
     assert (done.returncode, "is not older" in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.full
 def test_a_directory_with_a_dead_view_is_told(place: Place) -> None:
     """After the process of a view was killed the same command says what stands there, and how it goes."""
     place.snapshot()
@@ -573,6 +590,7 @@ def test_a_directory_with_a_dead_view_is_told(place: Place) -> None:
     subprocess.run(["umount", "-l", place.view], check=True, timeout=30)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", ["root", "above"])
 def test_a_shell_shows_nothing_where_a_link_leads(place: Place, at: str) -> None:
     """Whoever owns the directory above a root may replace it by a link: nothing is mounted over what that leads to."""

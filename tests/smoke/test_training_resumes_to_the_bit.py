@@ -122,6 +122,7 @@ def test_the_three_lines_that_users_write_run_as_they_stand(warm_torch: WarmPyth
         assert _run(warm_torch, program, tmp_path / "parts").startswith(f"{epoch} ")
 
 
+@pytest.mark.full
 def test_check_resume_names_only_objects_that_are_not_registered(tmp_path: Path) -> None:
     """The function check_resume finds nothing if all is registered, and names what is not."""
     from ciuic import check_resume
@@ -153,6 +154,7 @@ def test_check_resume_names_only_objects_that_are_not_registered(tmp_path: Path)
     assert check_resume({**objects, "forgotten": forgotten}, step_and_forget) is None
 
 
+@pytest.mark.full
 def test_dtypes_layouts_and_ties_come_back_as_they_were(tmp_path: Path) -> None:
     """Bfloat16, float8, complex, bool, views, tied weights and an empty tensor come back as they were."""
     from ciuic import SnapshotManager
@@ -195,6 +197,7 @@ def test_dtypes_layouts_and_ties_come_back_as_they_were(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_state_of_inference_mode_can_be_trained_outside_of_it(tmp_path: Path) -> None:
     """An evaluation in inference mode may save and load: the next save works, and what was loaded trains."""
     model = torch.nn.Linear(300, 300)

@@ -67,6 +67,7 @@ def _with(live: Live, kind: str) -> list[dict[str, Any]]:
     return [one for one in of_events(live) if one["message"].startswith(kind)]
 
 
+@pytest.mark.full
 def test_a_worker_counts_what_it_is_told(short_tmp: Path) -> None:
     """Every way in which a name comes to be, is renamed to or is closed counts once; counts are taken away."""
     root = short_tmp / "r"

@@ -75,6 +75,7 @@ def test_the_script_brings_back_exactly_the_directories_it_names(
     assert_same(untouched, manifest(root / "untouched"))
 
 
+@pytest.mark.full
 def test_the_machine_readable_list_can_be_split_by_scripts(protected: Live, root: Path) -> None:
     """The machine-readable list has one line per snapshot, newest first, with three fields split by `|`.
 
@@ -111,6 +112,7 @@ def test_reading_commands_need_no_daemon(protected: Live, root: Path, short_tmp:
     assert_same(expected, manifest(short_tmp / "out" / root.name))
 
 
+@pytest.mark.full
 def test_a_hole_comes_back_as_a_hole(protected: Live, root: Path, short_tmp: Path) -> None:
     """A 100 GiB file with a few written blocks is captured, verified and restored at the cost of these."""
     with open(root / "huge", "wb") as file:
@@ -129,6 +131,7 @@ def test_a_hole_comes_back_as_a_hole(protected: Live, root: Path, short_tmp: Pat
             assert file.read(5) == b"data!"
 
 
+@pytest.mark.full
 def test_odd_names_can_be_named_on_the_command_line(protected: Live, root: Path, short_tmp: Path) -> None:
     """A file whose name is not UTF-8, has a newline or `|`, or is 255 bytes long is restored by that name."""
     for number, name in enumerate(ODD_NAMES):

@@ -94,6 +94,7 @@ def test_a_policy_from_its_first_pod_to_its_end(tmp_path: Path, monkeypatch: pyt
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_policy_that_cannot_be_carried_out_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

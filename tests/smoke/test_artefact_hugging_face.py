@@ -112,6 +112,7 @@ def test_weights_of_torch_are_read_by_safetensors(place: Place) -> None:
     assert sorted(place.digests()) == [".ciuic-export.json", "README.md", "config.json", "model.safetensors"]
 
 
+@pytest.mark.full
 def test_large_weights_are_cut_into_shards_with_an_index(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_large_weights_are_cut_into_shards_with_an_index(
     assert index["weight_map"].keys() == state().keys()
 
 
+@pytest.mark.full
 def test_transformers_loads_what_was_exported(place: Place) -> None:
     """from_pretrained of transformers loads a checkpoint of shards as they are, one without their index, and one of torch."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -154,6 +156,7 @@ def test_transformers_loads_what_was_exported(place: Place) -> None:
     assert not any((place.destination / name).exists() for name in shards)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["file", "directory", "shards", "shards without index"])
 def test_weights_of_any_name_are_found_by_transformers(place: Place, kind: str) -> None:
     """Weights that training has named after their step have the name that from_pretrained looks for, and the card says which it was."""
@@ -180,6 +183,7 @@ def test_weights_of_any_name_are_found_by_transformers(place: Place, kind: str) 
     assert place.export(below="step-4000.safetensors" if kind == "file" else "").updated.removed == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names",
     [
@@ -206,6 +210,7 @@ def test_names_that_other_libraries_look_for_are_kept(place: Place, names: tuple
     assert b"ciuic_weights" not in (place.destination / "README.md").read_bytes()
 
 
+@pytest.mark.full
 def test_a_later_export_writes_what_has_changed_alone(place: Place) -> None:
     """A later export writes what has changed, leaves what it does not know, and removes what is gone."""
     torch.save(state(), place.root / "pytorch_model.bin")
@@ -236,6 +241,7 @@ def test_a_later_export_writes_what_has_changed_alone(place: Place) -> None:
     assert (place.destination / "mine").read_text() == "of the snapshot"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 3, 5, 8, 12, 17, 23, 30, 38, 47, 57])
 def test_an_interrupted_export_is_repeated(place: Place, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """A process that dies at any step leaves what the next export completes."""
@@ -262,6 +268,7 @@ def test_an_interrupted_export_is_repeated(place: Place, monkeypatch: pytest.Mon
     assert len(place.digests()) == len(found) + 2
 
 
+@pytest.mark.full
 def test_what_has_no_weights_or_several_is_refused(place: Place) -> None:
     """Without weights, or with several files that may be them, the export says so and writes nothing."""
     (place.root / "config.json").write_text("{}")
@@ -281,6 +288,7 @@ def test_what_has_no_weights_or_several_is_refused(place: Place) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_large_tensor_in_another_order_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that would be put in order in memory has a limit, so that a sparse file cannot use all of it."""
     torch.save({"columns": torch.randn(33, 65).t(), "rows": torch.randn(33, 65)}, place.root / "model.pt")

@@ -73,6 +73,7 @@ def test_each_save_is_logged_with_its_verdict_and_names_its_run(tmp_path: Path) 
     assert first.numbers["good"] == 1
 
 
+@pytest.mark.full
 def test_a_save_that_failed_and_one_that_is_gone_are_logged(tmp_path: Path) -> None:
     """A failed save is logged as FAILED with its reason; a snapshot that went before it was judged as UNKNOWN."""
     SnapshotManager(tmp_path / "snapshots").close()
@@ -87,6 +88,7 @@ def test_a_save_that_failed_and_one_that_is_gone_are_logged(tmp_path: Path) -> N
     assert tracker.saves[0].facts == {"step": 1, "verdict": "FAILED", "error": "no space"}
 
 
+@pytest.mark.full
 def test_a_run_is_resumed_by_its_id(tmp_path: Path) -> None:
     """`resume(tracker_run=)` puts the newest state of that run back, to the bit; another id says which there are."""
     model = Model()
@@ -138,6 +140,7 @@ def test_a_tracker_that_hangs_delays_no_save_and_not_the_end(
     tracker.may_go.set()
 
 
+@pytest.mark.full
 def test_what_waits_for_a_tracker_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of more saves than may wait the newest are logged."""
     tracker = Recorder()
@@ -158,6 +161,7 @@ def test_what_waits_for_a_tracker_is_bounded(tmp_path: Path, caplog: pytest.LogC
     assert f"{count - len(steps)} saves were not logged" in caplog.text
 
 
+@pytest.mark.full
 def test_a_tracker_that_is_away_is_told_once_and_gets_what_waited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_tracker_that_is_away_is_told_once_and_gets_what_waited(
     assert "logged to recorder again" in caplog.messages[1]
 
 
+@pytest.mark.full
 def test_a_save_that_is_rejected_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,6 +221,7 @@ def test_a_save_that_is_rejected_holds_up_no_other(
     assert "1 save was not logged to recorder" in caplog.messages[-1]
 
 
+@pytest.mark.full
 def test_a_tracker_that_cannot_name_its_run_costs_nothing(tmp_path: Path) -> None:
     """A save goes on without a tracker that raises or has no run yet."""
     broken, none = Recorder(name="broken"), Recorder("", "none")

@@ -115,6 +115,7 @@ def test_a_snapshot_is_one_trace(short_tmp: Path) -> None:
         assert len(sent) == len(set(sent))
 
 
+@pytest.mark.full
 @pytest.mark.mount
 def test_a_receiver_that_is_silent_costs_no_snapshot(short_tmp: Path) -> None:
     """While the receiver takes requests and does not answer, snapshots go on, the exporter ends at once, and the spans come later."""
