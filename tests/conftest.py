@@ -23,6 +23,7 @@ from support.ci import IN_CI, needs
 from support.live import Questions
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs
+from support.overlay import ASKED_FOR
 from support.small_disks import sharing_disk as sharing_disk
 from support.ssh_server import ssh_server as ssh_server
 from support.warm_python import WarmPython
@@ -67,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Adopt the orphans of this run, so that the guard sees them, and keep the last words of its workers."""
-    if config.getoption("record_costs") and not hasattr(config, "workerinput"):
+    if config.getoption("record_costs") and not hasattr(config, "workerinput") and ASKED_FOR == "kernel":
         config.pluginmanager.register(file_costs.Recorder())
     last_words.register(config)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,7 +1,7 @@
 """Seconds that each test file took in an earlier run of the whole suite.
 
 A run begins with the most expensive files, so that none of them is what its end waits for, with idle workers beside it.
-`make test ARGS=--record-costs` records anew.
+`make test-full ARGS=--record-costs` records anew.
 """
 
 from __future__ import annotations

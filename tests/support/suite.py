@@ -138,7 +138,7 @@ def look(run: Run, options: Iterable[str], seed: int, cwd: Path = CHECKOUT) -> l
         if not 0 < len(failed) <= _MAX_LOOKED_AT_TWICE:
             return status
         print(f"second look: {len(failed)} failed, each is run once more, alone", flush=True)
-        if pytest("-n", "0", *options, *failed) not in (0, 1):
+        if pytest("-n", "0", *failed) not in (0, 1):
             return status
         if failed_twice := _last_failed(kept):
             print("failed twice:", *sorted(failed_twice), sep="\n    ")
@@ -153,7 +153,7 @@ def _last_failed(kept: str) -> set[str]:
 
 def _messages(report: Path) -> dict[str, str]:
     """Return the first line of what each failed test said."""
-    messages = {}
+    messages: dict[str, str] = {}
     for case in ET.parse(report).iter("testcase"):
         for failure in (*case.findall("failure"), *case.findall("error")):
             name = f"{case.get('file')}::{case.get('name')}"

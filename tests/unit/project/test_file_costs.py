@@ -16,7 +16,7 @@ def test_recorded_files_exist() -> None:
     costs = file_costs.recorded()
     assert len(costs) > 10
     assert [str(path) for path in costs if not path.is_file()] == [], (
-        "record anew: make test ARGS=--record-costs"
+        "record anew: make test-full ARGS=--record-costs"
     )
     assert list(costs.values()) == sorted(costs.values(), reverse=True)
 
