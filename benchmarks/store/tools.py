@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from support.live import installed, wait_for
+from support.live import installed
+from support.until import until
 
 from benchmarks.store.usage import Used, run
 from benchmarks.suite import Job
@@ -99,7 +100,7 @@ class Ciuic(_Commands):
 
     def prepare(self) -> None:
         # The daemon takes a first snapshot as soon as it protects a directory, here of the empty one.
-        wait_for("the daemon's own first snapshot", lambda: captured(self._job.log), _FIRST_SNAPSHOT_SECONDS)
+        until("the daemon's own first snapshot", lambda: captured(self._job.log), _FIRST_SNAPSHOT_SECONDS)
 
     def wake(self) -> None:
         self._ciuic("list", "-n", "1")

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support import late_answers
 from support.overlay import PASSES, Overlay
+from support.until import until
 
 SECONDS = 20
 FIELDS = ("st_mode", "st_nlink", "st_uid", "st_size", "st_blocks", "st_mtime_ns", "st_ctime_ns")
@@ -103,10 +104,7 @@ def test_a_late_answer_leaves_no_attributes_from_before_a_change(short_tmp: Path
         lookers = [threading.Thread(target=_look_again, args=(path,), daemon=True) for path in paths.values()]
         for looker in lookers:
             looker.start()
-        deadline = time.monotonic() + SECONDS
-        while not all((control / path.name).exists() for path in paths.values()):
-            assert time.monotonic() < deadline, sorted(os.listdir(control))
-            time.sleep(0.01)
+        until("the lookups", lambda: {path.name for path in paths.values()} <= set(os.listdir(control)))
         before = {change: path.lstat() for change, path in paths.items()}
         # So that the file system's clock, which ticks every few milliseconds, shows every change.
         time.sleep(0.05)

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.actor import ALICE, BOB, ROOT, Actor
 from support.overlay import Overlay, plain_and_overlay
+from support.until import until
 
 pytestmark = pytest.mark.mount
 
@@ -97,12 +97,12 @@ def test_locks_are_granted_and_refused_alike(
 
 def _wait_until_waiting(actor: Actor) -> None:
     """Wait until the kernel lists the process among those that wait for a lock (proc_locks(5))."""
-    for _ in range(6000):
+
+    def waits() -> bool:
         waiting = (line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" in line)
-        if any(fields[5] == str(actor.pid) for fields in waiting):
-            return
-        time.sleep(0.005)
-    raise AssertionError("it does not wait for a lock")
+        return any(fields[5] == str(actor.pid) for fields in waiting)
+
+    until("a process that waits for a lock", waits)
 
 
 def test_a_lock_that_is_waited_for(sides: tuple[Path, Overlay], actors: list[Actor]) -> None:

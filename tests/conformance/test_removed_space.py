@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live import wait_for
 from support.overlay import PASSES, Overlay
+from support.until import until
 
 pytestmark = pytest.mark.mount
 MIB = 1 << 20
@@ -94,7 +94,7 @@ def test_file_that_was_removed_while_open_makes_room_when_it_closes(overlay: Ove
             (root / "old").unlink()
         # Without passthrough each write asks for the room it lacks.
         if PASSES:
-            wait_for("room", lambda: not overlay.client.status().pending, 20)
+            until("room", lambda: not overlay.client.status().pending)
         for _ in range(100):
             assert new.write(data) == MIB
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from support.capture_child import captured
-from support.live import wait_for
 from support.overlay import PASSES, Overlay, overlay_over
 from support.small_disks import missing, small_disk
+from support.until import until
 
 from ciuic.repository import Repository
 
@@ -137,7 +137,7 @@ def test_a_mapping_that_outlives_its_close(overlay: Overlay, short_tmp: Path) ->
         return found == (content, False, None)
 
     # The kernel releases the mapping's file some time after munmap: until then a cut must assume a writer.
-    wait_for("the end of the mark", is_marked_no_more, SECONDS)
+    until("the end of the mark", is_marked_no_more, SECONDS)
 
 
 @pytest.mark.parametrize(("size", "how"), [(20 * MIB, "open"), (20 * MIB, "truncate"), (70 * MIB, "open")])

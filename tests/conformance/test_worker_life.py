@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live import wait_for
 from support.overlay import DRIVER, PASSES, Overlay, state_of
+from support.until import until
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.protocol.worker_client import WorkerUnreachable
@@ -60,7 +60,7 @@ def test_the_time_that_requests_wait_is_published_for_captures(overlay: Overlay,
     overlay.client.hold(WAIT_SECONDS)
     try:
         job.start()
-        wait_for("the published figure", lambda: _microseconds(published) > 50_000, WAIT_SECONDS)
+        until("the published figure", lambda: _microseconds(published) > 50_000, WAIT_SECONDS)
     finally:
         overlay.client.release()
         job.join()

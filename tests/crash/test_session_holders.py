@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import trio
 from support.holders import PAIRS, Holders, keeper_pids, kill_pairs, sessions_held_by
-from support.site import Site, ended, until
+from support.site import Site, ended
 from support.site import kernel_site as kernel_site
+from support.until import until
 
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.mount_hooks import RealMounts

@@ -7,13 +7,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import training_trials as trials
 from support.tiny_training import Model
+from support.until import until
 
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
@@ -68,11 +68,8 @@ def test_a_save_that_was_staged_is_finished_after_the_trainer_is_killed(tmp_path
     )
     assert process.returncode == -signal.SIGKILL, process.stderr
     manager = SnapshotManager(tmp_path / "snapshots")
-    deadline = time.monotonic() + 60
-    while (state := manager.load_latest_snapshot()) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    state = until("a snapshot", manager.load_latest_snapshot)
     manager.close()
-    assert state is not None
     assert state["epoch"] == 3
     assert all((state["model_state_dict"][name] == value).all() for name, value in Model().weights.items())
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
+from support.until import until
 
 from ciuic.protocol.control import ControlClient
 from ciuic.system.privileges import Capability, permitted
@@ -81,9 +82,7 @@ def slowed(tmp_path: Path) -> Iterator[Live]:
         with waiting(tmp_path / "run"):
             for number in range(_FILES):
                 (root / str(number)).write_bytes(os.urandom(_FILE_BYTES))
-            wait_for(
-                "a slow capture", lambda: any(one["share"] < 0.01 for one in captures_of(live)), _SECONDS
-            )
+            until("a slow capture", lambda: any(one["share"] < 0.01 for one in captures_of(live)), _SECONDS)
             yield live
 
 
@@ -94,7 +93,7 @@ def test_a_configuration_read_again_reaches_the_capture_that_runs(slowed: Live) 
     slowed.config.write_text(slowed.config.read_text().replace(_SLOW, 'min_share = "100%"'))
     assert slowed.daemon is not None
     slowed.daemon.send_signal(signal.SIGHUP)
-    wait_for("the commit", lambda: waits["id"] in {one.id for one in slowed.list()}, _SECONDS)
+    until("the commit", lambda: waits["id"] in {one.id for one in slowed.list()}, _SECONDS)
 
 
 def test_a_requested_snapshot_hurries_the_running_one(slowed: Live) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from support.cli_repository import Host
-from support.live import installed, wait_for
+from support.live import installed
+from support.until import until
 
 from ciuic.remote.access import key_slots
 from ciuic.remote.objects.opening import open_objects
@@ -538,7 +539,7 @@ def test_upload_ends_with_0_on_sigterm(host: Host, uploading: subprocess.Popen[b
         (found,) = host.json("remote", "status")["remotes"]
         return bool(found["behind"]["newest"] == id_ and found["upload"]["running"])
 
-    wait_for("the upload", newest, 60)
+    until("the upload", newest)
     uploading.send_signal(signal.SIGTERM)
     assert uploading.wait(30) == 0
 
@@ -587,7 +588,7 @@ def test_snapshot_does_not_wait_for_a_remote_that_does_not_want_it(host: Host, m
     with host:
         host.run("protect", str(root))
         host.start(root)
-        wait_for("the first snapshot", host.list, 60)
+        until("the first snapshot", host.list)
         command = [str(installed()), "remote", "upload"]
         with subprocess.Popen(command, env=host.env, cwd="/", stdin=subprocess.DEVNULL) as process:
             try:

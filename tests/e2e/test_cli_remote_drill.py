@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from support.cli_repository import CliRepository, Host
-from support.live import installed, wait_for
+from support.live import installed
+from support.until import until
 
 from ciuic.repository import Repository
 
@@ -139,7 +140,7 @@ def test_an_ended_drill_leaves_nothing_behind(host: Host, number: signal.Signals
     snapshot_of(host, tree)
     host.run("remote", "upload", "--once")
     process = subprocess.Popen([str(installed()), "remote", "drill"], env=host.env, cwd="/")
-    wait_for("its directory", lambda: left_in(host), 60)
+    until("its directory", lambda: left_in(host))
     process.send_signal(number)
     process.wait(60)
     if number == signal.SIGTERM:

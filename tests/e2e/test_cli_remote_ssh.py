@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.cli_repository import Host
-from support.live import installed, wait_for
+from support.live import installed
 from support.ssh_server import SshServer
+from support.until import until
 
 from ciuic.remote.objects.urls import parse_url
 
@@ -85,7 +86,7 @@ def test_uploads_that_are_killed_on_either_side_end_whole(host: Host, url: str) 
             stderr=subprocess.DEVNULL,
         )
         if turn < 2:
-            wait_for("a server", lambda: servers(directory), 60)
+            until("a server", lambda: servers(directory))
             time.sleep(0.3 + turn / 2)
             upload.kill()
         # The last one goes on by itself, over new connections.

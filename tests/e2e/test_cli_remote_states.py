@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from click.shell_completion import CompletionItem
 from support.cli_repository import Host
-from support.remote_training import WAIT_SECONDS, wait_until
+from support.remote_training import WAIT_SECONDS
+from support.until import until
 
 from ciuic import SnapshotManager
 from ciuic.cli.shared import completion
@@ -53,7 +54,10 @@ class Remote:
                 assert manager.wait_remote(WAIT_SECONDS)
         snapshots = str(place / "snapshots")
         # It ends by itself when no training saves any more, and must not outlive the tests.
-        wait_until(lambda: not any(is_uploading(snapshots, one) for one in os.listdir(state_dir(snapshots))))
+        until(
+            "the end of all uploads",
+            lambda: not any(is_uploading(snapshots, one) for one in os.listdir(state_dir(snapshots))),
+        )
 
     def run(self, *arguments: str, code: int = 0, **variables: str) -> str:
         """Run a command that ends with this code; return what it printed, or said of its failure."""

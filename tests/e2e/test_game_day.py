@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from support.site import CHECKOUT, Site, ended, site_in, until
+from support.site import CHECKOUT, Site, ended, site_in
+from support.until import until
 
 from ciuic.protocol.last_drill import read_drills
 from ciuic.system import mountinfo

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from support import surviving_job
 from support.holders import keeper_pids
-from support.site import Site, ended, until
+from support.site import Site, ended
 from support.site import kernel_site as kernel_site
+from support.until import until
 
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.protocol.worker_client import WorkerControlClient

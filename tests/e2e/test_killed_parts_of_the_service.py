@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 from support.leftovers import mounts_below
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
 from support.trees import assert_same, manifest
+from support.until import until
 from torture import kills
 
 pytestmark = pytest.mark.mount
@@ -72,7 +73,7 @@ def _captures(live: Live) -> list[int]:
 
 def _works_again(live: Live, root: Path, into: Path) -> None:
     """Check that a snapshot can be taken, everything listed verifies, and the newest equals the root."""
-    snapshot = wait_for("a snapshot", lambda: _try_snapshot(live), 60)
+    snapshot = until("a snapshot", lambda: _try_snapshot(live))
     live.run("verify", "--all", "--checksum")
     live.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
     assert_same(manifest(root), manifest(into / root.name))
@@ -88,14 +89,14 @@ def test_the_daemon_killed_and_started_again(protected: Live, root: Path, short_
     protected.snapshot()
     assert protected.daemon is not None
     with _writing(root) as writer:
-        wait_for("a first round", lambda: writer.rounds > 3, 30)
+        until("a first round", lambda: writer.rounds > 3)
         protected.daemon.kill()
         protected.daemon.wait()
         rounds = writer.rounds
-        wait_for("rounds without a daemon", lambda: writer.rounds > rounds + 5, 30)
+        until("rounds without a daemon", lambda: writer.rounds > rounds + 5)
         protected.start(root)
         rounds = writer.rounds
-        wait_for("rounds with the new daemon", lambda: writer.rounds > rounds + 5, 30)
+        until("rounds with the new daemon", lambda: writer.rounds > rounds + 5)
     assert writer.errors == []
     _works_again(protected, root, short_tmp / "out")
 
@@ -115,7 +116,7 @@ def test_a_root_is_mounted_again_when_its_worker_is_killed(
         os.fsync(file.fileno())
     pid = _worker_pid(protected)
     os.kill(pid, signal.SIGKILL)
-    wait_for("a new worker", lambda: _worker_pid(protected) not in (0, pid), 60)
+    until("a new worker", lambda: _worker_pid(protected) not in (0, pid))
     protected.wait_mounted(root)
     assert (root / "kept").read_text() == "synced"
     (root / "after").write_text("after")
@@ -135,9 +136,7 @@ def test_captures_killed_at_random_times(protected: Live, root: Path, short_tmp:
                 stderr=subprocess.DEVNULL,
             )
             try:
-                wait_for(
-                    "a capture", lambda taker=taker: _captures(protected) or taker.poll() is not None, 30
-                )
+                until("a capture", lambda taker=taker: _captures(protected) or taker.poll() is not None)
                 time.sleep(rng.random() * 0.3)
                 for pid in _captures(protected):
                     # It may have ended since.
@@ -167,7 +166,7 @@ def test_a_restore_ended_at_random_times_can_be_run_again(
     command = [str(installed()), "restore", "-s", snapshot, "-p", str(root), "-d", str(out), "--overwrite"]
     for delay in (0, 0.1, 0.15, 0.2, 0.3):
         process = subprocess.Popen(command, env=protected.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        wait_for("signal handlers", lambda pid=process.pid: _catches(pid, signal.SIGTERM), 60)
+        until("signal handlers", lambda pid=process.pid: _catches(pid, signal.SIGTERM))
         time.sleep(delay)
         process.send_signal(sig)
         _, stderr = process.communicate(timeout=60)
@@ -222,7 +221,7 @@ def test_stopping_under_a_running_job_does_not_hurt_it(protected: Live, root: Pa
         log.write("after\n")
         log.flush()
         os.fsync(log.fileno())
-    wait_for("the last worker's end", lambda: protected.processes() == {}, 60)
+    until("the last worker's end", lambda: protected.processes() == {})
     assert (root / "log").read_text() == "before\nafter\n"
 
 
@@ -255,13 +254,13 @@ def test_interval_snapshots_happen_by_themselves_and_catch_up(short_tmp: Path, r
         live.start(root)
         for count in (1, 2):
             (root / "file").write_text(str(count))
-            wait_for(f"{count + 1} snapshots", lambda count=count: len(live.list()) > count, 60)
+            until(f"{count + 1} snapshots", lambda count=count: len(live.list()) > count)
         live.stop()
         newest = live.list()[0].id
         # Longer than the interval: the next start is late.
         time.sleep(1.2)
         live.start(root)
-        wait_for("the snapshot that was missed", lambda: live.list()[0].id != newest, 60)
+        until("the snapshot that was missed", lambda: live.list()[0].id != newest)
         live.stop()
 
 

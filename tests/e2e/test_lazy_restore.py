@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from support import lazy_ops, trees
-from support.lazy_restores import LazyHost, eventually, lazy_host, shell
+from support.lazy_restores import LazyHost, lazy_host, shell
+from support.until import until
 
 from ciuic.lazy.changes import Change, Kind
 from ciuic.lazy.progress import LazyStatus, read_statuses
@@ -495,7 +496,7 @@ def test_open_files_outlive_the_mount(host: LazyHost) -> None:
     assert job.stdout is not None
     assert job.stdout.readline() == b"open\n"
     host.unset("held")
-    eventually(lambda: not host.is_mounted())
+    until("the end of the mount", lambda: not host.is_mounted())
     out, _ = job.communicate(b"\n", timeout=30)
     assert out == (host.root / "big").read_bytes()
     assert (host.mount / "log").read_bytes() == b"later\n"
@@ -520,7 +521,7 @@ def test_a_program_that_works_in_the_directory_keeps_it(host: LazyHost) -> None:
     assert job.stdout is not None
     assert job.stdout.readline() == b"open\n"
     host.unset("held")
-    eventually(lambda: f"sh (pid {job.pid})" in status_of(host).waits)
+    until("a program that waits", lambda: f"sh (pid {job.pid})" in status_of(host).waits)
     assert status_of(host).state == "closing"
     assert host.is_mounted()
     out, _ = job.communicate(b"\n", timeout=30)

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 from support.ci import needs
-from support.site import CHECKOUT, Site, site_in, until
+from support.site import CHECKOUT, Site, site_in
+from support.until import until
 
 from ciuic.cli.commands.fleet import metrics
 from ciuic.daemon.base.metrics import Metrics

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from support.live import Live
 from support.overlay import Overlay
-from support.site import CHECKOUT, Site, site_in, until
+from support.site import CHECKOUT, Site, site_in
+from support.until import until
 
 from ciuic.daemon.roots.mount_hooks import detach_dead
 from ciuic.protocol.worker_client import WorkerRefused

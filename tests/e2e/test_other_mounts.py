@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
+from support.until import until
 
 pytestmark = pytest.mark.mount
 
@@ -94,7 +95,7 @@ def test_writes_of_an_older_container_are_in_every_snapshot(live: Live, root: Pa
         ]
         assert named["elsewhere"]
         live.wait_mounted(root)
-        wait_for("the first snapshot", live.list, 60)
+        until("the first snapshot", live.list)
         for text in ("second", "third"):
             container.write(inside, text)
             snapshot = live.snapshot()
@@ -125,7 +126,7 @@ def test_a_container_started_later_passes_the_overlay(live: Live, root: Path) ->
     (root / "file").write_text("first")
     live.run("protect", str(root))
     live.start(root)
-    wait_for("the first snapshot", live.list, 60)
+    until("the first snapshot", live.list)
     with _container(root, live.top / "inside") as container:
         container.write("file", "second")
         snapshot = live.snapshot()
@@ -150,7 +151,7 @@ def test_a_slave_of_the_host_receives_the_overlay(live: Live, root: Path) -> Non
             said = live.json("protect", str(inner))
             assert said["roots"][0]["bypassing_mounts"] == []
             live.wait_mounted(inner)
-            wait_for("the first snapshot", live.list, 60)
+            until("the first snapshot", live.list)
             container.write("root/file", "from inside")
             assert (inner / "file").read_text() == "from inside"
             live.snapshot()

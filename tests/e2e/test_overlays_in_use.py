@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.site import Site, ended, site_in, until
+from support.site import Site, ended, site_in
+from support.until import until
 
 from ciuic.system import mountinfo
 from ciuic.system.open_files import mount_users

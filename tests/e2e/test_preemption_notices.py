@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from support.cli_repository import Host
-from support.live import installed, wait_for
+from support.live import installed
 from support.metadata_service import service
+from support.until import until
 
 pytestmark = pytest.mark.mount
 _BYTES = 12_000_000
@@ -52,7 +53,7 @@ def host(short_tmp: Path) -> Iterator[Host]:
     with host:
         host.run("protect", str(root))
         host.start(root)
-        wait_for("the first snapshot", host.list, _PATIENCE_SECONDS)
+        until("the first snapshot", host.list, _PATIENCE_SECONDS)
         yield host
 
 
@@ -90,26 +91,26 @@ def test_a_notice_cuts_once_and_the_remote_has_it(host: Host) -> None:
         with host.config.open("a") as file:
             file.write(f'[preemption]\nclouds = ["aws"]\nendpoint = "{address}"\n')
         host.run("reload")
-        wait_for("the first upload", lambda: _stored(host), _PATIENCE_SECONDS)
+        until("the first upload", lambda: _stored(host), _PATIENCE_SECONDS)
         (host.top / "root" / "weights").write_bytes(os.urandom(_BYTES))
         cloud.notify(300)
-        (found,) = wait_for("the snapshot", lambda: _before_end(host), _PATIENCE_SECONDS)
+        (found,) = until("the snapshot", lambda: _before_end(host), _PATIENCE_SECONDS)
         assert found["message"] == "AWS: spot instance, terminate"
         assert "AWS: spot instance, terminate" in _alerts(host)["preemption"]
         # At the limit it would take three minutes.
-        wait_for("the upload", lambda: found["id"] in _stored(host), _PATIENCE_SECONDS)
+        until("the upload", lambda: found["id"] in _stored(host), _PATIENCE_SECONDS)
         assert len(_before_end(host)) == 1
 
         cloud.ends_in = None
-        wait_for("the end of the alert", lambda: "preemption" not in _alerts(host), _PATIENCE_SECONDS)
-        wait_for("the end of the deadline", lambda: not (host.state / "deadline").exists(), 10)
+        until("the end of the alert", lambda: "preemption" not in _alerts(host), _PATIENCE_SECONDS)
+        until("the end of the deadline", lambda: not (host.state / "deadline").exists())
 
 
 def test_an_end_by_hand_tells_what_made_it(host: Host) -> None:
     """With an upload all is stored and the exit code is 0; without one the command ends with the time, and with 8."""
     (host.top / "root" / "weights").write_bytes(os.urandom(_BYTES))
     with _uploading(host):
-        wait_for("the first upload", lambda: _stored(host), _PATIENCE_SECONDS)
+        until("the first upload", lambda: _stored(host), _PATIENCE_SECONDS)
         done = host.run("snapshot", "--before-end", "90s", "--cause", "Slurm: preempted", "--wait=remote")
         assert done.stdout.decode().strip() in _stored(host)
     (found,) = _before_end(host)

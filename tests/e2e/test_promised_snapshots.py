@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
+from support.until import until
 
 from ciuic.repository.locks import LOCK_NAME
 
@@ -93,7 +94,7 @@ def test_a_promised_snapshot_is_delivered(
             protected.start(root)
         (root / "file1").unlink()
         del changed["file1"]
-        wait_for(f"{snapshot} in the list", lambda snapshot=snapshot: _listed(protected, snapshot), 60)
+        until(f"{snapshot} in the list", lambda snapshot=snapshot: _listed(protected, snapshot))
         assert _listed(protected, snapshot) == "committed"
         into = short_tmp / f"out{number}"
         protected.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
@@ -110,7 +111,7 @@ def test_a_promised_snapshot_is_delivered(
 def test_a_snapshot_lost_by_a_stop_is_listed(protected: Live, root: Path) -> None:
     """A snapshot lost by stopping the daemon is reported to its caller and listed by the next daemon."""
     _fill(root, 0)
-    wait_for("the first snapshot", protected.list, 60)
+    until("the first snapshot", protected.list)
     # The capture waits for this lock until the daemon stops.
     with open(protected.repository / LOCK_NAME) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -121,7 +122,7 @@ def test_a_snapshot_lost_by_a_stop_is_listed(protected: Live, root: Path) -> Non
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        wait_for("the second cut", lambda: len(protected.json("status")["captures"]) > 1, 60)
+        until("the second cut", lambda: len(protected.json("status")["captures"]) > 1)
         protected.stop()
     complaint = waiting.communicate(timeout=60)[1]
     assert waiting.returncode == 1

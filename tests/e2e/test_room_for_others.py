@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from support.ci import needs
-from support.live import Live, wait_for
+from support.live import Live
 from support.small_disks import missing, small_disk
+from support.until import until
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
 MIB = 1 << 20
@@ -167,7 +168,7 @@ def test_a_first_snapshot_that_does_not_fit(short_tmp: Path, look_alike: bool) -
         job = Job(root, disk)
         job.start()
         try:
-            wait_for("the alert", lambda: alerts(live).get("capture"), PATIENCE_SECONDS)
+            until("the alert", lambda: alerts(live).get("capture"), PATIENCE_SECONDS)
             failed = live.run("snapshot", "--wait", expect=1)
             alert = alerts(live)["capture"]
 
@@ -185,7 +186,7 @@ def test_a_first_snapshot_that_does_not_fit(short_tmp: Path, look_alike: bool) -
                     min(reserve_bytes, DISK_BYTES // 20) if told and reserve_bytes > 0.05 * 100 * MIB else 0
                 )
 
-            reserve = wait_for("the reserve", shown, PATIENCE_SECONDS)
+            reserve = until("the reserve", shown, PATIENCE_SECONDS)
         finally:
             job.end()
         assert job.errors == []

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support import trees
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
+from support.until import until
 
 from ciuic.repository import Repository
 from ciuic.types import SAFETY_MESSAGE, TAG_INCOMPLETE, TAG_SAFETY, SnapshotDraft, SnapshotId
@@ -28,7 +29,7 @@ def pruned(short_tmp: Path, root: Path) -> Iterator[Live]:
     with Live(short_tmp, more_config=RETENTION) as live:
         live.run("protect", str(root))
         live.start(root)
-        wait_for("the first snapshot", live.list, 60)
+        until("the first snapshot", live.list)
         yield live
 
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
 from support.overlay import state_of
 from support.second_user import MADE_UP, NOBODY, User, everything_below, reach, run_as
+from support.until import until
 
 from ciuic.repository import Repository
 from ciuic.system.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted
@@ -58,11 +59,11 @@ def _capture_waiting(live: Live) -> Iterator[str]:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         snapshot = live.run("snapshot").stdout.decode().split()[0]
-        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture.process"), 30)
+        until("the capture", lambda: _pids(live, "ciuic.daemon.capture.process"))
         yield snapshot
     finally:
         holder.communicate(timeout=30)
-    wait_for("the snapshot", lambda: snapshot in [listed.id for listed in live.list()], 60)
+    until("the snapshot", lambda: snapshot in [listed.id for listed in live.list()])
 
 
 @pytest.mark.skipif(Capability.SYS_PTRACE not in permitted(), reason="captures keep everything then")
@@ -71,7 +72,7 @@ def test_workers_and_captures_have_only_the_documented_capabilities(protected: L
     (root / "file").write_text("x")
     with _capture_waiting(protected):
         (capture,) = _pids(protected, "ciuic.daemon.capture.process")
-        wait_for("giving up", lambda: _status(capture)["CapPrm"] == _mask(CAPTURE), 30)
+        until("giving up", lambda: _status(capture)["CapPrm"] == _mask(CAPTURE))
         (worker,) = _pids(protected, "ciuic.fuse_layer.worker")
         for pid, kept in ((capture, CAPTURE), (worker, OVERLAY_WORKER)):
             now = _status(pid)
@@ -96,7 +97,7 @@ def test_a_user_gains_no_access_to_protected_files(live: Live, root: Path, short
     try:
         live.run("protect", str(root))
         live.start(root)
-        wait_for("the first snapshot", live.list, 60)
+        until("the first snapshot", live.list)
         with _capture_waiting(live):
             with open(root / "public", "r+b") as file:
                 file.write(b"new" * 1000)
@@ -137,7 +138,7 @@ def test_nothing_in_the_runtime_directory_is_readable_under_any_umask(live: Live
         (root / "private").mkdir(0o700)
         for number in range(30_000):
             os.mkfifo(root / "private" / f"a name that others may not know {number}")
-        wait_for("the archive", lambda: list(run.glob("**/*.archive-*")), 60)
+        until("the archive", lambda: list(run.glob("**/*.archive-*")))
         paths = everything_below(run, live.config.parent / f".{live.config.name}.lock")
         for user in (NOBODY, MADE_UP):
             assert reach(user, paths) == {str(run)}

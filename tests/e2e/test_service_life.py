@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support import wheels
 from support.ci import needs
-from support.live import wait_for
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
+from support.until import until
 
 import ciuic
 
@@ -109,7 +109,7 @@ def _hang_the_forking_process(host: ServiceHost) -> None:
     forks, worker = host.main_pid("ciuic-workers.service"), host.root()["worker_pid"]
     host("kill", "-STOP", str(forks))
     host("kill", "-KILL", str(worker))
-    wait_for("a successor", lambda: host.root().get("worker_pid") not in (None, 0, worker), 60)
+    until("a successor", lambda: host.root().get("worker_pid") not in (None, 0, worker))
     assert host.main_pid("ciuic-workers.service") != forks
     host.mounted()
 
@@ -120,7 +120,7 @@ def _scrub(host: ServiceHost) -> None:
     assert host.shown("ciuic-scrub.timer", "NextElapseUSecRealtime")
     host("systemctl", "start", "--no-block", "ciuic-scrub.service")
     ended = ("inactive", "failed")
-    wait_for("its end", lambda: host.shown("ciuic-scrub.service", "ActiveState") in ended, _SCRUB_SECONDS)
+    until("its end", lambda: host.shown("ciuic-scrub.service", "ActiveState") in ended, _SCRUB_SECONDS)
     assert host.shown("ciuic-scrub.service", "Result") == "success", host.journal()
     assert "every byte that was read is right" in host.journal()
 
@@ -132,7 +132,7 @@ def _stop_and_start(host: ServiceHost, program: str) -> None:
         host.ciuic("stop")
     else:
         host("systemctl", "stop", "ciuic.service")
-    wait_for("the end", lambda: host.shown("ciuic.service", "ActiveState") == "inactive", 30)
+    until("the end", lambda: host.shown("ciuic.service", "ActiveState") == "inactive")
     assert host.shown("ciuic.service", "Result") == "success"
     assert "fuse.ciuic" in host("cat", "/proc/1/mountinfo")
     host("systemctl", "start", "ciuic.service")
@@ -157,7 +157,7 @@ def test_an_upgrade_from_an_older_wheel(host: ServiceHost, short_tmp: Path) -> N
         assert host.status()["version"] == ciuic.__version__
         assert str(new) in host.shown("ciuic.service", "ExecStart")
         if before["driver"] == "kernel":
-            wait_for("the new worker", lambda: host.root()["worker_pid"] != before["worker_pid"], 60)
+            until("the new worker", lambda: host.root()["worker_pid"] != before["worker_pid"])
             after = host.mounted()
             assert "ciuic-workers.service" in host("cat", f"/proc/{after['worker_pid']}/cgroup")
         job.goes_on()

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from support.depth import by_depth
 from support.live import Live, installed
-from support.site import CHECKOUT, until
+from support.site import CHECKOUT
 from support.slurm_cluster import Cluster, cluster_in
 from support.slurm_training import RUN_STEPS
+from support.until import until
 
 from ciuic import SnapshotManager
 from ciuic.system import mountinfo

@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
 from support.second_user import User, run_as
+from support.until import until
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.system.privileges import Capability, permitted
@@ -54,7 +55,7 @@ class Place:
 
     def wait_mounted(self) -> None:
         """Return when the view answers."""
-        wait_for("the view", self.answers, 60)
+        until("the view", self.answers)
 
     def snapshot(self) -> Path:
         """Take a snapshot; return its directory in the view."""
@@ -150,7 +151,7 @@ def test_a_new_snapshot_appears(place: Place) -> None:
     names = sorted(name for name in os.listdir(place.snapshots) if name != "latest")
     assert names[-2:] == [one.name, two.name]
     assert len(one.name.partition("_")[0]) == len("2026-11-22T10-17-16.528")
-    wait_for("latest", lambda: os.readlink(place.snapshots / "latest") == two.name, 30)
+    until("latest", lambda: os.readlink(place.snapshots / "latest") == two.name)
     assert mounts.mount_at(str(place.snapshots)) == first
 
 
@@ -222,7 +223,7 @@ def test_a_program_that_makes_the_name_gets_it(place: Place, way: str) -> None:
         (name / "file").write_text("mine")
     id_ = place.live.snapshot()
     assert ".snapshots" in place.live.run("show", id_, str(root)).stdout.decode()
-    wait_for("the end of the process", lambda: not place.view_pids(), 30)
+    until("the end of the process", lambda: not place.view_pids())
     assert not place.is_mounted()
     _out("rm", "-r", name)
     place.wait_mounted()
@@ -237,7 +238,7 @@ def test_one_that_was_there_stays(place: Place) -> None:
     assert (place.snapshots / "file").read_text() == "mine"
     assert not place.is_mounted()
     line = f"{place.root}: no snapshots at .snapshots in it: name taken"
-    wait_for("the word of it", lambda: line in place.live.run("status").stdout.decode(), 30)
+    until("the word of it", lambda: line in place.live.run("status").stdout.decode())
 
 
 def test_switched_off_and_on(place: Place) -> None:
@@ -246,8 +247,8 @@ def test_switched_off_and_on(place: Place) -> None:
     text = place.live.config.read_text()
     place.live.config.write_text(text.replace("snapshots_dir = true", "snapshots_dir = false"))
     place.live.run("reload")
-    wait_for("the end of the view", lambda: not place.is_mounted(), 30)
-    wait_for("the end of the name", lambda: not os.path.lexists(place.snapshots), 30)
+    until("the end of the view", lambda: not place.is_mounted())
+    until("the end of the name", lambda: not os.path.lexists(place.snapshots))
     assert place.view_pids() == []
     place.live.config.write_text(text)
     place.live.run("reload")
@@ -268,14 +269,14 @@ def test_it_goes_with_the_root(place: Place) -> None:
         with suppress(OSError):
             os.close(fd)
     assert os.listdir(place.root) == ["file"]
-    wait_for("the end of the processes", lambda: not place.live.processes(), 30)
+    until("the end of the processes", lambda: not place.live.processes())
 
 
 def test_umount_takes_both(place: Place) -> None:
     """`umount -l` of a root takes its view away; both come back."""
     place.start()
     subprocess.run(["umount", "-l", place.root], check=True, timeout=30)
-    wait_for("the overlay", lambda: mounts.overlay_at(str(place.root)) is not None, 30)
+    until("the overlay", lambda: mounts.overlay_at(str(place.root)) is not None)
     place.wait_mounted()
     assert [m.fs_type for m in map(mounts.mount_at, [str(place.snapshots)]) if m] == [
         mounts.SNAPSHOTS_FS_TYPE
@@ -291,7 +292,7 @@ def test_it_survives_the_worker_and_the_daemon(place: Place) -> None:
     status = place.live.status()
     assert status is not None
     os.kill(status["roots"][0]["worker_pid"], signal.SIGKILL)
-    wait_for("a successor", lambda: (place.root / "file").read_text() == "1", 30)
+    until("a successor", lambda: (place.root / "file").read_text() == "1")
     assert (shown / "file").read_text() == "1"
     place.live.run("reload")
     assert mounts.mount_at(str(place.snapshots)) == before
@@ -299,7 +300,7 @@ def test_it_survives_the_worker_and_the_daemon(place: Place) -> None:
     assert (shown / "file").read_text() == "1"
     place.live.start(place.root)
     place.wait_mounted()
-    wait_for("the view", lambda: place.answers() and (shown / "file").read_text() == "1", 60)
+    until("the view", lambda: place.answers() and (shown / "file").read_text() == "1")
 
 
 def test_a_killed_view_is_no_error_of_the_job(place: Place) -> None:
@@ -334,9 +335,7 @@ def test_a_killed_view_is_no_error_of_the_job(place: Place) -> None:
         for _ in range(12):
             (pid,) = place.view_pids()
             os.kill(pid, signal.SIGKILL)
-            wait_for(
-                "another process", lambda gone=pid: place.answers() and gone not in place.view_pids(), 60
-            )
+            until("another process", lambda gone=pid: place.answers() and gone not in place.view_pids())
             assert (place.snapshots / name / "file").read_text() == "1"
     finally:
         done.set()
@@ -370,7 +369,7 @@ def test_a_hung_view_holds_nobody_up(place: Place) -> None:
     assert place.live.stop() == 0
     assert mounts.overlay_at(str(place.root)) is None
     assert not place.is_mounted()
-    wait_for("the end of the processes", lambda: not place.live.processes(), 30)
+    until("the end of the processes", lambda: not place.live.processes())
 
 
 @pytest.mark.skipif(Capability.DAC_READ_SEARCH not in permitted(), reason="there is nothing to keep then")

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
+from support.until import until
 
 from ciuic.protocol.worker_frames import connect
 
@@ -67,7 +68,7 @@ def test_unfinished_requests_do_not_stop_the_daemon(protected: Live, root: Path)
         status = protected.status()
         assert status is not None
         assert [one["state"] for one in status["roots"]] == ["mounted"]
-    wait_for("the end of the connections", lambda: _descriptors(pid) <= before + 5, 30)
+    until("the end of the connections", lambda: _descriptors(pid) <= before + 5)
     assert protected.snapshot()
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from support.overlay import state_of
-from support.site import Site, ended, site_in, until
+from support.site import Site, ended, site_in
+from support.until import until
 
 from ciuic import STATE_DIR_NAME
 

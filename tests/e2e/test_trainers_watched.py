@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
+from support.until import until
 
 from ciuic.protocol.control import ControlClient
 from ciuic.protocol.control_types import Incident, StatusDocument, TrainerStatus
@@ -62,7 +63,7 @@ class Hook:
             return next(mine, None)
 
         try:
-            return wait_for(f"{event} of {trainer}", found, 60)  # type: ignore[no-any-return]
+            return until(f"{event} of {trainer}", found)  # type: ignore[no-any-return]
         except TimeoutError as error:
             raise AssertionError(f"{error}; notices: {self.notices()}") from None
 
@@ -80,7 +81,7 @@ def watched(
         env=live.env,
         stdin=subprocess.DEVNULL,
     )
-    wait_until_true(lambda: trainer(live, name), f"the watch of {name}")
+    until(f"the watch of {name}", lambda: trainer(live, name))
     return process
 
 
@@ -121,11 +122,6 @@ def trainer(live: Live, name: str) -> TrainerStatus | None:
 def incidents(live: Live, name: str) -> list[Incident]:
     """Return the incidents, oldest first."""
     return [one for one in reversed(status(live).incidents) if _is_named(live, one.trainer, name)]
-
-
-def wait_until_true(condition: Callable[[], T], what: str) -> T:
-    """Wait for the condition's first true value and return it."""
-    return wait_for(what, condition, 60)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -191,7 +187,7 @@ heartbeat = "2s"
     with Live(short_tmp, more_config=more) as live:
         live.run("protect", str(root))
         live.start(root)
-        wait_for("the first snapshot", live.list, 60)
+        until("the first snapshot", live.list)
         yield live
 
 
@@ -211,7 +207,7 @@ def test_a_dying_trainer_causes_an_emergency_snapshot_and_an_alert(
     assert "SIGKILL" in notice["message"]
     assert f"trainer_died killed {notice['snapshot']}" in hook.environment()
 
-    listed = wait_until_true(lambda: site.json("list", "--tag", "emergency")["snapshots"], "the commit")
+    listed = until("emergency", lambda: site.json("list", "--tag")["snapshots"], "the commit")
     assert [one["id"] for one in listed] == [notice["snapshot"]]
     site.run("restore", "-s", notice["snapshot"], "-p", f"{root}/log", "-d", f"{site.top}/back")
     assert (site.top / "back/log").read_text() == "step 17\n"
@@ -251,8 +247,8 @@ def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: H
         process = subprocess.Popen(SLEEP)
         with ended_after(process):
             pid_file.write_text(str(process.pid))
-            wait_until_true(lambda pid=process.pid: _pid(site) == pid, "the watch")  # type: ignore[misc]
-        wait_until_true(lambda wanted=number: len(incidents(site, "filed")) == wanted, "the incident")  # type: ignore[misc]
+            until("the watch", lambda pid=process.pid: _pid(site) == pid)  # type: ignore[misc]
+        until("filed", lambda wanted=number: len(incidents(site)) == wanted, "the incident")  # type: ignore[misc]
     *others, newest = incidents(site, "filed")
     assert newest.no_snapshot == "it has had 2 within the hour"
     assert all(one.snapshot for one in others)
@@ -261,9 +257,9 @@ def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: H
     process = subprocess.Popen(SLEEP)
     with ended_after(process):
         pid_file.write_text(str(process.pid))
-        wait_until_true(lambda: _pid(site) == process.pid, "the watch")
+        until("the watch", lambda: _pid(site) == process.pid)
         process.send_signal(signal.SIGINT)
-    wait_until_true(lambda: _pid(site) == 0, "its end")
+    until("its end", lambda: _pid(site) == 0)
     # Since Linux 6.15 the kernel reports that ^C ended it.
     assert len(incidents(site, "filed")) in (3, 4)
 
@@ -297,7 +293,7 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
             process.wait(60)
         for round_ in (1, 2):
             hanging.send_signal(signal.SIGSTOP)
-            wait_until_true(lambda n=round_: len(incidents(site, "hangs")) == 2 * n - 1, "the hang")  # type: ignore[misc]
+            until("hangs", lambda n=round_: len(incidents(site)) == 2 * n - 1, "the hang")  # type: ignore[misc]
             found = trainer(site, "hangs")
             assert found is not None
             assert found.state == "hung"
@@ -305,7 +301,7 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
             time.sleep(2.0 / round_)
             assert len(incidents(site, "hangs")) == 2 * round_ - 1
             hanging.send_signal(signal.SIGCONT)
-            wait_until_true(lambda n=round_: len(incidents(site, "hangs")) == 2 * n, "its return")  # type: ignore[misc]
+            until("hangs", lambda n=round_: len(incidents(site)) == 2 * n, "its return")  # type: ignore[misc]
         assert [one.kind for one in incidents(site, "hangs")] == ["hung", "recovered"] * 2
         assert not any("hangs" in alert.key for alert in status(site).alerts)
         assert hook.wait("trainer_recovered", "training")
@@ -315,7 +311,7 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
     def reported(how: str) -> list[tuple[str, str]]:
         return [(one.kind, one.reason) for one in incidents(site, how)]
 
-    wait_until_true(lambda: reported("raise") and reported("finally"), "the word of their writers")
+    until("the word of their writers", lambda: reported("raise") and reported("finally"))
     assert reported("raise") == [("failed", "ValueError: loss is nan")]
     assert reported("finally") == [("failed", "ValueError: loss is inf")]
     # Since Linux 6.15 a daemon learns how a process ended that is no child of its own.
@@ -329,15 +325,15 @@ def test_another_daemon_goes_on_watching(site: Live, root: Path) -> None:
     lives, dies = train(site, "lives", "end"), train(site, "dies", "end")
     with ended_after(named, lives, dies):
         site.run("watch", "--name", "named", "--pid", str(named.pid))
-        wait_until_true(lambda: trainer(site, "lives") and trainer(site, "dies"), "both trainings")
+        until("lives", lambda: trainer(site) and trainer(site, "dies"), "both trainings")
         site.stop(signal.SIGKILL)
         dies.kill()
         dies.wait()
         site.start(root)
-        wait_until_true(lambda: incidents(site, "dies"), "the word of its writer")
+        until("dies", lambda: incidents(site), "the word of its writer")
         lives.kill()
         named.kill()
-        wait_until_true(lambda: incidents(site, "lives") and incidents(site, "named"), "their incidents")
+        until("lives", lambda: incidents(site) and incidents(site, "named"), "their incidents")
         for name in ("lives", "named"):
             assert [one.kind for one in incidents(site, name)] == ["died"]
         # Lost, where the daemon looked before its writer had told the end.

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
 from support.second_user import User, run_as
 from support.tiny_training import Model, Optimizer
+from support.until import until
 
 from ciuic import SnapshotManager
 from ciuic.protocol.pairing import SOCKET_NAME
@@ -83,7 +84,7 @@ def _paired(live: Live, repository: Path | None = None) -> list[dict[str, Any]]:
         time.sleep(0.3)
         return []
 
-    snapshots: list[dict[str, Any]] = wait_for("the pairs", found, 60)
+    snapshots: list[dict[str, Any]] = until("the pairs", found)
     return snapshots
 
 
@@ -182,7 +183,7 @@ def test_a_training_saves_its_state_without_a_working_daemon(
         assert problem(filesystem=["/etc"]).startswith("/etc is not protected")
         daemon.stop(signal.SIGKILL)
         # The daemon's receiver of messages notices a moment later, and takes connections until then.
-        wait_for("nobody takes connections", lambda: not _takes_connections(daemon), 30)
+        until("nobody takes connections", lambda: not _takes_connections(daemon))
         caplog.clear()
         assert [problem().partition(" on ")[0] for _ in range(3)] == ["no daemon answers"] * 3
         assert caplog.text.count("no snapshot of the files was made") == 1
@@ -191,7 +192,7 @@ def test_a_training_saves_its_state_without_a_working_daemon(
         assert manager.list_snapshots()[0].filesystem is None
         assert (manager.stats.saved, manager.stats.filesystem, manager.stats.filesystem_failed) == (6, 0, 5)
         daemon.start(root)
-        wait_for("somebody takes connections", lambda: _takes_connections(daemon), 30)
+        until("somebody takes connections", lambda: _takes_connections(daemon))
         again = manager.save_snapshot(model, wait=True)
         assert again is not None
         assert again.filesystem
@@ -227,7 +228,7 @@ def test_a_half_is_held_with_the_other_and_may_be_left_alone(daemon: Live, short
             one["pair"]["id"] for one in _listed(daemon) if one["pair"] and one["pair"]["state"] == "gone"
         ]
 
-    assert wait_for("the files", gone_ids, 60) == ["cs-12345678"]
+    assert until("the files", gone_ids) == ["cs-12345678"]
     assert "cs-12345678 gone" in daemon.run("list").stdout.decode()
 
 
@@ -246,7 +247,7 @@ def test_both_halves_may_share_a_repository_or_a_root(
         found = {id_: pair for id_, pair in found.items() if pair["state"] == "committed"}
         return found if found.keys() >= saved_ids and len(found) == 4 else {}
 
-    found = wait_for("the files", committed_halves, 60)
+    found = until("the files", committed_halves)
     assert all(found[pair["id"]]["id"] == id_ for id_, pair in found.items())
     with SnapshotManager(root / "run/snapshots", filesystem=True) as manager:
         for epoch in range(2):

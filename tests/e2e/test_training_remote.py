@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from support import remote_training
 from support.object_servers import SeaweedFS, environment_for_s3, seaweedfs
-from support.remote_training import RemoteHost, host, stored_states, wait_until
+from support.remote_training import RemoteHost, host, stored_states
+from support.until import until
 
 from ciuic import SnapshotManager
 from ciuic.errors import CiuicError, UsageError
@@ -59,7 +60,10 @@ def test_a_run_goes_on_elsewhere_to_the_bit(tmp_path: Path, store: tuple[str, di
     try:
         running = lost.start(TRAINING, url, "1000000", str(tmp_path / "never"), "0.05")
         trainings = lost.place / "state" / "ciuic" / "trainings"
-        wait_until(lambda: trainings.is_dir() and any(stored_states(one) for one in trainings.iterdir()))
+        until(
+            "a stored state",
+            lambda: trainings.is_dir() and any(stored_states(one) for one in trainings.iterdir()),
+        )
         lost.kill()
         running.wait()
         shutil.rmtree(lost.place)
@@ -115,7 +119,7 @@ def test_a_killed_upload_is_started_again(host: RemoteHost, nas: Path, tmp_path:
         assert None not in ids
         assert stored_states(tmp_path / "local") == set(ids)
         # The lock of a killed process is free when the kernel has ended it.
-        wait_until(lambda: not manager.remote_status()[0].uploading)
+        until("the end of the upload", lambda: not manager.remote_status()[0].uploading)
         (status,) = manager.remote_status()
         assert (status.stored, status.behind) == (3, 0)
 
@@ -130,7 +134,7 @@ manager = SnapshotManager({str(tmp_path / "local")!r}, remote="file://{nas}")
 manager.save_snapshot(weights={{"w": np.ones(50_000)}})
 """
     )
-    wait_until(lambda: not host.processes())
+    until("the end of all processes", lambda: not host.processes())
     with Repository.open(tmp_path / "local") as repository:
         ids = repository.snapshots.names()
     assert len(ids) == 1
@@ -142,7 +146,7 @@ def test_a_store_that_is_away_delays_no_save(host: RemoteHost, nas: Path, tmp_pa
     local = tmp_path / "local"
     with SnapshotManager(local, remote=f"file://{nas}") as manager:
         first = _save(manager, 0).wait(remote_training.WAIT_SECONDS, remote=True)
-    wait_until(lambda: not host.processes(UPLOAD))
+    until("the end of the upload", lambda: not host.processes(UPLOAD))
     nas.rename(tmp_path / "away")
     with SnapshotManager(local, remote=f"file://{nas}", max_snapshots=1) as manager:
         ids = [_save(manager, value).id for value in range(1, 4)]
@@ -151,10 +155,10 @@ def test_a_store_that_is_away_delays_no_save(host: RemoteHost, nas: Path, tmp_pa
         assert status.behind == 3
         # The rules would keep one; what the remote lacks stays.
         assert {one.id for one in manager.list_snapshots()} >= set(ids)
-        wait_until(lambda: manager.remote_status()[0].waits_for)
+        until("an upload that waits", lambda: manager.remote_status()[0].waits_for)
         (tmp_path / "away").rename(nas)
         assert manager.wait_remote(remote_training.WAIT_SECONDS)
-        wait_until(lambda: not manager.remote_status()[0].behind)
+        until("the upload of all", lambda: not manager.remote_status()[0].behind)
         last = _save(manager, 9).wait(remote_training.WAIT_SECONDS, remote=True)
     assert stored_states(local) >= {last}
     with SnapshotManager(local) as manager:
@@ -207,7 +211,7 @@ def test_damage_here_is_no_loss(host: RemoteHost, nas: Path, tmp_path: Path) -> 
     with SnapshotManager(local, remote=f"file://{nas}", compression="none") as manager:
         save = _save(manager, 4)
         assert save.wait(remote_training.WAIT_SECONDS, remote=True)
-    wait_until(lambda: not host.processes())
+    until("the end of all processes", lambda: not host.processes())
     for pack in (local / "packs").iterdir():
         data = bytearray(pack.read_bytes())
         data[len(data) // 4] ^= 1
@@ -308,7 +312,7 @@ def test_two_ranks_resume_elsewhere(host: RemoteHost, nas: Path, tmp_path: Path)
 
     first = told("first")
     assert [line.split()[:2] for line in first] == [["0", "None"], ["1", "None"]]
-    wait_until(lambda: not host.processes())
+    until("the end of all processes", lambda: not host.processes())
     (id_,) = stored_states(tmp_path / "first")
     shutil.rmtree(tmp_path / "first")
     again = told("second")
@@ -352,7 +356,7 @@ def test_a_preempted_program_ends_with_what_was_promised(
     uploader = host.start(
         TRAINING.with_name("slow_uploader.py"), str(local), msgspec.json.encode(order).decode(), "5e5"
     )
-    wait_until(lambda: is_uploading(str(local), order.name))
+    until("an upload", lambda: is_uploading(str(local), order.name))
     done = subprocess.run(
         [sys.executable, "-c", _PREEMPTED, str(local), url, str(numbers)],
         env=host.environment,

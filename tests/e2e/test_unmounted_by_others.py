@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.overlay import PASSES
-from support.site import Site, ended, site_in, until
+from support.site import Site, ended, site_in
+from support.until import until
 
 pytestmark = pytest.mark.mount
 

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.site import CHECKOUT, Site, site_in, until
+from support.site import CHECKOUT, Site, site_in
+from support.until import until
 from support.web_page import WebPage, web_page
 
 pytestmark = pytest.mark.mount

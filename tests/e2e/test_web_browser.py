@@ -17,7 +17,8 @@ import pytest
 from safetensors.numpy import save_file
 from support import leftovers
 from support.ci import IN_CI, needs
-from support.site import Site, site_in, until
+from support.site import Site, site_in
+from support.until import until
 from support.web_page import WebPage, place, web_page
 
 from ciuic.printable import one_line

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.site import Site, site_in, until
+from support.site import Site, site_in
+from support.until import until
 from support.web_page import WebPage, open_page, place
 
 pytestmark = pytest.mark.mount

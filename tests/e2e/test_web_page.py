@@ -17,7 +17,8 @@ import pytest
 from support import remote_recipe as recipe
 from support.checkpoint_files import FORMATS
 from support.remote_host import RemoteHost, new_remote
-from support.site import Site, ended, site_in, until
+from support.site import Site, ended, site_in
+from support.until import until
 from support.web_page import WebPage, open_page, place, web_page
 
 from ciuic.remote.access import add_slot

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.ci import needs
-from support.live import wait_for
 from support.real_systemd import reason_against
 from support.service_host import CONFIG, ServiceHost, service_host
+from support.until import until
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
 _ASK = """
@@ -46,11 +46,10 @@ def test_the_page_restores_through_the_overlay(host: ServiceHost) -> None:
     id_ = str(json.loads(host(str(host.program), "--config", CONFIG, "snapshot", "--wait", "--json"))["id"])
     host("sh", "-c", "echo second > /srv/root/file")
     host("systemctl", "start", "ciuic-web")
-    wait_for("the page", lambda: host("test", "-S", "/run/ciuic-web/web.sock", expect=None) is not None, 30)
-    wait_for(
+    until("the page", lambda: host("test", "-S", "/run/ciuic-web/web.sock", expect=None) is not None)
+    until(
         "an answer",
         lambda: "200" in host("python3", "-c", _ASK + 'print(ask("/alerts")[0])', expect=None),
-        60,
     )
     script = f"""
 status, _, page = ask("/")

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.site import Site, site_in, until
+from support.site import Site, site_in
+from support.until import until
 from support.web_page import WebPage, open_page
 
 from ciuic.training.format.reading import Facts, encode_facts

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from support.second_user import MADE_UP, run_as
-from support.site import site_in, until
+from support.site import site_in
+from support.until import until
 
 from ciuic.cli.app import cli
 from ciuic.config import load_config

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from support.deep_trees import remove_chain
-from support.live import wait_for
 from support.overlay import DRIVER, Overlay
 from support.second_user import MADE_UP
+from support.until import until
 
 from ciuic.fuse_layer.state.passthrough_state import Quota
 from ciuic.system import bypass
@@ -272,7 +272,7 @@ def test_only_the_user_who_takes_all_descriptors_is_refused(root: Path, kind: st
                 overlay.process.kill()
                 overlay.succeed()
                 works_for(OWNER, root)
-        wait_for("what was held to be given back", lambda: descriptors(overlay) < LIMIT // 2, 60)
+        until("what was held to be given back", lambda: descriptors(overlay) < LIMIT // 2)
 
 
 @pytest.mark.mount

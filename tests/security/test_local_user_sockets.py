@@ -24,9 +24,10 @@ from support.attackers import (
     attacking,
 )
 from support.hostile_files import hostile_files
-from support.live import Live, wait_for
+from support.live import Live
 from support.second_user import User
 from support.served_sockets import ServedWatch
+from support.until import until
 
 from ciuic.daemon import peer_server
 from ciuic.daemon.roots.permission import WatchPermission
@@ -77,8 +78,8 @@ def live(short_tmp: Path, root: Path) -> Iterator[Live]:
         (top / "run").chmod(0o755)
         one.run("protect", str(root))
         one.start(root)
-        wait_for("the first snapshot", one.list, 60)
-        wait_for("the sockets", lambda: len(_sockets(one)) == 2, 60)
+        until("the first snapshot", one.list)
+        until("the sockets", lambda: len(_sockets(one)) == 2)
         yield one
 
 
@@ -137,7 +138,7 @@ def test_a_descriptor_that_never_closes_does_not_touch_the_daemon(live: Live, sh
     with hostile_files(short_tmp / "hostile") as file:
         for path in _sockets(live):
             attack(MALLORY, SEND_A_FILE, str(path), str(file))
-        wait_for("the alert", lambda: f"user {MALLORY.uid} sent" in str(live.status()), 60)
+        until("the alert", lambda: f"user {MALLORY.uid} sent" in str(live.status()))
         assert _state(live.daemon.pid) != "D"
         assert attack(ALICE, INTRODUCE, str(live.top / "run/watch.sock"), "alices") == "welcome"
         assert attack(ALICE, CUT, str(live.top / "run/pair.sock"), "").startswith("cs-")
@@ -155,14 +156,14 @@ def test_only_the_sender_of_unclosable_descriptors_is_refused(short_tmp: Path, k
         receiver = _receiver(served.path)
         with hostile_files(short_tmp / "hostile") as file:
             assert "not that of a trainer" in attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
-            wait_for("the alert", lambda: f"socket:watch.sock:{MALLORY.uid}" in served.alerts(), 60)
+            until("the alert", lambda: f"socket:watch.sock:{MALLORY.uid}" in served.alerts())
             for _ in range(3):
                 attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
                 assert "do not close" in attack(MALLORY, INTRODUCE, str(served.path), "again")
             assert attack(ALICE, INTRODUCE, str(served.path), "alices") == "welcome"
             assert _receiver(served.path) == receiver
             assert len(_helpers(receiver)) == 1
-        wait_for("the end of the helper", lambda: not _helpers(receiver) and not served.alerts(), 60)
+        until("the end of the helper", lambda: not _helpers(receiver) and not served.alerts())
 
 
 def test_lingering_sockets_do_not_delay_the_daemon(live: Live) -> None:
@@ -195,7 +196,7 @@ def test_descriptors_of_unpermitted_callers_are_not_received(short_tmp: Path, ke
         output = attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
         assert f"does not watch trainers of user {MALLORY.uid}" in output
         assert attack(ALICE, INTRODUCE, str(served.path), "alices") == "welcome"
-        wait_for("the end of helpers", lambda: not _helpers(_receiver(served.path)), 60)
+        until("the end of helpers", lambda: not _helpers(_receiver(served.path)))
         assert served.alerts() == {}
 
 
@@ -217,8 +218,8 @@ def test_a_receiver_that_ends_or_stands_still_is_replaced(
         assert attack(ALICE, INTRODUCE, str(served.path), "before") == "welcome"
         first = _receiver(served.path)
         os.kill(first, sent)
-        wait_for("another receiver", lambda: (found := _receivers(served.path)) and first not in found, 60)
-        wait_for("an answer", lambda: attack(ALICE, INTRODUCE, str(served.path), "after") == "welcome", 60)
+        until("another receiver", lambda: (found := _receivers(served.path)) and first not in found)
+        until("an answer", lambda: attack(ALICE, INTRODUCE, str(served.path), "after") == "welcome")
 
 
 # -- finding 7: floods
@@ -273,8 +274,8 @@ def test_a_snapshot_is_visible_only_to_permitted_users(live: Live) -> None:
     """Only its requester, the owner of its root and root learn of a snapshot; to others it never existed."""
     pair = str(live.top / "run/pair.sock")
     taken = attack(ALICE, CUT, pair, "").split()[0]
-    scheduled = wait_for("snapshots", lambda: [one.id for one in live.list() if one.id != taken], 60)[0]
-    wait_for("the commit", lambda: taken in [one.id for one in live.list()], 60)
+    scheduled = until("snapshots", lambda: [one.id for one in live.list() if one.id != taken])[0]
+    until("the commit", lambda: taken in [one.id for one in live.list()])
     ids = sorted((taken, scheduled, "cs-123456"))
     assert attack(MALLORY, KNOWN, pair, *ids) == str([(id_, "gone") for id_ in ids])
     expected = str([(id_, "gone" if id_ == "cs-123456" else "committed") for id_ in ids])

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.attackers import CUT, attack
-from support.live import Live, wait_for
+from support.live import Live
 from support.second_user import User
+from support.until import until
 
 from ciuic.protocol import pairing
 
@@ -34,7 +35,7 @@ def live(short_tmp: Path, run_dir: Path) -> Iterator[Live]:
         (top / "run").chmod(0o755)
         one.run("protect", str(root))
         one.start(root)
-        wait_for("the first snapshot", one.list, 60)
+        until("the first snapshot", one.list)
         yield one
 
 
@@ -46,7 +47,7 @@ def _held(live: Live, user: User) -> tuple[str, str]:
     assert id_.startswith("cs-"), output
     # The daemon also reports when it is held, a moment after it is listed.
     done = {id_: "committed"}
-    wait_for("the commit", lambda: pairing.states_of(pair, (id_,), 30).states == done, 60)
+    until("the commit", lambda: pairing.states_of(pair, (id_,), 30).states == done)
     return id_, note
 
 
@@ -69,7 +70,7 @@ def test_a_user_holds_so_many_snapshots_and_no_more(live: Live) -> None:
     assert _holder(live, id_) == (False, None)
     live.stop()
     live.start()
-    wait_for("the socket", (live.top / "run/pair.sock").is_socket, 60)
+    until("the socket", (live.top / "run/pair.sock").is_socket)
     live.wait_mounted(live.top.parent / "root")
     assert "2 snapshots are held for user" in _held(live, OWNER)[1]
 

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
+from support.until import until
 
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.repository import Repository
@@ -228,16 +229,16 @@ def test_living_workers_and_captures_are_filtered(live: Live, root: Path, driver
     pytest.importorskip("pyfuse3") if driver == "pyfuse3" else None
     live.config.write_text(f'{live.config.read_text()}\n[[root]]\npath = "{root}"\ndriver = "{driver}"\n')
     live.start(root)
-    wait_for("the first snapshot", live.list, 60)
+    until("the first snapshot", live.list)
     (root / "file").write_text("x")
     with _lock_held(live):
         snapshot = live.run("snapshot").stdout.decode().split()[0]
-        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture.process"), 30)
+        until("the capture", lambda: _pids(live, "ciuic.daemon.capture.process"))
         (capture,) = _pids(live, "ciuic.daemon.capture.process")
-        wait_for("the filter of the capture", lambda: _seccomp(capture) == "2", 30)
+        until("the filter of the capture", lambda: _seccomp(capture) == "2")
         (worker,) = _pids(live, "ciuic.fuse_layer.worker")
         assert _seccomp(worker) == "2"
-    wait_for("the snapshot", lambda: snapshot in [listed.id for listed in live.list()], 60)
+    until("the snapshot", lambda: snapshot in [listed.id for listed in live.list()])
     status = live.status()
     assert status is not None
     assert [(one["driver"], one["filtered"]) for one in status["roots"]] == [(driver, True)]
@@ -259,7 +260,7 @@ def test_a_living_upkeep_is_filtered(live: Live) -> None:
         upkeep.stdin.write(msgspec.json.encode(job))
         upkeep.stdin.close()
         upkeep.stdin = None
-        wait_for("the filter of upkeep", lambda: _seccomp(upkeep.pid) == "2", 30)
+        until("the filter of upkeep", lambda: _seccomp(upkeep.pid) == "2")
     out, err = upkeep.communicate(timeout=60)
     assert (upkeep.returncode, err) == (0, b"")
     assert json.loads(out)["removed"] == []
@@ -291,7 +292,7 @@ def test_roots_are_served_and_captured_without_seccomp(live: Live, root: Path) -
             start_new_session=True,
         )  # fmt: skip
     live.wait_mounted(root)
-    wait_for("the first snapshot", live.list, 60)
+    until("the first snapshot", live.list)
     (root / "file").write_text("served")
     live.snapshot()
     assert "system_calls_not_filtered" in live.daemon_log.read_text()

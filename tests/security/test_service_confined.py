@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from support.ci import needs
-from support.live import installed, wait_for
+from support.live import installed
 from support.real_systemd import reason_against
 from support.service_host import ServiceHost, service_host
+from support.until import until
 
 from ciuic.system.privileges import OVERLAY_WORKER, Capability, permitted
 
@@ -164,7 +165,7 @@ def test_without_the_workers_service_no_worker_is_made_of_the_daemon(host: Servi
     )
     host("systemctl", "daemon-reload")
     host("systemctl", "start", "--no-block", "ciuic.service")
-    found = wait_for("the refusal", lambda: host.root().get("error") or "", 60)
+    found = until("the refusal", lambda: host.root().get("error") or "")
     assert "ciuic-workers" in found
     assert "fuse.ciuic" not in host("cat", "/proc/1/mountinfo")
     host("rm", "-r", broken)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from support.ci import needs
-from support.live import wait_for
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
 from support.ssh_server import SshServer
+from support.until import until
 
 from ciuic.system.privileges import Capability
 
@@ -137,7 +137,7 @@ def _ended(host: ServiceHost) -> dict[str, Any]:
         facts = dict(line.split("=", 1) for line in lines)
         return facts if facts["SubState"] in ("dead", "failed", "auto-restart") else {}
 
-    return dict(wait_for("its end", shown, _START_SECONDS))
+    return dict(until("its end", shown, _START_SECONDS))
 
 
 def test_the_process_reads_the_repository_and_can_do_no_harm(host: ServiceHost) -> None:

@@ -22,7 +22,8 @@ from urllib.parse import quote
 import pytest
 from support import leftovers
 from support.second_user import User, run_as
-from support.site import Site, site_in, until
+from support.site import Site, site_in
+from support.until import until
 from support.web_page import WebPage, place, web_page
 
 pytestmark = pytest.mark.mount

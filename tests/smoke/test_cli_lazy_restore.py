@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from support import trees
-from support.lazy_restores import eventually
 from support.restoring import take, write
+from support.until import until
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.repository import Repository
@@ -77,7 +77,7 @@ def test_the_command_returns_and_the_directory_becomes_plain(place: Place) -> No
     document = json.loads(began.stdout)
     assert document["destination"] == str(place.top / "dest" / "root")
     assert (document["state"], document["files_total"]) == ("filling", 2)
-    eventually(lambda: [found["state"] for found in place.status()] == ["complete"])
+    until("the end of the restore", lambda: [found["state"] for found in place.status()] == ["complete"])
     assert place.status()[0]["code"] == 0
     trees.assert_same(trees.manifest(place.root), trees.manifest(place.top / "dest" / "root"))
     assert "complete" in place.ciuic("restore", "--status").stdout

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from support import trees
-from support.lazy_restores import eventually
 from support.remote_host import RemoteHost, new_remote
 from support.restoring import take, write
 from support.trees import STEPS, play
+from support.until import until
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.remote.objects.opening import open_objects
@@ -63,7 +63,7 @@ class Place:
         """Run a command that mounts a view, and return when it answers."""
         with self.messages.open("wb") as messages:
             self.served = subprocess.Popen(command, stderr=messages, env=environment)
-        eventually(lambda: self.is_mounted or self._has_ended())
+        until("the mount", lambda: self.is_mounted or self._has_ended())
 
     def _has_ended(self) -> bool:
         assert self.served is not None
@@ -141,9 +141,9 @@ def test_new_snapshots_appear_as_they_were(place: Place, steps: list) -> None:
     name = place.snapshot()
     if place.served is None:
         place.mount()
-    eventually(lambda: os.fsdecode(name) in os.listdir(place.view))
+    until("the new snapshot", lambda: os.fsdecode(name) in os.listdir(place.view))
     trees.assert_same(expected, trees.manifest(place.path(name)))
-    eventually(lambda: os.readlink(place.view / "latest") == os.fsdecode(name))
+    until("the new link", lambda: os.readlink(place.view / "latest") == os.fsdecode(name))
     oldest = sorted(os.listdir(place.view))[0]
     for folder, _, files in os.walk(place.path(oldest)):
         for file in files:
@@ -274,7 +274,7 @@ def test_a_user_mounts_by_himself(place: Place, tmp_path: Path) -> None:
         env=environment,
     )
     there = Path(f"/proc/{served.pid}/mounts")
-    eventually(lambda: f" {place.view} fuse.ciuic-view ro,nosuid,nodev" in there.read_text())
+    until("the mount", lambda: f" {place.view} fuse.ciuic-view ro,nosuid,nodev" in there.read_text())
     inside = ("timeout", "30", "nsenter", "-t", str(served.pid), "-m", *user)
     shown = os.fsdecode(place.path(name)) + "/a"
     assert subprocess.run([*inside, "cat", shown], stdout=subprocess.PIPE, check=True).stdout == b"mine"

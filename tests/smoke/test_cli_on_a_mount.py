@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.until import until
 
 pytestmark = pytest.mark.mount
 
@@ -77,15 +77,13 @@ class Host:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 60
         # The daemon sends READY to systemd only; other programs ask until it answers, and has mounted what it
         # should.
-        while not self._ready():
-            assert self.daemon.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.05)
+        until("an answer of the daemon", self._ready)
 
     def _ready(self) -> bool:
+        assert self.daemon is not None
+        assert self.daemon.poll() is None, self.log()
         command = [sys.executable, "-m", "ciuic", "status", "--json"]
         done = subprocess.run(command, env=self.environment, capture_output=True, check=False)
         if done.returncode != 0:

@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
+from support.until import until
 
 pytestmark = pytest.mark.mount
 
@@ -35,7 +36,7 @@ def test_a_silent_remote_delays_no_snapshot_and_is_not_silent_in_status(short_tm
             now = live.status()
             return now is not None and "identity" in {alert["key"] for alert in now["alerts"]}
 
-        wait_for("the alert", alerts, 60)
+        until("the alert", alerts)
         # Nobody has asked the remote.
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):

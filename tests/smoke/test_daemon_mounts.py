@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.holders import keeper_pids
-from support.site import Site, ended, site_in, until
+from support.site import Site, ended, site_in
+from support.until import until
 
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import Busy, NotFound, UsageError

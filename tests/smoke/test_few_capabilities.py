@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
 from support.second_user import User, run_as
 from support.trees import assert_same, manifest
+from support.until import until
 
 pytestmark = pytest.mark.mount
 _CONTAINER = (
@@ -54,7 +55,7 @@ def test_a_container_without_ptrace(live: Live, root: Path) -> None:
     )
     few.chmod(0o755)
     _start(live, few, root)
-    wait_for("the first snapshot", live.list, 60)
+    until("the first snapshot", live.list)
     holder = subprocess.Popen([str(installed("python")), "-c", _HOLD_LOCK, str(live.repository)],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     try:
@@ -70,7 +71,7 @@ def test_a_container_without_ptrace(live: Live, root: Path) -> None:
         assert (root / "mine").stat().st_uid == job.uid
     finally:
         holder.communicate(timeout=30)
-    wait_for("the snapshot", lambda: snapshot in [listed.id for listed in live.list()], 60)
+    until("the snapshot", lambda: snapshot in [listed.id for listed in live.list()])
     live.run("restore", "-s", snapshot, "-p", str(root), "-d", str(live.top / "out"))
     assert_same(before, manifest(live.top / "out/root"))
     shutil.rmtree(live.top / "out")

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
 from support.stored import KEYED
+from support.until import until
 
 from ciuic.repository import Repository
 
@@ -21,7 +22,7 @@ def test_it_is_used_like_any_other(live: Live, root: Path) -> None:
     (root / "model.bin").write_bytes(content)
     live.run("protect", str(root))
     live.start(root)
-    wait_for("the first snapshot", live.list, 60)
+    until("the first snapshot", live.list)
     with open(root / "model.bin", "r+b") as file:
         file.seek(1_000_000)
         file.write(b"changed")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
+from support.until import until
 
 pytestmark = pytest.mark.mount
 
@@ -58,7 +59,7 @@ def test_a_killed_training_goes_on_from_the_last_good_one(protected: Live, root:
         assert step >= last
         last = step
     newest = protected.list()[0].id
-    wait_for("the verdicts on the newest snapshot", lambda: _verdict(protected, newest), 120)
+    until("the verdicts on the newest snapshot", lambda: _verdict(protected, newest))
     shown = protected.json("checkpoints", newest)["checkpoints"]
     assert _verdict(protected, newest) == shown[0]["verdict"]
 

@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
 from support.second_user import MADE_UP, User, run_as
+from support.until import until
 
 from ciuic.errors import CiuicError, NotFound, Unreachable, UsageError
 from ciuic.protocol import pairing
@@ -54,7 +55,7 @@ def _committed(live: Live, id_: str) -> Pair | None:
             return pairing.states_of(_socket(live), (id_,), 30).states == {id_: "committed"}
         return False
 
-    wait_for("the snapshot", is_there, 60)
+    until("the snapshot", is_there)
     with Repository.open(live.repository) as repository:
         return repository.snapshots.load(SnapshotId.parse(id_)).pair
 
@@ -170,7 +171,7 @@ def test_an_impossible_request_fails_at_once(protected: Live, root: Path) -> Non
             loaded, _ = repository.snapshots.load_all()
             return [one.pair.id for one in loaded if one.pair is not None]
 
-    wait_for("the snapshot", lambda: "cs-bbbbbbbb" in paired_ids(), 60)
+    until("the snapshot", lambda: "cs-bbbbbbbb" in paired_ids())
     protected.stop()
     with pytest.raises(Unreachable, match="no daemon answers"):
         _cut(protected)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import wheels
-from support.live import wait_for
+from support.until import until
 
 pytestmark = pytest.mark.mount
 
@@ -81,7 +81,7 @@ def test_the_checkout_is_tried_with_what_the_first_page_says() -> None:
             [*words, "--dry-run"], cwd=CHECKOUT, check=False, capture_output=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
-    assert "exec make test" in (CHECKOUT / ".ci/run").read_text(encoding="utf-8")
+    assert "make test" in (CHECKOUT / ".ci/run").read_text(encoding="utf-8")
     assert len(text.split()) < 1000
 
 
@@ -147,5 +147,5 @@ def _start(machine: Machine, line: str) -> subprocess.Popen[bytes]:
         assert daemon.poll() is None, (machine.top / "log").read_text()
         return Path("/proc/self/mounts").read_text().count(f"{machine.top}/") == 2
 
-    wait_for("the mounts", mounted, 60)
+    until("the mounts", mounted)
     return daemon

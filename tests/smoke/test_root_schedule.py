@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
+from support.until import until
 
 pytestmark = pytest.mark.mount
 
@@ -24,10 +25,9 @@ def test_a_root_protected_later_gets_a_snapshot_at_once(protected: Live, root: P
     other.mkdir()
     (other / "file").write_text("at risk")
     protected.run("protect", str(other))
-    (first,) = wait_for(
+    (first,) = until(
         "the first snapshot of the new root",
         lambda: protected.json("list", "--root", str(other))["snapshots"],
-        60,
     )
     assert [named["path"] for named in first["roots"]] == [str(other)]
     (root / "file").write_text("good")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live
 from support.overlay import overlay_over
+from support.until import until
 
 from ciuic.protocol.worker_frames import WatchedNames
 
@@ -46,16 +47,16 @@ def test_a_thousand_renames_give_one_snapshot(protected: Live, root: Path) -> No
         seen.unlink()
         return of_events(protected)
 
-    wait_for("a snapshot of the first event", first, 60)
+    until("a snapshot of the first event", first)
     before = len(of_events(protected))
     for number in range(1000):
         (root / "new").write_bytes(b"%d" % number)
         (root / "new").rename(root / f"{number}.safetensors")
-    wait_for("the snapshot of the renames", lambda: _with(protected, "renamed"), 60)
+    until("the snapshot of the renames", lambda: _with(protected, "renamed"))
     (root / "step").mkdir()
     with open(root / "step" / "model.pt", "wb") as file:
         file.write(b"weights")
-    wait_for("the snapshot of the closed file", lambda: _with(protected, "closed"), 60)
+    until("the snapshot of the closed file", lambda: _with(protected, "closed"))
     found = of_events(protected)[before:]
     messages = [one["message"] for one in found if "appears" not in one["message"]]
     assert messages == ["renamed *.safetensors", "closed *.pt"]
@@ -91,7 +92,7 @@ def test_a_worker_counts_what_it_is_told(short_tmp: Path) -> None:
         with open(root / "g.x", "wb") as file:
             file.write(b"1")
             assert counted() == (0, 1, 0)
-        wait_for("the end of the writer", lambda: counted() == (0, 0, 1), 30)
+        until("the end of the writer", lambda: counted() == (0, 0, 1))
         (root / "g.x").read_bytes()
         assert counted() == (0, 0, 0)
         (root / "g.x").unlink()

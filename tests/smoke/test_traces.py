@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from support.otlp import attributes, receiver
-from support.site import CHECKOUT, Site, site_in, until
+from support.site import CHECKOUT, Site, site_in
+from support.until import until
 
 from ciuic.protocol.control import ControlClient
 from ciuic.repository import Repository

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.site import Site, site_in, until
+from support.site import Site, site_in
+from support.until import until
 from support.web_page import WebPage, open_page
 
 from ciuic.protocol.last_drill import LastDrill, add_drill

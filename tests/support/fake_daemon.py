@@ -133,15 +133,6 @@ class FakeClient:
         self.overlay.held = False
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Return when the condition holds, which other tasks and threads bring about.
-
-    The caller limits the time.
-    """
-    while not condition():  # noqa: ASYNC110
-        await trio.sleep(0.01)
-
-
 def sleeping_process() -> subprocess.Popen[bytes]:
     """Start a process that does nothing until it is killed."""
     return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -25,8 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.live import Live, wait_for
+from support.live import Live
 from support.trees import assert_same, manifest
+from support.until import until
 
 MIB = 1 << 20
 _PATIENCE_SECONDS = 120.0
@@ -66,7 +67,7 @@ class Disk:
 
     def unmount(self) -> None:
         """Unmount; wait for processes that use it just now: a capture, a check by the daemon."""
-        wait_for(f"the unmounting of {self.point}", self._try_unmount, _PATIENCE_SECONDS)
+        until(f"the unmounting of {self.point}", self._try_unmount, _PATIENCE_SECONDS)
 
     def _try_unmount(self) -> bool:
         return (
@@ -77,7 +78,7 @@ class Disk:
         )
 
     def remount(self, option: str) -> None:
-        wait_for(
+        until(
             f"mount -o remount,{option}",
             lambda: (
                 subprocess.run(
@@ -130,7 +131,7 @@ class BreakingDisk(Disk):
                 cwd="/",
                 stdin=subprocess.DEVNULL,
             )
-            wait_for("the disk's server", self._served.joinpath("image").exists, _PATIENCE_SECONDS)
+            until("the disk's server", self._served.joinpath("image").exists, _PATIENCE_SECONDS)
         command("mount", "-o", "loop", self._served / "image", self.point)
 
     def break_sectors(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
@@ -364,7 +365,7 @@ class Site:
 
     def _await(self, what: str, condition: Callable[[], Any]) -> Any:
         try:
-            return wait_for(what, condition, _PATIENCE_SECONDS)
+            return until(what, condition, _PATIENCE_SECONDS)
         except TimeoutError as error:
             alerts = self.live.json("status", expect=None).get("alerts")
             raise AssertionError(f"{error}; alerts: {alerts}\n{self.live.log_tail()}") from error
@@ -519,7 +520,7 @@ def memory_runs_out(site: Site) -> None:
         assert (int(site.status()["pid"]), site.worker_pid()) == (daemon, worker), "the wrong one was killed"
     finally:
         command("umount", "-l", ballast)
-        wait_for("the end of what is in the cgroup", lambda: _remove_group(group), _PATIENCE_SECONDS)
+        until("the end of what is in the cgroup", lambda: _remove_group(group), _PATIENCE_SECONDS)
 
 
 def _memory_controller() -> tuple[Path, str]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support import surviving_job
-from support.site import Site, ended, until
+from support.site import Site, ended
+from support.until import until
 
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.fuse_layer.prefork.messages import KEEPER_PREFIX

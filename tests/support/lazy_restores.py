@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,13 +153,4 @@ def lazy_host(place: Path) -> Iterator[LazyHost]:
         host.close()
 
 
-def eventually(condition: object, seconds: float = _SECONDS) -> None:
-    """Wait until a function returns True."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-__all__ = ["LazyChild", "LazyHost", "LazyLayout", "eventually", "lazy_host", "shell"]
+__all__ = ["LazyChild", "LazyHost", "LazyLayout", "lazy_host", "shell"]

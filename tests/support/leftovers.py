@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from support.until import until
+
 _GRACE_SECONDS = 5.0
 _MAX_KEPT = 8
 """Descriptors that one test may leave: of forking helpers, of a thread's memory, and of no test."""
@@ -155,13 +157,12 @@ def living_children() -> dict[int, str]:
 
 def training_writer() -> int:
     """Return the process id of the one writer of training states that this process has started."""
-    deadline = time.monotonic() + _GRACE_SECONDS
     # The kernel shows no command line for a moment after the program has begun.
-    while not (found := [pid for pid, command in living_children().items() if "writer_process" in command]):
-        assert time.monotonic() < deadline, "no writer was started"
-        time.sleep(0.001)
-    (pid,) = found
-    return pid
+    (pid,) = until(
+        "the start of a writer",
+        lambda: [pid for pid, command in living_children().items() if "writer_process" in command],
+    )
+    return int(pid)
 
 
 def _collect_zombies(before: Stock) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from support import impatient_daemon, leftovers
 from support.overlay import DRIVER
+from support.until import until
 from support.warm_python import WarmPython
 
 from ciuic.system import mountinfo
@@ -94,20 +95,6 @@ def installed(program: str = "ciuic") -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `make setup-test` and use .venv/bin/python")
     return path
-
-
-def wait_for(what: str, condition: Callable[[], Any], seconds: float) -> Any:
-    """Return the first true value of ``condition``, by polling: processes and mounts send no event."""
-    began = time.monotonic()
-    deadline = began + seconds
-    while not (value := condition()):
-        asked = time.monotonic()
-        if asked > deadline:
-            raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
-        # A command that is asked all the time takes a processor from what is waited for.
-        time.sleep(max(0.02, asked - began))
-        began = time.monotonic()
-    return value
 
 
 class Live:
@@ -251,7 +238,7 @@ class Live:
             return status is not None and {str(root) for root in roots} <= mounted
 
         try:
-            wait_for("the daemon's start", ready, _START_SECONDS)
+            until("the daemon's start", ready, _START_SECONDS)
         except TimeoutError as exc:
             raise CommandFailed(f"{exc}\n{self.log_tail()}") from exc
 
@@ -342,5 +329,5 @@ def protected(live: Live, root: Path) -> Live:
     """Provide a running daemon with ``root`` protected, which has taken its first snapshot by itself."""
     live.run("protect", str(root))
     live.start(root)
-    wait_for("the first snapshot", live.list, 60)
+    until("the first snapshot", live.list)
     return live

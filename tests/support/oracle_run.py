@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from support.capture_child import Found, captured
-from support.live import wait_for
 from support.oracle import Oracle, share_an_instant
 from support.overlay import Overlay
+from support.until import until
 
 WRITERS = 4
 
@@ -80,10 +80,9 @@ def _writing(root: Path, logs: Path, names: list[str], seed: int) -> Iterator[No
             )
         )
     try:
-        wait_for(
+        until(
             "every writer's first steps",
             lambda: all((logs / name).exists() and (logs / name).stat().st_size > 1000 for name in names),
-            60,
         )
         yield
     finally:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from support import leftovers
-from support.live import wait_for
 from support.sharded_training import Ranks
+from support.until import until
 
 from ciuic.repository import Repository
 from ciuic.training.writer.housekeeping import read_back
@@ -54,7 +54,7 @@ class Trial:
 
     def wait_for_writers(self) -> None:
         """Return when the snapshots handed over by killed ranks are stored, and their writers have ended."""
-        wait_for("end of the writers", lambda: not _writers(), 60)
+        until("end of the writers", lambda: not _writers())
         for save_dir in self._directories():
             with Repository.open(save_dir) as repository:
                 repository.writer(wait_seconds=60).close()

@@ -9,13 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.until import until
 
 from ciuic.repository import Repository
 from ciuic.training.remote.uploads import record_of
@@ -74,7 +74,7 @@ class RemoteHost:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
-        wait_until(lambda: not set(killed) & set(self.processes(module)))
+        until("the end of killed processes", lambda: not set(killed) & set(self.processes(module)))
         return killed
 
     def processes(self, module: str = "") -> list[int]:
@@ -92,14 +92,6 @@ class RemoteHost:
     def _command(self, script: str | Path, *arguments: str) -> list[str]:
         program = ["-c", script] if isinstance(script, str) else [str(script)]
         return [sys.executable, *program, *arguments]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """Return when the condition holds."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture

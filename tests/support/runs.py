@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.remote_training import wait_until
+from support.until import until
 from support.warm_python import WarmPython
 
 from ciuic.remote.sealing.key_slots import make_key_file
@@ -45,7 +45,7 @@ def lose_last(remote: str) -> None:
     """Remove the last host of a remote when its uploads have ended, which outlive its training."""
     host = Path(Path(f"{remote}.hosts").read_text().strip())
     for save_dir in (host / "state/ciuic/trainings").iterdir():
-        wait_until(partial(_is_done, str(save_dir)))
+        until("the end of the uploads", partial(_is_done, str(save_dir)))
     shutil.rmtree(host)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 from support import surviving_job
-from support.live import installed, wait_for
+from support.live import installed
 from support.real_systemd import RealSystemd
+from support.until import until
 
 from ciuic.errors import Unreachable
 from ciuic.protocol.control import ControlClient
@@ -101,7 +102,7 @@ class ServiceHost:
         return dict((self.status().get("roots") or [{}])[0])
 
     def mounted(self) -> dict[str, Any]:
-        found = wait_for(
+        found = until(
             "the mount", lambda: (root := self.root()).get("state") == "mounted" and root, _MOUNT_SECONDS
         )
         return dict(found)
@@ -124,7 +125,7 @@ class ServiceHost:
                 else 0
             )
 
-        pid = int(wait_for("another daemon", started, seconds))
+        pid = int(until("another daemon", started, seconds))
         self.mounted()
         return pid
 
@@ -179,7 +180,7 @@ class ServiceJob:
     def goes_on(self) -> None:
         """Wait for two more of its rounds, which use files opened before and new ones."""
         before = self._rounds()
-        wait_for("the job's next rounds", lambda: self._rounds() >= before + 2, _JOB_SECONDS)
+        until("the job's next rounds", lambda: self._rounds() >= before + 2, _JOB_SECONDS)
 
     def _rounds(self) -> int:
         if self._process.poll() is not None:

@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support import impatient_daemon
 from support.overlay import DRIVER
+from support.until import until
 
 from ciuic.errors import CiuicError
 from ciuic.protocol.control import ControlClient
@@ -23,14 +23,6 @@ from ciuic.system import mountinfo
 from ciuic.types import ChunkId
 
 CHECKOUT = Path(__file__).parents[2]
-
-
-def until(what: str, condition: Callable[[], bool]) -> None:
-    """Wait for a condition by polling: processes and mounts send no event to other programs."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.02)
 
 
 def ended(pid: int) -> bool:
@@ -111,7 +103,7 @@ class Site:
         self.process = self.launch()
         try:
             until("the mount of every root", self._all_mounted)
-        except AssertionError as error:
+        except TimeoutError as error:
             raise AssertionError(f"{error}: {self.log.read_text()[-3000:]}") from None
 
     def restart_with(self, stored: Mapping[str, int]) -> None:

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from support.ci import needs
-from support.site import CHECKOUT, until
+from support.site import CHECKOUT
+from support.until import until
 
 NODES = ("n1", "n2")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.ci import needs
-from support.live import wait_for
+from support.until import until
 
 _PATIENCE_SECONDS = 20.0
 # The smallest XFS that mkfs.xfs makes has 300 MiB; the file is sparse.
@@ -47,7 +47,7 @@ def small_disk(top: Path, kind: str, size_bytes: int = _BYTES, *options: str) ->
     finally:
         # Descriptors held only by a cycle keep the disk busy.
         gc.collect()
-        wait_for(f"the unmounting of {point}", lambda: not _umount(point), _PATIENCE_SECONDS)
+        until(f"the unmounting of {point}", lambda: not _umount(point), _PATIENCE_SECONDS)
         image.unlink()
 
 

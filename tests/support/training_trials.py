@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from support.remote_training import wait_until
+from support.until import until
 
 from ciuic.repository import Repository, Walker
 from ciuic.types import ChunkId
@@ -50,7 +50,7 @@ def kill_one(save_dir: Path, result: Path, choose: random.Random, snapshots: int
     """
     process = begin(save_dir, result, 0.01)
     if snapshots:
-        wait_until(lambda: _stored(save_dir) >= snapshots or process.poll() is not None)
+        until("stored snapshots", lambda: _stored(save_dir) >= snapshots or process.poll() is not None)
     else:
         time.sleep(choose.uniform(0.1, 1.5))
     os.killpg(process.pid, signal.SIGKILL)

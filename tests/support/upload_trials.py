@@ -20,11 +20,12 @@ from typing import NamedTuple, Protocol
 
 from support import trees
 from support.cli_repository import Host
-from support.live import installed, wait_for
+from support.live import installed
 from support.network import Network
 from support.object_servers import Fault, FaultProxy, Request
 from support.remote_host import Elsewhere
 from support.restoring import take, write
+from support.until import until
 
 from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access import add_slot, init_remote, open_remote
@@ -133,7 +134,7 @@ class UploadingHost(Host):
             assert self._upload.poll() is None, (self.top / "upload.log").read_text()
             return self.taken.keys() <= self.stored()
 
-        wait_for("the upload", all_stored, seconds)
+        until("the upload", all_stored, seconds)
 
     def lose(self) -> None:
         """Kill what runs, and remove everything that the host has."""
@@ -370,8 +371,8 @@ def killed_on_the_way(
             marks = sorted(rng.uniform(0, 0.97) for _ in range(kills))
             for mark in marks:
                 host.start_upload()
-                until = before + int(mark * size_bytes)
-                wait_for("the next part", lambda until=until: proxy.body_bytes >= until, 600)  # type: ignore[misc]
+                wanted = before + int(mark * size_bytes)
+                until("the next part", lambda wanted=wanted: proxy.body_bytes >= wanted, 600)  # type: ignore[misc]
                 host.kill_upload()
             host.start_upload()
             host.wait_stored()

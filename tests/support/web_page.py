@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote_from_bytes, urlencode
 
-from support.site import CHECKOUT, Site, until
+from support.site import CHECKOUT, Site
+from support.until import until
 
 
 class Answer(NamedTuple):

@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.live import CommandFailed, Live, wait_for
+from support.live import CommandFailed, Live
 from support.stored import read_tree
 from support.trees import assert_same, manifest
+from support.until import until
 from torture import cut_judge as judge
 from torture import cut_writers as writers
 from torture.figure import Figure
@@ -197,7 +198,7 @@ class Site:
                 )
             )
         try:
-            wait_for("every writer's first operation", lambda: all(self.counters.all_returned()), 60)
+            until("every writer's first operation", lambda: all(self.counters.all_returned()))
             yield
         finally:
             self.counters.stop()
@@ -221,7 +222,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
             root.mkdir()
             live.run("protect", str(root))
         live.start(*roots)
-        wait_for("the first snapshot", live.list, 60)
+        until("the first snapshot", live.list)
         site = Site(live, roots, seed)
         with site.writing():
             _disturbed(site, seconds)

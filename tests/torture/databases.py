@@ -21,9 +21,9 @@ from pathlib import Path
 from support import databases
 from support.capture_child import captured
 from support.databases import Counts
-from support.live import wait_for
 from support.overlay import overlay_over
 from support.small_disks import missing, small_disk
+from support.until import until
 from torture.figure import Figure
 
 from ciuic.repository import Repository
@@ -43,7 +43,7 @@ class Database:
         self._process = subprocess.Popen(
             [*_command(kind, "WRITE", folder), os.fspath(counts)], stdin=subprocess.PIPE
         )
-        wait_for(
+        until(
             f"the first transaction of {kind}",
             lambda: self.counts.durable or self._process.poll() is not None,
             _PATIENCE_SECONDS,

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 from support import leftovers
 from support.daemon_hosts import DaemonHosts
 from support.host_networks import HostNetworks
-from support.live import wait_for
 from support.object_servers import SeaweedFS, weed_program
+from support.until import until
 from torture.figure import Figure
 from torture.hosts_sets import Round, SetsTrial
 
@@ -150,7 +150,7 @@ class HostsTrial:
         # A program that writes to a root may wait for its daemon.
         self._daemons.revive()
         ranks.wait()
-        wait_for("end of the writers", lambda: not _living("writer_process"), 60)
+        until("end of the writers", lambda: not _living("writer_process"))
         problems = self._problems(before, "\n".join(ranks.log_of(rank) for rank in range(self._world)))
         after = self.left()
         if kind not in ("host", "writer") and (saved := self._saved()) > (after.newest_step or 0):
@@ -402,7 +402,7 @@ def _run(
             failures.append(f"{what} did not end: {error}")
         runs += 1
         pairs += trial.pairs
-        wait_for("end of the uploads", lambda: not _living("upload_process"), 120)
+        until("end of the uploads", lambda: not _living("upload_process"))
         # An upload that lost its host ends when it sees that.
         shutil.rmtree(top / str(runs - 1), ignore_errors=True)
     within = sum(one <= _EVERY_STEPS for one in lost)

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
 from support.promises import PromisingJob, broken
 from support.trees import assert_same, manifest
+from support.until import until
 from torture.figure import Figure
 
 _KILLS_A_ROUND = 3
@@ -36,15 +37,15 @@ def run(seconds: float, seed: int, victims: Sequence[str] = VICTIMS) -> list[Fig
     with Live(top / "c") as live:
         live.run("protect", str(root))
         live.start(root)
-        wait_for("the first snapshot", live.list, 60)
+        until("the first snapshot", live.list)
         with PromisingJob(root, seed) as job:
             killing = Killing(live, root, job, random.Random(seed), top / "out", victims)
-            until, rounds = time.monotonic() + seconds, 0
-            while rounds < len(victims) or time.monotonic() < until:
+            end, rounds = time.monotonic() + seconds, 0
+            while rounds < len(victims) or time.monotonic() < end:
                 killing.round(victims[rounds % len(victims)])
                 rounds += 1
         live.stop()
-        wait_for("the last worker's end", lambda: not live.processes(), 60)
+        until("the last worker's end", lambda: not live.processes())
         promises = job.made()
         killing.failures += broken(promises, root)
     return killing.figures(rounds, len(promises))
@@ -95,9 +96,7 @@ class Killing:
         }
         for _ in range(_KILLS_A_ROUND):
             already = len(self._job.made())
-            wait_for(
-                "a promise since the last kill", lambda already=already: len(self._job.made()) > already, 60
-            )
+            until("a promise since the last kill", lambda already=already: len(self._job.made()) > already)
             self._busy[victim] += actions[victim]()
         try:
             self._look(victim)
@@ -112,7 +111,7 @@ class Killing:
         pid = self._worker_pid()
         if pid:
             os.kill(pid, signal.SIGKILL)
-            wait_for("a new worker", lambda: self._worker_pid() not in (0, pid), 60)
+            until("a new worker", lambda: self._worker_pid() not in (0, pid))
             self._live.wait_mounted(self._root)
         self._ended(taker)
         return bool(pid)
@@ -130,7 +129,7 @@ class Killing:
 
     def _kill_capture(self) -> bool:
         taker = self._start("snapshot", "--wait")
-        wait_for("a capture", lambda: self._captures() or taker.poll() is not None, 60)
+        until("a capture", lambda: self._captures() or taker.poll() is not None)
         time.sleep(self._rng.random() * 0.3)
         captures = self._captures()
         for pid in captures:
@@ -180,7 +179,7 @@ class Killing:
             self.failures.append(f"after {victim} was killed: {sorted(lost)} are no longer listed")
         self._look_for_promised(victim)
         with self._job.paused():
-            snapshot = wait_for("a snapshot", self._try_snapshot, 120)
+            snapshot = until("a snapshot", self._try_snapshot)
             self._committed.add(snapshot)
             self._live.run(*self._restore(snapshot))
             assert_same(manifest(self._root), manifest(self._out / self._root.name))
@@ -192,7 +191,7 @@ class Killing:
 
     def _look_for_promised(self, victim: str) -> None:
         """Check that every id that was returned is listed, now or soon, and not as lost."""
-        wait_for("the promised snapshots", lambda: not self._promised - self._known(), 120)
+        until("the promised snapshots", lambda: not self._promised - self._known())
         lost = {row["id"]: row["reason"] for row in self._live.json("list")["lost"]}
         broken_promises = {id_: lost[id_] for id_ in self._promised & lost.keys()}
         if broken_promises:

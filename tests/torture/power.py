@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
 from support.promises import PromisingJob, broken
+from support.until import until
 from torture.figure import Figure
 
 _BASE_BYTES, _DISK_BYTES = 4 << 30, 1 << 30  # sparse
@@ -105,7 +106,7 @@ def _mounted(image: Path, point: Path, options: str) -> Iterator[None]:
     finally:
         _tool("umount", str(point))
         # Programs that watch block devices may hold the loop device for a moment longer.
-        wait_for(f"the release of {image}", lambda: not _has_loop_device(image), _TOOL_SECONDS)
+        until(f"the release of {image}", lambda: not _has_loop_device(image), _TOOL_SECONDS)
 
 
 def _has_loop_device(image: Path) -> bool:
@@ -146,11 +147,11 @@ def lose_power(top: Path, kind: str, seconds: float, seed: int, *, at_least: int
         with Live(top / "c", repository=image.disk / "repository") as live:
             live.run("protect", str(root))
             live.start(root)
-            wait_for("the first snapshot", live.list, 60)
+            until("the first snapshot", live.list)
             with PromisingJob(root, seed) as job:
-                wait_for("a first promise", job.made, 60)
-                until = time.monotonic() + seconds
-                while images < at_least or time.monotonic() < until:
+                until("a first promise", job.made)
+                end = time.monotonic() + seconds
+                while images < at_least or time.monotonic() < end:
                     taker = subprocess.Popen(
                         [str(installed()), "snapshot", "--wait"], env=live.env,
                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -165,7 +166,7 @@ def lose_power(top: Path, kind: str, seconds: float, seed: int, *, at_least: int
                 if job.errors:
                     failures.append(f"{kind}: the job got {job.errors} errors")
             live.stop()
-            wait_for("the last worker's end", lambda: not live.processes(), 60)
+            until("the last worker's end", lambda: not live.processes())
     if len(committed) < images / 2:
         failures.append(f"{kind}: only {len(committed)} snapshots were committed beside {images} clones")
     return [

@@ -29,7 +29,8 @@ from statistics import median
 from typing import NamedTuple
 
 from support import surviving_job
-from support.site import Site, site_in, until
+from support.site import Site, site_in
+from support.until import until
 from torture.figure import Figure
 
 _SETTLED_SECONDS = 0.05

@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 from support import twin_job
-from support.site import Site, site_in, until
+from support.site import Site, site_in
+from support.until import until
 from torture.figure import Figure
 
 from ciuic.errors import CiuicError
@@ -128,7 +129,7 @@ def _kill(
         counts[at] += 1
         try:
             until("a successor", lambda before=before: _worker_pid(site, root) not in (0, before))
-        except AssertionError as error:
+        except (AssertionError, TimeoutError) as error:
             # An exception in a thread would be lost.
             stuck.append(f"{root}: {error}")
             return

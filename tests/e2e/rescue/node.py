@@ -28,9 +28,10 @@ from acts import (
     outcome,
     tell,
 )
-from support.live import Live, installed, wait_for
+from support.live import Live, installed
 from support.object_servers import environment_for_s3
 from support.remote_training import STATES_STEPS, run_states, stored_states
+from support.until import until
 
 from ciuic.protocol.stored_remotely import STATE_VARIABLE, read_record
 from ciuic.repository import Repository
@@ -127,7 +128,7 @@ class Node(Acts):
         raise StoryFailed("the job ended before its host was lost")
 
     def _arm(self, armed: threading.Event) -> None:
-        wait_for("uploads", self._enough_is_stored, _ARM_SECONDS)
+        until("uploads", self._enough_is_stored, _ARM_SECONDS)
         narrate(f"{self.name}: {SNAPSHOTS_WANTED} snapshots with checkpoints are on the object store")
         armed.set()
 
@@ -184,7 +185,7 @@ class Node(Acts):
         def trains() -> None:
             report("reached", "training goes on")
             self.show_missing()
-            wait_for("the end of the lazy restore", self.is_plain, _ARM_SECONDS)
+            until("the end of the lazy restore", self.is_plain, _ARM_SECONDS)
             report("reached", "everything is there")
             self.protect()
             report("reached", "protected again")

@@ -31,11 +31,11 @@ from typing import Any
 
 from acts import HERE, STEPS, StoryFailed, Training, narrate, outcome, require_same, signals_ignored, tell
 from support import leftovers
-from support.live import wait_for
 from support.network import Network
 from support.object_servers import SeaweedFS, weed_program
 from support.remote_training import STATES_STEPS, run_states
 from support.ssh_server import SshServer, sshd_program
+from support.until import until
 
 _CLONE_NEWNET = 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
@@ -92,7 +92,7 @@ class LonelyHost:
             start_new_session=True,
         )
         try:
-            self._first: int = wait_for("the host's first process", self._child, 30)
+            self._first: int = until("the host's first process", self._child)
             self._door = Door(self._first, server, pace)
         except BaseException:
             self.process.kill()

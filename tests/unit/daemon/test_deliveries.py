@@ -23,6 +23,7 @@ import structlog
 import trio
 import trio.testing
 from support.ci import needs
+from support.until import until_async
 
 from ciuic.config import AlertConfig, load_config
 from ciuic.config.keys import shown
@@ -219,12 +220,6 @@ def follow(
     return [alert.key for alert in alerts.standing()], [dict(entry) for entry in logs]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(60):
-        while not condition():  # noqa: ASYNC110  (another process's doing)
-            await trio.sleep(0.01)
-
-
 def test_each_snapshot_is_pinged() -> None:
     """A snapshot that is committed and one that failed are a start and an end each."""
     with serving(Web()) as web:
@@ -233,7 +228,7 @@ def test_each_snapshot_is_pinged() -> None:
             for number, kind in enumerate(("cut", "committed", "cut", "failed")):
                 state = SnapshotState(id=f"cs-{number // 2}", state="failed", error="no space", roots=["/r"])
                 events.emit(f"snapshot_{kind}", snapshot=state)
-            await until(lambda: len(web.requests) == 4)
+            await until_async(lambda: len(web.requests) == 4)
 
         keys, _ = follow(AlertConfig(ping=f"http://{web.place}/u"), story)
     assert keys == []
@@ -251,9 +246,9 @@ def test_a_message_that_is_not_delivered_is_an_alert(monkeypatch: pytest.MonkeyP
         async def story(alerts: Alerts, events: EventBus) -> None:
             committed = SnapshotState(id="cs-1", state="committed")
             events.emit("snapshot_committed", snapshot=committed)
-            await until(lambda: "notify:ping" in alerts)
+            await until_async(lambda: "notify:ping" in alerts)
             events.emit("snapshot_committed", snapshot=committed)
-            await until(lambda: "notify:ping" not in alerts)
+            await until_async(lambda: "notify:ping" not in alerts)
 
         monkeypatch.setattr("ciuic.daemon.deliveries._PAUSES_SECONDS", (0.0, 0.0, 0.0))
         keys, logs = follow(AlertConfig(ping=f"http://{web.place}/s3cret"), story)

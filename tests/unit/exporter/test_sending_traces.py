@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.otlp import Receiver, attributes, receiver
-from support.site import until
+from support.until import until
 
 from ciuic import __version__
 from ciuic.errors import NotFound, UsageError

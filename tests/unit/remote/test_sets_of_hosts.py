@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.until import until
 
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
@@ -141,8 +142,7 @@ def test_hosts_that_are_asked_for_different_members_are_told(objects: MemoryObje
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not list(objects.list("sets/plans/")):
-        pass
+    until("a plan", lambda: list(objects.list("sets/plans/")))
     with pytest.raises(
         UsageError, match="another host was asked for the set 'night' of a, b, this one for a, c"
     ):

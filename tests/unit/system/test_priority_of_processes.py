@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live import wait_for
+from support.until import until
 
 from ciuic.system.precedence import _SYSCALLS, BEST_EFFORT, IDLE, MAX_NICE_WITHOUT_RETURN, IoPriority, place
 from ciuic.system.privileges import Capability, permitted
@@ -62,7 +62,7 @@ def test_all_threads_go_down_and_come_back(process: int) -> None:
             place(process, share, _IDLE)
             return autogroup_nice(process) in (None, str(nice))
 
-        wait_for("the session's nice value", has_place, 30)
+        until("the session's nice value", has_place)
         assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {nice}
         assert {io_class_of(thread) for thread in threads} == {io_class}
 

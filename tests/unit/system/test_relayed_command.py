@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.site import CHECKOUT, until
+from support.site import CHECKOUT
+from support.until import until
 
 from ciuic.system.relayed_command import RelayedCommand
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from support.site import ended, until
+from support.site import ended
+from support.until import until
 
 from ciuic.cli.commands.web import looks
 from ciuic.cli.commands.web.broker import question_of

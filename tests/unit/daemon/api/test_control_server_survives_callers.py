@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import trio
 from structlog.testing import capture_logs
-from support.live import wait_for
 from support.served_sockets import FakeOperations, served
+from support.until import until
 
 from ciuic.errors import Busy, Unreachable
 from ciuic.protocol import http_server
@@ -113,10 +113,10 @@ def test_a_listener_that_hangs_up_is_forgotten(short_tmp: Path) -> None:
             for target in (b"events", b"snapshots/cs-111111?wait=1")
         ]
         assert callers[0].recv(1) == b"H"
-        wait_for("the wait", lambda: operations.calls, 30)
+        until("the wait", lambda: operations.calls)
         for caller in callers:
             caller.close()
-        wait_for("their ends", lambda: ended and not operations.events._subscriptions, 30)
+        until("their ends", lambda: ended and not operations.events._subscriptions)
     assert ended == ["cs-111111"]
 
 
@@ -182,7 +182,7 @@ def test_caller_beyond_the_limit_gets_busy(short_tmp: Path) -> None:
             except Busy:
                 return False
 
-        wait_for("a free place", is_answered, 30)
+        until("a free place", is_answered)
 
 
 def test_caller_that_does_not_read_does_not_delay_the_end(

@@ -11,6 +11,7 @@ import pytest
 import structlog
 import trio
 import trio.testing
+from support.until import until_async
 
 from ciuic.config import AlertConfig
 from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, Pacing, notice_of, prepare
@@ -39,12 +40,6 @@ def run_hook(
     return [dict(entry) for entry in logs]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(30):
-        while not condition():  # noqa: ASYNC110  (another process's doing)
-            await trio.sleep(0.01)
-
-
 def test_command_gets_the_alert_as_input(tmp_path: Path) -> None:
     """The command gets one document on stdin and its main fields in the environment; its output is logged."""
     script = tmp_path / "hook"
@@ -55,7 +50,7 @@ def test_command_gets_the_alert_as_input(tmp_path: Path) -> None:
 
     async def raise_alerts(alerts: Alerts) -> None:
         alerts.report("space", "full", hint="prune")
-        await until(lambda: (tmp_path / "env").exists())
+        await until_async(lambda: (tmp_path / "env").exists())
         await trio.sleep(0.3)
 
     logs = run_hook([str(script), "to"], raise_alerts)
@@ -92,7 +87,7 @@ def test_a_failing_or_hanging_command_does_not_stop_the_next(
     async def raise_alerts(alerts: Alerts) -> None:
         alerts.report("a", "a")
         alerts.report("b", "b")
-        await until(lambda: keys() == ["a", "b"])
+        await until_async(lambda: keys() == ["a", "b"])
 
     logs = run_hook([str(script)], raise_alerts, timeout_seconds=1)
     assert event in [entry["event"] for entry in logs]

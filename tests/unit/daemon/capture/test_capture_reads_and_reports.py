@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from support.capture_bench import snapshot_manifest
 from support.core_driver import open_backing
-from support.live import wait_for
 from support.stored import read_file
 from support.trees import assert_same, make_everything, manifest
+from support.until import until
 
 from ciuic.daemon.capture import process as capture
 from ciuic.daemon.capture.job import (
@@ -215,8 +215,8 @@ def test_sigterm_ends_it_between_two_steps(stage: Stage) -> None:
     job = stage.job(lock_wait_seconds=600, io_priority="idle", urgency=Urgency(min_share=0.01))
     with Repository.open(stage.repository) as repository, repository.writer(command="a test"):
         process = stage.start(job)
-        wait_for("its signal handler", lambda: catches(process.pid, signal.SIGTERM), SECONDS)
-        wait_for("its nice value", lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == 19, SECONDS)
+        until("its signal handler", lambda: catches(process.pid, signal.SIGTERM), SECONDS)
+        until("its nice value", lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == 19, SECONDS)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == EXIT_INTERRUPTED
@@ -247,7 +247,7 @@ def test_sigkill_leaves_the_repository_as_it_was(stage: Stage) -> None:
     expected = manifest(stage.root)
     before = stored_bytes(stage)
     process = stage.start(job)
-    wait_for(
+    until(
         "the first stored bytes", lambda: stored_bytes(stage) > before or process.poll() is not None, SECONDS
     )
     process.kill()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from support.fake_daemon import Bench, FakeOverlay, sleeping_process, until
+from support.fake_daemon import Bench, FakeOverlay, sleeping_process
+from support.until import until_async
 
 from ciuic.daemon.base.process_priority import SLICE, PriorityControl, RunningProcess, SliceWeight
 from ciuic.protocol.control_types import SnapshotRequest
@@ -97,7 +98,7 @@ def test_waiting_request_speeds_up_a_scheduled_capture(tmp_path: Path) -> None:
                 assert first.record.requested
                 await first.finished.wait()
                 await bench.snapshots.take(SnapshotRequest(), scheduled=True)
-                await until(lambda: len(bench.jobs) == 2)
+                await until_async(lambda: len(bench.jobs) == 2)
                 running = bench.snapshots.capturing.running()
                 assert running is not None
                 assert not running.urgency.requested

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import trio
-from support.fake_daemon import FakeOverlay, FakeWorker, until
-from support.live import wait_for
+from support.fake_daemon import FakeOverlay, FakeWorker
 from support.second_user import MADE_UP, run_as
+from support.until import until, until_async
 
 from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.roots import sessions
@@ -129,7 +129,7 @@ def test_the_next_daemon_gets_the_sessions_of_the_last_one(bench: Bench) -> None
         await second.keep(bench.options("/a"), worker)
         assert bench.spares[1].tell({"do": "take", "root": "/a"})
         await second.end_predecessors()
-        await until(_ended(pid))
+        await until_async(_ended(pid))
         assert [str(path) for path in bench.sockets()] == [bench.spares[1].listens_at]
 
     trio.run(main)
@@ -163,7 +163,7 @@ def test_a_session_that_is_mounted_nowhere_is_let_go_of(bench: Bench) -> None:
     # The worker lives.
     assert (answer, len(fds)) == (b"true", 2)
     worker.kill()
-    wait_for("the keeper's end", _ended(pid), 30)
+    until("the keeper's end", _ended(pid))
     assert bench.sockets() == []
 
 
@@ -183,8 +183,8 @@ def test_killed_keeper_is_replaced_and_gets_all_sessions(bench: Bench) -> None:
             before = bench.spares[0].pid
             assert before is not None
             os.kill(before, signal.SIGKILL)
-            await until(lambda: bench.spares[0].pid not in (None, before))
-            await until(lambda: bench.spares[0].tell({"do": "take", "root": "/a"}))
+            await until_async(lambda: bench.spares[0].pid not in (None, before))
+            await until_async(lambda: bench.spares[0].tell({"do": "take", "root": "/a"}))
             assert not any(bench.spares[0].tell({"do": "take", "root": root}) for root in ("/b", "/c"))
             nursery.cancel_scope.cancel()
 
@@ -203,7 +203,7 @@ def test_hanging_keeper_is_killed_and_replaced(bench: Bench) -> None:
         assert connection is not None
         connection.settimeout(0.5)
         await daemon.keep(bench.options("/a"), worker)
-        await until(_ended(pid))
+        await until_async(_ended(pid))
         await daemon.keep(bench.options("/a"), worker)
         assert bench.spares[0].tell({"do": "take", "root": "/a"})
 
@@ -259,10 +259,10 @@ def test_a_keeper_that_cannot_be_watched_ends_no_daemon(
             nursery.start_soon(daemon.run)
             before = spare.pid
             assert before is not None
-            await until(lambda: not refused)
+            await until_async(lambda: not refused)
             os.kill(before, signal.SIGKILL)
-            await until(lambda: spare.pid not in (None, before))
-            await until(lambda: spare.tell({"do": "take", "root": "/a"}))
+            await until_async(lambda: spare.pid not in (None, before))
+            await until_async(lambda: spare.tell({"do": "take", "root": "/a"}))
             nursery.cancel_scope.cancel()
 
     trio.run(main)

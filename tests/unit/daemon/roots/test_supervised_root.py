@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 from support.fake_daemon import FakeOverlay, FakeWorker, NoMounts
+from support.until import until_async
 
 import ciuic.daemon.roots.supervisor as supervisor_module
 from ciuic.daemon.base.events import Alerts, EventBus
@@ -19,13 +20,6 @@ from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.errors import CiuicError, NotFound
 from ciuic.fuse_layer.system.mounts import MountsInside, MovedMounts
 from ciuic.system.bypass import Bypasser, BypassingMount, Use
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll for a condition: it depends on processes and threads of the worker, which raise no event here."""
-    with trio.fail_after(20):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.01)
 
 
 class Stage:
@@ -101,9 +95,9 @@ def test_a_dead_worker_is_replaced(stage: Stage) -> None:
     supervisor = stage.supervisor(first, second)
 
     async def script() -> None:
-        await until(lambda: stage.sessions == ["one"])
+        await until_async(lambda: stage.sessions == ["one"])
         first.kill()
-        await until(lambda: stage.sessions == ["one", "two"])
+        await until_async(lambda: stage.sessions == ["one", "two"])
         assert (supervisor.state, supervisor.restarts, supervisor.worker) == ("mounted", 1, second)
 
     stage.run(supervisor, script)
@@ -124,11 +118,11 @@ def test_a_worker_that_dies_while_its_session_is_taken_up_is_replaced(stage: Sta
     supervisor = stage.supervisor(first, second, third)
 
     async def script() -> None:
-        await until(lambda: stage.sessions == ["one"])
+        await until_async(lambda: stage.sessions == ["one"])
         first.kill()
-        await until(lambda: stage.sessions == ["one", "two"])
+        await until_async(lambda: stage.sessions == ["one", "two"])
         second.kill()
-        await until(lambda: stage.sessions == ["one", "two", "three"])
+        await until_async(lambda: stage.sessions == ["one", "two", "three"])
         assert (supervisor.state, supervisor.worker) == ("mounted", third)
 
     stage.run(supervisor, script)
@@ -145,13 +139,13 @@ def test_unmounted_overlay_is_mounted_again(stage: Stage, ends: bool) -> None:
     supervisor = stage.supervisor(first, second)
 
     async def script() -> None:
-        await until(lambda: stage.sessions == ["one"])
+        await until_async(lambda: stage.sessions == ["one"])
         stage.mounts.mounted = False
         if ends:
             first.session_is_over = lambda: True  # type: ignore[method-assign]
-            await until(lambda: supervisor.state == "restarting")
+            await until_async(lambda: supervisor.state == "restarting")
             first.kill()
-        await until(lambda: stage.sessions == ["one", "two"])
+        await until_async(lambda: stage.sessions == ["one", "two"])
         assert (supervisor.state, supervisor.worker) == ("mounted", second)
         assert supervisor.lingers is not ends
 
@@ -171,7 +165,7 @@ def test_a_root_that_cannot_be_mounted_is_tried_again(stage: Stage) -> None:
     async def script() -> None:
         seen.extend(stage.alerts.standing())
         assert supervisor.state == "failed"
-        await until(lambda: supervisor.state == "mounted")
+        await until_async(lambda: supervisor.state == "mounted")
 
     stage.run(supervisor, script, autojump=True)
     assert [(alert.key, alert.hint) for alert in seen] == [("root:/a", "make it")]
@@ -223,7 +217,7 @@ def test_stopping_detaches_and_waits_for_the_worker(stage: Stage) -> None:
     async def script() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(supervisor.stop)
-            await until(lambda: "stop /a" in worker.overlay.log)
+            await until_async(lambda: "stop /a" in worker.overlay.log)
             assert worker.overlay.aborted == [4]
             stage.mounts.mounted = False
             worker.kill()
@@ -349,11 +343,11 @@ def test_a_look_that_does_not_end_delays_no_mount(stage: Stage, monkeypatch: pyt
         await supervisor.refresh_bypassing()
         assert supervisor.bypass.has_gap
         assert not supervisor.bypass.all_accounted
-        await until(lambda: bool(stage.alerts.standing()))
+        await until_async(lambda: bool(stage.alerts.standing()))
         (alert,) = stage.alerts.standing()
         assert "not known" in alert.message
         free.set()
-        await until(lambda: supervisor.bypass.all_accounted)
+        await until_async(lambda: supervisor.bypass.all_accounted)
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []
@@ -399,9 +393,9 @@ def test_abandoned_session_is_removed_from_systemd(stage: Stage, monkeypatch: py
     stage.mounts.forget = forget  # type: ignore[method-assign]
 
     async def script() -> None:
-        await until(lambda: stage.sessions == ["one"])
+        await until_async(lambda: stage.sessions == ["one"])
         first.kill()
-        await until(lambda: stage.sessions == ["one", "two"])
+        await until_async(lambda: stage.sessions == ["one", "two"])
 
     stage.run(supervisor, script)
     assert stage.order == ["lost one", "forgotten", "detached"]
@@ -463,7 +457,7 @@ def test_a_later_look_that_fails_leaves_a_gap_until_one_succeeds(
         assert supervisor.bypass.has_gap
         assert not supervisor.bypass.all_accounted
         failing = False
-        await until(lambda: supervisor.bypass.all_accounted)
+        await until_async(lambda: supervisor.bypass.all_accounted)
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []

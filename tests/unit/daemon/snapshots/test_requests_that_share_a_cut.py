@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from support.fake_daemon import Bench, FakeOverlay, until
+from support.fake_daemon import Bench, FakeOverlay
+from support.until import until_async
 
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord
 from ciuic.daemon.roots.worker_process import OverlayWorker
@@ -62,7 +63,7 @@ class Requests:
 
     async def answered(self) -> list[PendingSnapshot]:
         """Return the results of all requests, a snapshot each."""
-        await until(lambda: None not in self.outcomes)
+        await until_async(lambda: None not in self.outcomes)
         found = [one for one in self.outcomes if isinstance(one, PendingSnapshot)]
         assert len(found) == len(self.outcomes), self.outcomes
         return found
@@ -209,7 +210,7 @@ def test_requester_that_disconnects_does_not_affect_others(bench: Bench) -> None
         await begun.wait()
         leader.cancel()
         go_on.set()
-        await until(lambda: requests.outcomes[1] is not None)
+        await until_async(lambda: requests.outcomes[1] is not None)
         assert isinstance(requests.outcomes[1], PendingSnapshot)
         assert requests.outcomes[0] is None
         assert not bench.snapshots._requests._all
@@ -229,7 +230,7 @@ def test_a_cut_that_fails_fails_for_all_that_share_it(bench: Bench) -> None:
             for _ in range(3):
                 requests.make()
             await trio.testing.wait_all_tasks_blocked()
-        await until(lambda: None not in requests.outcomes)
+        await until_async(lambda: None not in requests.outcomes)
         assert [str(one) for one in requests.outcomes] == ["not mounted: /a"] * 3
         assert not bench.snapshots.caller_waits
         with pytest.raises(CiuicError, match="not mounted"):
@@ -286,7 +287,7 @@ def test_places_of_a_user_are_limited(bench: Bench) -> None:
             assert len(overlay.pending) == (MAX_PENDING_OF_A_USER if user == 1 else MAX_PENDING_OF_USERS)
         for number in range(MAX_PENDING - MAX_PENDING_OF_USERS):
             requests.make(SnapshotRequest(tags=[str(number)]))
-        await until(lambda: len(overlay.pending) == MAX_PENDING)
+        await until_async(lambda: len(overlay.pending) == MAX_PENDING)
 
     run(bench, script)
 
@@ -341,7 +342,7 @@ def test_a_promised_snapshot_is_no_unknown_one_while_the_daemon_starts(bench: Be
             await bench.snapshots.resume([record])
             nursery.start_soon(bench.snapshots.capturing.run)
             with trio.fail_after(60):
-                await until(lambda: states)
+                await until_async(lambda: states)
             nursery.cancel_scope.cancel()
         assert [state.id for state in states] == ["cs-1"]
         for wait_for_it in (False, True):

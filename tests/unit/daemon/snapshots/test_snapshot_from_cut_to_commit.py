@@ -12,7 +12,8 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process, until
+from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process
+from support.until import until_async
 
 import ciuic.daemon.snapshots.pending as pending_module
 import ciuic.daemon.snapshots.snapshot_queue as promises_module
@@ -279,9 +280,7 @@ def test_worker_that_dies_again_before_its_turn_loses_nothing(bench: Bench) -> N
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest())
         async with bench.snapshots._turns.cut(None):
-            with trio.move_on_after(5):
-                while not pending.retakes:  # noqa: ASYNC110  announced on no event of ours
-                    await trio.sleep(0.01)
+            await until_async(lambda: pending.retakes)
             # The retake has found its root mounted, and waits for the lock.
             await trio.sleep(0.2)
             worker, bench.roots["/a"].worker = bench.roots["/a"].worker, None
@@ -342,8 +341,7 @@ def test_every_waiting_snapshot_of_an_ended_session_is_cut_again_at_once(bench: 
         bench.snapshots.session_lost("/a", "s")
         ours.epoch, ours.pending = 1, []
         bench.add_root("/a", ours, session="successor")
-        while not second.state.retaken:  # noqa: ASYNC110  it is announced on no event of ours
-            await trio.sleep(0.01)
+        await until_async(lambda: second.state.retaken)
         assert first.state.state == "capturing"
         assert [record.id for record in bench.runtime.read_pending()] == [first.id, third.id, second.id]
         gate.set()
@@ -734,7 +732,7 @@ def test_status_has_estimates_of_running_and_waiting_captures(tmp_path: Path) ->
                 assert first.state.seconds_left is None
                 running = await bench.snapshots.take(SnapshotRequest())
                 await bench.snapshots.take(SnapshotRequest())
-                await until(lambda: running.state.state == "capturing")
+                await until_async(lambda: running.state.state == "capturing")
                 assert [one.seconds_left for one in bench.snapshots.unfinished()] == [None, None]
                 await trio.sleep(0.05)
                 running.attempt_progressed(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.live import wait_for
 from support.served_sockets import ServedWatch
 from support.socket_callers import connected, send_descriptors
+from support.until import until
 
 from ciuic.daemon.trainers.registry import MAX_TRAINERS_OF_A_USER
 from ciuic.errors import Busy, CiuicError, Unreachable, UsageError
@@ -69,7 +69,7 @@ def test_bad_registrations_are_refused_and_closed(served: ServedWatch) -> None:
             with connected(served.path) as caller:
                 assert send_descriptors(caller, data, [null, mine])
                 assert b"Refused" in caller.recv(1 << 16)
-        wait_for("the end of the connections", lambda: open_fds() <= before, 30)
+        until("the end of the connections", lambda: open_fds() <= before)
     os.close(null)
     assert served.names() == ["me"]
 
@@ -85,7 +85,7 @@ def test_user_has_a_limited_number_of_slots(served: ServedWatch, monkeypatch: py
             before = open_fds()
             with pytest.raises(Busy):
                 introduce(served.path, ME, [other], seconds=30)
-            wait_for("the end of the connection", lambda: open_fds() <= before, 30)
+            until("the end of the connection", lambda: open_fds() <= before)
         finally:
             child.kill()
             child.wait()
@@ -135,7 +135,7 @@ def test_the_last_words_wait_for_the_next_daemon_before_its_end_was_noticed(
         known = Registration(lambda: str(short_tmp / "watch.sock"), ME, [mine, page.fd])
         with ServedWatch(short_tmp) as served:
             known.start()
-            wait_for("the trainer", lambda: served.names() == ["me"], 30)
+            until("the trainer", lambda: served.names() == ["me"])
             known.wait_until_known(30)
         words = threading.Thread(target=known.wait_until_known, args=[60])
         words.start()

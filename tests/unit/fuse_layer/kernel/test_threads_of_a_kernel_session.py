@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.live import wait_for
+from support.until import until
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
@@ -102,7 +102,7 @@ def serve(kernel: Kernel) -> Iterator[Callable[..., KernelSession]]:
     kernel.unmount()
     for session in sessions:
         session.wait()
-    wait_for("the end of the session's threads", lambda: not _threads(), _PATIENCE_SECONDS)
+    until("the end of the session's threads", lambda: not _threads(), _PATIENCE_SECONDS)
 
 
 def _threads() -> list[str]:
@@ -172,7 +172,7 @@ def test_waiting_handler_delays_no_other_request(
     gate.set()
     answers = sorted(kernel.answer() for _ in range(10))
     assert answers == [(unique, 0, b"waited") for unique in range(2, 22, 2)]
-    wait_for(
+    until(
         "the end of threads that are too many",
         lambda: len(session._servers) <= kernel_session._SPARE_THREADS + 2,
         _PATIENCE_SECONDS,
@@ -218,7 +218,7 @@ def test_any_mixture_is_answered_once_each(kinds: list[str]) -> None:
         assert found == expected
         kernel.unmount()
         session.wait()
-        wait_for("the end of the session's threads", lambda: not _threads(), _PATIENCE_SECONDS)
+        until("the end of the session's threads", lambda: not _threads(), _PATIENCE_SECONDS)
         kernel.close()
 
 
@@ -244,12 +244,12 @@ def test_the_time_that_requests_wait_is_counted_and_published(
     began = time.monotonic()
     for unique in (200, 201, 202):
         kernel.send(WAIT, unique)
-    wait_for("half a second of waiting", lambda: session.latency.microseconds > 500_000, _PATIENCE_SECONDS)
+    until("half a second of waiting", lambda: session.latency.microseconds > 500_000, _PATIENCE_SECONDS)
     assert session.latency.microseconds <= (time.monotonic() - began) * 1e6
     end.set()
     for _ in range(3):
         kernel.answer()
-    wait_for("the published figure", lambda: _published(published) == session.latency.microseconds, 5)
+    until("the published figure", lambda: _published(published) == session.latency.microseconds, 5)
     assert _published(published) >= 500_000
     session.latency.unpublish()
     assert not published.exists()

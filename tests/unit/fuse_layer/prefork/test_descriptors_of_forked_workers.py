@@ -9,7 +9,7 @@ import sys
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.live import wait_for
+from support.until import until
 
 from ciuic.fuse_layer import standby
 from ciuic.fuse_layer.prefork import messages
@@ -69,7 +69,7 @@ def test_a_process_is_given_as_many_descriptors_as_a_request_holds() -> None:
             socket.send_fds(ours, [b'["%d"]' % len(fds)], fds)
             ours.settimeout(60)
             assert int(ours.recv(100)) > 0
-            wait_for("the forked process", lambda: os.fstat(fds[0]).st_size > 0, 60)
+            until("the forked process", lambda: os.fstat(fds[0]).st_size > 0)
             found = os.pread(fds[0], 1 << 16, 0)
             assert found == repr([os.fstat(fd).st_ino for fd in fds]).encode()
         finally:

@@ -13,8 +13,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.live import wait_for
 from support.second_user import MADE_UP, run_as
+from support.until import until
 
 from ciuic.daemon.roots.worker_process import WorkerDied, WorkerOptions, _become_worker
 from ciuic.fuse_layer.prefork import messages
@@ -46,7 +46,7 @@ def service(short_tmp: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     try:
         # A daemon gives up on a service that does not answer in time, as one that is still starting on a busy machine.
         with closing(_spare(path)) as first:
-            wait_for("the service's start", first.await_ready, 120)
+            until("the service's start", first.await_ready)
         yield path, process
     finally:
         process.kill()
@@ -84,7 +84,7 @@ def test_a_worker_whose_daemon_is_gone_is_collected(service: tuple[Path, subproc
     assert worker is not None
     gone.close()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_for("the end of the worker", lambda: str(worker.pid) not in children.read_text().split(), 30)
+    until("the end of the worker", lambda: str(worker.pid) not in children.read_text().split())
     following = _spare(path)
     following.prepare()
     assert following.status_of(worker.pid) == _REFUSED
@@ -100,7 +100,7 @@ def test_a_worker_that_ends_before_its_daemon_looks_keeps_its_status(
     open_pidfd = os.pidfd_open
 
     def late(pid: int) -> int:
-        wait_for("the end of the worker", lambda: str(pid) not in children.read_text().split(), 30)
+        until("the end of the worker", lambda: str(pid) not in children.read_text().split())
         return open_pidfd(pid)
 
     with closing(_spare(path)) as spare:

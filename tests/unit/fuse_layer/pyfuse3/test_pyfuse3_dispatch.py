@@ -14,7 +14,7 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
-from support.live import wait_for
+from support.until import until
 
 from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.pyfuse3_driver import CAUTIOUS_SECONDS, SLOW_SECONDS, Dispatch, Pyfuse3Driver
@@ -154,7 +154,7 @@ def test_waiting_operation_is_published_while_it_waits() -> None:
             nursery.start_soon(dispatch.sync, end.wait)
             try:
                 wait_for_figure = partial(
-                    wait_for, "the figure", lambda: dispatch.latency.microseconds > 20_000, 50
+                    until, "the figure", lambda: dispatch.latency.microseconds > 20_000, 50
                 )
                 await trio.to_thread.run_sync(wait_for_figure)
             finally:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.live import wait_for
 from support.remote_host import BLOCK
 from support.restoring import take, write
+from support.until import until
 
 from ciuic.config import Config, RemoteConfig
 from ciuic.protocol.stored_remotely import read_record
@@ -75,12 +75,12 @@ def test_a_remote_that_is_away_keeps_no_other_waiting(world: World) -> None:
     thread = threading.Thread(target=lambda: world.run(once=False, stop=stop))
     thread.start()
     try:
-        wait_for("the upload to the other remote", lambda: world.stored("two") == {first}, _SECONDS)
-        wait_for("the reason", lambda: "one" in world.waits_for("one"), _SECONDS)
+        until("the upload to the other remote", lambda: world.stored("two") == {first}, _SECONDS)
+        until("the reason", lambda: "one" in world.waits_for("one"), _SECONDS)
         assert not world.waits_for("two")
         (world.place / "away").rename(world.place / "one")
-        wait_for("the upload to the first remote", lambda: world.stored("one") == {first}, _SECONDS)
-        wait_for("the end of the reason", lambda: not world.waits_for("one"), _SECONDS)
+        until("the upload to the first remote", lambda: world.stored("one") == {first}, _SECONDS)
+        until("the end of the reason", lambda: not world.waits_for("one"), _SECONDS)
     finally:
         stop.set()
         thread.join(_SECONDS)
@@ -111,7 +111,7 @@ def test_status_of_a_remote_that_is_away_keeps_what_was_known(world: World) -> N
     thread = threading.Thread(target=lambda: world.run(once=False, stop=stop))
     thread.start()
     try:
-        wait_for("the reason", lambda: world.waits_for("one"), _SECONDS)
+        until("the reason", lambda: world.waits_for("one"), _SECONDS)
     finally:
         stop.set()
         thread.join(_SECONDS)
@@ -147,7 +147,7 @@ def test_an_upload_says_on_the_remote_how_its_host_is(world: World) -> None:
     thread = threading.Thread(target=lambda: world.run(once=False, stop=stop))
     thread.start()
     try:
-        wait_for(
+        until(
             "a status of the process that goes on",
             lambda: [one.interval_seconds for one in _statuses(world, "one")] == [300],
             _SECONDS,
