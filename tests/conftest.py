@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 from support import file_costs, last_words, leftovers
 from support.ci import IN_CI, needs
+from support.late_modules import torch_distributed as torch_distributed
 from support.live import Questions
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs

@@ -333,7 +333,7 @@ def two_collectors(max_states: int) -> tuple[str, int]:
 
 
 def test_every_order_of_one_writer_and_one_collector_is_safe() -> None:
-    """All 5,610 states of a commit, a round and a removal that run at once are right."""
+    """All states of a commit, a round and a removal that run at once are right."""
     problem, states = writer_and_collector(100_000)
     assert problem == ""
     assert 1_000 < states < 100_000
@@ -359,7 +359,7 @@ def test_every_order_with_a_listing_that_lacks_something_is_safe(prefix: str) ->
 
 
 def test_every_order_with_a_log_that_is_deleted_is_safe() -> None:
-    """In all 1,634 states of a commit and a round while a third party deletes a log, its snapshot keeps its chunks."""
+    """In all states of a commit and a round while a third party deletes a log, its snapshot keeps its chunks."""
     problem, states = cut_log(20_000)
     assert problem == ""
     assert 1_000 < states < 20_000

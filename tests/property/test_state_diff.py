@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.late_modules import torch
+from support.saved_states import BLOCK, SavedStates, Sharded, rows
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-
-from support.saved_states import BLOCK, SavedStates, Sharded, rows  # noqa: E402
-
-from ciuic.repository import Repository  # noqa: E402
-from ciuic.training import StateDiff  # noqa: E402
-from ciuic.training.state_diff import diff_states  # noqa: E402
+from ciuic.repository import Repository
+from ciuic.training import StateDiff
+from ciuic.training.state_diff import diff_states
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),

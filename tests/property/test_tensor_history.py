@@ -12,22 +12,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.late_modules import torch
+from support.restoring import take
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-
-from safetensors.torch import save_file  # noqa: E402
-from support.restoring import take  # noqa: E402
-
-from ciuic.history import timelines  # noqa: E402
-from ciuic.remote.reading.cache_directory import CacheDirectory  # noqa: E402
-from ciuic.repository import Repository  # noqa: E402
-from ciuic.training.tensor_history import TensorVersion, tensor_history  # noqa: E402
+from ciuic.history import timelines
+from ciuic.remote.reading.cache_directory import CacheDirectory
+from ciuic.repository import Repository
+from ciuic.training.tensor_history import TensorVersion, tensor_history
 
 _DTYPES = ("float32", "bfloat16", "float64", "float16", "int32", "int64", "uint8", "bool")
 State = dict[str, Any]
 
 
 def _safetensors(path: Path, state: State) -> None:
+    from safetensors.torch import save_file
+
     save_file({name: one.contiguous() for name, one in state.items()}, path)
 
 

@@ -60,11 +60,12 @@ class State(NamedTuple):
     lacks: int
 
 
-class Stop(BaseException):
-    """The party wants a reply that it has not had."""
+_MAX_AHEAD = 1000
+"""Requests of a party that goes on by itself: one that waits for another would do so for ever."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+
+class Stop(BaseException):
+    """The party is not run any further."""
 
 
 class Position(NamedTuple):
@@ -76,21 +77,25 @@ class Position(NamedTuple):
     said: tuple[Any, ...]
 
 
+_ERRORS: dict[Any, Callable[[str], Exception]] = {"missing": NoSuchObject, "archived": ArchivedObject}
+
+
 class ReplayedObjects:
-    """Objects that give recorded replies, and stop the party at the first request without one."""
+    """Objects that give recorded replies, and what ``further`` returns to the requests after those."""
 
     url = "memory://bucket"
 
-    def __init__(self, replies: Sequence[Any]) -> None:
+    def __init__(self, replies: Sequence[Any], further: Callable[[Request], Any]) -> None:
         self._replies = iter(replies)
+        self._further = further
 
     def _reply(self, method: str, *arguments: Any) -> Any:
         try:
             reply = next(self._replies)
         except StopIteration:
-            raise Stop((method, arguments)) from None
-        if isinstance(reply, Exception):
-            raise reply
+            reply = self._further((method, arguments))
+        if isinstance(reply, tuple) and len(reply) == 2 and reply[0] in _ERRORS:
+            raise _ERRORS[reply[0]](reply[1])
         return reply
 
     def put(self, name: str, data: Sequence[Bytes]) -> None:
@@ -164,9 +169,6 @@ def lacking(listing: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     } - {listing}
 
 
-_ERRORS: dict[str, Callable[[str], Exception]] = {"missing": NoSuchObject, "archived": ArchivedObject}
-
-
 class Search:
     """Search from one bucket.
 
@@ -208,8 +210,9 @@ class Search:
 
     def run(self, contents: Contents, max_states: int) -> str:
         """Return the first problem that is found, or an empty text. Stops after ``max_states`` states."""
-        parties = tuple(self._position(at, ()) for at in range(len(self._parties)))
-        first = State(self._number(contents), parties, int(bool(self._lacks_in)))
+        number = self._number(contents)
+        parties = tuple(self._position(at, (), number) for at in range(len(self._parties)))
+        first = State(number, parties, int(bool(self._lacks_in)))
         seen = {first}
         todo = [first]
         while todo and len(seen) <= max_states:
@@ -271,24 +274,45 @@ class Search:
         """Return the state after one party had a reply."""
         key = (state.parties[at], reply)
         if key not in self._after:
-            self._after[key] = self._position(at, (*self._positions[state.parties[at]].replies, reply))
+            replies = (*self._positions[state.parties[at]].replies, reply)
+            self._after[key] = self._position(at, replies, contents)
         return State(contents, (*state.parties[:at], self._after[key], *state.parties[at + 1 :]), lacks)
 
-    def _position(self, at: int, replies: tuple[Any, ...]) -> int:
+    def _position(self, at: int, replies: tuple[Any, ...], contents: int) -> int:
+        """Return the number of a party's position after these replies.
+
+        The party goes on by itself from these contents: most of the positions that it then has are needed later, and each
+        would take a run from the beginning.
+        """
         said: list[Any] = []
-        given = [
-            _ERRORS[reply[0]](reply[1])
-            if isinstance(reply, tuple) and len(reply) == 2 and reply[0] in ("missing", "archived")
-            else reply
-            for reply in replies
-        ]
-        request: Request | None = None
+        given = list(replies)
+        numbers: list[int] = []
+
+        def add(request: Request | None) -> None:
+            if numbers:
+                self._after[numbers[-1], given[-1]] = len(self._positions)
+            numbers.append(len(self._positions))
+            self._positions.append(Position(at, tuple(given), request, tuple(said)))
+
+        def reply_to(request: Request) -> Any:
+            nonlocal contents
+            add(request)
+            if len(numbers) > _MAX_AHEAD:
+                raise Stop
+            contents, reply = self._perform(contents, request)
+            given.append(reply)
+            return reply
+
         try:
-            self._parties[at](ReplayedObjects(given), said.append)
-        except Stop as stop:
-            request = stop.request
-        self._positions.append(Position(at, replies, request, tuple(said)))
-        return len(self._positions) - 1
+            self._parties[at](ReplayedObjects(replies, reply_to), said.append)
+            add(None)
+        except Stop:
+            pass
+        except Exception:
+            # Of a position that the search may not come to.
+            if not numbers:
+                raise
+        return numbers[0]
 
     def _judge(self, contents: int, said: frozenset[Any]) -> str:
         key = (contents, said)

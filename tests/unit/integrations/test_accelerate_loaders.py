@@ -8,11 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.late_modules import LateModule, torch
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
-
-from ciuic.integrations.accelerate import register  # noqa: E402
+accelerate: Any = LateModule("ciuic.integrations.accelerate", lacking="the extra `hf` is not installed")
 
 BATCHES, PASSES = 6, 3
 
@@ -126,7 +124,7 @@ def _run(
     )
     seen: list[tuple[int, float]] = []
     manager: Any = Manager(snapshot)
-    register(manager, accelerator)
+    accelerate.register(manager, accelerator)
     manager.resume()
     if resave:
         manager.save()

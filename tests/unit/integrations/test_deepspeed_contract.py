@@ -17,14 +17,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic.errors import NotFound
+from ciuic.repository import Repository
+from ciuic.training.writer.housekeeping import read_back
 
-from ciuic.errors import NotFound  # noqa: E402
-from ciuic.repository import Repository  # noqa: E402
-from ciuic.training.writer.housekeeping import read_back  # noqa: E402
+pytestmark = pytest.mark.usefixtures("torch_distributed")
 
 
 class Interface(abc.ABC):

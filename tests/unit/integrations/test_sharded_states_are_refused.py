@@ -9,10 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-
-from ciuic.integrations import preconditions  # noqa: E402
+from ciuic.integrations import preconditions
 
 INSTEAD = "torch.distributed.checkpoint and ciuic.training.dcp.storage"
 

@@ -7,21 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 if sys.version_info < (3, 11):
     pytest.skip("Kopf and kmock need Python 3.11", allow_module_level=True)
 
 import yaml
-from openapi_schema_validator import OAS30Validator
-from support.kubernetes_api import CHART, INSTALLATION, NAMESPACE, definitions, flaws_of, rendered
+from support.late_modules import LateModule
 
 from ciuic.config.load import parse_config
 from ciuic.errors import ConfigError
 from ciuic.operator.policies import configuration_of, objects_of, parents_of
 
 CHECKOUT = Path(__file__).parents[3]
+CHART = CHECKOUT / "etc/kubernetes/chart"
+kubernetes_api: Any = LateModule("support.kubernetes_api")
+kubernetes_validate: Any = LateModule("kubernetes_validate")
+openapi: Any = LateModule("openapi_schema_validator")
 POLICY: dict[str, Any] = {
     "apiVersion": "ciuic.io/v1alpha1",
     "kind": "SnapshotPolicy",
@@ -58,7 +60,7 @@ def manifests() -> list[Any]:
 
 def check(body: dict[str, Any]) -> None:
     if body["apiVersion"].startswith("ciuic.io/"):
-        assert flaws_of(body) == []
+        assert kubernetes_api.flaws_of(body) == []
     elif body["kind"] in _FOREIGN:
         for template in _pod_specs(body):
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template}
@@ -83,7 +85,11 @@ def test_examples_are_valid(body: dict[str, Any]) -> None:
 
 def test_what_the_chart_and_the_controller_make_is_valid() -> None:
     """Objects are those of their schemas; the definitions themselves are valid."""
-    for body in [*rendered(), *definitions(), *objects_of(POLICY, INSTALLATION)]:
+    for body in [
+        *kubernetes_api.rendered(),
+        *kubernetes_api.definitions(),
+        *objects_of(POLICY, kubernetes_api.INSTALLATION),
+    ]:
         check(body)
 
 
@@ -99,9 +105,9 @@ def test_the_definitions_are_structural() -> None:
         if isinstance(one := schema.get("additionalProperties"), dict):
             walk(one, f"{where}.*")
         if "default" in schema:
-            OAS30Validator(schema).validate(schema["default"])
+            openapi.OAS30Validator(schema).validate(schema["default"])
 
-    for one in definitions():
+    for one in kubernetes_api.definitions():
         for version in one["spec"]["versions"]:
             walk(version["schema"]["openAPIV3Schema"], one["metadata"]["name"])
             assert version["subresources"] == {"status": {}}
@@ -129,7 +135,7 @@ def test_the_definitions_are_structural() -> None:
 def test_what_an_api_server_refuses(kind: str, spec: dict[str, Any], flaw: str) -> None:
     """Wrong kinds, paths, durations and addresses do not get as far as the controller."""
     body = {"apiVersion": "ciuic.io/v1alpha1", "kind": kind, "metadata": {"name": "x"}, "spec": spec}
-    assert flaw in "".join(flaws_of(body))
+    assert flaw in "".join(kubernetes_api.flaws_of(body))
 
 
 def test_the_configuration_says_what_the_policy_says(tmp_path: Path) -> None:
@@ -145,8 +151,8 @@ def test_the_configuration_says_what_the_policy_says(tmp_path: Path) -> None:
 def test_the_daemon_sees_the_directories_above_its_roots() -> None:
     """Each root lies below one mount that propagates both ways, and no mount lies in another."""
     assert parents_of(["/data/a", "/data/b", "/data/c/d", "/srv"]) == ["/data", "/srv"]
-    _, daemons = objects_of(POLICY, INSTALLATION)
-    assert daemons["metadata"]["namespace"] == NAMESPACE
+    _, daemons = objects_of(POLICY, kubernetes_api.INSTALLATION)
+    assert daemons["metadata"]["namespace"] == kubernetes_api.NAMESPACE
     pod = daemons["spec"]["template"]["spec"]
     by_name = {one["name"]: one for one in pod["containers"]}
     assert list(by_name) == ["daemon", "agent", "upload"]

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 
 from ciuic import SnapshotManager
 from ciuic.errors import UsageError
 from ciuic.training import Latest, Steps
 from ciuic.training.format.reading import encode_facts
 from ciuic.training.logs import log, quietly
-
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
 def _model() -> tuple[Any, Any]:
@@ -221,31 +220,36 @@ def test_a_resume_into_another_model_or_optimizer_is_reported(
             manager.resume()
 
 
-class _Kept(torch.optim.Optimizer):
-    """Optimizer with a float32 master, integers and nested lists for each parameter, as fused and 8-bit optimizers have them."""
+def _kept(parameters: Any) -> Any:
+    class Kept(torch.optim.Optimizer):  # type: ignore[misc, name-defined, unused-ignore]
+        """Optimizer with a float32 master, integers and nested lists for each parameter, as fused and 8-bit optimizers have them."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state.setdefault("master", parameter.detach().float() + 1e-4 * torch.rand(parameter.shape))
-                state.setdefault("codes", torch.randint(-128, 127, parameter.shape, dtype=torch.int8))
-                state.setdefault("own", torch.nn.Parameter(torch.rand(2) + 1e-4, requires_grad=False))
-                state.setdefault("nested", [torch.rand(3, dtype=torch.float64), {"scale": torch.rand(2)}])
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state.setdefault(
+                        "master", parameter.detach().float() + 1e-4 * torch.rand(parameter.shape)
+                    )
+                    state.setdefault("codes", torch.randint(-128, 127, parameter.shape, dtype=torch.int8))
+                    state.setdefault("own", torch.nn.Parameter(torch.rand(2) + 1e-4, requires_grad=False))
+                    state.setdefault("nested", [torch.rand(3, dtype=torch.float64), {"scale": torch.rand(2)}])
+
+    return Kept(parameters)
 
 
 def test_states_of_optimizers_keep_their_dtypes(tmp_path: Path) -> None:
     """Masters, integers and nested tensors come back to the bit, although torch would cast them to the weights' dtype."""
     model = torch.nn.Linear(4, 3).to(torch.bfloat16)
-    optimizer = _Kept(model.parameters())
+    optimizer = _kept(model.parameters())
     optimizer.step()
     with SnapshotManager(tmp_path / "snapshots") as manager:
         manager.save_snapshot(model, optimizer, wait=True)
     again = torch.nn.Linear(4, 3).to(torch.bfloat16)
-    resumed = _Kept(again.parameters())
+    resumed = _kept(again.parameters())
     with SnapshotManager(tmp_path / "snapshots") as manager:
         manager.register(model=again, optimizer=resumed)
         assert manager.resume() is not None

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 from support.leftovers import training_writer
 
 import ciuic.training
 from ciuic import SnapshotManager
 from ciuic.training import ManagerOptions
 from ciuic.training.ranks import Ranks
-
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
 @pytest.mark.parametrize(

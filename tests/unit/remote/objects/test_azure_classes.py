@@ -14,9 +14,13 @@ from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, RemoteRefus
 from ciuic.remote.objects.storage_classes import ListedClass, ObjectClass
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
-pytest.importorskip("azure.storage.blob")
 NOW = datetime.now(timezone.utc)
 CONNECTION = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/a"
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    pytest.importorskip("azure.storage.blob")
 
 
 class Container:

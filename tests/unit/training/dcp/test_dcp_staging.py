@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.late_modules import LateModule, torch
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic.training.arena import Arena
 
-from torch.distributed import checkpoint as dcp  # noqa: E402
-
-from ciuic.training.arena import Arena  # noqa: E402
-from ciuic.training.dcp.rank_files import (  # noqa: E402
-    HEADER_BYTES,
-    ArenaPlacer,
-    arena_bytes,
-    copy_state,
-)
-from ciuic.training.dcp.storage import CiuicStorageReader, CiuicStorageWriter  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
+dcp: Any = LateModule("torch.distributed.checkpoint")
+rank_files: Any = LateModule("ciuic.training.dcp.rank_files")
+storage: Any = LateModule("ciuic.training.dcp.storage")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("torch_distributed")]
 
 
 def _state() -> dict[str, object]:
@@ -42,9 +34,9 @@ def _state() -> dict[str, object]:
 def test_the_copy_is_equal_and_independent(tmp_path: Path) -> None:
     """A copy keeps tied tensors tied, copies other values too, and fits the room that was calculated."""
     state = _state()
-    memory = memoryview(bytearray(arena_bytes(state)))
-    placed = ArenaPlacer(memory)
-    copy = copy_state(state, placed)
+    memory = memoryview(bytearray(rank_files.arena_bytes(state)))
+    placed = rank_files.ArenaPlacer(memory)
+    copy = rank_files.copy_state(state, placed)
     assert placed.end == len(memory)
     assert copy["tied"] is copy["big"]
     assert type(copy["ordered"]) is OrderedDict
@@ -56,7 +48,10 @@ def test_the_copy_is_equal_and_independent(tmp_path: Path) -> None:
     assert copy["big"].sum() > 0
     assert copy["ordered"]["x"][0].sum() == 2
     assert sorted(size for _, size in placed.starts.values()) == [140_002, 320_000, 400_000]
-    assert all(offset % HEADER_BYTES == 0 and offset >= HEADER_BYTES for offset, _ in placed.starts.values())
+    assert all(
+        offset % rank_files.HEADER_BYTES == 0 and offset >= rank_files.HEADER_BYTES
+        for offset, _ in placed.starts.values()
+    )
 
 
 def test_large_staged_tensors_are_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +67,7 @@ def test_large_staged_tensors_are_not_copied_again(tmp_path: Path, monkeypatch: 
             super().fill(value)
 
     monkeypatch.setattr(rank_files.tensors, "ArrayBuffer", Counted)
-    writer = CiuicStorageWriter(tmp_path / "snapshots")
+    writer = storage.CiuicStorageWriter(tmp_path / "snapshots")
     for number in range(4):  # as often as the arenas are used again
         copies.clear()
         state = {"big": torch.full((100_000,), float(number)), "small": torch.tensor([number])}
@@ -83,7 +78,7 @@ def test_large_staged_tensors_are_not_copied_again(tmp_path: Path, monkeypatch: 
     writer.close()
     for number in range(4):
         loaded = {"big": torch.zeros(100_000), "small": torch.tensor([-1])}
-        reader = CiuicStorageReader(tmp_path / "snapshots", f"n{number}")
+        reader = storage.CiuicStorageReader(tmp_path / "snapshots", f"n{number}")
         dcp.load(loaded, storage_reader=reader, no_dist=True)
         assert loaded["big"].eq(number).all()
         assert loaded["small"] == number
@@ -111,8 +106,8 @@ def test_a_device_copy_is_complete_when_staging_returns(monkeypatch: pytest.Monk
     monkeypatch.setattr("ciuic.training.dcp.rank_files.device_stream_of", lambda tensor: lane)
     state = {"a": torch.arange(5.0), "b": torch.arange(3)}
     arena = Arena(1 << 20)
-    placed = ArenaPlacer(memoryview(arena.map), arena)
-    found = copy_state(state, placed)
+    placed = rank_files.ArenaPlacer(memoryview(arena.map), arena)
+    found = rank_files.copy_state(state, placed)
     placed.wait()
     arena.close()
     assert calls == ["follow", "copy", "copy", "wait"]

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 
 from ciuic.training import device_copy
 from ciuic.training.arena import Arena
 from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap, TorchDeviceStream, device_stream_of
 from ciuic.training.format.tensors import ArrayBuffer, describe
-
-torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
 class _Event:

@@ -16,12 +16,11 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.late_modules import torch
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-
-from ciuic.training.convert.export_state import as_plain, without_classes  # noqa: E402
-from ciuic.training.format import structure  # noqa: E402
-from ciuic.training.format.structure import register_type  # noqa: E402
+from ciuic.training.convert.export_state import as_plain, without_classes
+from ciuic.training.format import structure
+from ciuic.training.format.structure import register_type
 
 
 @register_type
@@ -71,7 +70,11 @@ _VALUES = (
     | st.builds(Options, st.text(max_size=3), st.just(Level.HIGH))
     | st.frozensets(_KEYS, max_size=1)
     | st.sets(_KEYS, max_size=3)
-    | st.sampled_from([PurePosixPath("/a"), torch.Size([1, 2]), torch.bfloat16, torch.device("cpu")])
+    | st.deferred(
+        lambda: st.sampled_from(
+            [PurePosixPath("/a"), torch.Size([1, 2]), torch.bfloat16, torch.device("cpu")]
+        )
+    )
 )
 _STATES = st.recursive(
     _VALUES,

@@ -6,13 +6,11 @@ import contextlib
 import os
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.late_modules import torch
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-
-from ciuic.training.inert_pickle import Made, Name, read_pickle  # noqa: E402
+from ciuic.training.inert_pickle import Made, Name, read_pickle
 
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -23,19 +21,18 @@ _PLAIN = st.recursive(
     ),
     max_leaves=20,
 )
-_dumps: Any = torch.serialization.pickle.dumps
 
 
 @given(_PLAIN, st.sampled_from([4, 5]))
 def test_plain_values_come_back(value: Any, protocol: int) -> None:
     """What pickle writes of plain values is read as the same values."""
-    assert read_pickle(_dumps(value, protocol)) == value
+    assert read_pickle(torch.serialization.pickle.dumps(value, protocol)) == value
 
 
 @given(st.binary(max_size=60), st.integers(0, 200), st.binary(min_size=1, max_size=3))
 def test_any_bytes_are_a_value_or_a_valueerror(data: bytes, at: int, changed: bytes) -> None:
     """Arbitrary bytes, and a pickle with some bytes changed, raise nothing but ValueError."""
-    genuine = _dumps({"a": (torch.Size([1, 2]), [torch.float32]), "b": {1: "x"}}, 4)
+    genuine = torch.serialization.pickle.dumps({"a": (torch.Size([1, 2]), [torch.float32]), "b": {1: "x"}}, 4)
     for given_bytes in (data, genuine[:at] + changed + genuine[at + len(changed) :]):
         with contextlib.suppress(ValueError):
             read_pickle(given_bytes)
@@ -48,6 +45,6 @@ def test_a_call_stays_a_name() -> None:
         def __reduce__(self) -> Any:
             return os.getenv, ("HOME",)
 
-    found = read_pickle(_dumps([Evil()], 4))[0]
+    found = read_pickle(torch.serialization.pickle.dumps([Evil()], 4))[0]
     assert isinstance(found, Made)
     assert (found.function, found.arguments) == (Name("os", "getenv"), ("HOME",))

@@ -6,13 +6,11 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from support.late_modules import torch
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic.training import ranks
 
-from ciuic.training import ranks  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("torch_distributed")
 _WORLD = 3
 _SECONDS = 30.0
 

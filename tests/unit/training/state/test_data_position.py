@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.late_modules import LateModule, torch
 
 from ciuic.training.format.structure import pack, unpack
 from ciuic.training.state import stateful
 from ciuic.training.state.data_position import Position
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-data = torch.utils.data
+data: Any = LateModule("torch.utils.data")
 _SIZE = 11
 
 
@@ -36,7 +37,7 @@ class Shuffled:
         return _SIZE
 
 
-class Noisy(data.Dataset):  # type: ignore[misc, name-defined, unused-ignore]
+class Noisy:
     """Data set whose items are drawn while they are read."""
 
     def __init__(self) -> None:
@@ -130,8 +131,14 @@ def test_a_resumed_run_continues_after_the_last_saved_batch(
 def test_workers_that_persist_change_nothing_of_it() -> None:
     """Persistent workers, which a resumed run creates again, do not change the order of batches."""
     # A process of its own: workers inherit whatever the tests before have left.
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
 

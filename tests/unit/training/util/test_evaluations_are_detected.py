@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from support.late_modules import torch
 
 from ciuic.training.preemption import WeightSample, evaluating
-
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
 def test_it_does_when_no_model_trains() -> None:
