@@ -22,7 +22,10 @@ from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collection_round import CollectionPolicy, CollectionResult, Collector, live_chunks
+from ciuic.remote.uploader import Labels
 from ciuic.remote.writer_log import WriterLog, append_to_log
+from ciuic.repository import Repository
+from ciuic.types import Snapshot
 
 
 @pytest.fixture
@@ -99,6 +102,28 @@ def test_what_snapshots_need_stays(host: RemoteHost, tmp_path: Path) -> None:
                 assert (found.damages, found.files > 0) == ([], bool(left))
     assert len(collected) >= len(before)
     assert packs_of(remote) == set()
+
+
+def test_an_upload_sends_again_what_a_collection_took_meanwhile(host: RemoteHost, tmp_path: Path) -> None:
+    """What a running upload knew to be stored counts no more once the snapshot that had it was collected."""
+    remote, seen = host.remote, list[str]()
+    write(host.root / "file", random.Random(4).randbytes(20 * BLOCK))
+    snapshots = [host.snapshot() for _ in range(2)]
+
+    def collect_first(repository: Repository, snapshot: Snapshot) -> Labels:
+        seen.append(snapshot.id)
+        if len(seen) == 2:
+            forget(remote, seen[0])
+            with reading(remote, tmp_path / "collector") as opened:
+                assert collect(remote, opened.readers[0]).packs
+        return Labels()
+
+    host.upload(collect_first)
+    # The second one is begun again.
+    assert seen == [snapshots[1].id, snapshots[0].id, snapshots[0].id]
+    with reading(remote, tmp_path / "new") as opened:
+        found = verify_snapshots(opened.repositories[0], [snapshots[0].id], checksum=True)
+        assert (found.damages, found.files) == ([], 1)
 
 
 def test_a_restore_goes_on_beside_a_collection(host: RemoteHost, tmp_path: Path) -> None:

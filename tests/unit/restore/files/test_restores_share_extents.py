@@ -77,6 +77,20 @@ def test_raw_chunks_are_restored_as_extents(place: Path, tmp_path: Path) -> None
         assert_same(manifest(root), manifest(place / "out/root"))
 
 
+def test_the_end_of_a_shared_file_is_compared_like_the_rest(place: Path, tmp_path: Path) -> None:
+    """A restored file whose last bytes, less than a page, were changed in place is corrected."""
+    root = _root(tmp_path)
+    with Repository.create(place / "repository") as repository:
+        snapshot = take(repository, root)
+        assert _restore(repository, snapshot, root, place / "out").complete
+        with (place / "out/root/large").open("r+b") as file:
+            file.seek(-3, os.SEEK_END)
+            file.write(b"bad")
+            os.fsync(file.fileno())
+        assert _restore(repository, snapshot, root, place / "out", overwrite=Overwrite.ALWAYS).complete
+    assert_same(manifest(root), manifest(place / "out/root"))
+
+
 def test_damaged_bytes_are_never_shared(place: Path, tmp_path: Path) -> None:
     """A file with a damaged block is not restored, and the others are."""
     root = _root(tmp_path)
