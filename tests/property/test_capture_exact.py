@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.capture_bench import BLOCK, bench
 from support.core_driver import Operation, operations
+from support.depth import by_depth
 
 from ciuic.daemon.capture import content
 from ciuic.fuse_layer.core import overlay_hooks
 from ciuic.system import spill
 
-MANY = settings(max_examples=2 * settings().max_examples)
+MANY = settings(max_examples=by_depth(1, 2) * settings().max_examples)
 """An example takes milliseconds."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.depth import by_depth
 
 from ciuic.excludes import ExcludeMatcher, effective_patterns
 
@@ -70,7 +71,9 @@ def patterns(draw: st.DrawFn) -> str:
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=by_depth(50, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(chosen=st.lists(patterns(), min_size=1, max_size=4))
 def test_the_matcher_agrees_with_git_check_ignore(checkout: Path, chosen: list[str]) -> None:
     """The matcher excludes exactly what ``git check-ignore`` ignores, for any list of patterns."""
@@ -93,7 +96,9 @@ MEMBERS = [*"abz-]![:^\x7f", "\\]", "\\-", "\\\\", "a-c", "c-a", "z-a", "]-a", "
 CHARACTERS = [bytes([value]) for value in range(1, 256) if value != ord("/")]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=by_depth(30, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @example(
     expressions=["[z-a]", "[!z-a]", "[a-]", "[]-a]", "[[:a]", "[[:]", "[a-[:digit:]]", "[--0]", "[a-c-z]"]
 )

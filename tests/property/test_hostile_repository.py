@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.depth import by_depth
 from support.hostile import craft, use_everything
 from support.trees import assert_same, manifest
 
@@ -28,7 +29,7 @@ def top() -> Iterator[Path]:
         yield Path(made)
 
 
-@settings(max_examples=4 * settings().max_examples)
+@settings(max_examples=by_depth(2, 4) * settings().max_examples)
 @given(data=st.data())
 def test_a_crafted_repository_is_refused_or_read(top: Path, data: st.DataObject) -> None:
     """Every command on a crafted repository gives an answer or a CiuicError, and stays in its destination.

@@ -22,6 +22,7 @@ from typing import NamedTuple, cast
 from unittest import mock
 
 import pytest
+from support.depth import by_depth
 from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
 from ciuic.fuse_layer import fuse_protocol as p
@@ -531,12 +532,12 @@ def run(seed: int, operations: int = 40) -> int:
 
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
-RUNS = 26
 SEEDS_A_TEST = 4
+FIRST_SEEDS = sorted({*range(0, by_depth(40, 104), SEEDS_A_TEST), 92, 100})
 """Runs 95 and 101 found two files with one node, and an exchange that was carried out twice."""
 
 
-@pytest.mark.parametrize("first", range(0, RUNS * SEEDS_A_TEST, SEEDS_A_TEST))
+@pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_every_step_of_a_change_of_names_survives_its_worker(first: int) -> None:
     """Each request repeated to a successor succeeds, and names, handles and attributes are the expected ones.
 

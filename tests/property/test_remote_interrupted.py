@@ -1,4 +1,8 @@
-"""A collection of a real remote that is killed at any request: what is kept verifies, and another collector ends it."""
+"""A collection of a real remote that is killed at any request: what is kept verifies, and another collector ends it.
+
+`test_remote_protocol.py` has every stop of a collection beside an upload among the states that it searches, and
+`test_collection_keeps_real_snapshots.py` has collections of real repositories.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 
+pytestmark = pytest.mark.full
 POLICY = CollectionPolicy(young_ns=0, repack_share=0.6)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.depth import by_depth
 
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.journal import journal_writer, records
@@ -190,7 +191,7 @@ def settle(written: JournalWriter) -> None:
 
 
 @pytest.mark.parametrize("full_bytes", [1 << 20, 600])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=by_depth(30, 80), deadline=None)
 @given(lives=st.lists(STEPS, min_size=1, max_size=3))
 def test_a_successor_answers_as_its_predecessor(full_bytes: int, lives: list[list[Step]]) -> None:
     """A successor, and a successor's successor, has every node the kernel remembers and every handle open.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.depth import by_depth
 
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.documents import StoredSetMark, decode_set_object
@@ -330,7 +331,7 @@ some_faults = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=by_depth(25, 80), deadline=None)
 @given(
     st.integers(2, 5),
     st.integers(0, 2**32),
@@ -378,7 +379,7 @@ def test_a_set_of_the_name_of_another_is_refused(seed: int) -> None:
         assert [type(outcome) for outcome in outcomes] == [Cut, UsageError]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=by_depth(25, 40), deadline=None)
 @given(
     st.integers(2, 4), st.integers(0, 2**32), st.sets(st.sampled_from(["here", "go", "ready", "decision"]))
 )

@@ -139,9 +139,9 @@ def base_circle(forger: Forger, path: Path) -> ChunkId:
 
 
 def many_copies(forger: Forger, path: Path) -> ChunkId:
-    """Make a block with twenty bad copies, differences from one with twenty, eight deep: 20**8 ways."""
+    """Make a block with eight bad copies, differences from one with eight, eight deep: 8**8 ways."""
     for number in range(8):
-        for copy in range(20):
+        for copy in range(8):
             forger.put_difference(number, number + 1, b"rubbish %d" % copy)
     return forger.tree(5000, [file(b"x", forger.id(0))])
 

@@ -81,6 +81,7 @@ def test_an_installed_wheel_offers_both_commands_and_no_other_top_level_name(
             "install",
             "-q",
             "--no-deps",
+            "--no-compile",
             "--target",
             str(target),
             str(built["wheel"]),
@@ -104,11 +105,12 @@ def test_an_editable_install_imports_the_checkout_from_anywhere(tmp_path: Path) 
     unwanted = shutil.ignore_patterns(".git", ".venv", ".hypothesis", "*_cache", "__pycache__")
     shutil.copytree(CHECKOUT, source, symlinks=True, ignore=unwanted)
     venv = tmp_path / "venv"
-    _run([sys.executable, "-m", "venv", str(venv)])
+    _run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
     # Without dependencies: only the import path is in question. The build tools are the test's own.
     _run([sys.executable, "-c", _EDITABLE, str(tmp_path)], cwd=source)
     wheel = next(tmp_path.glob("*.whl"))
-    _run([str(venv / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", str(wheel)])
+    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin/python")]
+    _run([*pip, "install", "-q", "--no-deps", "--no-compile", str(wheel)])
     program = "import ciuic.fuse_layer as f, ciuic; print(ciuic.__file__, f.__file__)"
     out = _run([str(venv / "bin/python"), "-c", program], cwd=tmp_path)
     assert out.split() == [f"{source}/ciuic/__init__.py", f"{source}/ciuic/fuse_layer/__init__.py"]

@@ -70,7 +70,8 @@ def test_a_full_check_of_an_undamaged_repository_finds_nothing(top: Path) -> Non
         assert repository.check_index() == []
 
 
-# Half a minute with one identity; tests/property/test_verify_flips.py flips bytes of the other, too.
+# Half a minute with one identity; tests/property/test_verify_flips.py flips bytes of both in seconds.
+@pytest.mark.full
 @pytest.mark.parametrize("top", [None], indirect=True)
 def test_every_flipped_byte_is_found(top: Path) -> None:
     """A flipped bit in any file but the index is found, and no read gives wrong bytes or a crash."""

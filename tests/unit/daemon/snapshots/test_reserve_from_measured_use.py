@@ -121,9 +121,9 @@ def test_a_configured_reserve_is_the_reserve(monkeypatch: pytest.MonkeyPatch) ->
 def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frequent status requests add no samples beyond a bound, and a slow swing is still known."""
     watched = Watched(monkeypatch)
-    for number in range(20_000):
-        watched.disk.others = 100 * GIB + min(number, 20_000 - number) * (GIB // 100)
-        watched.reserve_gib(0.1)
+    for number in range(3_500):
+        watched.disk.others = 100 * GIB + min(number, 3_500 - number) * (2 * GIB // 35)
+        watched.reserve_gib(1)
     assert len(watched.watch._samples) <= reserve._MAX_SAMPLES + 2
     assert watched.reserve_gib(0.1) in (98, 99, 100)
 
