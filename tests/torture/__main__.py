@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ class Torture(NamedTuple):
 
     module: str
     share: float
+    only_named: bool = False
+    """True if it runs only where the command names it."""
 
 
 TORTURES = [
@@ -72,7 +75,13 @@ TORTURES = [
     Torture("resumes", 1),
     Torture("ranks", 1),
     Torture("hosts", 1),
+    Torture("mutants", 1, only_named=True),
 ]
+
+
+def chosen(only: Sequence[str]) -> list[Torture]:
+    """Return the tortures of these names; without names, all that need not be named."""
+    return [one for one in TORTURES if (one.module in only if only else not one.only_named)]
 
 
 def _python_path() -> str:
@@ -84,7 +93,7 @@ def _python_path() -> str:
 def main() -> int:
     """Parse the command line; the hidden option --into runs one torture in its own process."""
     parser = argparse.ArgumentParser(prog="torture", description="Tries to break what ciuic promises.")
-    parser.add_argument("only", nargs="*", help="names of tortures; all when none is given")
+    parser.add_argument("only", nargs="*", help="names of tortures; all but mutants when none is given")
     parser.add_argument("--seconds", type=float, default=600, help="for all of them together (600)")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
     parser.add_argument(
@@ -103,9 +112,8 @@ def main() -> int:
         from support.readers import readers
 
         arguments.seconds = arguments.each * len(readers())
-    chosen = [torture for torture in TORTURES if not arguments.only or torture.module in arguments.only]
     seed = random.SystemRandom().randrange(1 << 31) if arguments.seed is None else arguments.seed
-    return _run_all(chosen, arguments.seconds, seed)
+    return _run_all(chosen(arguments.only), arguments.seconds, seed)
 
 
 def _run_here(module: str, seconds: float, seed: int, into: Path) -> int:
@@ -114,12 +122,12 @@ def _run_here(module: str, seconds: float, seed: int, into: Path) -> int:
     return 0
 
 
-def _run_all(chosen: list[Torture], seconds: float, seed: int) -> int:
+def _run_all(tortures: list[Torture], seconds: float, seed: int) -> int:
     # Orphans become children of this process, so that leftovers of a torture are seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    shares = sum(torture.share for torture in chosen)
+    shares = sum(torture.share for torture in tortures)
     rows = []
-    for torture in chosen:
+    for torture in tortures:
         part = seconds * torture.share / shares
         print(f"--- {torture.module}: {part:.0f} s, seed {seed}", flush=True)
         started = time.monotonic()
