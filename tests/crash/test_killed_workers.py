@@ -13,6 +13,7 @@ _MAX_SECONDS = 120.0
 
 @pytest.mark.mount
 @pytest.mark.slow
+@pytest.mark.full
 def test_no_call_differs_from_a_plain_directorys_while_workers_are_killed() -> None:
     """Operations on three roots with three threads each answer as in a plain directory under worker kills."""
     figures = twins.run(_MAX_SECONDS, 20, kills=_KILLS)

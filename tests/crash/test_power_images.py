@@ -10,7 +10,7 @@ import pytest
 from support.ci import needs
 from torture.power import lose_power
 
-pytestmark = pytest.mark.mount
+pytestmark = [pytest.mark.mount, pytest.mark.full]
 
 
 def _missing() -> str:

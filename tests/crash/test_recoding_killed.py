@@ -66,7 +66,12 @@ def assert_healthy(path: Path, ids: list[SnapshotId], *, when: str, torn: bool =
 
 
 @pytest.mark.parametrize(
-    "failure", [Killed(), OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "I/O")]
+    "failure",
+    [
+        Killed(),
+        pytest.param(OSError(errno.ENOSPC, "No space left on device"), marks=pytest.mark.full),
+        pytest.param(OSError(errno.EIO, "I/O"), marks=pytest.mark.full),
+    ],
 )
 def test_recoding_torn_at_any_operation_damages_no_snapshot(
     tmp_path: Path, original: tuple[Path, list[SnapshotId]], failure: BaseException
@@ -91,7 +96,7 @@ def test_recoding_torn_at_any_operation_damages_no_snapshot(
     assert operation > 12
 
 
-@pytest.mark.parametrize("index", ["kept", "lost"])
+@pytest.mark.parametrize("index", [pytest.param("kept", marks=pytest.mark.full), "lost"])
 def test_power_cut_at_every_operation(
     short_tmp: Path, original: tuple[Path, list[SnapshotId]], index: str
 ) -> None:

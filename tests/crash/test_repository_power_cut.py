@@ -154,7 +154,10 @@ def test_power_cut_at_every_operation(fresh: Path, place: Path) -> None:
         shutil.rmtree(top)
 
 
-@pytest.mark.parametrize("stay_full", [False, True], ids=["one-error", "disk-stays-full"])
+@pytest.mark.parametrize(
+    "stay_full",
+    [pytest.param(False, id="one-error"), pytest.param(True, id="disk-stays-full", marks=pytest.mark.full)],
+)
 def test_an_error_at_every_operation(fresh: Path, place: Path, stay_full: bool) -> None:
     """Each promised snapshot is whole after ENOSPC at any operation, once or from then on; work continues."""
     calls = _number_of_calls(fresh, place / "count")

@@ -95,7 +95,14 @@ def temporaries(root: Path) -> list[Path]:
     return [path for path in root.rglob(".ciuic-restore*") if path.exists()]
 
 
-@pytest.mark.parametrize("overwrite", [None, Overwrite.ALWAYS, Overwrite.IF_CHANGED])
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        pytest.param(None, marks=pytest.mark.full),
+        pytest.param(Overwrite.ALWAYS, marks=pytest.mark.full),
+        Overwrite.IF_CHANGED,
+    ],
+)
 def test_killed_anywhere_and_run_again(tmp_path: Path, overwrite: Overwrite | None) -> None:
     """Each name shows the old file or the restored one at every kill; a second run completes it."""
     root = tmp_path / "root"

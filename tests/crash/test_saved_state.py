@@ -22,7 +22,12 @@ def test_killed_at_every_call(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    ("error", "stay"), [(NO_SPACE, False), (NO_SPACE, True), (IO_ERROR, False)], ids=["once", "full", "io"]
+    ("error", "stay"),
+    [
+        pytest.param(NO_SPACE, False, id="once"),
+        pytest.param(NO_SPACE, True, id="full", marks=pytest.mark.full),
+        pytest.param(IO_ERROR, False, id="io", marks=pytest.mark.full),
+    ],
 )
 def test_an_error_at_every_call(seed: int, error: int, stay: bool) -> None:
     """An error at any durable call, once or for as long as the disk is full, changes no result of the job.

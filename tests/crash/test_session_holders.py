@@ -48,6 +48,7 @@ def test_any_two_of_daemon_worker_and_keeper_die_at_once(site: Site) -> None:
     ] == []
 
 
+@pytest.mark.full
 def test_a_job_goes_on_for_as_long_as_no_daemon_comes(site: Site) -> None:
     """The keeper starts one worker after another without a daemon; a later daemon adopts the last one."""
     root = site.root("a")
@@ -131,6 +132,7 @@ def test_the_whole_process_group_is_killed(site: Site) -> None:
     site.stop()
 
 
+@pytest.mark.full
 def test_the_reader_of_the_log_dies_with_them(site: Site, short_tmp: Path) -> None:
     """Killing `ciuic daemon 2>&1 | tee log` with its log reader loses log lines and nothing else."""
     root, log = site.root("a"), site.log
@@ -197,6 +199,7 @@ def test_the_keeper_ends_with_an_orderly_stop_and_with_the_last_session(site: Si
     assert list((site.top / "run").glob("keeper-*")) == []
 
 
+@pytest.mark.full
 def test_a_session_that_another_worker_serves_is_adopted_and_not_given_up(site: Site) -> None:
     """A session that another worker serves is adopted and not abandoned.
 

@@ -28,7 +28,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [False, True])
+@pytest.mark.parametrize("damage", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_killed_at_random_instants_it_ends_with_the_same_bits(
     tmp_path: Path, reference: dict[str, Any], damage: bool
 ) -> None:

@@ -13,7 +13,7 @@ from support.object_servers import ACCESS_KEY, SECRET_KEY, SeaweedFS
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
 
-pytestmark = [pytest.mark.mount, pytest.mark.slow]
+pytestmark = [pytest.mark.mount, pytest.mark.slow, pytest.mark.full]
 _UNIT = "ciuic-drill.service"
 _CREDENTIALS = "/etc/credstore/ciuic.aws-credentials"
 _SNAPSHOT = """

@@ -118,7 +118,7 @@ class World:
         return result.complete
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", pytest.param("file", marks=pytest.mark.full)])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     name = f"hostile-{os.urandom(6).hex()}"
     yield World(tmp_path, f"memory://{name}" if request.param == "memory" else f"file://{tmp_path}/nas")

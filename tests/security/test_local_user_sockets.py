@@ -44,7 +44,7 @@ OLDER_KERNEL = (
 """A receiver that cannot keep callers from sending descriptors, as before Linux 6.16."""
 
 
-@pytest.fixture(params=["this kernel", "older kernel"])
+@pytest.fixture(params=[pytest.param("this kernel", marks=pytest.mark.full), "older kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "older kernel":
         command = (peer_server.RECEIVER_COMMAND[0], "-c", OLDER_KERNEL)
@@ -166,6 +166,7 @@ def test_only_the_sender_of_unclosable_descriptors_is_refused(short_tmp: Path, k
         until("the end of the helper", lambda: not _helpers(receiver) and not served.alerts())
 
 
+@pytest.mark.full
 def test_lingering_sockets_do_not_delay_the_daemon(live: Live) -> None:
     """Sockets whose last close lingers for ten minutes do not keep the daemon waiting."""
     paths = [str(path) for path in _sockets(live)]
@@ -225,6 +226,7 @@ def test_a_receiver_that_ends_or_stands_still_is_replaced(
 # -- finding 7: floods
 
 
+@pytest.mark.full
 def test_silent_connections_of_one_user_delay_no_other_user(live: Live) -> None:
     """More silent connections of one user than both sockets hold do not keep other users waiting."""
     pair, watch = (str(path) for path in _sockets(live))

@@ -164,6 +164,7 @@ def test_wide_levels_of_a_deep_chain_cost_bounded_memory(
     assert held
 
 
+@pytest.mark.full
 def test_the_deepest_tree_that_is_captured_is_restored_verified_and_compared(
     repository: Repository, deep: Path, tmp_path: Path
 ) -> None:

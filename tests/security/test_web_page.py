@@ -372,6 +372,7 @@ assert held[0].recv(100) == b""  # ended by the page
     assert page.ask("/").status == 200
 
 
+@pytest.mark.full
 def test_strangers_keep_nobody_out(page: WebPage, site: Site) -> None:
     """Strangers who take every place, and read nothing of what they ask for, keep no session out and end no stream of one."""
     stream = http.client.HTTPConnection("127.0.0.1", page.port, timeout=60)
