@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.depth import by_depth
 from support.object_servers import SeaweedFS
 from support.ssh_server import SshServer
 
@@ -250,11 +251,11 @@ def test_a_name_that_is_none(objects: Objects, name: str) -> None:
             call()
 
 
-RACERS = 50
+RACERS = by_depth(16, 50)
 
 
 def test_of_many_racers_one_wins(connect: Connect) -> None:
-    """Of 50 racers for one name one is told that it won, and its object stays; three times."""
+    """Of many racers for one name one is told that it won, and its object stays; three times."""
     clients = [connect() for _ in range(RACERS)]
     with ThreadPoolExecutor(RACERS) as threads:
         for turn in range(3):

@@ -248,7 +248,7 @@ def test_many_threads_share_a_connection(ssh_server: SshServer) -> None:
 
 def test_a_slow_and_long_line(ssh_server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 2 Mbit/s and 200 ms a commit does not wait for the end of a body that is on its way, and nobody is taken for gone."""
-    monkeypatch.setattr(ssh_objects, "_SILENT_SECONDS", 15.0)
+    monkeypatch.setattr(ssh_objects, "_SILENT_SECONDS", 10.0)
     line = shlex.join(
         (sys.executable, str(Path(slow_line.__file__)), "127.0.0.1", str(ssh_server.port), "250000", "0.1")
     )
@@ -262,7 +262,7 @@ def test_a_slow_and_long_line(ssh_server: SshServer, monkeypatch: pytest.MonkeyP
         make=True,
     )
     assert client.create("w/0", b"hello")
-    content = os.urandom(5 << 20)
+    content = os.urandom(3 << 20)
     with ThreadPoolExecutor(1) as threads:
         body = threads.submit(client.put, "packs/a", [content])
         answered = 0
