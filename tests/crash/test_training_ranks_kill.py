@@ -7,18 +7,19 @@ import random
 from pathlib import Path
 
 import pytest
+from support.deferred import deferred
+from support.rank_processes import Ranks
+from support.ranks_kill import WORLD, Trial
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic import SnapshotManager
 
-from support import ddp_training, ranks_apart, sharded_training  # noqa: E402
-from support.ranks_kill import WORLD, Trial  # noqa: E402
-from support.sharded_training import Ranks  # noqa: E402
-
-from ciuic import SnapshotManager  # noqa: E402
+deferred("torch")
+ddp_training = deferred("support.ddp_training")
+ranks_apart = deferred("support.ranks_apart")
+sharded_training = deferred("support.sharded_training")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_that_are_killed_go_on_with_their_own_state(tmp_path: Path) -> None:
     """Each rank resumes a whole snapshot with its own generators and data after any ranks are killed.
@@ -33,6 +34,7 @@ def test_ranks_that_are_killed_go_on_with_their_own_state(tmp_path: Path) -> Non
     assert trial.finished() == expected
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_that_are_killed_while_they_store_shards_go_on(tmp_path: Path) -> None:
     """Ranks killed while shards are stored leave no partial snapshot, and the run ends with the same bits."""
@@ -56,6 +58,7 @@ def test_ranks_that_are_killed_while_they_share_a_snapshot_go_on(tmp_path: Path)
     assert trial.finished() == expected
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_that_are_killed_on_hosts_of_their_own_go_on(tmp_path: Path) -> None:
     """Killed ranks that store on hosts of their own resume a whole set exactly, whatever the others have stored since."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from support import leftovers
 from support.live import wait_for
-from support.sharded_training import Ranks
+from support.rank_processes import Ranks
 
 from ciuic.repository import Repository
 from ciuic.training.writer.housekeeping import read_back
