@@ -19,7 +19,6 @@ ranks_apart = deferred("support.ranks_apart")
 sharded_training = deferred("support.sharded_training")
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_that_are_killed_go_on_with_their_own_state(tmp_path: Path) -> None:
     """Each rank resumes a whole snapshot with its own generators and data after any ranks are killed.
@@ -47,6 +46,7 @@ def test_ranks_that_are_killed_while_they_store_shards_go_on(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_ranks_that_are_killed_while_they_share_a_snapshot_go_on(tmp_path: Path) -> None:
     """Killed ranks leave no partial snapshot with `SnapshotManager` over FSDP2, and resume exactly."""
     trial = Trial(tmp_path, sharded_training.train_managed, random.Random(5), longest_seconds=3.0)
