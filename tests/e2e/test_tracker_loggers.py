@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.deferred import deferred
 from support.offline_wandb import set_offline
 
 from ciuic.errors import NotFound
 from ciuic.training.snapshots import TrainingSnapshots
 
+torch = deferred("torch")
+mlflow = deferred("mlflow")
+wandb = deferred("wandb")
+deferred("tensorboard")
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the libraries' own
-torch = pytest.importorskip("torch")
-mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
-wandb = pytest.importorskip("wandb")
-pytest.importorskip("tensorboard")
 
 
 @pytest.fixture

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.deferred import deferred
 
 from ciuic import SnapshotManager
 from ciuic.training import save_pipeline
 from ciuic.training.arena import Arena
 from ciuic.training.device_copy import Overlap, TorchDeviceStream
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
+torch = deferred("torch")
+
 _WIDTH = 16
 
 

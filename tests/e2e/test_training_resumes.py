@@ -6,10 +6,10 @@ import json
 import os
 from pathlib import Path
 
-import pytest
+from support.deferred import deferred
 from support.warm_python import WarmPython
 
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+deferred("torch")
 
 
 def test_a_killed_training_ends_with_the_state_and_the_log_of_an_undisturbed_one(

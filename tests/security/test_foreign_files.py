@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.deferred import deferred
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-
-from ciuic.errors import UsageError  # noqa: E402
-from ciuic.training import import_state, state_import  # noqa: E402
-from ciuic.training.convert.dcp_import import decode_torch_metadata, read_dcp  # noqa: E402
-from ciuic.training.convert.foreign_directory import ForeignDirectory  # noqa: E402
-from ciuic.training.convert.foreign_files import (  # noqa: E402
+from ciuic.errors import UsageError
+from ciuic.training import import_state, state_import
+from ciuic.training.convert.dcp_import import decode_torch_metadata, read_dcp
+from ciuic.training.convert.foreign_directory import ForeignDirectory
+from ciuic.training.convert.foreign_files import (
     check_extent,
     load_plain,
     read_hugging_face,
 )
+
+torch = deferred("torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

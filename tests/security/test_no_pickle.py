@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.deferred import deferred
+from support.rank_processes import Ranks as Processes
 
-torch = pytest.importorskip("torch")
+from ciuic.training import ranks
+from ciuic.training.ranks import RankMismatch, Ranks
+from ciuic.training.state.rank_state import RankState, differing
 
-from support.sharded_training import Ranks as Processes  # noqa: E402
-
-from ciuic.training import ranks  # noqa: E402
-from ciuic.training.ranks import RankMismatch, Ranks  # noqa: E402
-from ciuic.training.state.rank_state import RankState, differing  # noqa: E402
+torch = deferred("torch")
 
 CHECKOUT = Path(__file__).parents[2]
 _EXECUTING = {
@@ -144,6 +144,7 @@ def _exchange(rank: int, world: int, directory: str) -> None:
     ranks.close()
 
 
+@pytest.mark.full
 def test_real_ranks_understand_one_another(tmp_path: Path) -> None:
     """Ranks over gloo process groups exchange messages of different lengths."""
     Processes(tmp_path / "ranks", 3, _exchange, str(tmp_path)).check()
