@@ -42,7 +42,7 @@ def test_the_story_ends_bit_for_bit(short_tmp: Path) -> None:
     """The resumed run reaches the state of the undisturbed one, and nothing is left of the stage."""
     # `make rescue` trains longer.
     story = _start(short_tmp, CIUIC_RESCUE_STEPS="400", CIUIC_RESCUE_INTERVAL="1s")
-    output, _ = story.communicate(timeout=240)
+    output, _ = story.communicate(timeout=540)
     assert story.returncode == 0, output
     assert "bit for bit" in output
     assert list(short_tmp.iterdir()) == []
@@ -74,7 +74,7 @@ def remote_place(short_tmp: Path) -> Path:
 def test_a_run_outlives_its_machine(remote_place: Path, kind: str) -> None:
     """A host is lost whole while it saves; another one with the URL and the recovery key ends the run bit for bit."""
     story = _start(remote_place, REMOTE_STORY, kind, **SHORT)
-    output, _ = story.communicate(timeout=240)
+    output, _ = story.communicate(timeout=540)
     assert story.returncode == 0, output
     assert "node-a is gone in the middle of saving step" in output
     assert "bit for bit" in output
@@ -92,4 +92,14 @@ def test_an_interrupted_remote_story_cleans_up(remote_place: Path) -> None:
     output, _ = story.communicate(timeout=120)
     assert story.returncode == 130, output
     assert mounts_below((remote_place,)) == {}
+    assert list(remote_place.iterdir()) == []
+
+
+def test_a_remote_story_that_cannot_go_on_says_why_in_its_last_line(remote_place: Path) -> None:
+    """A host whose uploads come to a standstill ends the story, whose last line is the cause in one sentence."""
+    story = _start(remote_place, REMOTE_STORY, **SHORT, CIUIC_RESCUE_STALL="0")
+    output, _ = story.communicate(timeout=540)
+    assert story.returncode == 1, output
+    cause = "waiting for uploads, nothing has progressed for 0 s"
+    assert output.splitlines()[-1] == f"make rescue-remote: FAILED: {cause}"
     assert list(remote_place.iterdir()) == []

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import LateModule, torch
 from support.offline_wandb import set_offline
 
 from ciuic.errors import NotFound
 from ciuic.training.snapshots import TrainingSnapshots
 
+mlflow: Any = LateModule("mlflow", lacking="mlflow is not installed")
+wandb: Any = LateModule("wandb", lacking="wandb is not installed")
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the libraries' own
-torch = pytest.importorskip("torch")
-mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
-wandb = pytest.importorskip("wandb")
-pytest.importorskip("tensorboard")
 
 
 @pytest.fixture

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.late_modules import LateModule, torch
+from support.rank_processes import Ranks
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic.errors import NotFound
+from ciuic.repository import Repository
+from ciuic.training.writer.housekeeping import read_back
 
-from support import sharded_training  # noqa: E402
-from support.sharded_training import Ranks  # noqa: E402
-
-from ciuic.errors import NotFound  # noqa: E402
-from ciuic.repository import Repository  # noqa: E402
-from ciuic.training.dcp.storage import CiuicStorageReader  # noqa: E402
-from ciuic.training.writer.housekeeping import read_back  # noqa: E402
+sharded_training: Any = LateModule("support.sharded_training")
+storage: Any = LateModule("ciuic.training.dcp.storage")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,18 +48,16 @@ def test_a_rank_that_dies_in_the_middle_leaves_no_snapshot(tmp_path: Path) -> No
     assert statuses[0] != 0, ranks.log_of(0)
     with Repository.open(save_dir) as repository:
         assert [info.tags for info in repository.snapshots.list()] == [("dcp", "whole")]
-    assert sharded_training.Sharded(1).load(CiuicStorageReader(save_dir)) == 0
+    assert sharded_training.Sharded(1).load(storage.CiuicStorageReader(save_dir)) == 0
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """A damaged checkpoint is passed over with the reason; named, or without another, it is an error."""
     from torch.distributed import checkpoint as dcp
 
-    from ciuic.training.dcp.storage import CiuicStorageWriter
-
-    writer = CiuicStorageWriter(tmp_path / "snapshots")
+    writer = storage.CiuicStorageWriter(tmp_path / "snapshots")
     with pytest.raises(NotFound):
-        CiuicStorageReader(tmp_path / "snapshots").read_metadata()
+        storage.CiuicStorageReader(tmp_path / "snapshots").read_metadata()
     for number in range(2):
         state = {"weights": torch.full((70_000,), float(number)), "number": number}
         dcp.save(state, checkpoint_id=f"n{number}", storage_writer=writer, no_dist=True)
@@ -69,7 +65,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     with Repository.open(tmp_path / "snapshots") as repository:
         newest = repository.snapshots.list()[0]
     Path(tmp_path, "snapshots", "snapshots", newest.id).write_bytes(b"torn")
-    reader = CiuicStorageReader(tmp_path / "snapshots")
+    reader = storage.CiuicStorageReader(tmp_path / "snapshots")
     state = {"weights": torch.zeros(70_000), "number": -1}
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert state["number"] == 0
@@ -81,16 +77,14 @@ def test_nothing_that_was_stored_is_unpickled(tmp_path: Path) -> None:
     """Values that only pickle could store are refused by name, and no file of a checkpoint is a pickle."""
     from torch.distributed import checkpoint as dcp
 
-    from ciuic.training.dcp.storage import CiuicStorageWriter
-
-    writer = CiuicStorageWriter(tmp_path / "snapshots")
+    writer = storage.CiuicStorageWriter(tmp_path / "snapshots")
     with pytest.raises(dcp.CheckpointException, match=r"object\.thing"):
         dcp.save({"object": {"thing": object()}}, storage_writer=writer, no_dist=True)
     state = {"plain": {"a": torch.ones(3), "b": [1, {"c": (2, torch.full((2,), 7.0))}]}}
     dcp.save(state, storage_writer=writer, no_dist=True)
     writer.close()
     loaded = {"plain": {"a": torch.zeros(3), "b": [0, {"c": None}]}}
-    dcp.load(loaded, storage_reader=CiuicStorageReader(tmp_path / "snapshots"), no_dist=True)
+    dcp.load(loaded, storage_reader=storage.CiuicStorageReader(tmp_path / "snapshots"), no_dist=True)
     assert loaded["plain"]["b"][0] == 1
     assert loaded["plain"]["b"][1]["c"][1].eq(7).all()
     for file in (tmp_path / "snapshots" / "packs").iterdir():

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.late_modules import torch
+from support.warm_python import WarmPython
+from support.without_ciuic import run_without_ciuic
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+from ciuic import SnapshotManager
+from ciuic.errors import DestinationExists, NotFound, UsageError
+from ciuic.training import register_type
+
 np = pytest.importorskip("numpy", reason="NumPy is not installed")
-
-from support.warm_python import WarmPython  # noqa: E402
-from support.without_ciuic import run_without_ciuic  # noqa: E402
-
-from ciuic import SnapshotManager  # noqa: E402
-from ciuic.errors import DestinationExists, NotFound, UsageError  # noqa: E402
-from ciuic.training import register_type  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,10 +49,17 @@ NOTE = {
     "scalar": np.float32(1.5),
     "huge": 1 << 3000,
     "nan": float("nan"),
-    "generator": torch.Generator().manual_seed(3),
-    "sparse": torch.eye(3).to_sparse(),
-    "complex": torch.tensor([1 + 2j]).conj(),
 }
+
+
+def _tensors() -> dict[str, Any]:
+    return {
+        "generator": torch.Generator().manual_seed(3),
+        "sparse": torch.eye(3).to_sparse(),
+        "complex": torch.tensor([1 + 2j]).conj(),
+    }
+
+
 DIGESTS = """
 import hashlib, torch
 def digest(value):
@@ -70,20 +76,25 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
     return result
 
 
-class Tied(torch.nn.Module):
-    """Model with tied weights, a small and a large tensor, numbers of bfloat16 and a scalar."""
+def tied() -> Any:
+    """Return a model with tied weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(300, 300, dtype=torch.bfloat16)
-        self.second = torch.nn.Linear(300, 300, dtype=torch.bfloat16)
-        self.second.weight = self.first.weight
-        self.register_buffer("count", torch.tensor(7))
+    class Tied(torch.nn.Module):
+        """Model with tied weights, a small and a large tensor, numbers of bfloat16 and a scalar."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(300, 300, dtype=torch.bfloat16)
+            self.second = torch.nn.Linear(300, 300, dtype=torch.bfloat16)
+            self.second.weight = self.first.weight
+            self.register_buffer("count", torch.tensor(7))
+
+    return Tied()
 
 
 class Trained(NamedTuple):
     manager: SnapshotManager
-    model: Tied
+    model: Any
     optimizer: Any
 
 
@@ -91,7 +102,7 @@ class Trained(NamedTuple):
 def trained(tmp_path: Path) -> Any:
     """Return a manager with two snapshots, in which the weights of the first are zero."""
     torch.manual_seed(1)
-    model = Tied()
+    model = tied()
     optimizer = torch.optim.AdamW(model.parameters())
     model.second(model.first(torch.randn(4, 300, dtype=torch.bfloat16))).sum().backward()
     with SnapshotManager(tmp_path / "snapshots") as manager:
@@ -102,7 +113,9 @@ def trained(tmp_path: Path) -> Any:
         with torch.no_grad():
             model.first.weight.copy_(kept)
         optimizer.step()
-        manager.save_snapshot(model, optimizer, epoch=2, step=5, metrics={"loss": 0.5}, note=NOTE, wait=True)
+        manager.save_snapshot(
+            model, optimizer, epoch=2, step=5, metrics={"loss": 0.5}, note=NOTE | _tensors(), wait=True
+        )
         yield Trained(manager, model, optimizer)
 
 
@@ -152,7 +165,7 @@ print(json.dumps({
         },
         "colors": [["RED", [1, 2]]],
         "array": [[0, 1, 2], [3, 4, 5]],
-        "generator": _digests({"": NOTE["generator"].get_state()})[""],
+        "generator": _digests({"": _tensors()["generator"].get_state()})[""],
         "sparse": torch.eye(3).tolist(),
         "complex": "(1-2j)",
         "nan": "nan",
@@ -227,7 +240,7 @@ def test_sharded_states_are_exported_whole(plain_torch: WarmPython, tmp_path: Pa
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
     from support import sharded_training
-    from support.sharded_training import Ranks
+    from support.rank_processes import Ranks
 
     from ciuic.training.snapshots import TrainingSnapshots
 

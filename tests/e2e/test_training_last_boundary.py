@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import LateModule, torch
+from support.leftovers import training_writer
+from support.rank_processes import Ranks
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+from ciuic import SnapshotManager
 
-from support import sharded_training  # noqa: E402
-from support.leftovers import training_writer  # noqa: E402
-from support.sharded_training import Ranks  # noqa: E402
-
-from ciuic import SnapshotManager  # noqa: E402
+sharded_training: Any = LateModule("support.sharded_training")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

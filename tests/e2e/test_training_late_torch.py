@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 
 from ciuic import SnapshotManager
 from ciuic.training import save_pipeline
 from ciuic.training.arena import Arena
 from ciuic.training.device_copy import Overlap, TorchDeviceStream
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
 _WIDTH = 16
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 from support.tiny_training import Optimizer
 
 from ciuic import SnapshotManager
@@ -16,7 +17,6 @@ from ciuic.training import logs
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.data_position import Position
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 BATCHES, EPOCHS = 4, 2
 EXPECTED = [*range(BATCHES)] * EPOCHS
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 
 from ciuic import SnapshotManager
 from ciuic.training.state.stateful import renamed_as
-
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
 class Scheduler:
@@ -31,20 +30,25 @@ class Scheduler:
             raise ValueError("another kind of scheduler")
 
 
-class Extra(torch.nn.Linear):  # type: ignore[misc]
-    """Module with a state that is no tensor, which it refuses after having taken it."""
+def extra(word: str) -> Any:
+    """Return a module with a state of its own."""
 
-    def __init__(self, word: str = "") -> None:
-        super().__init__(4, 4)
-        self.word = self._accepts = word
+    class Extra(torch.nn.Linear):
+        """Module with a state that is no tensor, which it refuses after having taken it."""
 
-    def get_extra_state(self) -> Any:
-        return {"word": self.word}
+        def __init__(self, word: str) -> None:
+            super().__init__(4, 4)
+            self.word = self._accepts = word
 
-    def set_extra_state(self, state: Any) -> None:
-        self.word = state["word"]
-        if self.word != self._accepts:
-            raise ValueError("another word")
+        def get_extra_state(self) -> Any:
+            return {"word": self.word}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.word = state["word"]
+            if self.word != self._accepts:
+                raise ValueError("another word")
+
+    return Extra(word)
 
 
 def model(hidden: int = 8, *, layers: int = 1) -> Any:
@@ -52,9 +56,11 @@ def model(hidden: int = 8, *, layers: int = 1) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.BatchNorm1d(hidden), *middle)
 
 
-def trained(net: Any, *, groups: int = 1, kind: Any = torch.optim.AdamW) -> Any:
+def trained(net: Any, *, groups: int = 1, kind: str = "AdamW") -> Any:
     parameters = list(net.parameters())
-    optimizer = kind([{"params": parameters[at::groups]} for at in range(groups)], lr=0.1)
+    optimizer = getattr(torch.optim, kind)(
+        [{"params": parameters[at::groups]} for at in range(groups)], lr=0.1
+    )
     for _ in range(2):
         optimizer.zero_grad()
         net(torch.randn(6, 4)).sum().backward()
@@ -67,7 +73,7 @@ def site(net: Any, *, groups: int = 1, kind: str = "cosine", word: str = "a") ->
     return {
         "history": {"losses": [random.random()], "best": {"value": random.random()}},
         "scheduler": Scheduler(kind),
-        "extra": Extra(word),
+        "extra": extra(word),
         "model": net,
         "optimizer": trained(net, groups=groups),
         "generator": torch.Generator().manual_seed(random.randrange(1 << 30)),
@@ -192,21 +198,26 @@ def test_a_model_without_memory_is_not_resumed(tmp_path: Path) -> None:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda net: net,
     "compiled": lambda net: torch.compile(net, backend="eager"),
-    "parallel": lambda net: _Parallel(net),
-    "compiled parallel": lambda net: torch.compile(_Parallel(net), backend="eager"),
-    "parallel compiled": lambda net: _Parallel(torch.compile(net, backend="eager")),
+    "parallel": lambda net: _parallel(net),
+    "compiled parallel": lambda net: torch.compile(_parallel(net), backend="eager"),
+    "parallel compiled": lambda net: _parallel(torch.compile(net, backend="eager")),
 }
 
 
-class _Parallel(torch.nn.Module):  # type: ignore[misc]
-    """Module with the names that DistributedDataParallel gives to parameters."""
+def _parallel(net: Any) -> Any:
+    """Return the module as DistributedDataParallel would have it."""
 
-    def __init__(self, net: Any) -> None:
-        super().__init__()
-        self.module = net
+    class _Parallel(torch.nn.Module):
+        """Module with the names that DistributedDataParallel gives to parameters."""
 
-    def forward(self, x: Any) -> Any:
-        return self.module(x)
+        def __init__(self, net: Any) -> None:
+            super().__init__()
+            self.module = net
+
+        def forward(self, x: Any) -> Any:
+            return self.module(x)
+
+    return _Parallel(net)
 
 
 @pytest.mark.parametrize("saved", WRAPPERS)

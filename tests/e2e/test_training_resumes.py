@@ -6,10 +6,7 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 from support.warm_python import WarmPython
-
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
 def test_a_killed_training_ends_with_the_state_and_the_log_of_an_undisturbed_one(

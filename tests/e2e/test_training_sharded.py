@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.late_modules import LateModule
+from support.rank_processes import Ranks
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic import SnapshotManager
+from ciuic.repository import Repository
+from ciuic.training.writer.housekeeping import read_back
 
-from support import sharded_training  # noqa: E402
-from support.sharded_training import Ranks  # noqa: E402
-
-from ciuic import SnapshotManager  # noqa: E402
-from ciuic.repository import Repository  # noqa: E402
-from ciuic.training.writer.housekeeping import read_back  # noqa: E402
+sharded_training: Any = LateModule("support.sharded_training")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

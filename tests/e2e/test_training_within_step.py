@@ -9,28 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import torch
 
 from ciuic import SnapshotManager
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
+def interrupted(parameters: Any) -> Any:
+    """Return an optimizer of these parameters that a signal can interrupt."""
 
-class Interrupted(torch.optim.Optimizer):  # type: ignore[misc, name-defined]
-    """Optimizer that adds one to each parameter in turn, and is interrupted by a signal between two of them."""
+    class Interrupted(torch.optim.Optimizer):
+        """Optimizer that adds one to each parameter in turn, and is interrupted by a signal between two of them."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-        self.interrupts = False
-        self.fails = False
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 1.0})
+            self.interrupts = False
+            self.fails = False
 
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for number, parameter in enumerate(self.param_groups[0]["params"]):
-                parameter += 1
-                if number == 1 and self.interrupts:
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                if number == 1 and self.fails:
-                    raise RuntimeError("out of memory")
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for number, parameter in enumerate(self.param_groups[0]["params"]):
+                    parameter += 1
+                    if number == 1 and self.interrupts:
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    if number == 1 and self.fails:
+                        raise RuntimeError("out of memory")
+
+    return Interrupted(parameters)
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def test_a_save_within_a_step_is_taken_at_its_boundary(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    optimizer = Interrupted(model.parameters())
+    optimizer = interrupted(model.parameters())
     asked: list[object] = []
     with SnapshotManager(tmp_path / "snapshots") as manager:
         manager.register(model=model, optimizer=optimizer)
@@ -80,7 +84,7 @@ def test_a_first_save_within_a_step_is_whole(tmp_path: Path, given: str) -> None
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    optimizer = Interrupted(model.parameters())
+    optimizer = interrupted(model.parameters())
     saves = {
         "objects": lambda manager: manager.save_snapshot(model, optimizer),
         "states": lambda manager: manager.save_snapshot(model.state_dict(), optimizer.state_dict()),
@@ -106,7 +110,7 @@ def test_a_save_within_a_step_that_never_ends_is_told(
 ) -> None:
     """A handler that ends the program after its save gets a line at close that says that there is no snapshot."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    optimizer = Interrupted(model.parameters())
+    optimizer = interrupted(model.parameters())
     optimizer.interrupts = True
 
     def handler(*_: object) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,9 +61,24 @@ class Bucket:
         assert self.stored <= self.content()
 
 
+@pytest.fixture(scope="module")
+def built(run_dir: Path) -> Iterator[Bucket]:
+    place = run_dir / "bucket"
+    place.mkdir()
+    made = Bucket(place)
+    shutil.copytree(place, run_dir / "bucket.built", symlinks=True)
+    yield made
+    shutil.rmtree(place)
+    shutil.rmtree(run_dir / "bucket.built")
+
+
 @pytest.fixture
-def bucket(short_tmp: Path) -> Bucket:
-    return Bucket(short_tmp)
+def bucket(built: Bucket) -> Bucket:
+    """Return the bucket and its hosts as they were built."""
+    place = built.top.parent
+    shutil.rmtree(place)
+    shutil.copytree(f"{place}.built", place, symlinks=True)
+    return built
 
 
 def page(path: Path) -> None:
@@ -79,7 +94,14 @@ def after_all_others(path: Path) -> None:
     (path.parent / "9999999999").write_bytes(b"x" * 400)
 
 
-@pytest.mark.parametrize("plant", [page, oversized, after_all_others])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        page,
+        pytest.param(oversized, marks=pytest.mark.full),
+        pytest.param(after_all_others, marks=pytest.mark.full),
+    ],
+)
 def test_an_unreadable_entry_stops_only_deletion_until_it_is_mended(
     bucket: Bucket, plant: Callable[[Path], None]
 ) -> None:
@@ -96,7 +118,9 @@ def test_an_unreadable_entry_stops_only_deletion_until_it_is_mended(
     bucket.assert_whole()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
+@pytest.mark.parametrize(
+    "kind", ["pipe", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("link", "directory"))]
+)
 def test_a_name_that_is_no_file_ends_an_upload_with_its_name(bucket: Bucket, kind: str) -> None:
     """What lies in place of an entry in a directory is damage by name; an upload does not wait for it."""
     last = bucket.last
@@ -166,7 +190,16 @@ def test_planted_keys_lock_nobody_out(bucket: Bucket) -> None:
     bucket.assert_whole()
 
 
-@pytest.mark.parametrize("name", ["0000000000", "0000000005.done", "0000000000.final", "9999999999"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "0000000000",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("0000000005.done", "0000000000.final", "9999999999")
+        ),
+    ],
+)
 def test_a_planted_round_is_mended(bucket: Bucket, name: str) -> None:
     """An unreadable object of a collection's round keeps nobody from reading, and a repair lets uploads go on."""
     rounds = bucket.top / "gc"

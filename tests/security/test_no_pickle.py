@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.late_modules import LateModule, torch
+from support.late_modules import torch
+from support.rank_processes import Ranks as Processes
 
 from ciuic.training import ranks
 from ciuic.training.ranks import RankMismatch, Ranks
 from ciuic.training.state.rank_state import RankState, differing
 
-_PROCESSES: Any = LateModule("support.sharded_training", lacking="PyTorch is not installed")
 CHECKOUT = Path(__file__).parents[2]
 _EXECUTING = {
     "pickle",
@@ -142,9 +142,10 @@ def _exchange(rank: int, world: int, directory: str) -> None:
     ranks.close()
 
 
+@pytest.mark.full
 def test_real_ranks_understand_one_another(tmp_path: Path) -> None:
     """Ranks over gloo process groups exchange messages of different lengths."""
-    _PROCESSES.Ranks(tmp_path / "ranks", 3, _exchange, str(tmp_path)).check()
+    Processes(tmp_path / "ranks", 3, _exchange, str(tmp_path)).check()
 
 
 def _is_plain(call: ast.Call) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from support import leftovers
-from support.sharded_training import Ranks
+from support.rank_processes import Ranks
 from support.until import until
 
 from ciuic.repository import Repository

@@ -30,6 +30,8 @@ SNAPSHOTS_WANTED = 2
 CHECKPOINT_BYTES = 10 * 2**20
 """Size that a snapshot has from its first checkpoint on; one of the empty start is smaller."""
 INTERVAL = os.environ.get("CIUIC_RESCUE_INTERVAL", "2s")
+STALL_SECONDS = float(os.environ.get("CIUIC_RESCUE_STALL", "180"))
+"""Time without any progress after which a story fails."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 # The hosts of a story count from its beginning, as it does.
@@ -167,8 +169,24 @@ def _on_signal(number: int, frame: object) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def tell(name: str, play: Callable[[], None]) -> int:
-    """Play a story; return the exit status of the program that tells it."""
+def wait_while_progressing(what: str, condition: Callable[[], bool], progress: Callable[[], object]) -> None:
+    """Return when the condition holds; fail when ``progress`` has long returned the same."""
+    shown, since = progress(), time.monotonic()
+    while not condition():
+        if (now := progress()) != shown:
+            shown, since = now, time.monotonic()
+        elif time.monotonic() - since > STALL_SECONDS:
+            raise StoryFailed(f"waiting for {what}, nothing has progressed for {STALL_SECONDS:.0f} s")
+        time.sleep(0.1)
+
+
+def tell(
+    name: str, play: Callable[[], None], report_cause: Callable[[str], object] = lambda cause: None
+) -> int:
+    """Play a story; return the exit status of the program that tells it.
+
+    The last line says in a sentence why a story failed; ``report_cause`` is called with it.
+    """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _on_signal)
@@ -178,7 +196,10 @@ def tell(name: str, play: Callable[[], None]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (StoryFailed, CommandFailed, TimeoutError) as exc:
-        print(f"{name}: FAILED: {exc}", file=sys.stderr)
+        cause, _, details = str(exc).partition("\n")
+        print(details, file=sys.stderr)
+        print(f"{name}: FAILED: {cause}", file=sys.stderr, flush=True)
+        report_cause(cause)
         return 1
     return 0
 

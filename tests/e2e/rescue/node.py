@@ -27,18 +27,17 @@ from acts import (
     narrate,
     outcome,
     tell,
+    wait_while_progressing,
 )
 from support.live import Live, installed
 from support.object_servers import environment_for_s3
 from support.remote_training import STATES_STEPS, run_states, stored_states
-from support.until import until
 
 from ciuic.protocol.stored_remotely import STATE_VARIABLE, read_record
 from ciuic.repository import Repository
 
 PLAIN = bool(os.environ.get("CIUIC_RESCUE_PLAIN"))
 """Restore everything before the training goes on, not lazily."""
-_ARM_SECONDS = 120
 # Slow: it must not end before its host, which waits for uploads.
 _STEP_SECONDS = 1.0
 _PASSPHRASE = "written on the same paper"
@@ -68,6 +67,7 @@ class Node(Acts):
         }
         os.environ.update(variables)
         self.disk = disk
+        self._not_armed: StoryFailed | None = None
         super().__init__(disk, Live(disk, interval=INTERVAL))
         routes = Path("/proc/net/route").read_text().splitlines()[1:]
         narrate(f"{name}: an empty disk, {len(routes)} network routes, one door to the object store")
@@ -113,32 +113,49 @@ class Node(Acts):
         for word, value in job.lines():
             if word != "half" or int(value) <= KILL_AFTER_STEP:
                 continue
-            if armed.is_set():
+            if armed.is_set() and self._not_armed is None:
                 report("in-save", value)
                 # The story ends this host now.
                 signal.pause()
             # The job must not end before its host: it waits until there is something to go on from.
             job.process.send_signal(signal.SIGSTOP)
-            if not armed.wait(_ARM_SECONDS):
-                log = (self.disk / "upload.log").read_text()
-                raise StoryFailed(
-                    f"too little was uploaded in {_ARM_SECONDS} s\n{log}\n{self.live.log_tail()}"
-                )
+            armed.wait()
+            if self._not_armed is not None:
+                raise self._not_armed
             job.process.send_signal(signal.SIGCONT)
         raise StoryFailed("the job ended before its host was lost")
 
     def _arm(self, armed: threading.Event) -> None:
-        until("uploads", self._enough_is_stored, _ARM_SECONDS)
-        narrate(f"{self.name}: {SNAPSHOTS_WANTED} snapshots with checkpoints are on the object store")
+        try:
+            wait_while_progressing("uploads", self._enough_is_stored, self._upload_progress)
+            narrate(f"{self.name}: {SNAPSHOTS_WANTED} snapshots with checkpoints are on the object store")
+        except Exception as error:
+            log = (self.disk / "upload.log").read_text()
+            self._not_armed = StoryFailed(f"{error}\n{log}\n{self.live.log_tail()}")
         armed.set()
 
-    def _enough_is_stored(self) -> bool:
+    def _upload_progress(self) -> object:
+        """Return what changes while snapshots are taken and sent, and not by retrying alone."""
+        sizes, stored = self._sizes_and_stored()
+        # Of the loopback device, which leads to the store; its first figure is what was received.
+        (device,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if "lo:" in line)
+        mib_sent = int(device.split(":")[1].split()[0]) >> 20
+        return (
+            min(sum(size > CHECKPOINT_BYTES for size in sizes.values()), SNAPSHOTS_WANTED),
+            stored,
+            mib_sent,
+        )
+
+    def _sizes_and_stored(self) -> tuple[dict[str, int], frozenset[str]]:
+        """Return the bytes of each snapshot, and the snapshots that the object store has."""
         record = read_record("remote", self.disk / "upload")
-        if record is None:
-            return False
         with Repository.open(self.live.repository) as repository:
-            sizes = [one.size_bytes for one in repository.snapshots.list() if one.id in record.stored]
-        if sum(size > CHECKPOINT_BYTES for size in sizes) < SNAPSHOTS_WANTED:
+            sizes = {str(one.id): one.size_bytes for one in repository.snapshots.list()}
+        return sizes, frozenset() if record is None else record.stored
+
+    def _enough_is_stored(self) -> bool:
+        sizes, stored = self._sizes_and_stored()
+        if sum(sizes.get(id_, 0) > CHECKPOINT_BYTES for id_ in stored) < SNAPSHOTS_WANTED:
             return False
         trainings = self.disk / "xdg-state/ciuic/trainings"
         return not STATES_STEPS or (
@@ -185,7 +202,7 @@ class Node(Acts):
         def trains() -> None:
             report("reached", "training goes on")
             self.show_missing()
-            until("the end of the lazy restore", self.is_plain, _ARM_SECONDS)
+            wait_while_progressing("the end of the lazy restore", self.is_plain, self.lazy_restores)
             report("reached", "everything is there")
             self.protect()
             report("reached", "protected again")
@@ -262,7 +279,7 @@ def main() -> int:
         finally:
             node.end()
 
-    return tell(f"make rescue-remote: {name}", play)
+    return tell(f"make rescue-remote: {name}", play, lambda cause: report("failed", cause))
 
 
 if __name__ == "__main__":

@@ -327,6 +327,8 @@ class RemoteStory:
         for line in host.process.stdout:
             if line.startswith("@"):
                 word, _, value = line[1:].rstrip("\n").partition(" ")
+                if word == "failed":
+                    raise StoryFailed(value)
                 yield word, value
             else:
                 print(line, end="", flush=True)
