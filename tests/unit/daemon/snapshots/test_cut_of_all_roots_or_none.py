@@ -56,6 +56,7 @@ def test_cuts_that_are_too_far_apart_do_not_count() -> None:
     with pytest.raises(CutFailed, match="longer"):
         cut_together(parts, clock=lambda: next(seconds))
     assert [overlay.pending for overlay in overlays] == [[], []]
+    assert [(overlay.aborted, overlay.committed) for overlay in overlays] == [([1], []), ([1], [])]
 
 
 def test_roots_are_released_before_any_sealed_file_is_written() -> None:
