@@ -89,6 +89,10 @@ MUTANTS = (
         "return floor_ns + 1 if time_ns <= floor_ns else 0",
         "return floor_ns + 1 if time_ns < floor_ns else 0",
         "The latest of two snapshots of one instant is the older one.",
-        ("tests/unit/repository/test_repository_as_its_users_call_it.py", *TESTS),
+        (
+            "tests/property/test_retention.py",
+            "tests/unit/repository/test_repository_as_its_users_call_it.py",
+            *TESTS,
+        ),
     ),
 )

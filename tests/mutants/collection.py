@@ -75,12 +75,4 @@ MUTANTS = (
         "A listing that lacks a log costs all snapshots that it commits.",
         ("tests/unit/remote/collection/test_incomplete_listings.py", "tests/unit/remote/log", *TESTS),
     ),
-    Mutant(
-        "empty_logs_believed",
-        "ciuic/remote/upkeep/collection_round.py",
-        ("        if refs or manifests:\n            self._require_commits()\n"),
-        "",
-        "Where all logs are lost, everything on a remote is condemned.",
-        ("tests/unit/remote/collection", "tests/unit/remote/log", *TESTS),
-    ),
 )

@@ -44,7 +44,12 @@ MUTANTS = (
         "            if believed and self.entry.is_file and now.st_uid != self.entry.uid:\n",
         "            if believed and self.entry.is_file and now.st_uid < 0:\n",
         "A user's file with size and time of a lost one is given to that one's owner.",
-        ("tests/security/test_destination_owner.py", "tests/property/test_restore_exact.py", *TESTS),
+        (
+            "tests/unit/restore/files/test_believed_content.py",
+            "tests/security/test_destination_owner.py",
+            "tests/property/test_restore_exact.py",
+            *TESTS,
+        ),
     ),
     Mutant(
         "newcomer_replaced",

@@ -19,7 +19,12 @@ MUTANTS = (
         '            if mark.decision == "cut" and self._set_id is not None and mark.set == self._set_id\n',
         '            if mark.decision == "cut" and self._set_id is not None\n',
         "Hosts of two meetings are cut at two instants as one set.",
-        ("tests/unit/remote/test_sets_of_hosts.py", "tests/property/test_sets_of_hosts.py", *TESTS),
+        (
+            "tests/unit/remote/test_marks_of_other_sets.py",
+            "tests/unit/remote/test_sets_of_hosts.py",
+            "tests/property/test_sets_of_hosts.py",
+            *TESTS,
+        ),
     ),
     Mutant(
         "ready_in_other_set",
@@ -27,7 +32,12 @@ MUTANTS = (
         '            if found is not None and (mark == "here" or found.set == self._set_id):\n',
         "            if found is not None:\n",
         "A set is cut while a host is not held.",
-        ("tests/unit/remote/test_sets_of_hosts.py", "tests/property/test_sets_of_hosts.py", *TESTS),
+        (
+            "tests/unit/remote/test_marks_of_other_sets.py",
+            "tests/unit/remote/test_sets_of_hosts.py",
+            "tests/property/test_sets_of_hosts.py",
+            *TESTS,
+        ),
     ),
     Mutant(
         "go_of_earlier_meeting",
@@ -43,7 +53,12 @@ MUTANTS = (
         '        if decision is None and self._patiently(lambda: self._decide(plan, "abort")) == "cut":\n',
         "        if decision is None and self._set_id is None:\n",
         "A host that is missing in a set reports that nobody was cut.",
-        ("tests/unit/remote/test_sets_of_hosts.py", "tests/property/test_sets_of_hosts.py", *TESTS),
+        (
+            "tests/unit/remote/test_marks_of_other_sets.py",
+            "tests/unit/remote/test_sets_of_hosts.py",
+            "tests/property/test_sets_of_hosts.py",
+            *TESTS,
+        ),
     ),
     Mutant(
         "running_sets_tidied",

@@ -29,6 +29,7 @@ MUTANTS = (
         ),
         "A capture that reads between the two stores zeros in place of old blocks.",
         (
+            "tests/unit/fuse_layer/tracking/test_saving_of_old_blocks.py",
             "tests/property/test_undo_log.py",
             "tests/unit/fuse_layer/tracking",
             "tests/unit/fuse_layer/core/test_job_succeeds_when_saving_fails.py",
@@ -66,6 +67,7 @@ MUTANTS = (
         "        if not written:\n",
         "On a full disk a capture reads a torn log, and the snapshot has later content.",
         (
+            "tests/unit/fuse_layer/tracking/test_saving_of_old_blocks.py",
             "tests/property/test_undo_log.py",
             "tests/unit/fuse_layer/core/test_job_succeeds_when_saving_fails.py",
             *TESTS,
@@ -78,6 +80,7 @@ MUTANTS = (
         "        if not self._free_bytes():\n",
         "The undo log fills the job's disk.",
         (
+            "tests/unit/fuse_layer/tracking/test_saving_of_old_blocks.py",
             "tests/property/test_undo_log.py",
             "tests/unit/fuse_layer/core/test_job_succeeds_when_saving_fails.py",
             *TESTS,

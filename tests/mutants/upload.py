@@ -31,6 +31,7 @@ MUTANTS = (
         "                self._failure = self._failure or (failure if self._waiting_packs else None)\n",
         "A snapshot is committed though the store has refused its last pack.",
         (
+            "tests/unit/remote/upload/test_outbox.py",
             "tests/unit/remote/upload/test_replication_of_a_repository.py",
             "tests/unit/remote/upload/test_upload_order.py",
             *TESTS,
@@ -58,18 +59,6 @@ MUTANTS = (
         "            found.update(differences)\n",
         "A snapshot relies on a chunk whose base a collection takes.",
         ("tests/unit/remote/index", *TESTS),
-    ),
-    Mutant(
-        "retention_beside_damaged_log",
-        "ciuic/remote/replication.py",
-        "        if given_up and not self._logs.damaged:\n",
-        "        if given_up:\n",
-        "Snapshots are removed from a remote in place of which a damaged log has none.",
-        (
-            "tests/unit/remote/log/test_damaged_logs_of_a_remote.py",
-            "tests/unit/remote/upload/test_replication_of_a_repository.py",
-            *TESTS,
-        ),
     ),
     Mutant(
         "two_hosts_with_one_log",

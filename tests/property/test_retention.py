@@ -377,6 +377,11 @@ def test_the_order_is_that_of_commits_whatever_the_clock_does(
     assert [decision.id for decision in plan.kept] == [one.id for one in history[::-1][:last]]
 
 
+def test_a_snapshot_comes_after_its_parent_of_the_same_instant() -> None:
+    """Of two snapshots with one time the one that was built on the other is the newer."""
+    assert place_in_order(5, now_ns=9, newest_ns=5, parent_ns=5) == 6
+
+
 @given(steps=STEPS, policy=policies(), wrong=st.timedeltas(timedelta(days=-20000), timedelta(days=20000)))
 def test_the_newest_commit_stays_whatever_the_clock_does(
     steps: list[tuple[timedelta, timedelta]], policy: RetentionPolicy, wrong: timedelta

@@ -203,7 +203,7 @@ def test_either_copy_of_the_configuration_will_do(top: Path) -> None:
 
 
 def test_damaged_marks_hold_the_snapshot(top: Path) -> None:
-    """A snapshot whose marks file cannot be read counts as held."""
+    """A snapshot whose marks file cannot be read counts as held, also when another mark of it is changed."""
     with Repository.open(top) as repository:
         with repository.writer() as writer:
             writer.set_marks(SnapshotId("cs-000001"), tags=["t"])
@@ -213,6 +213,8 @@ def test_damaged_marks_hold_the_snapshot(top: Path) -> None:
             "cs-000001": True,
             "cs-000002": True,
         }
+        with repository.writer() as writer:
+            assert writer.set_marks(SnapshotId("cs-000001"), tags=["t"]).held
 
 
 def test_lost_marks_come_back_from_the_catalogue(top: Path) -> None:

@@ -33,7 +33,7 @@ def test_all_are_held_before_any_is_cut_and_cut_before_any_is_released() -> None
     st.lists(st.sets(st.sampled_from(["hold", "cut", "release", "abort"])), min_size=1, max_size=4),
 )
 def test_every_root_is_cut_or_none_counts(failures: list[set[str]]) -> None:
-    """Roots do not stay held after any failure, and a root that was cut in vain is told so."""
+    """Roots do not stay held after any failure, and a root that was cut in vain is told so, not that it is committed."""
     overlays = [FakeOverlay(str(number), fail_on=fail) for number, fail in enumerate(failures)]
     parts = [(overlay.name, FakeClient(overlay)) for overlay in overlays]
     try:
@@ -45,7 +45,7 @@ def test_every_root_is_cut_or_none_counts(failures: list[set[str]]) -> None:
     else:
         assert not any({"hold", "cut"} & fail for fail in failures)
         assert [cut.path for cut in cuts] == [overlay.name for overlay in overlays]
-    assert not any(overlay.held for overlay in overlays)
+    assert not any(overlay.held or overlay.committed for overlay in overlays)
 
 
 def test_cuts_that_are_too_far_apart_do_not_count() -> None:
@@ -56,6 +56,7 @@ def test_cuts_that_are_too_far_apart_do_not_count() -> None:
     with pytest.raises(CutFailed, match="longer"):
         cut_together(parts, clock=lambda: next(seconds))
     assert [overlay.pending for overlay in overlays] == [[], []]
+    assert [(overlay.aborted, overlay.committed) for overlay in overlays] == [([1], []), ([1], [])]
 
 
 def test_roots_are_released_before_any_sealed_file_is_written() -> None:

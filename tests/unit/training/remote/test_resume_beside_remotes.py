@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -99,3 +100,31 @@ def test_an_older_state_is_loaded_only_where_a_newer_one_is_damaged(
             resume()
     else:
         assert resume() == step
+
+
+def test_an_own_state_between_those_of_a_remote_is_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state of the remote that is newer than an own one, and older than another own one, is not loaded."""
+    _save(tmp_path / "here", 1)
+    _save(tmp_path / "there", 2)
+    root = _save(tmp_path / "here", 3)
+    monkeypatch.setattr(
+        loading, "RemoteTraining", lambda remotes, root: _Remote(tmp_path / "there", None, root)
+    )
+    state = loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
+    assert state is not None
+    assert state.facts.step == 3
+
+
+def test_a_run_does_not_begin_anew_beside_a_silent_remote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is here and nobody knows what a remote has, that is an error."""
+    root = _save(tmp_path / "there", 2)
+    Repository.create(tmp_path / "here").close()
+    remote = _Remote(tmp_path / "there", None, root)
+    monkeypatch.setattr(remote, "candidates", Mock(side_effect=RemoteUnreachable("away")))
+    monkeypatch.setattr(loading, "RemoteTraining", lambda remotes, root: remote)
+    with pytest.raises(RemoteUnreachable):
+        loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
