@@ -11,7 +11,7 @@ TESTS = (
     "tests/property/test_restore_own_modes.py",
     "tests/security/test_destination_owner.py",
     "tests/crash/test_restore_killed.py",
-    "tests/e2e/test_restore_in_place.py",
+    "tests/smoke/test_restore_in_place.py",
     "tests/e2e/test_restore_checked_after_use.py",
     "tests/e2e/test_restore_shared_in_place.py",
 )

@@ -14,7 +14,7 @@ TESTS = (
     "tests/crash/test_training_kill.py",
     "tests/e2e/test_training_remote.py",
     "tests/e2e/test_training_resumes.py",
-    "tests/e2e/test_training_loading.py",
+    "tests/smoke/test_training_loading.py",
     "tests/e2e/test_training_resume_refuses_misfits.py",
 )
 
