@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import posixpath
 import re
@@ -101,7 +102,13 @@ def _group(optional: list[bytes], tag: bytes) -> int:
 
 def read(process: Path = Path("/proc/self")) -> list[Mount]:
     """Return the mounts that ``process`` sees. FileNotFoundError or ProcessLookupError when it has ended."""
-    return parse((process / "mountinfo").read_bytes())
+    try:
+        return parse((process / "mountinfo").read_bytes())
+    except OSError as error:
+        # A zombie, which has left its namespaces (fs/proc_namespace.c, mounts_open_common).
+        if error.errno == errno.EINVAL:
+            raise ProcessLookupError(errno.ESRCH, "the process has ended", str(process)) from None
+        raise
 
 
 class MountTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.second_user import MADE_UP
 
-from ciuic.system import processes
+from ciuic.system import mountinfo, processes
 from ciuic.system.service_manager import unit_of
 
 
@@ -41,6 +42,14 @@ def test_no_process_gets_another_owner_by_its_name(end: bytes) -> None:
     """A process that has a line of /proc/PID/status in its name keeps its owner."""
     with named(b"x" + end + b"Uid: 0") as pid:
         assert processes.owner(pid) == MADE_UP.uid
+
+
+def test_a_zombie_has_ended_for_who_asks_for_its_mounts() -> None:
+    """A process that nobody has waited for yet has no mounts any more, and no command fails because of it."""
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(ProcessLookupError):
+            mountinfo.read(Path(f"/proc/{child.pid}"))
 
 
 def test_the_pid_of_a_descriptor_is_read_from_whole_lines(
