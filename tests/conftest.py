@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -47,6 +48,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PACKAGE = str(Path(mountinfo.__file__).parents[1]) + "/"
 
 
 def _mounting_impossible_because() -> str:
@@ -73,7 +75,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(file_costs.Recorder())
     last_words.register(config)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    sys.addaudithook(_forbid_files_of_sqlite)
     socketserver.BaseServer.handle_error = _fail_by_a_handler  # type: ignore[method-assign]
+
+
+def _forbid_files_of_sqlite(event: str, arguments: tuple[Any, ...]) -> None:
+    """Fail where the package opens a file of SQLite's: its close(2) would drop the locks that SQLite holds on it (fcntl_locking(2))."""
+    if event == "open" and "sqlite" in str(arguments[0]).rpartition("/")[2]:
+        frame = sys._getframe(1)
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            raise AssertionError(f"{frame.f_code.co_name} opens {arguments[0]!r} beside SQLite")
 
 
 def _fail_by_a_handler(self: socketserver.BaseServer, request: object, client_address: object) -> None:

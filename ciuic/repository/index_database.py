@@ -11,17 +11,17 @@ machine's and is not set back. A copy of the repository has other times, and is 
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Literal
 from urllib.parse import quote
 
-from ciuic.repository.disk import open_to_write, who_else_writes
+from ciuic.repository.disk import who_else_writes
 from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord, SnapshotInfo
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 
@@ -432,17 +432,20 @@ class Transaction:
 
 
 def _discard_irregular(path: str) -> None:
-    """Discard an index if one of its files is a link or no regular file: SQLite would write there."""
+    """Discard an index if one of its files is no regular file, or has a second name where others make names: SQLite would write there.
+
+    None is opened: close(2) of any descriptor drops all POSIX locks of the process on a file (fcntl_locking(2)), those of another
+    connection of this process too. The next process to open the index would then truncate the -shm file below their mapping (SIGBUS).
+    """
     for suffix in _SUFFIXES:
         try:
-            os.close(open_to_write(path + suffix, os.O_RDONLY))
-        except FileNotFoundError:
+            st = os.lstat(path + suffix)
+        except OSError:
+            # Missing; any other error is left to SQLite.
             continue
-        except OSError as error:
-            # EINVAL is what `open_to_write` refuses; any other error is left to SQLite.
-            if error.errno == errno.EINVAL:
-                discard(path)
-                return
+        if not stat.S_ISREG(st.st_mode) or (st.st_nlink > 1 and who_else_writes(os.path.dirname(path))):
+            discard(path)
+            return
 
 
 def discard(path: str) -> None:
