@@ -1,9 +1,10 @@
-"""Fixtures of the end-to-end tests, which run the installed commands and a real daemon, one for each test."""
+"""Fixtures of the end-to-end tests, which run the installed commands and a real daemon, one for each test or for a file's tests."""
 
 import pytest
 from support.live import live as live
 from support.live import protected as protected
 from support.live import root as root
+from support.live import shared as shared
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

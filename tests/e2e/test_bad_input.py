@@ -9,12 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.live import Live, installed
+from support.live import Live, emptied_root, installed
 from support.trees import assert_same, manifest
 
 pytestmark = pytest.mark.mount
 
 FAILED, USAGE, NOT_FOUND, EXISTS, NOT_PERMITTED, PARTIAL, BUSY = 1, 2, 3, 6, 7, 8, 75
+
+
+@pytest.fixture
+def root(shared: Live) -> Path:
+    """Provide the root of the file's daemon, empty."""
+    return emptied_root(shared)
 
 
 def _refused(live: Live, code: int | set[int], *arguments: str | bytes, says: str = "") -> str:
@@ -33,25 +39,20 @@ def _roots(live: Live) -> list[str]:
     return [root["path"] for root in (live.status() or {"roots": []})["roots"]]
 
 
-def test_roots_that_cannot_be_protected(protected: Live, root: Path, short_tmp: Path) -> None:
-    """Protecting a root inside or around another, a file, a missing path or the repository is refused."""
+def test_roots_that_cannot_be_protected(shared: Live, root: Path, short_tmp: Path) -> None:
+    """Protecting a root inside or around another, a file, a missing path or the repository is refused, and a root twice changes nothing."""
     (root / "inner").mkdir()
     file = short_tmp / "file"
     file.write_text("x")
-    _refused(protected, USAGE, "protect", str(root / "inner"), says=str(root))
-    _refused(protected, USAGE, "protect", str(short_tmp), says=str(short_tmp))
-    _refused(protected, {USAGE, NOT_FOUND}, "protect", str(short_tmp / "missing"), says="missing")
-    _refused(protected, USAGE, "protect", str(file), says="file")
-    _refused(protected, USAGE, "protect", str(protected.repository), says="repository")
-    assert _roots(protected) == [str(root)]
-
-
-def test_protecting_twice_is_no_error(protected: Live, root: Path) -> None:
-    """Protecting a root twice changes nothing the second time and succeeds."""
-    config = protected.config.read_bytes()
-    protected.run("protect", str(root))
-    assert protected.config.read_bytes() == config
-    assert _roots(protected) == [str(root)]
+    _refused(shared, USAGE, "protect", str(root / "inner"), says=str(root))
+    _refused(shared, USAGE, "protect", str(shared.top), says=str(shared.top))
+    _refused(shared, {USAGE, NOT_FOUND}, "protect", str(short_tmp / "missing"), says="missing")
+    _refused(shared, USAGE, "protect", str(file), says="file")
+    _refused(shared, USAGE, "protect", str(shared.repository), says="repository")
+    config = shared.config.read_bytes()
+    shared.run("protect", str(root))
+    assert shared.config.read_bytes() == config
+    assert _roots(shared) == [str(root)]
 
 
 def test_a_repository_inside_a_root_must_be_excluded(short_tmp: Path) -> None:
@@ -64,55 +65,44 @@ def test_a_repository_inside_a_root_must_be_excluded(short_tmp: Path) -> None:
         _refused(live, USAGE, "protect", str(root), says="repository")
 
 
-def test_unknown_and_ambiguous_snapshots(protected: Live, root: Path) -> None:
+def test_unknown_and_ambiguous_snapshots(shared: Live, root: Path) -> None:
     """An unknown snapshot id exits with 3, and an ambiguous prefix is refused with the ids it matches."""
-    _refused(protected, NOT_FOUND, "verify", "cs-000000000000")
-    snapshots = []
-    # More than sixteen, so that two ids begin with the same digit.
-    for number in range(18):
-        (root / "n").write_text(str(number))
-        snapshots.append(protected.snapshot())
+    _refused(shared, NOT_FOUND, "verify", "cs-000000000000")
+    snapshots = [listed.id for listed in shared.list()]
+    # At the seventeenth at the latest two ids begin with the same digit.
+    while len({snapshot[3] for snapshot in snapshots}) == len(snapshots):
+        (root / "n").write_text(str(len(snapshots)))
+        snapshots.insert(0, shared.snapshot())
     digits = [snapshot[3] for snapshot in snapshots]
     common = next(digit for digit in digits if digits.count(digit) > 1)
-    message = _refused(protected, {USAGE, NOT_FOUND}, "show", f"cs-{common}")
+    message = _refused(shared, {USAGE, NOT_FOUND}, "show", f"cs-{common}")
     assert sum(snapshot in message for snapshot in snapshots) >= 2, message
-    assert snapshots[-1][:9] in protected.run("show", "latest").stdout.decode()
+    assert snapshots[0][:9] in shared.run("show", "latest").stdout.decode()
 
 
-def test_latest_where_there_is_no_snapshot(live: Live, root: Path) -> None:
+def test_latest_where_there_is_no_snapshot(live: Live, short_tmp: Path) -> None:
     """Listing a repository without snapshots succeeds with no line, and `latest` exits with 3."""
+    root = short_tmp / "root"
+    root.mkdir()
     live.run("protect", str(root))
     assert live.run("list", "--machine-readable").stdout == b""
     _refused(live, NOT_FOUND, "show", "latest")
     _refused(live, NOT_FOUND, "restore", "-s", "latest~2", "-p", str(root))
 
 
-def test_a_path_that_is_not_in_the_snapshot(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_a_path_that_is_not_in_the_snapshot(shared: Live, root: Path, short_tmp: Path) -> None:
     """A path that the snapshot lacks, or one outside every root, exits with 3 and writes nothing."""
     (root / "there").write_text("x")
-    snapshot = protected.snapshot()
+    snapshot = shared.snapshot()
     out = short_tmp / "out"
-    _refused(
-        protected, NOT_FOUND, "restore", "-s", snapshot, "-p", str(root / "not"), "-d", str(out), says="not"
-    )
-    _refused(
-        protected,
-        NOT_FOUND,
-        "restore",
-        "-s",
-        snapshot,
-        "-p",
-        "/etc/hostname",
-        "-d",
-        str(out),
-        says="/etc/hostname",
-    )
-    _refused(protected, NOT_FOUND, "show", snapshot, str(root / "not"))
+    for path in (str(root / "not"), "/etc/hostname"):
+        _refused(shared, NOT_FOUND, "restore", "-s", snapshot, "-p", path, "-d", str(out), says=path)
+    _refused(shared, NOT_FOUND, "show", snapshot, str(root / "not"))
     assert not out.exists() or not any(out.iterdir())
 
 
 def test_a_destination_that_exists_stops_a_restore_before_it_changes_anything(
-    protected: Live, root: Path
+    shared: Live, root: Path
 ) -> None:
     """A restore without --overwrite exits with 6, lists every conflict and touches no file.
 
@@ -120,12 +110,12 @@ def test_a_destination_that_exists_stops_a_restore_before_it_changes_anything(
     """
     for name in ("a", "b", "c"):
         (root / name).write_text("old")
-    snapshot = protected.snapshot()
+    snapshot = shared.snapshot()
     (root / "a").write_text("new")
     (root / "b").write_text("new")
     (root / "c").unlink()
     before = manifest(root)
-    message = _refused(protected, EXISTS, "restore", "-s", snapshot, "-p", str(root))
+    message = _refused(shared, EXISTS, "restore", "-s", snapshot, "-p", str(root))
     assert str(root / "a") in message
     assert str(root / "b") in message
     assert_same(before, manifest(root))
@@ -144,25 +134,15 @@ def _small_disk(place: Path, size: str, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_full_destination_leaves_no_half_file(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A restore that runs out of space says so, and leaves whole files under final names and no others."""
+def test_a_full_destination_leaves_no_half_file(shared: Live, root: Path, short_tmp: Path) -> None:
+    """A restore that runs out of space says so, and leaves whole files under final names; one to a read-only file system says that."""
     contents = {f"file{number}": os.urandom(1 << 20) for number in range(8)}
     for name, data in contents.items():
         (root / name).write_bytes(data)
-    snapshot = protected.snapshot()
+    snapshot = shared.snapshot()
     with _small_disk(short_tmp / "small", "3m") as small:
-        _refused(
-            protected,
-            {FAILED, PARTIAL},
-            "restore",
-            "-s",
-            snapshot,
-            "-p",
-            str(root),
-            "-d",
-            str(small),
-            says="space",
-        )
+        words = ("restore", "-s", snapshot, "-p", str(root), "-d", str(small))
+        _refused(shared, {FAILED, PARTIAL}, *words, says="space")
         # The mark of the unfinished restore stays, so that the next run can continue from there.
         found = {
             path.name: path.read_bytes()
@@ -170,15 +150,8 @@ def test_a_full_destination_leaves_no_half_file(protected: Live, root: Path, sho
             if not path.name.startswith(".ciuic-restore")
         }
         assert found.items() <= contents.items()
-
-
-def test_a_read_only_destination(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A restore to a read-only file system fails with its name and the reason."""
-    (root / "file").write_text("x")
-    snapshot = protected.snapshot()
-    with _small_disk(short_tmp / "small", "3m", "ro") as small:
-        _refused(protected, {FAILED, NOT_PERMITTED, PARTIAL}, "restore", "-s", snapshot, "-p", str(root), "-d", str(small),
-                 says="read-only")  # fmt: skip
+        subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+        _refused(shared, {FAILED, NOT_PERMITTED, PARTIAL}, *words, "--overwrite", says="read-only")
 
 
 def test_a_full_store_never_reaches_the_job(short_tmp: Path) -> None:
@@ -211,19 +184,19 @@ def test_a_full_store_never_reaches_the_job(short_tmp: Path) -> None:
         live.stop()
 
 
-def test_a_second_daemon_refuses_to_start(protected: Live, root: Path) -> None:
+def test_a_second_daemon_refuses_to_start(shared: Live, root: Path) -> None:
     """A second daemon refuses to start and says why; the first continues."""
-    _refused(protected, {FAILED, BUSY}, "daemon", says="daemon")
+    _refused(shared, {FAILED, BUSY}, "daemon", says="daemon")
     (root / "file").write_text("still served")
-    protected.snapshot()
+    shared.snapshot()
 
 
-def test_a_configuration_with_a_typo(live: Live, root: Path) -> None:
+def test_a_configuration_with_a_typo(live: Live, short_tmp: Path) -> None:
     """An unknown key is refused with file, line and the nearest known key, and so is an impossible value."""
     good = live.config.read_text()
     live.config.write_text(good.replace("interval =", "intervall ="))
     line = next(n for n, text in enumerate(live.config.read_text().splitlines(), 1) if "intervall" in text)
-    for command in (("config", "check"), ("protect", str(root)), ("daemon",)):
+    for command in (("config", "check"), ("protect", str(short_tmp)), ("daemon",)):
         message = _refused(live, USAGE, *command, says="interval")
         assert f"{live.config}:{line}" in message or f"line {line}" in message, message
     live.config.write_text(good.replace('"1h"', '"1 fortnight"'))
@@ -242,60 +215,55 @@ def test_wrong_usage_exits_with_2(live: Live) -> None:
         _refused(live, USAGE, *arguments)
 
 
-def test_an_ordinary_user_is_refused_not_confused(protected: Live, root: Path) -> None:
+def test_an_ordinary_user_is_refused_not_confused(shared: Live, root: Path) -> None:
     """Commands without permission on repository or socket end with 7 and name what may not be opened."""
     (root / "file").write_text("x")
-    protected.snapshot()
-    others = (protected.repository, protected.top / "run/control.sock")
+    shared.snapshot()
+    others = (shared.repository, shared.top / "run/control.sock")
     for path in others:
         os.chown(path, 65534, 65534)
     # Root without the capability to override permissions: another user may be unable to run this interpreter.
     plain = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
     for command, path in zip(("list", "status"), others, strict=True):
         done = subprocess.run(
-            [*plain, installed(), command],
-            env=protected.env,
-            cwd="/",
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+            [*plain, installed(), command], env=shared.env, cwd="/", check=False, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
         assert done.returncode == NOT_PERMITTED, done.stderr
         assert str(path) in done.stderr
         assert "Traceback" not in done.stderr
+        os.chown(path, os.geteuid(), os.getegid())
 
 
-def test_a_busy_repository_exits_with_75_and_names_the_writer(protected: Live, root: Path) -> None:
+def test_a_busy_repository_exits_with_75_and_names_the_writer(shared: Live, root: Path) -> None:
     """A writing command ends with 75 and names the process that holds the repository's write lock."""
     (root / "file").write_text("x")
-    snapshot = protected.snapshot()
+    snapshot = shared.snapshot()
     program = (
         "import sys; from pathlib import Path; from ciuic.repository import Repository;"
         "r = Repository.open(Path(sys.argv[1])); w = r.writer(wait_seconds=60).__enter__(); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
-        [str(installed("python")), "-c", program, str(protected.repository)],
+        [str(installed("python")), "-c", program, str(shared.repository)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        _refused(protected, BUSY, "hold", snapshot, says=str(holder.pid))
+        _refused(shared, BUSY, "hold", snapshot, says=str(holder.pid))
         # Readers need no lock.
-        protected.run("verify", snapshot, "--checksum")
+        shared.run("verify", snapshot, "--checksum")
     finally:
         holder.communicate(timeout=30)
-    protected.run("hold", snapshot)
+    shared.run("hold", snapshot)
 
 
-def test_words_that_are_not_utf_8(protected: Live) -> None:
+def test_words_that_are_not_utf_8(shared: Live) -> None:
     """A message and a reason from a Latin-1 terminal are kept, with their bytes escaped; ciuic's own tags are refused."""
-    snapshot = protected.run("snapshot", "--wait", "-m", b"caf\xe9").stdout.decode().strip()
-    protected.run("hold", snapshot, "-m", b"bl\xe9")
-    shown = protected.json("show", snapshot)
+    snapshot = shared.run("snapshot", "--wait", "-m", b"caf\xe9").stdout.decode().strip()
+    shared.run("hold", snapshot, "-m", b"bl\xe9")
+    shown = shared.json("show", snapshot)
     assert shown["message"] == "caf\\xe9"
-    assert b"bl\\xe9" in protected.run("show", snapshot).stdout
-    _refused(protected, USAGE, "snapshot", "--tag", "safety", says="safety")
-    _refused(protected, USAGE, "snapshot", "--tag", b"\xe9 x", says="tag")
+    assert b"bl\\xe9" in shared.run("show", snapshot).stdout
+    _refused(shared, USAGE, "snapshot", "--tag", "safety", says="safety")
+    _refused(shared, USAGE, "snapshot", "--tag", b"\xe9 x", says="tag")

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -104,13 +105,18 @@ class Trained:
         assert sorted(os.listdir(self.root)) == ["ckpt", "train.py"]
 
 
-@pytest.fixture
-def trained(short_tmp: Path) -> Iterator[Trained]:
-    with site_in(short_tmp) as site:
-        made = Trained(site)
-        yield made
-        made.assert_untouched()
+@pytest.fixture(scope="module")
+def shared(run_dir: Path) -> Iterator[Trained]:
+    with site_in(Path(tempfile.mkdtemp(dir=run_dir))) as site:
+        yield Trained(site)
         site.stop()
+
+
+@pytest.fixture
+def trained(shared: Trained) -> Iterator[Trained]:
+    """Provide the training of all tests, which none of them touches."""
+    yield shared
+    shared.assert_untouched()
 
 
 @pytest.mark.mount
@@ -148,7 +154,7 @@ def test_a_training_that_loses_state_is_told(trained: Trained) -> None:
 @pytest.mark.mount
 def test_a_training_without_an_end_is_compared_as_far_as_it_went(trained: Trained) -> None:
     """Runs that are ended after their time are compared but for the file that may have been written to."""
-    done = trained.game_day("all", 1_000_000, "--run-timeout", "10s")
+    done = trained.game_day("all", 1_000_000, "--run-timeout", "5s")
     assert done.returncode == 0, done.stderr
     (document,) = json.loads(done.stdout)["drills"]
     assert document["game_day"]["exact"] is True
@@ -156,22 +162,18 @@ def test_a_training_without_an_end_is_compared_as_far_as_it_went(trained: Traine
 
 
 @pytest.mark.mount
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("all", 20), "before it could be killed"),
-        (("all", 80, "--run-timeout", "1s"), "without a new checkpoint"),
-        (("all", 80, "-p", "train.py"), "no snapshot has a GOOD checkpoint"),
-    ],
-)
-def test_what_cannot_be_a_game_day_is_told(trained: Trained, arguments: Any, said: str) -> None:
+def test_what_cannot_be_a_game_day_is_told(trained: Trained) -> None:
     """A command that ends, or writes nothing that --compare names, fails the drill and leaves nothing."""
-    glob = "ckpt/other-*" if said.startswith("without") else "ckpt/step-*.npz"
-    if "-p" in arguments:
-        arguments = (*arguments[:-1], str(trained.root / "train.py"))
-    done = trained.game_day(*arguments, glob=glob)
-    assert done.returncode != 0
-    assert said in done.stderr
+    named, other = "ckpt/step-*.npz", "ckpt/other-*"
+    for steps, more, glob, said in (
+        (20, (), named, "before it could be killed"),
+        (80, ("--run-timeout", "1s"), other, "without a new checkpoint"),
+        (80, ("-p", str(trained.root / "train.py")), named, "no snapshot has a GOOD checkpoint"),
+    ):
+        done = trained.game_day("all", steps, *more, glob=glob)
+        assert done.returncode != 0
+        assert said in done.stderr
+        trained.assert_untouched()
 
 
 @pytest.mark.mount

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.slow]
 STORY = Path(__file__).parent / "rescue/story.py"
 REMOTE_STORY = STORY.with_name("remote_story.py")
 SHORT = {
-    "CIUIC_RESCUE_STEPS": "90",
+    "CIUIC_RESCUE_STEPS": "60",
     "CIUIC_RESCUE_INTERVAL": "3s",
     "CIUIC_RESCUE_STATES": "0",
     "CIUIC_RESCUE_RATE": "1000",
@@ -41,7 +41,7 @@ def _start(place: Path, story: Path = STORY, *arguments: str, **variables: str) 
 def test_the_story_ends_bit_for_bit(short_tmp: Path) -> None:
     """The resumed run reaches the state of the undisturbed one, and nothing is left of the stage."""
     # `make rescue` trains longer.
-    story = _start(short_tmp, CIUIC_RESCUE_STEPS="400", CIUIC_RESCUE_INTERVAL="1s")
+    story = _start(short_tmp, CIUIC_RESCUE_STEPS="150", CIUIC_RESCUE_INTERVAL="1s")
     output, _ = story.communicate(timeout=540)
     assert story.returncode == 0, output
     assert "bit for bit" in output

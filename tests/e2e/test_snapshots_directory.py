@@ -6,13 +6,14 @@ import os
 import signal
 import stat
 import subprocess
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.live import Live
+from support.live import Live, emptied_root
 from support.second_user import User, run_as
 from support.until import until
 
@@ -88,11 +89,28 @@ class Place:
 
 
 @pytest.fixture
-def place(live: Live, root: Path, run_dir: Path) -> Place:
-    # Other users come as far as the root.
-    for directory in (run_dir, live.top, root):
-        directory.chmod(0o755)
+def place(live: Live, root: Path) -> Place:
     return Place(live, root)
+
+
+@pytest.fixture(scope="module")
+def running(run_dir: Path) -> Iterator[Place]:
+    """Provide a place with a running daemon, for tests that leave its mounts alone."""
+    with Live(Path(tempfile.mkdtemp(dir=run_dir))) as live:
+        place = Place(live, live.top / "root")
+        place.root.mkdir()
+        # Other users come as far as the root.
+        for directory in (run_dir, live.top, place.root):
+            directory.chmod(0o755)
+        place.start()
+        yield place
+
+
+@pytest.fixture
+def shared_place(running: Place) -> Place:
+    """Provide that place with an empty root."""
+    emptied_root(running.live).chmod(0o755)
+    return running
 
 
 def _out(*words: str | Path, expect: int = 0) -> str:
@@ -115,16 +133,15 @@ def _fill(root: Path) -> None:
     subprocess.run(["setfacl", "-m", "u:4321:r", root / "file"], check=True)
 
 
-def test_it_equals_a_restore(place: Place, short_tmp: Path) -> None:
+def test_it_equals_a_restore(shared_place: Place, short_tmp: Path) -> None:
     """diff, rsync with all attributes and tar find nothing between a snapshot in the view and its restore."""
-    _fill(place.root)
-    place.start()
-    shown = place.snapshot()
-    (place.root / "file").write_text("changed")
+    _fill(shared_place.root)
+    shown = shared_place.snapshot()
+    (shared_place.root / "file").write_text("changed")
     target = short_tmp / "restored"
     id_ = shown.name.rpartition("_")[2]
-    place.live.run("restore", "-s", id_, "-p", str(place.root), "-d", str(target))
-    restored = target / place.root.name
+    shared_place.live.run("restore", "-s", id_, "-p", str(shared_place.root), "-d", str(target))
+    restored = target / shared_place.root.name
     # diff(1) takes two pipes for different.
     _out("diff", "-r", "--no-dereference", "-x", "pipe", shown, restored)
     assert _out("rsync", "-naiAXHS", "--delete", f"{shown}/", f"{restored}/") == ""
@@ -139,33 +156,31 @@ def test_it_equals_a_restore(place: Place, short_tmp: Path) -> None:
     _out("tar", "-df", short_tmp / "restored.tar", "-C", shown)
 
 
-def test_a_new_snapshot_appears(place: Place) -> None:
+def test_a_new_snapshot_appears(shared_place: Place) -> None:
     """A snapshot is there as soon as it is committed, without another mount; names sort by time; latest is the newest."""
-    place.start()
-    first = mounts.mount_at(str(place.snapshots))
-    (place.root / "file").write_text("1")
-    one = place.snapshot()
-    (place.root / "file").write_text("2")
-    two = place.snapshot()
+    first = mounts.mount_at(str(shared_place.snapshots))
+    (shared_place.root / "file").write_text("1")
+    one = shared_place.snapshot()
+    (shared_place.root / "file").write_text("2")
+    two = shared_place.snapshot()
     assert ((one / "file").read_text(), (two / "file").read_text()) == ("1", "2")
-    names = sorted(name for name in os.listdir(place.snapshots) if name != "latest")
+    names = sorted(name for name in os.listdir(shared_place.snapshots) if name != "latest")
     assert names[-2:] == [one.name, two.name]
     assert len(one.name.partition("_")[0]) == len("2026-11-22T10-17-16.528")
-    until("latest", lambda: os.readlink(place.snapshots / "latest") == two.name)
-    assert mounts.mount_at(str(place.snapshots)) == first
+    until("latest", lambda: os.readlink(shared_place.snapshots / "latest") == two.name)
+    assert mounts.mount_at(str(shared_place.snapshots)) == first
 
 
-def test_nothing_of_it_can_be_changed(place: Place) -> None:
+def test_nothing_of_it_can_be_changed(shared_place: Place) -> None:
     """Root itself gets EROFS for every change."""
-    (place.root / "file").write_text("1")
-    place.start()
-    shown = place.snapshot()
+    (shared_place.root / "file").write_text("1")
+    shown = shared_place.snapshot()
     changes: list[Callable[[], object]] = [
         lambda: (shown / "file").write_text("2"),
         lambda: (shown / "file").unlink(),
         lambda: (shown / "new").mkdir(),
-        lambda: (place.snapshots / "new").mkdir(),
-        lambda: shown.rename(place.snapshots / "x"),
+        lambda: (shared_place.snapshots / "new").mkdir(),
+        lambda: shown.rename(shared_place.snapshots / "x"),
         lambda: (shown / "file").chmod(0o600),
     ]
     for change in changes:
@@ -173,12 +188,11 @@ def test_nothing_of_it_can_be_changed(place: Place) -> None:
             change()
 
 
-def test_programs_that_walk_never_see_it(place: Place, short_tmp: Path) -> None:
+def test_programs_that_walk_never_see_it(shared_place: Place, short_tmp: Path) -> None:
     """Listings, find, du, cp, git, rsync, a snapshot, a difference and a restore see nothing; rm -r removes the rest."""
-    root = place.root
+    root = shared_place.root
     _fill(root)
-    place.start()
-    id_ = place.snapshot().name.rpartition("_")[2]
+    id_ = shared_place.snapshot().name.rpartition("_")[2]
     assert ".snapshots" not in os.listdir(root)
     assert ".snapshots" not in _out("find", root)
     _out("cp", "-a", root, short_tmp / "copy")
@@ -187,46 +201,43 @@ def test_programs_that_walk_never_see_it(place: Place, short_tmp: Path) -> None:
     assert ".snapshots" not in _out("du", "-a", root)
     _out("git", "-c", "init.defaultBranch=main", "init", "-q", root)
     assert ".snapshots" not in _out("git", "-C", root, "status", "--porcelain", "--ignored", "-uall")
-    assert ".snapshots" not in place.live.run("show", id_, str(root)).stdout.decode()
-    assert place.live.run("diff", id_).stdout.decode() != ""
-    assert ".snapshots" not in place.live.run("diff", id_).stdout.decode()
-    place.live.run("restore", "-s", id_, "-p", str(root), "--overwrite", "--delete")
-    assert place.answers()
+    assert ".snapshots" not in shared_place.live.run("show", id_, str(root)).stdout.decode()
+    assert shared_place.live.run("diff", id_).stdout.decode() != ""
+    assert ".snapshots" not in shared_place.live.run("diff", id_).stdout.decode()
+    shared_place.live.run("restore", "-s", id_, "-p", str(root), "--overwrite", "--delete")
+    assert shared_place.answers()
     assert not (root / ".git").exists()
-    place.live.run("undo")
-    assert place.answers()
+    shared_place.live.run("undo")
+    assert shared_place.answers()
     assert (root / ".git").exists()
     _out("rm", "-r", *(root / name for name in os.listdir(root)))
     _out("find", root, "-mindepth", "1", "-delete")
     assert os.listdir(root) == []
-    assert place.answers()
+    assert shared_place.answers()
 
 
-@pytest.mark.parametrize("way", ["mkdir", "file", "rename", "symlink"])
-def test_a_program_that_makes_the_name_gets_it(place: Place, way: str) -> None:
+def test_a_program_that_makes_the_name_gets_it(place: Place) -> None:
     """A directory, file or link of the owner's takes the name at once, is kept as all else is, and the view stays away until it is gone."""
     root, name = place.root, place.snapshots
-    (root / "mine").mkdir()
     place.start()
-    match way:
-        case "mkdir":
-            name.mkdir()
-        case "file":
-            os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        case "rename":
-            (root / "mine").rename(name)
-        case _:
-            name.symlink_to("mine")
-    assert not place.is_mounted()
-    assert ".snapshots" in os.listdir(root)
-    if name.is_dir():
-        (name / "file").write_text("mine")
-    id_ = place.live.snapshot()
-    assert ".snapshots" in place.live.run("show", id_, str(root)).stdout.decode()
-    until("the end of the process", lambda: not place.view_pids())
-    assert not place.is_mounted()
-    _out("rm", "-r", name)
-    place.wait_mounted()
+    for make in (
+        name.mkdir,
+        lambda: os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)),
+        lambda: (root / "mine").rename(name),
+        lambda: name.symlink_to("mine"),
+    ):
+        (root / "mine").mkdir(exist_ok=True)
+        make()
+        assert not place.is_mounted()
+        assert ".snapshots" in os.listdir(root)
+        if name.is_dir():
+            (name / "file").write_text("mine")
+        id_ = place.live.snapshot()
+        assert ".snapshots" in place.live.run("show", id_, str(root)).stdout.decode()
+        until("the end of the process", lambda: not place.view_pids())
+        assert not place.is_mounted()
+        _out("rm", "-r", name)
+        place.wait_mounted()
 
 
 def test_one_that_was_there_stays(place: Place) -> None:
@@ -241,8 +252,12 @@ def test_one_that_was_there_stays(place: Place) -> None:
     until("the word of it", lambda: line in place.live.run("status").stdout.decode())
 
 
-def test_switched_off_and_on(place: Place) -> None:
-    """A reload takes the view away and brings it back; without it the name is free as in a plain directory."""
+def test_it_comes_and_goes_with_the_setting_and_the_root(place: Place) -> None:
+    """A reload, and `umount -l` of a root, take the view away and bring it back; a stop leaves nothing.
+
+    Switched off, the name is free as in a plain directory. The stop leaves no mount, process and name also while a program has a file open.
+    """
+    (place.root / "file").write_text("1")
     place.start()
     text = place.live.config.read_text()
     place.live.config.write_text(text.replace("snapshots_dir = true", "snapshots_dir = false"))
@@ -253,12 +268,12 @@ def test_switched_off_and_on(place: Place) -> None:
     place.live.config.write_text(text)
     place.live.run("reload")
     place.wait_mounted()
-
-
-def test_it_goes_with_the_root(place: Place) -> None:
-    """A stop leaves no mount, no process and no name, also while a program has a file of the view open."""
-    (place.root / "file").write_text("1")
-    place.start()
+    subprocess.run(["umount", "-l", place.root], check=True, timeout=30)
+    until("the overlay", lambda: mounts.overlay_at(str(place.root)) is not None)
+    place.wait_mounted()
+    assert [m.fs_type for m in map(mounts.mount_at, [str(place.snapshots)]) if m] == [
+        mounts.SNAPSHOTS_FS_TYPE
+    ]
     fd = os.open(place.snapshot() / "file", os.O_RDONLY)
     try:
         assert place.live.stop() == 0
@@ -270,17 +285,6 @@ def test_it_goes_with_the_root(place: Place) -> None:
             os.close(fd)
     assert os.listdir(place.root) == ["file"]
     until("the end of the processes", lambda: not place.live.processes())
-
-
-def test_umount_takes_both(place: Place) -> None:
-    """`umount -l` of a root takes its view away; both come back."""
-    place.start()
-    subprocess.run(["umount", "-l", place.root], check=True, timeout=30)
-    until("the overlay", lambda: mounts.overlay_at(str(place.root)) is not None)
-    place.wait_mounted()
-    assert [m.fs_type for m in map(mounts.mount_at, [str(place.snapshots)]) if m] == [
-        mounts.SNAPSHOTS_FS_TYPE
-    ]
 
 
 def test_it_survives_the_worker_and_the_daemon(place: Place) -> None:
@@ -343,16 +347,17 @@ def test_a_killed_view_is_no_error_of_the_job(place: Place) -> None:
     assert errors == []
 
 
-def test_without_the_mount_it_is_empty(place: Place) -> None:
+def test_without_the_mount_it_is_empty(shared_place: Place) -> None:
     """Where another mount namespace lacks the view, the directory is empty and cannot be changed; here it stays."""
-    place.start()
-    before = mounts.mount_at(str(place.snapshots))
+    before = mounts.mount_at(str(shared_place.snapshots))
     look = 'umount -l "$0" && ls -A "$0" && stat -c %a "$0" && ! touch "$0/new" 2>&1 && ! mkdir "$0/new" 2>&1 && ls -A "$0/.."'
-    said = _out("unshare", "-m", "--propagation", "slave", "sh", "-c", look, place.snapshots).splitlines()
+    said = _out(
+        "unshare", "-m", "--propagation", "slave", "sh", "-c", look, shared_place.snapshots
+    ).splitlines()
     assert said[0] == "555"
     assert [line.rpartition(": ")[2] for line in said[1:]] == ["Read-only file system"] * 2
-    assert place.answers()
-    assert mounts.mount_at(str(place.snapshots)) == before
+    assert shared_place.answers()
+    assert mounts.mount_at(str(shared_place.snapshots)) == before
 
 
 def test_a_hung_view_holds_nobody_up(place: Place) -> None:
@@ -373,10 +378,9 @@ def test_a_hung_view_holds_nobody_up(place: Place) -> None:
 
 
 @pytest.mark.skipif(Capability.DAC_READ_SEARCH not in permitted(), reason="there is nothing to keep then")
-def test_the_process_can_only_read(place: Place) -> None:
+def test_the_process_can_only_read(shared_place: Place) -> None:
     """It keeps the capability of a reader, gains none, is filtered, and yields to the job."""
-    place.start()
-    (pid,) = place.view_pids()
+    (pid,) = shared_place.view_pids()
     lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     found = {key: value.strip() for key, _, value in lines}
     kept = f"{1 << Capability.DAC_READ_SEARCH:016x}"
@@ -385,9 +389,9 @@ def test_the_process_can_only_read(place: Place) -> None:
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
 
 
-def test_another_user_reads_no_more_than_then(place: Place) -> None:
+def test_another_user_reads_no_more_than_then(shared_place: Place) -> None:
     """Owners, modes and ACLs of files, directories and the root itself count as they were at the snapshot."""
-    root = place.root
+    root = shared_place.root
     (root / "open").write_text("open")
     (root / "closed").write_text("closed")
     (root / "closed").chmod(0o600)
@@ -396,10 +400,9 @@ def test_another_user_reads_no_more_than_then(place: Place) -> None:
     subprocess.run(["setfacl", "-m", f"u:{_OTHER_USER.uid}:r", root / "shared"], check=True)
     (root / "dir").mkdir(mode=0o700)
     (root / "dir/file").write_text("inside")
-    place.start()
-    then = place.snapshot()
+    then = shared_place.snapshot()
     root.chmod(0o700)
-    closed_root = place.snapshot()
+    closed_root = shared_place.snapshot()
     root.chmod(0o755)
     for name in ("closed", "dir"):
         (root / name).chmod(0o755)
@@ -418,4 +421,4 @@ def test_another_user_reads_no_more_than_then(place: Place) -> None:
     assert run_as(_OTHER_USER, _LIST, str(then)).returncode == 0
     assert run_as(_OTHER_USER, _LIST, str(closed_root)).returncode != 0
     root.chmod(0o700)
-    assert run_as(_OTHER_USER, _LIST, str(place.snapshots)).returncode != 0
+    assert run_as(_OTHER_USER, _LIST, str(shared_place.snapshots)).returncode != 0

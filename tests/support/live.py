@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -331,3 +333,26 @@ def protected(live: Live, root: Path) -> Live:
     live.start(root)
     until("the first snapshot", live.list)
     return live
+
+
+@pytest.fixture(scope="module")
+def shared(run_dir: Path) -> Iterator[Live]:
+    """Provide a running daemon for a file's tests, with ``top/root`` protected; a test that ends or kills a part of it needs its own."""
+    top = Path(tempfile.mkdtemp(dir=run_dir))
+    with Live(top) as one:
+        (top / "root").mkdir()
+        one.run("protect", str(top / "root"))
+        one.start(top / "root")
+        until("the first snapshot", one.list)
+        yield one
+
+
+def emptied_root(live: Live) -> Path:
+    """Remove what an earlier test has left in the root of a shared daemon, and return it."""
+    root = live.top / "root"
+    for path in root.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return root

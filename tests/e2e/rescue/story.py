@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from acts import (
 )
 from support import leftovers
 from support.live import Live
+from support.until import until
 
 
 class Story(Acts):
@@ -89,26 +89,18 @@ class Story(Acts):
 
     def kill_in_save(self, job: Training) -> int:
         """Return the step whose save was under way when SIGKILL was sent."""
-        # Listing takes longer than a save: a thread lists, so that the kill follows the line at once.
-        armed, end = threading.Event(), threading.Event()
-
-        def look() -> None:
-            while not end.wait(0.2):
-                if self.snapshots_with_checkpoints():
-                    armed.set()
-                    return
-
-        looking = threading.Thread(target=look)
-        looking.start()
-        try:
-            for word, value in job.lines():
-                if word == "half" and int(value) > KILL_AFTER_STEP and armed.is_set():
+        has_snapshots = False
+        for word, value in job.lines():
+            if word == "half" and int(value) > KILL_AFTER_STEP:
+                if has_snapshots:
                     job.kill()
                     return int(value)
-        finally:
-            end.set()
-            looking.join()
-        raise StoryFailed(f"the job ended before there were {SNAPSHOTS_WANTED} snapshots with a checkpoint")
+                # It does not end before them. Listing takes longer than a save: the next one's kill follows its line at once.
+                job.process.send_signal(signal.SIGSTOP)
+                until("snapshots with checkpoints", self.snapshots_with_checkpoints)
+                job.process.send_signal(signal.SIGCONT)
+                has_snapshots = True
+        raise StoryFailed("the job ended before it was killed")
 
     def snapshots_with_checkpoints(self) -> bool:
         """Return whether enough automatic snapshots hold a checkpoint."""
@@ -132,8 +124,7 @@ class Story(Acts):
         """Return the snapshot that `restore --last-good` would take, once a snapshot has the ruins."""
         narrate("nobody noticed: the daemon goes on to take snapshots, of the ruins")
         before = {row.id for row in self.live.list()}
-        while len({row.id for row in self.live.list()} - before) < 1:
-            time.sleep(0.2)
+        until("a snapshot of the ruins", lambda: {row.id for row in self.live.list()} - before)
         self.command("list", "--machine-readable", show=4)
         self.command("checkpoints", show=4)
         folder = self.training / "checkpoints"
