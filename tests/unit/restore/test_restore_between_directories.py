@@ -174,7 +174,8 @@ def test_large_and_sparse_files(
         os.truncate(out / "sparse", 100 << 30)
     complete(restore(repository, snapshot, root, tmp_path / "out", overwrite))
     assert (out / "large").read_bytes() == content
-    assert (out / "ends in a hole").read_bytes() == b"x" + bytes(999_999)
+    restored = (out / "ends in a hole").read_bytes()
+    assert (restored[:1], restored.count(0)) == (b"x", 999_999)
     st = (out / "sparse").stat()
     assert (st.st_size, st.st_mtime_ns) == (100 << 30, 7)
     assert trees.allocated_bytes(out / "sparse") <= 64 << 10
