@@ -206,11 +206,12 @@ def test_results_are_durable_when_a_call_returns(
 ) -> None:
     """Content and names are synced when a commit, mark, removal, rewrite or drop of packs returns.
 
-    A footer is written only after what it describes is synced, and the index lists only synced data.
+    A footer is written only after what it describes is synced, and the index lists only synced data in packs that are there.
     """
     vouched: list[bool] = []
     synced: list[bool] = []
-    encode, add = pf.encode_footer, WriterIndex.add
+    there: list[bool] = []
+    encode, add, drop = pf.encode_footer, WriterIndex.add, WriterIndex.drop
 
     def encoding(end: int, records: Any) -> bytes:
         packs = sorted((tmp_path / "repository/packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
@@ -221,6 +222,11 @@ def test_results_are_durable_when_a_call_returns(
         synced.append(watch.is_synced(tmp_path / f"repository/packs/{number:016x}.pack"))
         add(index, number, size_bytes, *args)
 
+    def dropping(index: WriterIndex, number: int, *args: Any) -> None:
+        there.append((tmp_path / f"repository/packs/{number:016x}.pack").exists())
+        drop(index, number, *args)
+
+    monkeypatch.setattr(WriterIndex, "drop", dropping)
     monkeypatch.setattr(pf, "encode_footer", encoding)
     monkeypatch.setattr(WriterIndex, "add", adding)
     with (
@@ -245,6 +251,8 @@ def test_results_are_durable_when_a_call_returns(
     assert all(vouched), "a footer was written behind what is not synced"
     assert synced
     assert all(synced), "the index was told of what is not synced"
+    assert there
+    assert all(there), "the index vouched for a pack that was gone"
 
 
 def test_a_recovered_tail_is_synced_before_it_is_relied_on(

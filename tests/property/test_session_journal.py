@@ -7,9 +7,10 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -262,7 +263,7 @@ def _facts_of(inherited: InheritedSession, node: int) -> tuple[object, ...] | No
 
 
 def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -> None:
-    """A node that this worker made and dropped again does not come back from the archive."""
+    """A node that this worker dropped, whoever made it, does not come back from the archive."""
     first = JournalArchive(tmp_path / "l.archive-test")
     list(first.absorb(1, records.node_record(5, 1, 5, 1, 0o100000, b"old")))
     first.close()
@@ -270,6 +271,9 @@ def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -
     own = JournalArchive(tmp_path / "l.archive-test", generation=second.generation)
     list(own.absorb(2, records.node_record(6, 1, 6, 1, 0o100000, b"new")))
     assert second.node(5) is not None
+    forgotten = InheritedSession(second)
+    list(forgotten.apply(records.dropped_record(5)))
+    assert forgotten.node(5) is None
     assert second.node(6) is None
     third = JournalArchive(tmp_path / "l.archive-test")
     assert third.node(6) is not None
@@ -310,15 +314,40 @@ def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path:
 
 
 def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None:
-    """The id of a removed node that is still open is not reused: the kernel knows the file by that id."""
+    """The id of a removed node that is still open is not reused, and none of its names leads to another file."""
     data = records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
+    data += records.name_record(1 << 62, 1, b"alias", several=True)
     data += records.unlinked_record(1 << 62, 1, b"name", gone=True)
     archive = JournalArchive(tmp_path / "l.archive-test")
     list(archive.absorb(1, data))
     archive.close()
     archive = JournalArchive(tmp_path / "l.archive-test")
-    assert InheritedSession(archive).last_node == 1 << 62
+    newest = InheritedSession()
+    list(newest.apply(data))
+    for inherited in (newest, InheritedSession(archive)):
+        assert inherited.last_node == 1 << 62
+        facts = inherited.node(1 << 62)
+        assert facts is not None
+        assert (facts.name, facts.aliases, facts.gone) == (None, set(), True)
     archive.close()
+
+
+def test_a_listing_that_is_too_long_is_not_replaced_by_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is listed anew, beyond the limit of names, has no listing for a successor."""
+    written = JournalWriter(tmp_path / "l")
+    written.begin(45, 0, 4096)
+    book = HandleJournal(written)
+    names = [b"n%d" % number for number in range(64)]
+    for handle in (8, 9):
+        book.directory_opened(OpenedDirectory(handle, 2, handle))
+        book.listed(handle, names)
+    monkeypatch.setattr(journal_writer, "MAX_LISTED_BYTES", 0)
+    book.listed(9, names[::-1])
+    inherited = journal_writer.replay(tmp_path / "l")
+    assert inherited is not None
+    assert inherited.listings == {8: names}
 
 
 def test_torn_journal_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
@@ -346,12 +375,15 @@ def test_torn_journal_is_read_up_to_its_last_whole_record(tmp_path: Path) -> Non
     assert seen == 12
 
 
-def test_journal_that_cannot_be_written_is_abandoned(tmp_path: Path) -> None:
-    """A journal that cannot be written is abandoned, the job continues, and no successor trusts the rest."""
+@pytest.mark.parametrize("write", [Mock(side_effect=OSError), lambda fd, record: len(record) - 1])
+def test_journal_that_cannot_be_written_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[int, bytes], int]
+) -> None:
+    """A journal with a record that is not written whole is abandoned: the job continues without a successor."""
     written = JournalWriter(tmp_path / "l")
     written.begin(45, 0, 4096)
-    os.close(written._fd)
-    written._fd = os.open("/dev/full", os.O_WRONLY)
-    written.append(records.dropped_record(5))
+    with monkeypatch.context() as full:
+        full.setattr(journal_writer.os, "write", write)
+        written.append(records.dropped_record(5))
     assert not written.kept
     assert journal_writer.replay(tmp_path / "l") is None

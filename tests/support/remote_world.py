@@ -55,7 +55,8 @@ class Bucket:
         self.objects: dict[str, tuple[bytes, int]] = {}
         self.clock = clock
         self.requests = 0
-        self.deleted: set[str] = set()
+        self.deleted: dict[str, None] = {}
+        """Names that were deleted, in this order."""
 
     def put(self, name: str, data: Sequence[Bytes]) -> None:
         self.requests += 1
@@ -103,7 +104,7 @@ class Bucket:
         self.requests += 1
         for name in names:
             if self.objects.pop(name, None) is not None:
-                self.deleted.add(name)
+                self.deleted[name] = None
 
     def reconnect(self) -> None:
         pass

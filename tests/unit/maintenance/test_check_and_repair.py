@@ -18,6 +18,7 @@ from ciuic.maintenance.check import CheckReport, check, summary
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
+from ciuic.repository.locks import Claim
 from ciuic.types import ChunkId, Snapshot
 
 BLOCK = 4096
@@ -138,7 +139,7 @@ def test_an_unreadable_snapshot_is_named_and_stays(repository: Repository, snaps
         assert sum(snapshot.id in finding.message for finding in report.findings) == 1
         assert report.damaged
         # What an unreadable snapshot needs is not known.
-        assert report.orphaned_bytes == 0
+        assert report.orphaned_bytes == report.garbage_bytes == 0
         assert path.exists()
     assert report.damaged
 
@@ -216,13 +217,35 @@ def test_a_healed_copy_that_stays_is_no_damage(
 
 
 def test_damage_in_unused_data_is_removed_with_its_pack(repository: Repository, snapshot: Snapshot) -> None:
-    """Repair replaces a pack with damage in an unused chunk or padding, and later scrubs are clean."""
+    """Repair replaces a pack with damage in an unused chunk or padding, but not while several processes store a snapshot."""
     with repository.writer(pack_bytes=1 << 30) as writer:
         unneeded = writer.put_chunk(noise(9, 10 * BLOCK))
     damage(repository, unneeded)
+    claim = Claim.acquire(repository.path)
+    assert looked(repository, read_data=True, repair=True).damaged
+    claim.release()
     assert looked(repository, read_data=True).damaged
     assert not looked(repository, read_data=True, repair=True).damaged
     assert looked(repository, read_data=True).findings == []
+    assert read_back(repository, snapshot.id)[b"model.bin"] == CONTENT
+
+
+def test_a_rewrite_believes_no_other_copy_unread(repository: Repository, snapshot: Snapshot) -> None:
+    """A pack that is rewritten loses no chunk whose copy in another pack has decayed."""
+    block = block_of(repository, snapshot, b"model.bin", 7)
+    number = repository.chunks.locate(block).pack
+    path = pack_path(repository, number)
+    with repository.writer(pack_bytes=1) as writer:
+        writer.put_chunk(noise(3, BLOCK))  # the last one of its pack
+    sound = path.read_bytes()
+    damage(repository, block)
+    with repository.writer() as writer:
+        assert writer.mark_damaged([block]) == [block]
+        assert writer.put_chunk(CONTENT[7 * BLOCK : 8 * BLOCK]) == block
+    path.write_bytes(sound)
+    damage(repository, block)
+    with repository.writer() as writer:
+        writer.rewrite_pack(number, lambda _: True)
     assert read_back(repository, snapshot.id)[b"model.bin"] == CONTENT
 
 

@@ -188,6 +188,19 @@ def test_the_index_may_be_lost(top: Path, loss: str) -> None:
         assert read_files(repository, "cs-000001") == FILES
 
 
+def test_no_pack_is_cut_without_an_index(top: Path) -> None:
+    """Where no index says how long an unsealed pack was, nothing is cut off: records may lie behind damage."""
+    with Repository.open(top) as repository:
+        number = next(pack.number for pack in repository.packs() if not pack.sealed)
+    path = top / "packs" / f"{number:016x}.pack"
+    damaged = path.read_bytes() + bytes(9000)
+    path.write_bytes(damaged)
+    discard(str(top / INDEX_NAME))
+    with Repository.open(top) as repository:
+        repository.writer().close()
+    assert path.read_bytes() == damaged
+
+
 def test_either_copy_of_the_configuration_will_do(top: Path) -> None:
     """A damaged copy of the configuration is reported and repaired; without both, DamagedRepository."""
     _flip(top / "config", 30)

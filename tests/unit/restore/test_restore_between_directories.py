@@ -22,6 +22,7 @@ from ciuic.errors import CiuicError, DestinationExists, NotFound, NotPermitted, 
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, RestoreItem, RestoreProgress, Result, execute, plan_restore
 from ciuic.restore import plan as planning
+from ciuic.restore.new_files import NonDirectory
 from ciuic.types import (
     FLAG_MOUNTPOINT,
     FLAG_OPEN_FOR_WRITING,
@@ -162,14 +163,19 @@ def test_large_and_sparse_files(
         file.write(b"in the middle")
         file.truncate(100 << 30)
     os.utime(root / "sparse", ns=(7, 7))
+    write(root / "ends in a hole", b"x")
+    os.truncate(root / "ends in a hole", 1_000_000)
     snapshot = take(repository, root)
     out = tmp_path / "out" / "root"
     if overwrite:
+        write(out / "ends in a hole", b"x" + bytes(500_000) + b"y" * 499_999)
         write(out / "large", content[:-1] + bytes([content[-1] ^ 1]))
         write(out / "sparse", b"")
         os.truncate(out / "sparse", 100 << 30)
     complete(restore(repository, snapshot, root, tmp_path / "out", overwrite))
     assert (out / "large").read_bytes() == content
+    restored = (out / "ends in a hole").read_bytes()
+    assert (restored[:1], restored.count(0)) == (b"x", 999_999)
     st = (out / "sparse").stat()
     assert (st.st_size, st.st_mtime_ns) == (100 << 30, 7)
     assert trees.allocated_bytes(out / "sparse") <= 64 << 10
@@ -414,8 +420,8 @@ def test_hard_links_outside_the_path_are_not_touched(repository: Repository, roo
     assert (root / "b" / "name").read_bytes() == b"bad!"
 
 
-def test_links_are_made_again(repository: Repository, root: Path) -> None:
-    """Names that shared an inode share one again, and others do not."""
+def test_links_are_made_again(repository: Repository, root: Path, tmp_path: Path) -> None:
+    """Names that shared an inode share one again, and others do not, nor those of another root."""
     write(root / "a", b"shared")
     os.link(root / "a", root / "b")
     os.link(root / "a", root / "c")
@@ -429,6 +435,33 @@ def test_links_are_made_again(repository: Repository, root: Path) -> None:
     inodes = {path.name: path.stat().st_ino for path in root.iterdir()}
     assert inodes["a"] == inodes["b"] == inodes["c"] != inodes["alone"]
     assert (root / "alone").read_bytes() == b"alone"
+    # The same numbers in a root of another file system.
+    (record,) = snapshot.roots
+    roots = [msgspec.structs.replace(record, path=os.fsencode(tmp_path / name)) for name in ("one", "other")]
+    with repository.writer() as writer:
+        id_ = repository.snapshots.new_id()
+        both = writer.commit(SnapshotDraft(id=id_, time_ns=1, host="here", roots=tuple(roots)))
+    complete(execute(plan_restore(repository, both, [root.path for root in roots])))
+    assert (tmp_path / "one/a").samefile(tmp_path / "one/b")
+    assert not (tmp_path / "one/a").samefile(tmp_path / "other/a")
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(
+    repository: Repository, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that appears under a name that was free stays, and the restore is not complete."""
+    write(root / "file", b"stored")
+    snapshot = take(repository, root)
+    (root / "file").unlink()
+    place = NonDirectory.place
+
+    def overtaken(file: NonDirectory, source: int, temporary: bytes) -> None:
+        write(root / "file", b"newcomer")
+        place(file, source, temporary)
+
+    monkeypatch.setattr(NonDirectory, "place", overtaken)
+    assert not restore(repository, snapshot, root, overwrite=ALWAYS).complete
+    assert (root / "file").read_bytes() == b"newcomer"
 
 
 # Failures

@@ -220,6 +220,26 @@ def test_a_resume_into_another_model_or_optimizer_is_reported(
             manager.resume()
 
 
+def test_a_resume_that_an_object_refuses_changes_no_other(tmp_path: Path) -> None:
+    """Where an object cannot load its state, those that have loaded theirs are what they were before."""
+
+    class Refusing(_Own):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rate": 1.0}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("another kind")
+
+    history = {"steps": 1}
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.register(history=history, own=Refusing())
+        manager.save_snapshot(wait=True)
+        history["steps"] = 2
+        with pytest.raises(ValueError, match="own cannot load its state"):
+            manager.resume()
+    assert history == {"steps": 2}
+
+
 def _kept(parameters: Any) -> Any:
     class Kept(torch.optim.Optimizer):  # type: ignore[misc, name-defined, unused-ignore]
         """Optimizer with a float32 master, integers and nested lists for each parameter, as fused and 8-bit optimizers have them."""

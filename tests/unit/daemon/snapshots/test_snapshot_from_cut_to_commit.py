@@ -293,18 +293,20 @@ def test_worker_that_dies_again_before_its_turn_loses_nothing(bench: Bench) -> N
 
 
 def test_an_abandoned_undo_log_causes_a_new_cut(bench: Bench) -> None:
-    """The same id gets what the root has now after a full disk took the sealed epoch."""
+    """The same id gets what the root has now after a full disk took the sealed epoch, and tells what was promised."""
     overlay = FakeOverlay()
     bench.add_root("/a", overlay)
-    bench.behaviours = [lambda job: Failed(error="given up", code=EXIT_UNDO_LOST), done]
+    bench.behaviours = [*[lambda job: Failed(error="given up", code=EXIT_UNDO_LOST)] * 2, done]
 
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest())
+        promised_ns = pending.record.time_ns
         await pending.finished.wait()
         assert (pending.state.state, pending.state.retaken) == ("committed", "given up")
+        assert pending.record.promised_ns == promised_ns
 
-    run(bench, script)
-    assert (overlay.aborted, overlay.committed) == ([1], [2])
+    run(bench, script, speed=100)
+    assert (overlay.aborted, overlay.committed) == ([1, 2], [3])
 
 
 def test_snapshot_whose_new_cuts_fail_is_lost_with_a_reason(bench: Bench) -> None:
@@ -514,7 +516,12 @@ def test_tracking_counts_again_only_after_a_full_comparison_was_committed(bench:
     supervisor, mounts = bench.roots["/a"], bench.mounts["/a"]
     somebody = Bypasser(1, "x", 0, (Use("open", b"/a/f", True),))
     supervisor.bypass.processes, supervisor.bypass.has_gap, mounts.found = [somebody], True, [somebody]
-    bench.behaviours = [done, lambda job: Failed(error="no", code=4), done, done]
+
+    def met_by_another(job: CaptureJob) -> Done:
+        supervisor.bypass.processes = [somebody]
+        return done(job)
+
+    bench.behaviours = [done, lambda job: Failed(error="no", code=4), met_by_another, done, done]
 
     async def take() -> None:
         await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
@@ -526,13 +533,15 @@ def test_tracking_counts_again_only_after_a_full_comparison_was_committed(bench:
         mounts.found = []
         # The bypass has ended, but this capture fails.
         await take()
+        # A bypass begins during this one.
+        await take()
         # This capture compares everything.
         await take()
         assert bench.runtime.read_untrusted() == set()
         await take()
 
     run(bench, script)
-    assert [job.roots[0].trust_tracking for job in bench.jobs] == [False, False, False, True]
+    assert [job.roots[0].trust_tracking for job in bench.jobs] == [False, False, False, False, True]
 
 
 def record(**changes: object) -> PendingRecord:

@@ -38,7 +38,7 @@ def test_epoch_without_later_changes_is_taken_over() -> None:
 
 
 def test_saved_blocks_are_not_saved_again() -> None:
-    """The successor knows what has a record, so a second write costs no second copy."""
+    """A second write through the successor costs no second copy; the next snapshot has what came before it."""
     with bench() as rig:
         epoch = rig.cut()
         rig.run([WRITE_A, ("unlink", 10, 0, 0)])
@@ -47,6 +47,19 @@ def test_saved_blocks_are_not_saved_again() -> None:
         rig.run([WRITE_A])
         assert os.stat(_undo(rig, "log")).st_size == size
         rig.check(*rig.capture(epoch))
+        rig.snapshot()
+
+
+def test_what_is_saved_for_an_older_epoch_is_saved_for_the_newer() -> None:
+    """The successor saves for the newer of two epochs what its predecessor has saved only for the older."""
+    with bench() as rig:
+        one = rig.cut()
+        rig.run([WRITE_A])
+        two = rig.cut()
+        assert rig.succeed()
+        rig.run([("write", 0, 0, 2)])
+        for epoch in (one, two):
+            rig.check(*rig.capture(epoch))
 
 
 @pytest.mark.parametrize("torn", [1, 4, 9])

@@ -27,7 +27,7 @@ from ciuic.remote.log_reader import LogReader
 from ciuic.remote.object_names import PackRef, pack_name, parse_log_entry, parse_pack, round_name
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemoteIndex
-from ciuic.remote.upkeep.collection_round import CollectionPolicy, CollectionResult
+from ciuic.remote.upkeep.collection_round import CollectionPolicy, CollectionResult, Collector
 from ciuic.remote.writer_log import LogUpkeep
 
 
@@ -77,7 +77,7 @@ def world() -> World:
 
 
 def test_only_what_no_snapshot_needs_is_deleted(world: World) -> None:
-    """Packs and manifests of removed snapshots go; those of others stay."""
+    """Packs and manifests of removed snapshots go, manifests first; those of others stay."""
     gone = world.upload(1, 2)
     before = world.packs()
     kept = world.upload(3, 4)
@@ -86,8 +86,25 @@ def test_only_what_no_snapshot_needs_is_deleted(world: World) -> None:
     assert (set(result.packs), result.manifests, result.round) == (before, (gone,), 0)
     assert world.packs().isdisjoint(before)
     assert kept in world.bucket.objects
+    assert list(world.bucket.deleted)[: 1 + len(before)] == [gone, *map(pack_name, sorted(before))]
     assert not world.judge.problem()
     assert world.collect().round == -1
+
+
+def test_a_pack_that_begins_to_move_is_spared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A condemned pack that a writer names as moving, before it has a fence in its log, is not deleted."""
+    world.remove(world.upload(1))
+    moving = world.packs()
+    world.upload(3)
+    fence_logs = Collector._fence_logs
+
+    def overtaken(collector: Collector, round_: int) -> None:
+        assert world.uploader.log.move(sorted(moving), checked=world.uploader.log.rounds.version)
+        fence_logs(collector, round_)
+
+    monkeypatch.setattr(Collector, "_fence_logs", overtaken)
+    assert world.collect().rescued == 1
+    assert moving <= world.packs()
 
 
 def test_young_packs_are_spared(world: World) -> None:

@@ -203,11 +203,21 @@ def test_writer_leaves_a_log_that_is_not_its_own(bucket: LossyBucket, entry: Log
     assert state.position == WriterPosition(writer=log.writer, next=2)
 
 
-def test_ended_log_is_not_continued(bucket: LossyBucket) -> None:
-    """A process that finds its host's log ended begins another."""
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [LogRetired(nonce="ee" * 16, live=(), removed=())],
+        [LogHello(nonce=nonce * 16, host="twin", repository=REPOSITORY) for nonce in ("ee", "ff")],
+    ],
+)
+def test_log_that_ended_or_has_two_writers_is_not_continued(
+    bucket: LossyBucket, entries: list[LogEntry]
+) -> None:
+    """A process that finds its host's log ended, or continued by a clone of the disk, begins another."""
     state = MemoryState()
     log = new_log(bucket, state)
-    others_entry(bucket, log, LogRetired(nonce=IDS.hex(), live=(), removed=()))
+    for number, entry in enumerate(entries, log.next_number):
+        create_entry(bucket, SEALER, log.writer, number, entry)
     assert new_log(bucket, state).writer != log.writer
 
 

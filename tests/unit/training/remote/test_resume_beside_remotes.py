@@ -16,6 +16,7 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
 from ciuic.repository import Repository
 from ciuic.training import loading
+from ciuic.training.format.reading import NoUsableSnapshot
 from ciuic.training.remote.copies import RemoteCandidate
 
 _REMOTES = (RemoteConfig(name="r", url="file:///unused"),)
@@ -105,7 +106,7 @@ def test_an_older_state_is_loaded_only_where_a_newer_one_is_damaged(
 def test_an_own_state_between_those_of_a_remote_is_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state of the remote that is newer than an own one, and older than another own one, is not loaded."""
+    """A state of the remote that is older than an own one is loaded only where all own ones are damaged."""
     _save(tmp_path / "here", 1)
     _save(tmp_path / "there", 2)
     root = _save(tmp_path / "here", 3)
@@ -115,16 +116,23 @@ def test_an_own_state_between_those_of_a_remote_is_the_newest(
     state = loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
     assert state is not None
     assert state.facts.step == 3
+    for pack in (tmp_path / "here").rglob("*.pack"):
+        pack.write_bytes(b"")
+    state = loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
+    assert state is not None
+    assert state.facts.step == 2
 
 
-def test_a_run_does_not_begin_anew_beside_a_silent_remote(
+def test_a_run_does_not_begin_anew_beside_a_silent_or_damaged_remote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is here and nobody knows what a remote has, that is an error."""
+    """Where nothing is here, and nobody knows what a remote has or can read it, that is an error."""
     root = _save(tmp_path / "there", 2)
     Repository.create(tmp_path / "here").close()
-    remote = _Remote(tmp_path / "there", None, root)
-    monkeypatch.setattr(remote, "candidates", Mock(side_effect=RemoteUnreachable("away")))
+    remote = _Remote(tmp_path / "there", Damaged("gone"), root)
     monkeypatch.setattr(loading, "RemoteTraining", lambda remotes, root: remote)
+    with pytest.raises(NoUsableSnapshot):
+        loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
+    monkeypatch.setattr(remote, "candidates", Mock(side_effect=RemoteUnreachable("away")))
     with pytest.raises(RemoteUnreachable):
         loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
