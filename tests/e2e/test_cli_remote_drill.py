@@ -1,4 +1,4 @@
-"""`ciuic remote drill`, run as installed over a directory: a rescue is proved from the remote alone, and its outcome is noted."""
+"""`ciuic remote drill`, over a directory: a rescue is proved from the remote alone, and its outcome is noted."""
 
 from __future__ import annotations
 
@@ -11,31 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli_repository import CliRepository, Host
-from support.live import installed
+from support.cli_repository import CliRepository, Host, MadeHost
+from support.live import installed, module_tmp
 from support.until import until
 
 from ciuic.repository import Repository
 
-BLOCK = 4096
+__all__ = ["module_tmp"]
+
+
+@pytest.fixture(scope="module")
+def made(module_tmp: Path) -> MadeHost:
+    """Return a host with a remote, which has its snapshot of 40 files and two checkpoints."""
+
+    def make(host: Host) -> None:
+        scratch = host.top.parent / "scratch"
+        scratch.mkdir()
+        host.env["TMPDIR"] = str(scratch)
+        host.run("remote", "init", f"file://{host.top.parent}/nas")
+        rng = random.Random(5)
+        tree: dict[bytes, Any] = {b"log-%02d" % number: rng.randbytes(9000) for number in range(40)}
+        tree[b"checkpoints"] = {
+            b"model-100.safetensors": rng.randbytes(30_000),
+            b"model-200.safetensors": rng.randbytes(30_000),
+        }
+        snapshot_of(host, tree)
+        host.run("remote", "upload", "--once")
+
+    return MadeHost(module_tmp, make)
 
 
 @pytest.fixture
-def host(short_tmp: Path) -> Host:
-    """Provide a host with a remote, which has its snapshot of 40 files and two checkpoints."""
-    host = Host(short_tmp / "one")
-    host.env["TMPDIR"] = str(short_tmp / "scratch")
-    (short_tmp / "scratch").mkdir()
-    host.run("remote", "init", f"file://{short_tmp}/nas")
-    rng = random.Random(5)
-    tree: dict[bytes, Any] = {b"log-%02d" % number: rng.randbytes(9000) for number in range(40)}
-    tree[b"checkpoints"] = {
-        b"model-100.safetensors": rng.randbytes(30_000),
-        b"model-200.safetensors": rng.randbytes(30_000),
-    }
-    snapshot_of(host, tree)
-    host.run("remote", "upload", "--once")
-    return host
+def host(made: MadeHost) -> Host:
+    return made.again()
+
+
+@pytest.fixture
+def place(host: Host) -> Path:
+    """Return the directory of the host and its remote."""
+    return host.top.parent
 
 
 def snapshot_of(host: Host, tree: dict[bytes, Any]) -> str:
@@ -86,9 +100,9 @@ def test_a_good_remote_is_proved_without_the_repository(host: Host) -> None:
     assert left_in(host) == []
 
 
-def test_damage_in_the_remote_is_found(host: Host, short_tmp: Path) -> None:
+def test_damage_in_the_remote_is_found(host: Host, place: Path) -> None:
     """A data pack that decayed: exit code 4, the paths, and the same in the status. The repository here does not make up for it."""
-    (pack,) = (short_tmp / "nas/packs/data").glob("*/*")
+    (pack,) = (place / "nas/packs/data").glob("*/*")
     data = bytearray(pack.read_bytes())
     data[len(data) // 3 :: 4096] = bytes(len(data[len(data) // 3 :: 4096]))
     pack.write_bytes(data)
@@ -104,21 +118,21 @@ def test_damage_in_the_remote_is_found(host: Host, short_tmp: Path) -> None:
     assert left_in(host) == []
 
 
-def test_a_lost_tree_is_damage(host: Host, short_tmp: Path) -> None:
+def test_a_lost_tree_is_damage(host: Host, place: Path) -> None:
     """Without the packs of trees the directories are named."""
-    for pack in (short_tmp / "nas/packs/meta").glob("*/*"):
+    for pack in (place / "nas/packs/meta").glob("*/*"):
         pack.unlink()
     assert drilled(host, expect=4)["damages"]
     assert left_in(host) == []
 
 
-def test_a_store_that_is_away_is_a_failed_drill(host: Host, short_tmp: Path) -> None:
+def test_a_store_that_is_away_is_a_failed_drill(host: Host, place: Path) -> None:
     """Exit code 1, a failed drill in the status, nothing left; the next good one replaces it."""
-    (short_tmp / "nas").rename(short_tmp / "away")
+    (place / "nas").rename(place / "away")
     host.fails("remote", "drill", code=1)
     assert last(host)["verdict"] == "failed"
     assert "FAILED" in host.run("remote", "status").stdout.decode()
-    (short_tmp / "away").rename(short_tmp / "nas")
+    (place / "away").rename(place / "nas")
     assert drilled(host)["verdict"] == "good"
     assert last(host)["verdict"] == "good"
     assert left_in(host) == []
@@ -177,9 +191,9 @@ def forged(host: Host, path: Path, id_: str, other: str) -> None:
     path.write_bytes(data)
 
 
-def test_a_scratch_directory_that_is_missing_is_named_with_its_option(host: Host, short_tmp: Path) -> None:
+def test_a_scratch_directory_that_is_missing_is_named_with_its_option(host: Host, place: Path) -> None:
     """All drills name the option, or the variable, and the directory; no drill is noted."""
-    missing = short_tmp / "missing"
+    missing = place / "missing"
     for command in (("remote", "drill"), ("drill",), ("drill", "--run", "true")):
         told = host.fails(*command, "--scratch", str(missing), code=2)
         assert "--scratch" in told

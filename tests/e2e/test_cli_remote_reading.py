@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import trees
+from support.live import Commands
 from support.remote_host import Elsewhere, RemoteHost, new_remote
 from support.restoring import write
 
@@ -54,9 +55,10 @@ class Uploaded:
             shutil.rmtree(host.repository.path)
 
 
-@pytest.fixture
-def uploaded(tmp_path: Path) -> Uploaded:
-    return Uploaded(tmp_path)
+@pytest.fixture(scope="module")
+def uploaded(tmp_path_factory: pytest.TempPathFactory) -> Uploaded:
+    """Return a remote that no test changes."""
+    return Uploaded(tmp_path_factory.mktemp("uploaded"))
 
 
 @pytest.fixture
@@ -175,29 +177,18 @@ def test_a_place_without_a_remote_is_named(tmp_path: Path, elsewhere: Elsewhere)
 
 def test_the_url_may_stand_in_the_environment(uploaded: Uploaded, elsewhere: Elsewhere) -> None:
     """CIUIC_REPO names a remote as --repo does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ciuic", "list", "--machine-readable"],
-        env=elsewhere.environment | elsewhere.secrets | {"CIUIC_REPO": uploaded.url},
-        capture_output=True,
-        timeout=60,
-        check=True,
-    )
-    assert uploaded.first.id in done.stdout.decode()
+    env = elsewhere.environment | elsewhere.secrets | {"CIUIC_REPO": uploaded.url}
+    assert uploaded.first.id in Commands.run("list", "--machine-readable", env=env).stdout
 
 
 def test_the_configured_remote_shows_all_hosts(uploaded: Uploaded, elsewhere: Elsewhere) -> None:
     """`list --all-hosts` reads the remote of the configuration, with the key that it names."""
     config = elsewhere.home / "ciuic.toml"
     config.write_text(f'[remote]\nurl = "{uploaded.url}"\nkey_file = "{uploaded.key_file}"\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "ciuic", "--config", str(config), "list", "--all-hosts", "--machine-readable"],
-        env=elsewhere.environment,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    words = ("list", "--all-hosts", "--machine-readable")
+    done = Commands.run("--config", str(config), *words, env=elsewhere.environment)
     assert done.returncode == 0, done.stderr
-    assert {line.split("|")[0] for line in done.stdout.decode().splitlines()} == {
+    assert {line.split("|")[0] for line in done.stdout.splitlines()} == {
         uploaded.first.id,
         uploaded.second.id,
         uploaded.old.id,

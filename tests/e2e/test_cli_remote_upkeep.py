@@ -1,4 +1,4 @@
-"""`ciuic prune`, `verify` and `forget` with --remote, run as installed over a directory."""
+"""`ciuic prune`, `verify` and `forget` with --remote, over a directory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.cli_repository import Host
+from support.cli_repository import Host, MadeHost
+from support.live import module_tmp
+
+__all__ = ["module_tmp"]
+
+
+@pytest.fixture(scope="module")
+def made(module_tmp: Path) -> MadeHost:
+    """Return a host that has made a remote and uploaded two snapshots; everything there is two days old."""
+
+    def make(host: Host) -> None:
+        nas = host.top.parent / "nas"
+        host.run("remote", "init", f"file://{nas}")
+        host.snapshot_of(os.urandom(600_000), os.urandom(600_000))
+        host.run("remote", "upload", "--once")
+        age(nas)
+
+    return MadeHost(module_tmp, make)
 
 
 @pytest.fixture
-def nas(short_tmp: Path) -> Path:
-    return short_tmp / "nas"
+def host(made: MadeHost) -> Host:
+    return made.again()
 
 
 @pytest.fixture
-def host(short_tmp: Path, nas: Path) -> Host:
-    """Provide a host that has made a remote and uploaded two snapshots; everything there is two days old."""
-    made = Host(short_tmp / "one")
-    made.run("remote", "init", f"file://{nas}")
-    made.snapshot_of(os.urandom(600_000), os.urandom(600_000))
-    made.run("remote", "upload", "--once")
-    age(nas)
-    return made
+def nas(host: Host) -> Path:
+    return host.top.parent / "nas"
 
 
 def age(nas: Path) -> None:

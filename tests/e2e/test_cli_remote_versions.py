@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 from support import trees
 from support.cli_repository import Host
+from support.live import Commands
 from support.object_servers import Fault, FaultProxy, Request, SeaweedFS, environment_for_s3
 from support.remote_host import RemoteHost, new_remote
 from support.restoring import write
@@ -55,19 +54,11 @@ class AttackedBucket:
 
     def run(self, *arguments: str, code: int | tuple[int, ...] = 0) -> str:
         """Run a command on the remote that ends with this code, or one of these; return what it said."""
-        done = subprocess.run(
-            [sys.executable, "-m", "ciuic", "--repo", self.url, *arguments],
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode in (code if isinstance(code, tuple) else (code,)), (
-            done.stdout.decode() + done.stderr.decode()
-        )
-        assert b"Traceback" not in done.stderr
-        return done.stdout.decode() + (done.stderr.decode() if code else "")
+        done = Commands.run("--repo", self.url, *arguments, env=self.environment)
+        said = done.stdout + done.stderr
+        assert done.returncode in (code if isinstance(code, tuple) else (code,)), said
+        assert "Traceback" not in done.stderr
+        return said if code else done.stdout
 
     def assert_restores(self, place: Path, *options: str) -> None:
         """Restore both snapshots and compare them bit for bit and by their attributes."""

@@ -10,17 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.live import module_tmp
 from support.site import Site, site_in
 from support.until import until
 from support.web_page import WebPage, open_page, place
 
+__all__ = ["module_tmp"]
 pytestmark = pytest.mark.mount
 _ODD = "<b>&'\".txt"
 
 
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
+@pytest.fixture(scope="module")
+def site(module_tmp: Path) -> Iterator[Site]:
+    with site_in(module_tmp) as made:
         root = made.root("data")
         made.start()
         # Otherwise it may come between ours, or between two writes.
@@ -47,13 +49,13 @@ def site(short_tmp: Path) -> Iterator[Site]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(site: Site) -> Iterator[WebPage]:
     with open_page(site) as made:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def both(page: WebPage) -> tuple[str, str]:
     """Ids of the snapshots, older first."""
     new, old = (

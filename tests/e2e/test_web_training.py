@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.live import module_tmp
 from support.site import Site, site_in
 from support.until import until
 from support.web_page import WebPage, open_page
 
 from ciuic.training.format.reading import Facts, encode_facts
 
+__all__ = ["module_tmp"]
 pytestmark = pytest.mark.mount
 _KEY = "<b>loss"
 
 
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
+@pytest.fixture(scope="module")
+def site(module_tmp: Path) -> Iterator[Site]:
+    with site_in(module_tmp) as made:
         root = made.root("data")
         made.start()
         # Otherwise it may come between ours, or between two writes.
@@ -40,6 +42,16 @@ def site(short_tmp: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
+def log(site: Site) -> Iterator[Path]:
+    """Return the log of a training, which is whole again after the test."""
+    file = site.roots[0] / "log-1.jsonl"
+    content = file.read_bytes()
+    yield file
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
 def page(site: Site) -> Iterator[WebPage]:
     with open_page(site) as made:
         yield made
@@ -85,24 +97,22 @@ def test_reported_metrics_are_series(page: WebPage) -> None:
     assert chosen.count("<circle") == 3
 
 
-def test_a_log_that_is_gone_is_read_from_the_newest_snapshot(page: WebPage, site: Site) -> None:
+def test_a_log_that_is_gone_is_read_from_the_newest_snapshot(page: WebPage, log: Path) -> None:
     """The numbers of a file that was deleted since are those of the newest snapshot, and the page says so."""
-    file = site.roots[0] / "log-1.jsonl"
-    file.unlink()
+    log.unlink()
     text = page.ask("/training").text
     newest = page.run("list", "--machine-readable").stdout.partition("|")[0]
-    assert f"{file} in {newest}" in text
+    assert f"{log} in {newest}" in text
     assert "grad_norm (right axis)" in text
 
 
-def test_hostile_files_harm_nobody(page: WebPage, site: Site) -> None:
+def test_hostile_files_harm_nobody(page: WebPage, log: Path) -> None:
     """A log that is a link elsewhere, a fifo or garbage gives no numbers of its own, and the page stays."""
-    file = site.roots[0] / "log-1.jsonl"
-    file.unlink()
-    file.symlink_to("/etc/passwd")
+    log.unlink()
+    log.symlink_to("/etc/passwd")
     assert page.ask("/training").status == 200
-    file.unlink()
-    file.write_bytes(
+    log.unlink()
+    log.write_bytes(
         b'{"step": 1e999, "x": [' * 1000
         + b"\xff\n"
         + b'{"step": -5, "grad_norm": 1e308}\n{"grad_norm": -1e308}\n'

@@ -6,8 +6,10 @@ nothing else.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +71,16 @@ class World:
             self.trees[str(id_)] = host, files
             host.upload()
             self.states.append(self.state())
+        assert all(self.judge(place / "known").values())
+
+    def again(self, place: Path) -> World:
+        """Return the world as it was made, with hosts and the cache of a reader who has seen everything in another directory."""
+        self.bring_back(self.states[-1])
+        shutil.copytree(self.place / "known", place / "known")
+        again = copy.copy(self)
+        again.place = place
+        again.hosts = [host.copy(place / host.name, self.remote) for host in self.hosts]
+        return again
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(info.name for info in self.objects.list(prefix))
@@ -79,7 +91,7 @@ class World:
     def bring_back(self, state: dict[str, bytes]) -> None:
         """Make the bucket what it was."""
         self.objects.delete([name for name in self.names() if name not in state])
-        for name, data in state.items():
+        for name, data in state.items() - self.state().items():
             self.objects.put(name, [data])
 
     def swap(self, one: str, other: str) -> None:
@@ -118,18 +130,22 @@ class World:
         return result.complete
 
 
-@pytest.fixture(params=["memory", pytest.param("file", marks=pytest.mark.full)])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+@pytest.fixture(scope="module", params=["memory", pytest.param("file", marks=pytest.mark.full)])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     name = f"hostile-{os.urandom(6).hex()}"
-    yield World(tmp_path, f"memory://{name}" if request.param == "memory" else f"file://{tmp_path}/nas")
+    place = tmp_path_factory.mktemp(request.param)
+    yield World(place, f"memory://{name}" if request.param == "memory" else f"file://{place}/nas")
     forget_bucket(name)
+
+
+@pytest.fixture
+def world(made: World, tmp_path: Path) -> World:
+    return made.again(tmp_path)
 
 
 def caches(world: World) -> list[Path]:
     """Return two caches: an empty one, and that of a reader who has seen everything."""
-    known = world.place / "known"
-    assert all(world.judge(known).values())
-    return [world.place / "new", known]
+    return [world.place / "new", world.place / "known"]
 
 
 def test_nothing_of_the_content_is_in_the_bucket(world: World) -> None:

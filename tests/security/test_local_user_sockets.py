@@ -9,7 +9,7 @@ import grp
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from support.attackers import (
     attacking,
 )
 from support.hostile_files import hostile_files
-from support.live import Live
+from support.live import Live, module_tmp
 from support.second_user import User
 from support.served_sockets import ServedWatch
 from support.until import until
@@ -32,6 +32,7 @@ from support.until import until
 from ciuic.daemon import peer_server
 from ciuic.daemon.roots.permission import WatchPermission
 
+__all__ = ["module_tmp"]
 pytestmark = pytest.mark.mount
 MALLORY = User(61011, 61011)
 ALICE = User(61012, 61012)
@@ -60,26 +61,32 @@ def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
     return short_tmp
 
 
-@pytest.fixture
-def root(short_tmp: Path) -> Path:
-    """Provide a root that belongs to Alice."""
-    path = short_tmp / "root"
-    path.mkdir()
-    os.chown(path, ALICE.uid, ALICE.gid)
-    return path
-
-
-@pytest.fixture
-def live(short_tmp: Path, root: Path) -> Iterator[Live]:
-    """Provide a daemon that watches every user's trainers, so that Mallory gets further than by default."""
-    top = short_tmp / "live"
-    top.mkdir(mode=0o755)
-    with Live(top, more_config='\n[watch]\nusers = ["*"]\n') as one:
-        (top / "run").chmod(0o755)
+@contextmanager
+def _live(top: Path, more_config: str) -> Iterator[Live]:
+    """Yield a daemon with a root that belongs to Alice, in a directory that every user can enter."""
+    root = top / "root"
+    root.mkdir()
+    os.chown(root, ALICE.uid, ALICE.gid)
+    (top / "live").mkdir(mode=0o755)
+    with Live(top / "live", more_config=more_config) as one:
+        (one.top / "run").chmod(0o755)
         one.run("protect", str(root))
         one.start(root)
         until("the first snapshot", one.list)
+        yield one
+
+
+@contextmanager
+def _watching(top: Path) -> Iterator[Live]:
+    """Yield a daemon that watches every user's trainers, so that Mallory gets further than by default."""
+    with _live(top, '\n[watch]\nusers = ["*"]\n') as one:
         until("the sockets", lambda: len(_sockets(one)) == 2)
+        yield one
+
+
+@pytest.fixture(scope="module")
+def live(module_tmp: Path) -> Iterator[Live]:
+    with _watching(module_tmp) as one:
         yield one
 
 
@@ -128,14 +135,14 @@ def _helpers(receiver: int) -> list[int]:
 # -- finding 3: descriptors that do not close
 
 
-def test_a_descriptor_that_never_closes_does_not_touch_the_daemon(live: Live, short_tmp: Path) -> None:
+def test_a_descriptor_that_never_closes_does_not_touch_the_daemon(short_tmp: Path) -> None:
     """A descriptor whose close hangs leaves the daemon answering, capturing and watching.
 
     The daemon is never in uninterruptible sleep, though the sender may have trainers watched, and an alert
     names the user.
     """
-    assert live.daemon is not None
-    with hostile_files(short_tmp / "hostile") as file:
+    with _watching(short_tmp) as live, hostile_files(short_tmp / "hostile") as file:
+        assert live.daemon is not None
         for path in _sockets(live):
             attack(MALLORY, SEND_A_FILE, str(path), str(file))
         until("the alert", lambda: f"user {MALLORY.uid} sent" in str(live.status()))
@@ -253,17 +260,12 @@ def test_a_flood_of_many_users_keeps_no_owner_out(live: Live) -> None:
             flood.__exit__(None, None, None)
 
 
-def test_a_member_of_the_group_does_not_keep_root_out(short_tmp: Path, root: Path) -> None:
+def test_a_member_of_the_group_does_not_keep_root_out(short_tmp: Path) -> None:
     """Silent connections of the control group, up to its limit, do not block root's commands."""
     group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
-    top = short_tmp / "live"
-    top.mkdir(mode=0o755)
-    with Live(top, more_config=f'\n[control]\ngroup = "{group.gr_name}"\n') as live:
-        (top / "run").chmod(0o755)
-        live.run("protect", str(root))
-        live.start(root)
+    with _live(short_tmp, f'\n[control]\ngroup = "{group.gr_name}"\n') as live:
         member = User(61013, 61013, (group.gr_gid,))
-        with attacking(member, FLOOD, str(top / "run/control.sock"), "600", "SOCK_STREAM"):
+        with attacking(member, FLOOD, str(live.top / "run/control.sock"), "600", "SOCK_STREAM"):
             for _ in range(3):
                 assert live.status() is not None
         live.stop()
@@ -276,7 +278,7 @@ def test_a_snapshot_is_visible_only_to_permitted_users(live: Live) -> None:
     """Only its requester, the owner of its root and root learn of a snapshot; to others it never existed."""
     pair = str(live.top / "run/pair.sock")
     taken = attack(ALICE, CUT, pair, "").split()[0]
-    scheduled = until("snapshots", lambda: [one.id for one in live.list() if one.id != taken])[0]
+    scheduled = live.list()[-1].id
     until("the commit", lambda: taken in [one.id for one in live.list()])
     ids = sorted((taken, scheduled, "cs-123456"))
     assert attack(MALLORY, KNOWN, pair, *ids) == str([(id_, "gone") for id_ in ids])

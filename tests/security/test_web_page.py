@@ -5,13 +5,13 @@ See docs/security.md.
 
 from __future__ import annotations
 
+import functools
 import http.client
 import io
 import os
 import random
 import socket
 import struct
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -20,12 +20,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from support import leftovers
+from support.live import module_tmp
 from support.second_user import User, run_as
 from support.site import Site, site_in
 from support.until import until
 from support.web_page import WebPage, place, web_page
 
+__all__ = ["module_tmp"]
 pytestmark = pytest.mark.mount
 MALLORY = User(61011, 61011)
 PROXY = "daemon"
@@ -59,11 +60,8 @@ def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(run_dir: Path) -> Iterator[Site]:
-    run_dir.chmod(0o755)
-    top = Path(tempfile.mkdtemp(dir=run_dir))
-    top.chmod(0o755)
-    with site_in(top) as made:
+def site(module_tmp: Path) -> Iterator[Site]:
+    with site_in(module_tmp) as made:
         root = made.root("data")
         made.start()
         # Otherwise it may come between ours, or between two writes.
@@ -71,7 +69,6 @@ def site(run_dir: Path) -> Iterator[Site]:
         (root / "file").write_text("text\n")
         made.snapshot()
         yield made
-    leftovers.unmount_below(top)
 
 
 @pytest.fixture(scope="module")
@@ -441,16 +438,22 @@ def test_a_download_that_is_not_read_takes_no_memory(page: WebPage, site: Site) 
 # -- contents
 
 
-def bomb(inner: str, size: int) -> bytes:
+def bomb(inner: str, megabytes: int) -> bytes:
     """Return a ZIP archive of a member that is far larger when it is inflated."""
+    deflate = zlib.compressobj(wbits=-15)
+    zeros = bytes(1 << 20)
+    # The same bytes inflate to each megabyte.
+    one = deflate.compress(zeros) + deflate.flush(zlib.Z_FULL_FLUSH)
     made = io.BytesIO()
-    with (
-        zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive,
-        archive.open(inner, "w", force_zip64=True) as member,
-    ):
-        for _ in range(size >> 20):
-            member.write(bytes(1 << 20))
-    return made.getvalue()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr(inner, one * megabytes + deflate.flush())
+        (member,) = archive.infolist()
+        member.compress_type, member.file_size = zipfile.ZIP_DEFLATED, megabytes << 20
+        member.CRC = functools.reduce(lambda crc, _: zlib.crc32(zeros, crc), range(megabytes), 0)
+    archive_bytes = bytearray(made.getvalue())
+    # The header before the member is written before it.
+    struct.pack_into("<H4xL4xL", archive_bytes, 8, member.compress_type, member.CRC, member.file_size)
+    return bytes(archive_bytes)
 
 
 def png(width: int, height: int) -> bytes:
@@ -470,8 +473,9 @@ def png(width: int, height: int) -> bytes:
 def test_contents_cost_no_more_than_a_preview(page: WebPage, site: Site) -> None:
     """Archives that inflate to gigabytes, headers that promise too much, and pictures that are programs are shown or refused, in bounds."""
     root = site.roots[0]
-    (root / "bomb.npz").write_bytes(bomb("a.npy", 2 << 30))
-    (root / "bomb.pt").write_bytes(bomb("archive/data.pkl", 2 << 30))
+    pickled = bomb("archive/data.pkl", 2048)
+    (root / "bomb.pt").write_bytes(pickled)
+    (root / "bomb.npz").write_bytes(pickled.replace(b"archive/data.pkl", b"archive/some.npy"))
     (root / "huge.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{" * 1000)
     nested = b'{"a":' * 200_000
     (root / "deep.safetensors").write_bytes(struct.pack("<Q", len(nested)) + nested)

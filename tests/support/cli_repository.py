@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import stat
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Union
 
 import msgspec
 from click.testing import CliRunner, Result
-from support.live import Live
+from support.live import Commands, Live
 
 from ciuic.cli.app import cli
 from ciuic.repository import Repository, Writer, is_zero
@@ -137,6 +140,21 @@ class Host(Live):
             self.env.pop(f"CIUIC_REMOTE_{name}", None)
         self.key_file = top / "remote-remote.key"
 
+    def run(
+        self,
+        *arguments: str | bytes,
+        program: str = "ciuic",
+        expect: int | None = 0,
+        timeout_seconds: float = 120,
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run a command, forked where that is the same: PYTHONPATH counts at the start of an interpreter."""
+        if program != "ciuic" or "PYTHONPATH" in self.env:
+            return super().run(*arguments, program=program, expect=expect, timeout_seconds=timeout_seconds)
+        done = Commands.run_bytes(*arguments, env=self.env, timeout=timeout_seconds)
+        said = (done.stdout + done.stderr).decode()
+        self.require((program, *arguments), done.returncode, expect, said)
+        return done
+
     def snapshot_of(self, *contents: bytes) -> str:
         """Commit a snapshot of one file for each content, without a daemon; return the id of the last."""
         made = CliRepository(self.repository, self.top / "root", make=False)
@@ -151,3 +169,23 @@ class Host(Live):
     def fails(self, *arguments: str, code: int) -> str:
         """Run a command that must fail with this code, and return what it said."""
         return self.run(*arguments, expect=code).stderr.decode()
+
+
+class MadeHost:
+    """Host that is made once, with what lies beside its directory, and given to each test as it was made."""
+
+    def __init__(self, place: Path, make: Callable[[Host], object]) -> None:
+        self._whole = place / "whole"
+        (place / "used").mkdir()
+        self._host = Host(place / "used/one")
+        # A reader whose cache knows later states refuses an earlier one.
+        self._host.env["XDG_CACHE_HOME"] = str(self._host.top / "cache")
+        make(self._host)
+        shutil.copytree(place / "used", self._whole, symlinks=True)
+
+    def again(self) -> Host:
+        """Return the host as it was made, in the same place."""
+        used = self._host.top.parent
+        shutil.rmtree(used)
+        shutil.copytree(self._whole, used, symlinks=True)
+        return copy.deepcopy(self._host)

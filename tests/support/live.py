@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -42,10 +42,10 @@ min_share = "100%"
 """
 
 
-class Questions:
-    """Commands that only ask, forked from a process that has imported them: tests ask until something has happened.
+class Commands:
+    """Commands, forked from a process that has imported them.
 
-    Their imports would take three quarters of the processor time and keep it from what is waited for.
+    Their imports would take most of the processor time and keep it from what is waited for.
     """
 
     _MODULES = (
@@ -53,28 +53,55 @@ class Questions:
         "ciuic.cli.commands.status",
         "ciuic.cli.commands.list",
         "ciuic.cli.shared.pairs",
+        "ciuic.cli.shared.remotes",
         "ciuic.config",
         "ciuic.protocol.control",
         "ciuic.protocol.pairing",
+        "ciuic.remote.uploader",
+        "ciuic.remote.upkeep.collect",
         "ciuic.repository",
     )
-    _PROGRAM = "import sys; sys.argv[0] = 'ciuic'; from ciuic.cli import main; main()"
+    _PROGRAM = "import sys; sys.argv[0] = {!r}; from ciuic.cli import main; main()"
     _warm: WarmPython | None = None
 
     @classmethod
     @contextmanager
     def warm(cls) -> Iterator[None]:
         """Import once what the commands import. Outside, each is an installed command."""
-        with WarmPython(*cls._MODULES) as cls._warm:
+        with WarmPython(*cls._MODULES) as Commands._warm:
             yield
-        cls._warm = None
+        Commands._warm = None
+
+    @classmethod
+    def run_bytes(cls, *arguments: str | bytes, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        """Run a command to its end; the options are those of `run`."""
+        done = cls.run(*arguments, **options)
+        return subprocess.CompletedProcess(
+            done.args, done.returncode, done.stdout.encode(), done.stderr.encode()
+        )
+
+    @classmethod
+    def run(
+        cls, *arguments: str | bytes, env: Mapping[str, str], cwd: object = "/", timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        words = [*map(os.fsdecode, arguments)]
+        if cls._warm is not None:
+            program = cls._PROGRAM.format(str(installed()))
+            return cls._warm.run(["-c", program, *words], timeout=timeout, env=env, cwd=cwd)
+        return subprocess.run(
+            [str(installed()), *words], env=env, cwd=str(cwd), check=False, stdin=subprocess.DEVNULL,
+            capture_output=True, timeout=timeout, encoding="utf-8", errors="replace",
+        )  # fmt: skip
+
+
+class Questions(Commands):
+    """Commands that only ask: tests ask until something has happened."""
 
     @classmethod
     def ask(cls, live: Live, *arguments: str) -> str:
         """Return what a command prints that succeeds."""
-        if cls._warm is None:
-            return live.run(*arguments).stdout.decode()
-        done = cls._warm.run(["-c", cls._PROGRAM, *arguments], timeout=120, env=live.env, cwd="/")
+        done = cls.run(*arguments, env=live.env)
         live.require(("ciuic", *arguments), done.returncode, 0, done.stdout + done.stderr)
         return done.stdout
 
@@ -305,6 +332,17 @@ class Live:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+@pytest.fixture(scope="module")
+def module_tmp(run_dir: Path) -> Iterator[Path]:
+    """Provide a directory with a short name for a file's tests, which every user can enter."""
+    run_dir.chmod(0o755)
+    path = Path(tempfile.mkdtemp(dir=run_dir))
+    path.chmod(0o755)
+    yield path
+    leftovers.unmount_below(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

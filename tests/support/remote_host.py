@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support import trees
+from support.live import Commands
 from support.restoring import take
 
 from ciuic.config import RemoteConfig
@@ -122,14 +122,8 @@ class Elsewhere:
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         """Run a command; any exit code is accepted."""
-        return subprocess.run(
-            [sys.executable, "-m", "ciuic", "--repo", self.url, *arguments],
-            env=self.environment | self.secrets,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=300,
-            check=False,
-        )
+        env = self.environment | self.secrets
+        return Commands.run_bytes("--repo", self.url, *arguments, env=env, timeout=300)
 
     def run(self, *arguments: str, code: int = 0) -> str:
         """Run a command that ends with this code; return its output."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote_from_bytes, urlencode
 
+from support.live import Commands
 from support.site import CHECKOUT, Site
 from support.until import until
 
@@ -96,10 +97,9 @@ class WebPage:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run ciuic on the host."""
-        return subprocess.run(
-            [*self.ciuic, *words], env=self.environment, cwd=self.site.top, capture_output=True, text=True,
-            check=False, timeout=120,
-        )  # fmt: skip
+        return Commands.run(
+            "--config", str(self.site.config), *words, env=self.environment, cwd=self.site.top
+        )
 
     def ask(
         self,
