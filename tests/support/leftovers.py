@@ -40,7 +40,7 @@ class Inside(NamedTuple):
 
     @classmethod
     def take(cls) -> Inside:
-        return cls(_descriptors(), frozenset(threading.enumerate()))
+        return cls(descriptors(), frozenset(threading.enumerate()))
 
     def left(self, max_kept: int = _MAX_KEPT) -> list[str]:
         """Return a line for each new descriptor and thread since the earlier moment. Nothing is removed.
@@ -69,7 +69,7 @@ class Inside(NamedTuple):
     def _new_descriptors(self) -> dict[int, str]:
         return {
             fd: target
-            for fd, target in _descriptors().items()
+            for fd, target in descriptors().items()
             if self.descriptors.get(fd) != target and not target.startswith(_KEPT_TARGETS)
         }
 
@@ -179,7 +179,7 @@ def take_stock(below: Iterable[Path]) -> Stock:
     return Stock(mounts_below(below), _loops_below(below), living_children())
 
 
-def _descriptors() -> dict[int, str]:
+def descriptors() -> dict[int, str]:
     """Return the descriptors of this process with their targets: paths, or names such as "socket:[4711]"."""
     found = {}
     for name in os.listdir("/proc/self/fd"):

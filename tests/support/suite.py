@@ -123,7 +123,9 @@ def look(run: Run, options: Iterable[str], seed: int, cwd: Path = CHECKOUT) -> l
         def pytest(*more: str) -> int:
             command = [*_PYTEST, f"--randomly-seed={seed}", "-o", f"cache_dir={kept}/cache"]
             command += more
-            environment = {**os.environ, "CIUIC_TEST_DRIVER": os.environ.get("CIUIC_TEST_DRIVER", run.driver)}
+            environment = {"CIUIC_TEST_DRIVER": run.driver, **os.environ}
+            # The Makefile's is relative: a program in another directory would look for its modules there.
+            environment.pop("PYTHONPATH", None)
             print(f"{run.driver}: {' '.join(command[1:])}", flush=True)
             return subprocess.run(command, cwd=cwd, env=environment, check=False).returncode
 
