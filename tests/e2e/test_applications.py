@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import sqlite3
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from support.live import Live
+from support.late_modules import skipped_without
+from support.live import Live, emptied_root
 from support.trees import assert_same, make_everything, manifest
+from support.warm_python import WarmPython
 
 pytestmark = pytest.mark.mount
+
+
+@pytest.fixture
+def root(shared: Live) -> Path:
+    """Provide the root of the file's daemon, empty."""
+    return emptied_root(shared)
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
@@ -52,13 +59,13 @@ def _restored(live: Live, snapshot: str, path: Path, into: Path) -> Path:
     return into / snapshot / path.name
 
 
-def test_sqlite_in_wal_mode(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_sqlite_in_wal_mode(shared: Live, root: Path, short_tmp: Path) -> None:
     """SQLite writes during snapshots, and every snapshot holds a database that opens at a past commit."""
     (root / "db").mkdir()
     with closing(sqlite3.connect(root / "db/runs.sqlite")) as db:
         assert db.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
         db.execute("CREATE TABLE step (number INTEGER PRIMARY KEY, loss REAL, blob BLOB)")
-        with _snapshots_meanwhile(protected) as snapshot_ids:
+        with _snapshots_meanwhile(shared) as snapshot_ids:
             for number in range(300):
                 with db:
                     db.execute(
@@ -66,7 +73,7 @@ def test_sqlite_in_wal_mode(protected: Live, root: Path, short_tmp: Path) -> Non
                     )
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     for snapshot in snapshot_ids:
-        copy = _restored(protected, snapshot, root / "db", short_tmp)
+        copy = _restored(shared, snapshot, root / "db", short_tmp)
         if (copy / "runs.sqlite").stat().st_size == 0:
             # The snapshot was taken before the first commit.
             continue
@@ -76,13 +83,13 @@ def test_sqlite_in_wal_mode(protected: Live, root: Path, short_tmp: Path) -> Non
             assert count == (0 if last is None else last + 1)
 
 
-def test_a_git_repository_works_in_a_root(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_a_git_repository_works_in_a_root(shared: Live, root: Path, short_tmp: Path) -> None:
     """A git repository in the root can be committed to, repacked and cloned; its copy passes fsck."""
     work = root / "work"
     work.mkdir()
     git = ("git", "-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
     _run("git", "init", "-q", cwd=work)
-    with _snapshots_meanwhile(protected):
+    with _snapshots_meanwhile(shared):
         for number in range(8):
             for file in range(10):
                 (work / f"file{file}").write_text(f"{number} {file}\n" * 200)
@@ -91,8 +98,8 @@ def test_a_git_repository_works_in_a_root(protected: Live, root: Path, short_tmp
         _run("git", "gc", "-q", "--prune=now", cwd=work)
         _run("git", "clone", "-q", "--no-hardlinks", work, root / "clone", cwd=root)
     _run("git", "fsck", "--strict", cwd=work)
-    snapshot = protected.snapshot()
-    copy = _restored(protected, snapshot, work, short_tmp)
+    snapshot = shared.snapshot()
+    copy = _restored(shared, snapshot, work, short_tmp)
     _run("git", "fsck", "--strict", cwd=copy)
     assert _run("git", "status", "--porcelain", cwd=copy) == ""
     assert _run("git", "log", "--format=%H", cwd=copy) == _run(
@@ -100,7 +107,7 @@ def test_a_git_repository_works_in_a_root(protected: Live, root: Path, short_tmp
     )
 
 
-def test_rsync_with_everything(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_rsync_with_everything(shared: Live, root: Path, short_tmp: Path) -> None:
     """A copy by rsync -aHAX into the root loses nothing, and a copy back is the same.
 
     A second run finds nothing to copy.
@@ -115,7 +122,7 @@ def test_rsync_with_everything(protected: Live, root: Path, short_tmp: Path) -> 
     assert_same(manifest(source), manifest(short_tmp / "out"))
 
 
-def test_tar_with_everything(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_tar_with_everything(shared: Live, root: Path, short_tmp: Path) -> None:
     """A tar archive made of the root and one unpacked into it hold the same tree."""
     source = short_tmp / "source"
     source.mkdir()
@@ -134,7 +141,7 @@ def test_tar_with_everything(protected: Live, root: Path, short_tmp: Path) -> No
     assert_same(manifest(source), manifest(short_tmp / "out"))
 
 
-def test_safetensors_are_read_back_mapped(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_safetensors_are_read_back_mapped(shared: Live, root: Path, short_tmp: Path) -> None:
     """Tensors saved with safetensors are read back, mapped, from the root and from a restored copy."""
     numpy = pytest.importorskip("numpy")
     safetensors = pytest.importorskip("safetensors.numpy")
@@ -143,15 +150,15 @@ def test_safetensors_are_read_back_mapped(protected: Live, root: Path, short_tmp
     }
     path = root / "model.safetensors"
     safetensors.save_file(tensors, path)
-    snapshot = protected.snapshot()
+    snapshot = shared.snapshot()
     safetensors.save_file({name: tensor + 1 for name, tensor in tensors.items()}, path)
-    for copy, offset in ((path, 1), (_restored(protected, snapshot, path, short_tmp), 0)):
+    for copy, offset in ((path, 1), (_restored(shared, snapshot, path, short_tmp), 0)):
         loaded = safetensors.load_file(copy)
         assert all(numpy.array_equal(loaded[name], tensor + offset) for name, tensor in tensors.items())
 
 
 def test_an_hdf5_file_that_grows_in_place_is_right_in_each_snapshot(
-    protected: Live, root: Path, short_tmp: Path
+    shared: Live, root: Path, short_tmp: Path
 ) -> None:
     """An HDF5 file that grows in place across snapshots (chunked, resized, flushed) is right in each."""
     numpy = pytest.importorskip("numpy")
@@ -164,18 +171,20 @@ def test_an_hdf5_file_that_grows_in_place_is_right_in_each_snapshot(
             data.resize((part + 1) * 200, axis=0)
             data[part * 200 :] = part
             file.flush()
-            snapshots[part] = protected.snapshot()
+            snapshots[part] = shared.snapshot()
     for part, snapshot in snapshots.items():
-        copy = _restored(protected, snapshot, path, short_tmp)
+        copy = _restored(shared, snapshot, path, short_tmp)
         # It was open for writing at the cut, and HDF5 sees the writer's own consistency flag.
         with h5py.File(copy, "r", locking=False) as file:
             expected = numpy.repeat(numpy.arange(part + 1), 200)[:, None] * numpy.ones((1, 256))
             assert numpy.array_equal(file["loss"], expected)
 
 
-def test_an_overwritten_torch_save_comes_back(protected: Live, root: Path, short_tmp: Path) -> None:
+@skipped_without("torch")
+def test_an_overwritten_torch_save_comes_back(
+    shared: Live, root: Path, short_tmp: Path, plain_torch: WarmPython
+) -> None:
     """A torch.save overwritten by the next one comes back from its snapshot, and loads with mmap."""
-    pytest.importorskip("torch")
     program = """if True:
         import hashlib, pathlib, sys, torch
         path, mode, digests = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
@@ -184,6 +193,8 @@ def test_an_overwritten_torch_save_comes_back(protected: Live, root: Path, short
             tensors = [*model.items(), *((f"{k}.{n}", v) for k, of in adam.items() for n, v in of.items())]
             return [f"{name} {hashlib.sha256(tensor.numpy().tobytes()).hexdigest()}" for name, tensor in tensors]
         if mode == "save":
+            # The process that this one is forked from has drawn its seed.
+            torch.seed()
             model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
             adam = torch.optim.AdamW(model.parameters())
             model(torch.randn(8, 256)).sum().backward()
@@ -197,10 +208,14 @@ def test_an_overwritten_torch_save_comes_back(protected: Live, root: Path, short
     """
     path = root / "checkpoint.pt"
     first, second = short_tmp / "first", short_tmp / "second"
-    run = (sys.executable, "-c", program)
-    _run(*run, path, "save", first, cwd=short_tmp)
-    snapshot = protected.snapshot()
-    _run(*run, path, "save", second, cwd=short_tmp)
+
+    def run(*arguments: str | Path) -> None:
+        done = plain_torch.run(["-c", program, *arguments], cwd=short_tmp, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+    run(path, "save", first)
+    snapshot = shared.snapshot()
+    run(path, "save", second)
     assert first.read_text() != second.read_text()
-    _run(*run, path, "load", second, cwd=short_tmp)
-    _run(*run, _restored(protected, snapshot, path, short_tmp), "load", first, cwd=short_tmp)
+    run(path, "load", second)
+    run(_restored(shared, snapshot, path, short_tmp), "load", first)

@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from support.site import CHECKOUT, Site, ended, site_in
 from support.until import until
 
+from ciuic.cli.app import cli
 from ciuic.protocol.last_drill import read_drills
 from ciuic.system import mountinfo
 
@@ -193,18 +195,15 @@ def test_a_game_day_that_is_killed_leaves_nothing_for_the_next(trained: Trained)
     assert trained.game_day().returncode == 0
 
 
-def test_options_that_do_not_go_together_are_refused(short_tmp: Path) -> None:
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     """--compare and --game-day need one another, and --run is another drill."""
     for options in (
         ["--game-day", "true"],
         ["--compare", "*"],
         ["--game-day", "true", "--compare", "*", "--run", "true"],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "ciuic", "--repo", str(short_tmp), "drill", *options],
-            cwd=short_tmp, env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2, done.stderr
+        done = CliRunner().invoke(cli, ["--repo", str(tmp_path), "drill", *options])
+        assert done.exit_code == 2, done.output
 
 
 def test_the_training_of_these_tests_is_deterministic(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from support.leftovers import mounts_below
-from support.live import Live, installed
+from support.live import Live, emptied_root, installed
 from support.trees import assert_same, manifest
 from support.until import until
 from torture import kills
@@ -123,49 +123,51 @@ def test_a_root_is_mounted_again_when_its_worker_is_killed(
     _works_again(protected, root, short_tmp / "out")
 
 
-def test_captures_killed_at_random_times(protected: Live, root: Path, short_tmp: Path) -> None:
+def test_captures_killed_at_random_times(shared: Live, short_tmp: Path) -> None:
     """A killed capture leaves no snapshot or a whole one, and the next capture takes its changes."""
+    root = emptied_root(shared)
     rng = random.Random(11)
     with _writing(root) as writer:
         for _ in range(6):
             (root / f"bulk{rng.randrange(4)}").write_bytes(rng.randbytes(3_000_000))
             taker = subprocess.Popen(
                 [str(installed()), "snapshot", "--wait"],
-                env=protected.env,
+                env=shared.env,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
             try:
-                until("a capture", lambda taker=taker: _captures(protected) or taker.poll() is not None)
+                until("a capture", lambda taker=taker: _captures(shared) or taker.poll() is not None)
                 time.sleep(rng.random() * 0.3)
-                for pid in _captures(protected):
+                for pid in _captures(shared):
                     # It may have ended since.
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             finally:
                 taker.wait(120)
-            protected.run("verify", "--all", "--checksum")
+            shared.run("verify", "--all", "--checksum")
     assert writer.errors == []
-    _works_again(protected, root, short_tmp / "out")
+    _works_again(shared, root, short_tmp / "out")
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_restore_ended_at_random_times_can_be_run_again(
-    protected: Live, root: Path, short_tmp: Path, sig: signal.Signals
+    shared: Live, short_tmp: Path, sig: signal.Signals
 ) -> None:
     """A restore interrupted at random times leaves whole files, and a last run completes the tree.
 
     The exit status says that it was interrupted, without a traceback.
     """
+    root = emptied_root(shared)
     rng = random.Random(int(sig))
     for number in range(60):
         (root / f"file{number}").write_bytes(rng.randbytes(400_000))
-    snapshot = protected.snapshot()
+    snapshot = shared.snapshot()
     contents = {path.name: path.read_bytes() for path in root.iterdir()}
     out = short_tmp / "out"
     command = [str(installed()), "restore", "-s", snapshot, "-p", str(root), "-d", str(out), "--overwrite"]
     for delay in (0, 0.1, 0.15, 0.2, 0.3):
-        process = subprocess.Popen(command, env=protected.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(command, env=shared.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         until("signal handlers", lambda pid=process.pid: _catches(pid, signal.SIGTERM))
         time.sleep(delay)
         process.send_signal(sig)
@@ -174,7 +176,7 @@ def test_a_restore_ended_at_random_times_can_be_run_again(
         assert process.returncode in (0, -sig if sig == signal.SIGKILL else 130), stderr.decode()
         for path in (out / root.name).glob("file*") if out.exists() else ():
             assert path.read_bytes() == contents[path.name], f"{path} is not whole"
-    protected.run(*command[1:])
+    shared.run(*command[1:])
     assert_same(manifest(root), manifest(out / root.name))
 
 
@@ -187,29 +189,21 @@ def _catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def _interrupt(live: Live) -> None:
-    live.stop(signal.SIGINT)
-
-
-def _terminate(live: Live) -> None:
-    live.stop(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("end", [_terminate, _interrupt])
 def test_a_clean_stop_leaves_nothing_and_keeps_the_tracking(
-    protected: Live, root: Path, short_tmp: Path, end: Callable[[Live], None]
+    protected: Live, root: Path, short_tmp: Path
 ) -> None:
     """SIGTERM and SIGINT leave plain files and no mount, process or socket; the next start keeps tracking."""
-    (root / "file").write_text("before")
-    protected.snapshot()
-    (root / "more").write_text("not yet captured")
-    end(protected)
-    assert mounts_below((short_tmp,)) == {}
-    assert protected.processes() == {}
-    assert not (protected.top / "run/control.sock").exists()
-    assert (root / "more").read_text() == "not yet captured"
-    protected.start(root)
-    _works_again(protected, root, short_tmp / "out")
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        (root / "file").write_text(f"before {sig}")
+        protected.snapshot()
+        (root / "more").write_text(f"not yet captured {sig}")
+        protected.stop(sig)
+        assert mounts_below((short_tmp,)) == {}
+        assert protected.processes() == {}
+        assert not (protected.top / "run/control.sock").exists()
+        assert (root / "more").read_text() == f"not yet captured {sig}"
+        protected.start(root)
+        _works_again(protected, root, short_tmp / sig.name)
 
 
 def test_stopping_under_a_running_job_does_not_hurt_it(protected: Live, root: Path) -> None:

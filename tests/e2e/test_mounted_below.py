@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from support.ci import needs
-from support.live import Live
+from support.live import Live, emptied_root
 from support.overlay import DRIVER
 from support.small_disks import missing, small_disk
 
@@ -162,23 +162,21 @@ def test_mounted_over_a_served_directory(short_tmp: Path, root: Path, mount: Mou
         foreign.assert_untouched()
 
 
-def test_mounted_below_another_destination(short_tmp: Path, root: Path, mount: Mount) -> None:
+def test_mounted_below_another_destination(shared: Live, short_tmp: Path, mount: Mount) -> None:
     """A mount in the destination of `-d` survives --delete."""
+    root = emptied_root(shared)
     (root / "file").write_text("good")
     (root / "data").mkdir()
     (root / "data" / "one-file").write_text("of the root")
-    with Live(short_tmp) as live:
-        live.run("protect", str(root))
-        live.start(root)
-        snapshot = live.snapshot()
-        dest = short_tmp / "dest"
-        (dest / root.name / "data").mkdir(parents=True)
-        (dest / root.name / "unknown").mkdir()
-        over, beside = mount(dest / root.name / "data"), mount(dest / root.name / "unknown")
-        _restore(live, snapshot, "-p", str(root), "-d", str(dest))
-        _assert_restored(dest / root.name)
-        over.assert_untouched()
-        beside.assert_untouched()
+    snapshot = shared.snapshot()
+    dest = short_tmp / "dest"
+    (dest / root.name / "data").mkdir(parents=True)
+    (dest / root.name / "unknown").mkdir()
+    over, beside = mount(dest / root.name / "data"), mount(dest / root.name / "unknown")
+    _restore(shared, snapshot, "-p", str(root), "-d", str(dest))
+    _assert_restored(dest / root.name)
+    over.assert_untouched()
+    beside.assert_untouched()
 
 
 def test_subvolumes_below_a_root(short_tmp: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,19 +68,16 @@ def _listed(live: Live, snapshot: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("kill", "rounds"),
-    [(_kill_worker, 4), (_kill_capture, 2), (_kill_daemon, 2), (_kill_daemon_and_worker, 2)],
-)
-def test_a_promised_snapshot_is_delivered(
-    protected: Live, root: Path, short_tmp: Path, kill: Callable[[Live], None], rounds: int
-) -> None:
+KILLS = 4 * [_kill_worker] + 2 * [_kill_capture] + 2 * [_kill_daemon] + 2 * [_kill_daemon_and_worker]
+
+
+def test_a_promised_snapshot_is_delivered(protected: Live, root: Path, short_tmp: Path) -> None:
     """A snapshot whose id was returned survives a kill of any process at a random instant.
 
     It shows the promised instant, or says that it was cut again and shows the new one.
     """
     rng = random.Random(5)
-    for number in range(rounds):
+    for number, kill in enumerate(KILLS):
         promised = _fill(root, number)
         snapshot = protected.run("snapshot", "--tag", "promised").stdout.decode().strip()
         changed = promised | {"file0": b"changed", "new": b"%d" % number}

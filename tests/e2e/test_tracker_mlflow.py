@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import tomli
+from support.late_modules import LateModule, skipped_without
 from support.stored import put_file
 from support.tiny_training import Model, Optimizer
 
@@ -26,8 +27,9 @@ from ciuic.repository import Repository
 from ciuic.training import trackers
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of MLflow's own, which differ from version to version
-mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
+# Warnings are MLflow's own, which differ from version to version.
+pytestmark = [pytest.mark.filterwarnings("ignore"), skipped_without("mlflow")]
+mlflow: Any = LateModule("mlflow")
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "0123456789abcdef0123456789abcdef"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ from ciuic.training.snapshots import TrainingSnapshots
 LOSSES = {1: 3.0, 2: math.nan, 3: 1.0, 4: 2.0, 5: 1.0, 6: math.inf, 7: -math.inf}
 
 
-def _saved(save_dir: Path) -> dict[int, str]:
-    """Save a snapshot for each loss, two to an epoch; return the ids by step."""
-    ids = {}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """Save a snapshot for each loss, two to an epoch; return the directory and the ids by step."""
+    save_dir, ids = tmp_path_factory.mktemp("saved") / "snapshots", {}
     model = Model()
     with SnapshotManager(save_dir) as manager:
         for step, loss in LOSSES.items():
@@ -33,7 +35,14 @@ def _saved(save_dir: Path) -> dict[int, str]:
             assert save is not None
             assert save.id is not None
             ids[step] = save.id
-    return ids
+    return save_dir, ids
+
+
+@pytest.fixture
+def ids(saved: tuple[Path, dict[int, str]], tmp_path: Path) -> dict[int, str]:
+    """Return the ids of those snapshots, which a copy in ``snapshots`` has."""
+    shutil.copytree(saved[0], tmp_path / "snapshots")
+    return saved[1]
 
 
 def test_loading_waits_for_the_saves_of_the_process(tmp_path: Path) -> None:
@@ -58,9 +67,8 @@ def test_loading_waits_for_the_saves_of_the_process(tmp_path: Path) -> None:
             assert state["epoch"] == epoch
 
 
-def test_the_best_is_that_of_the_rule_that_keeps_it(tmp_path: Path) -> None:
+def test_the_best_is_that_of_the_rule_that_keeps_it(ids: dict[int, str], tmp_path: Path) -> None:
     """The best is the snapshot that `Best` keeps: finite, and of equally good ones the oldest."""
-    ids = _saved(tmp_path / "snapshots")
     with SnapshotManager(
         tmp_path / "snapshots", keep=[Best(2, "accuracy", "max"), Best(1, "accuracy", "max")]
     ) as manager:
@@ -78,9 +86,9 @@ def test_the_best_is_that_of_the_rule_that_keeps_it(tmp_path: Path) -> None:
     assert manager.load_best().id == ids[3]
 
 
+@pytest.mark.usefixtures("ids")
 def test_what_is_best_is_never_guessed(tmp_path: Path) -> None:
     """Without one metric that is meant `load_best` names those that there are, and loads nothing."""
-    _saved(tmp_path / "snapshots")
     plain = TrainingSnapshots(tmp_path / "snapshots")
     with pytest.raises(
         NotFound, match="which metric is best is not known; of metrics there are accuracy, loss"
@@ -104,9 +112,8 @@ def test_what_is_best_is_never_guessed(tmp_path: Path) -> None:
         assert copied(*where).load_best("loss")["step"] == 3
 
 
-def test_a_step_or_an_epoch_names_one_snapshot_or_none(tmp_path: Path) -> None:
+def test_a_step_or_an_epoch_names_one_snapshot_or_none(ids: dict[int, str], tmp_path: Path) -> None:
     """A step and an epoch find their only snapshot; several or none are an error that lists what is there."""
-    ids = _saved(tmp_path / "snapshots")
     with SnapshotManager(tmp_path / "snapshots") as manager:
         assert manager.load_snapshot(step=4).id == ids[4]
         assert manager.load_snapshot(epoch=0).id == ids[1]
@@ -201,9 +208,8 @@ class _Texts(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def test_the_table_is_a_list_that_prints(tmp_path: Path) -> None:
+def test_the_table_is_a_list_that_prints(ids: dict[int, str], tmp_path: Path) -> None:
     """The table has the snapshots newest first, aligned as text, and slices into tables."""
-    ids = _saved(tmp_path / "snapshots")
     plain = TrainingSnapshots(tmp_path / "snapshots")
     plain.hold(ids[1])
     table = plain.list_snapshots()
@@ -236,9 +242,9 @@ def test_the_table_of_a_notebook_is_escaped(tmp_path: Path) -> None:
     assert table[:0]._repr_html_() == "<p>no snapshots</p>"
 
 
+@pytest.mark.usefixtures("ids")
 def test_a_long_table_shows_the_newest(tmp_path: Path) -> None:
     """A table of many snapshots shows sixty and says how many there are besides."""
-    _saved(tmp_path / "snapshots")
     (one, *_) = TrainingSnapshots(tmp_path / "snapshots").list_snapshots()
     table = SnapshotTable([one] * 100)
     assert len(repr(table).splitlines()) == 62

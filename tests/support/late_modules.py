@@ -6,6 +6,7 @@ Every worker of a run collects every file: a framework that a file imports would
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -34,6 +35,12 @@ class LateModule:
 
     def __delattr__(self, name: str) -> None:
         delattr(self._late_module(), name)
+
+
+def skipped_without(*packages: str) -> pytest.MarkDecorator:
+    """Return the mark of tests whose own processes import these packages."""
+    lacking = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(lacking), reason=f"not installed: {', '.join(lacking)}")
 
 
 torch: Any = LateModule("torch", lacking="no CPU build of PyTorch is offered here")
