@@ -345,6 +345,12 @@ class Bench:
         flagged, open_for_writing = self.flagged(record), writers & self.inodes(record)
         assert flagged == open_for_writing, f"marked {flagged}, open for writing was {open_for_writing}"
 
+    def entry_of(self, record: RootRecord, name: bytes) -> Entry:
+        """Return a file at the top of the root."""
+        found = self.repository.trees.entry(record.entry.content, name)
+        assert found is not None
+        return found
+
     def inodes(self, record: RootRecord) -> set[int]:
         return {entry.ino for entry in self._files(record)}
 
