@@ -347,7 +347,7 @@ class Bench:
 
     def entry_of(self, record: RootRecord, name: bytes) -> Entry:
         """Return a file at the top of the root."""
-        found = self.repository.trees.entry(record.entry.content, name)
+        found: Entry | None = self.repository.trees.entry(record.entry.content, name)
         assert found is not None
         return found
 
