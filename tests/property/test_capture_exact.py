@@ -9,28 +9,15 @@ from __future__ import annotations
 
 import os
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.capture_bench import BLOCK, bench
+from support.capture_bench import bench
+from support.capture_bench import small_limits as small_limits
 from support.core_driver import Operation, operations
 from support.depth import by_depth
 
-from ciuic.daemon.capture import content
-from ciuic.fuse_layer.core import overlay_hooks
-from ciuic.system import spill
-
 MANY = settings(max_examples=by_depth(1, 2) * settings().max_examples)
 """An example takes milliseconds."""
-
-
-@pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the limits so that small files and few changes take the code paths of large ones and many."""
-    monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
-    monkeypatch.setattr(overlay_hooks, "COPY_LIMIT_BYTES", BLOCK)
-    monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
 
 
 @MANY

@@ -9,17 +9,16 @@ from unittest import mock
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.capture_bench import BLOCK, Bench, bench
+from support.capture_bench import Bench, bench
+from support.capture_bench import small_limits as small_limits
 from support.core_driver import Operation, operations
 from support.dying_os import DATA_CALLS, NAME_CALLS, DyingOs, Killed, Steps
 
-from ciuic.daemon.capture import content
 from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.core import directories, files, names, overlay_hooks
 from ciuic.fuse_layer.state import node_table, overlay_state, passthrough_state
 from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links, undo_log
-from ciuic.system import spill
 
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
@@ -43,15 +42,6 @@ MODULES = (
     undo_log,
     path_handles,
 )
-
-
-@pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the limits so that small files and few changes take the code paths of large ones and many."""
-    monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
-    monkeypatch.setattr(overlay_hooks, "COPY_LIMIT_BYTES", BLOCK)
-    monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
 
 
 def _killed_at(rig: Bench, operation: Operation, step: int) -> bool:

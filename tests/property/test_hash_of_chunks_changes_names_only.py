@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stored import KEYED, SEEDED, Tree, read_back, store
+from support.stored import KEYED, SEEDED, Tree, flip_stored, read_back, store
 
 from ciuic.compare.diff import diff_snapshots
 from ciuic.errors import Damaged
@@ -91,7 +90,7 @@ def _live(path: Path, identity: Identity, plan: Plan) -> list[Any]:
                 repository, repository.snapshots.load(before), repository.snapshots.load(after)
             )
         ]
-        _flip(repository, ids[-1], plan.bad_block)
+        flip_stored(repository, _bad_chunk(repository, ids[-1], plan.bad_block))
         damages = _damages(repository)
         with pytest.raises(Damaged):
             read_back(repository, ids[-1])
@@ -115,13 +114,6 @@ def _live(path: Path, identity: Identity, plan: Plan) -> list[Any]:
 def _bad_chunk(repository: Repository, id_: SnapshotId, block: int) -> ChunkId:
     entry = find(repository, repository.snapshots.load(id_), b"/root/" + FILE).entry
     return dict(repository.block_maps.ids(entry.content, entry.map_height, 4))[block]
-
-
-def _flip(repository: Repository, id_: SnapshotId, block: int) -> None:
-    where = repository.chunks.locate(_bad_chunk(repository, id_, block))
-    with open(repository.pack_path(where.pack), "r+b") as file:
-        byte = os.pread(file.fileno(), 1, where.offset + 9)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1]), where.offset + 9)
 
 
 def _damages(repository: Repository) -> list[object]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stored import IDENTITIES, Tree, read_back, store
+from support.stored import IDENTITIES, Tree, flip_stored, read_back, store
 
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.maintenance import prune as gc
@@ -208,12 +208,7 @@ def test_an_unreadable_snapshot_stops_everything(repository: Repository) -> None
 def test_an_unreadable_tree_stops_everything(repository: Repository) -> None:
     """A kept snapshot with an unreadable tree might need anything, so nothing at all is deleted."""
     ids = commit(repository, *({b"d": {b"x": noise(n, 40 * BLOCK)}} for n in range(3)))
-    tree = repository.snapshots.load(ids[2]).roots[0].entry.content
-    where = repository.chunks.locate(tree)
-    path = next(p for p in Path(repository.path).rglob(f"{where.pack:016x}*"))
-    content = bytearray(path.read_bytes())
-    content[where.offset + where.stored_bytes // 2] ^= 0x20
-    path.write_bytes(content)
+    flip_stored(repository, ChunkId(repository.snapshots.load(ids[2]).roots[0].entry.content))
     with Repository.open(repository.path) as fresh:
         sizes = {pack.number: pack.size_bytes for pack in fresh.packs()}
         with pytest.raises(CollectionRefused, match=str(ids[2])):

@@ -89,6 +89,9 @@ from ciuic.remote.writer_log import LogUpkeep, WriterLog
 from ciuic.repository.identity import Bytes
 from ciuic.repository.index_database import IndexDatabase
 
+Party = Callable[[Objects, Callable[[Any], None]], None]
+"""One of several that use a remote at the same time: it is given the remote, and tells what it believes."""
+
 WANTED = chunk(1)
 OLD_PACK = PackRef("d" + "11" * 16)
 SECOND_PACK = PackRef("d" + "22" * 16)
@@ -211,7 +214,7 @@ def known_index(*packs: PackRef) -> RemoteIndex:
     return index
 
 
-def writer(number: int) -> Callable[[Objects, Callable[[Any], None]], None]:
+def writer(number: int) -> Party:
     def run(objects: Objects, say: Callable[[Any], None]) -> None:
         index = known_index()
         try:
@@ -224,7 +227,7 @@ def writer(number: int) -> Callable[[Objects, Callable[[Any], None]], None]:
     return run
 
 
-def collector(number: int, *packs: PackRef) -> Callable[[Objects, Callable[[Any], None]], None]:
+def collector(number: int, *packs: PackRef) -> Party:
     def run(objects: Objects, say: Callable[[Any], None]) -> None:
         index = known_index(*packs)
         policy = CollectionPolicy(young_ns=-1, repack_share=0)
@@ -243,7 +246,7 @@ def collector(number: int, *packs: PackRef) -> Callable[[Objects, Callable[[Any]
     return run
 
 
-def remover(manifest: str) -> Callable[[Objects, Callable[[Any], None]], None]:
+def remover(manifest: str) -> Party:
     def run(objects: Objects, say: Callable[[Any], None]) -> None:
         ids = Ids("remover")
         entry = LogRemove(nonce=ids.hex(), manifests=(manifest,))
@@ -260,7 +263,7 @@ class Claim(NamedTuple):
 
 def search_all(
     contents: Contents,
-    parties: Sequence[Callable[[Objects, Callable[[Any], None]], None]],
+    parties: Sequence[Party],
     max_states: int,
     lacks_in: str = "",
     stolen: Sequence[str] = (),
@@ -289,26 +292,31 @@ def search_all(
     return found.run(contents, max_states), found.states
 
 
+def refusing(party: Party) -> Party:
+    """Return the same party, which ends where the remote is damaged."""
+
+    def run(objects: Objects, say: Callable[[Any], None]) -> None:
+        with suppress(DamagedRemote):
+            party(objects, say)
+
+    return run
+
+
 def cut_log(max_states: int) -> tuple[str, int]:
     """Search with a commit, a round, and somebody who deletes the log of the first snapshot, the newest entry first."""
     contents, manifest = first_bucket()
     log = sorted(name for name, _ in contents if name.startswith("w/"))
-
-    def notices(
-        party: Callable[[Objects, Callable[[Any], None]], None],
-    ) -> Callable[[Objects, Callable[[Any], None]], None]:
-        def run(objects: Objects, say: Callable[[Any], None]) -> None:
-            with suppress(DamagedRemote):
-                party(objects, say)
-
-        return run
 
     def thief(objects: Objects, say: Callable[[Any], None]) -> None:
         for name in reversed(log):
             objects.delete([name])
 
     return search_all(
-        contents, [notices(writer(0)), notices(collector(0)), thief], max_states, stolen=log, kept={manifest}
+        contents,
+        [refusing(writer(0)), refusing(collector(0)), thief],
+        max_states,
+        stolen=log,
+        kept={manifest},
     )
 
 
@@ -394,7 +402,7 @@ def ended_round(damaged: RoundPart, *, spared: bool = False) -> tuple[Contents, 
     return frozenset((name, data) for name, (data, _) in bucket.objects.items()), manifest
 
 
-def repairer(number: int) -> Callable[[Objects, Callable[[Any], None]], None]:
+def repairer(number: int) -> Party:
     def run(objects: Objects, say: Callable[[Any], None]) -> None:
         ids = Ids(f"repairer {number}")
         mend_rounds(objects, sealer(ids), ids.hex)
@@ -409,18 +417,9 @@ def repaired_round(
     contents, manifest = ended_round(damaged, spared=spared)
     stolen = [round_name(0, damaged)]
 
-    def refuses(
-        party: Callable[[Objects, Callable[[Any], None]], None],
-    ) -> Callable[[Objects, Callable[[Any], None]], None]:
-        def run(objects: Objects, say: Callable[[Any], None]) -> None:
-            with suppress(DamagedRemote):
-                party(objects, say)
-
-        return run
-
     return search_all(
         contents,
-        [refuses(writer(0)), repairer(0), refuses(collector(0)) if collects else repairer(1)],
+        [refusing(writer(0)), repairer(0), refusing(collector(0)) if collects else repairer(1)],
         max_states,
         stolen=stolen,
         kept={manifest} if spared else (),
@@ -507,7 +506,7 @@ def young(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "UPLOADING_NS", 1 << 62)
 
 
-def checked(max_states: int, *parties: Callable[[Objects, Callable[[Any], None]], None]) -> tuple[str, int]:
+def checked(max_states: int, *parties: Party) -> tuple[str, int]:
     """Search with a check beside these."""
     contents, _ = first_bucket()
     return search_all(contents, [checker, *parties], max_states)
@@ -686,7 +685,7 @@ def misplaced(contents: Contents) -> str:
     return ""
 
 
-def moved(max_states: int, *parties: Callable[[Objects, Callable[[Any], None]], None]) -> tuple[str, int]:
+def moved(max_states: int, *parties: Party) -> tuple[str, int]:
     """Search with a move of all packs beside these, of a bucket with two packs of one chunk."""
     contents, _ = first_bucket(SECOND_PACK)
     return search_all(contents, [mover, *parties], max_states, kept_names=["manifests/"], also=misplaced)
@@ -891,24 +890,13 @@ def later_repair(objects: Objects, say: Callable[[Any], None]) -> None:
     replace_round(objects, Ids("later repair"))
 
 
-def replaced_round(
-    max_states: int, *parties: Callable[[Objects, Callable[[Any], None]], None]
-) -> tuple[str, int]:
+def replaced_round(max_states: int, *parties: Party) -> tuple[str, int]:
     """Search with a round whose decision is damaged and replaced beside these, and what it names deleted at any time."""
     contents, manifest = undecided_round()
 
-    def refuses(
-        party: Callable[[Objects, Callable[[Any], None]], None],
-    ) -> Callable[[Objects, Callable[[Any], None]], None]:
-        def run(objects: Objects, say: Callable[[Any], None]) -> None:
-            with suppress(DamagedRemote):
-                party(objects, say)
-
-        return run
-
     return search_all(
         contents,
-        [*map(refuses, [first_repair, *parties])],
+        [*map(refusing, [first_repair, *parties])],
         max_states,
         stolen=[DECIDED],
         kept={manifest},
@@ -958,7 +946,7 @@ def test_every_order_with_a_replaced_round_is_safe() -> None:
     ids=["new writer", "late collector", "later repair", "collector"],
 )
 def test_replacing_a_round_beside_others_is_safe(
-    party: Callable[[Objects, Callable[[Any], None]], None],
+    party: Party,
 ) -> None:
     """So are the first 10,000 beside a host without an index, a collector that knows the decision or not, and another repair."""
     problem, states = replaced_round(10_000, party)

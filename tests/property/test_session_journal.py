@@ -6,7 +6,6 @@ import contextlib
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.depth import by_depth
+from support.until import until
 
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.journal import journal_writer, records
@@ -152,13 +152,17 @@ class Session:
         nodes = self.known.keys() | {opened.node for opened in self.book.files.values()}
         return {node: answer(self.core, node) for node in nodes}
 
+    def settle(self) -> None:
+        """Wait until the running archiving is done."""
+        until("archiving", lambda: not self.journal.absorbing)
+
     def end(self) -> None:
         """Close every descriptor, those of all successors included."""
         if self._successor is not None:
             self._successor.end()
         self.journal.remove()
         # The archiving thread would otherwise write files while the directory is removed.
-        settle(self.journal)
+        self.settle()
         self.core.close()
         os.close(self._fd)
 
@@ -184,13 +188,6 @@ def session(full_bytes: int) -> Iterator[tuple[Session, Path, Path]]:
             made.end()
 
 
-def settle(written: JournalWriter) -> None:
-    """Wait until the running archiving is done."""
-    deadline = time.monotonic() + 30
-    while written.absorbing and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("full_bytes", [1 << 20, 600])
 @settings(max_examples=by_depth(30, 80), deadline=None)
 @given(lives=st.lists(STEPS, min_size=1, max_size=3))
@@ -204,7 +201,7 @@ def test_a_successor_answers_as_its_predecessor(full_bytes: int, lives: list[lis
         for steps in lives:
             for step in steps:
                 before.do(step)
-            settle(before.journal)
+            before.settle()
             expected, open_files = before.answers(), before.book.files
             inherited = journal_writer.replay(base)
             assert inherited is not None
@@ -262,12 +259,16 @@ def _facts_of(inherited: InheritedSession, node: int) -> tuple[object, ...] | No
     return facts and (facts.key, facts.kind, facts.name, facts.aliases, facts.gone)
 
 
+def _archived(place: Path, data: bytes) -> JournalArchive:
+    """Return an archive that has taken a file of the journal in, opened anew."""
+    with contextlib.closing(JournalArchive(place / "l.archive-test")) as made:
+        list(made.absorb(1, data))
+    return JournalArchive(made.path)
+
+
 def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -> None:
     """A node that this worker dropped, whoever made it, does not come back from the archive."""
-    first = JournalArchive(tmp_path / "l.archive-test")
-    list(first.absorb(1, records.node_record(5, 1, 5, 1, 0o100000, b"old")))
-    first.close()
-    second = JournalArchive(tmp_path / "l.archive-test")
+    second = _archived(tmp_path, records.node_record(5, 1, 5, 1, 0o100000, b"old"))
     own = JournalArchive(tmp_path / "l.archive-test", generation=second.generation)
     list(own.absorb(2, records.node_record(6, 1, 6, 1, 0o100000, b"new")))
     assert second.node(5) is not None
@@ -287,10 +288,7 @@ def test_inodes_of_nested_file_systems_and_reused_numbers_are_found(tmp_path: Pa
     data += records.node_record(7, 1, 7, 1, 0o100000, b"a") + records.replaced_record(7, 1, 8)
     newest = InheritedSession()
     list(newest.apply(data))
-    archive = JournalArchive(tmp_path / "l.archive-test")
-    list(archive.absorb(1, data))
-    archive.close()
-    archive = JournalArchive(tmp_path / "l.archive-test")
+    archive = _archived(tmp_path, data)
     for inherited in (newest, InheritedSession(archive)):
         assert (inherited.odd(9, 5), inherited.odd(1, 8), inherited.odd(1, 7)) == (1 << 62, 7, None)
         assert inherited.last_node == 1 << 62
@@ -299,17 +297,14 @@ def test_inodes_of_nested_file_systems_and_reused_numbers_are_found(tmp_path: Pa
 
 def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path: Path) -> None:
     """An archived node that the newest file renames is found after that file was archived too."""
-    archive = JournalArchive(tmp_path / "l.archive-test")
-    list(archive.absorb(1, records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")))
-    archive.close()
-    inherited = InheritedSession(JournalArchive(tmp_path / "l.archive-test"))
+    archive = _archived(tmp_path, records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name"))
+    inherited = InheritedSession(archive)
     newest = records.renamed_record(1 << 62, 1, b"name", 1, b"new name")
     list(inherited.apply(newest))
-    assert inherited.archive is not None
-    own = JournalArchive(tmp_path / "l.archive-test", generation=inherited.archive.generation)
+    own = JournalArchive(archive.path, generation=archive.generation)
     list(own.absorb(2, newest))
     assert inherited.odd(1, 5) == 1 << 62
-    for one in (own, inherited.archive):
+    for one in (own, archive):
         one.close()
 
 
@@ -318,10 +313,7 @@ def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None
     data = records.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
     data += records.name_record(1 << 62, 1, b"alias", several=True)
     data += records.unlinked_record(1 << 62, 1, b"name", gone=True)
-    archive = JournalArchive(tmp_path / "l.archive-test")
-    list(archive.absorb(1, data))
-    archive.close()
-    archive = JournalArchive(tmp_path / "l.archive-test")
+    archive = _archived(tmp_path, data)
     newest = InheritedSession()
     list(newest.apply(data))
     for inherited in (newest, InheritedSession(archive)):

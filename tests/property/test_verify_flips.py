@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import take, write
-from support.stored import IDENTITIES
+from support.stored import IDENTITIES, flip
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.verify import VerifyResult, verify_snapshots
@@ -50,6 +50,12 @@ def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         yield Made(repository.path, root, first, second)
 
 
+@pytest.fixture
+def copy(made: Made, tmp_path: Path) -> Path:
+    """Provide a copy of the repository, for one test."""
+    return Path(shutil.copytree(made.path, tmp_path / "repository"))
+
+
 def verify(path: Path, *, checksum: bool = True, ids: list[SnapshotId] | None = None) -> VerifyResult:
     with Repository.open(path) as repository:
         return verify_snapshots(repository, ids, checksum=checksum)
@@ -62,14 +68,6 @@ def test_a_sound_repository_has_no_damage(made: Made) -> None:
         assert result.damages == []
         assert result.snapshots == [made.second.id, made.first.id]
         assert result.files >= 6
-
-
-def flip(path: Path, offset: int, mask: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ mask]))
 
 
 @settings(max_examples=60)
@@ -127,10 +125,8 @@ def locate(path: Path, snapshot: Snapshot, name: bytes, block: int = 0) -> tuple
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_damage_names_path_block_and_all_snapshots(made: Made, tmp_path: Path, everything: bool) -> None:
+def test_damage_names_path_block_and_all_snapshots(made: Made, copy: Path, everything: bool) -> None:
     """A bad block of a shared file is named with path, block number and both snapshots, newest first."""
-    copy = tmp_path / "repository"
-    shutil.copytree(made.path, copy)
     flip(*locate(copy, made.first, b"random.bin", 3), 0x40)
     result = verify(copy, ids=None if everything else [made.first.id])
     (damage,) = [damage for damage in result.damages if damage.path]
@@ -140,38 +136,29 @@ def test_damage_names_path_block_and_all_snapshots(made: Made, tmp_path: Path, e
     assert damage.root == os.fsencode(made.root)
 
 
-def test_damage_in_a_file_with_two_names_names_both(made: Made, tmp_path: Path) -> None:
-    """Damage in content that several names share is reported for each of them."""
-    copy = tmp_path / "repository"
-    shutil.copytree(made.path, copy)
+def test_damage_names_every_name_and_no_other_snapshot(made: Made, copy: Path) -> None:
+    """Damage in content that several names share is reported for each of them, and of one snapshot for it alone."""
     flip(*locate(copy, made.first, b"two names", 1), 1)
-    paths = {damage.path for damage in verify(copy).damages if damage.path}
-    assert paths == {os.fsencode(made.root / "two names"), os.fsencode(made.root / "deep" / "other name")}
-
-
-def test_damage_of_content_of_one_snapshot_names_only_that_snapshot(made: Made, tmp_path: Path) -> None:
-    """Damage in content that one snapshot alone needs does not name the other."""
-    copy = tmp_path / "repository"
-    shutil.copytree(made.path, copy)
     flip(*locate(copy, made.first, b"changes"), 1)
-    (damage,) = [damage for damage in verify(copy).damages if damage.path]
-    assert damage.snapshots == (made.first.id,)
+    found = {(damage.path, damage.snapshots) for damage in verify(copy).damages if damage.path}
+    both = made.second.id, made.first.id
+    assert found == {
+        (os.fsencode(made.root / "two names"), both),
+        (os.fsencode(made.root / "deep" / "other name"), both),
+        (os.fsencode(made.root / "changes"), (made.first.id,)),
+    }
 
 
-def test_a_missing_pack_is_missing_chunks_without_reading_a_byte(made: Made, tmp_path: Path) -> None:
+def test_a_missing_pack_is_missing_chunks_without_reading_a_byte(made: Made, copy: Path) -> None:
     """Checking the structure alone finds a missing pack, and names its files."""
-    copy = tmp_path / "repository"
-    shutil.copytree(made.path, copy)
     locate(copy, made.first, b"random.bin")[0].unlink()
     result = verify(copy, checksum=False)
     assert os.fsencode(made.root / "random.bin") in {damage.path for damage in result.damages}
     assert result.bytes_read == 0
 
 
-def test_a_damaged_snapshot_file_is_named(made: Made, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_file_is_named(made: Made, copy: Path) -> None:
     """A snapshot that cannot be read is reported as damage with id and file, whether named or not."""
-    copy = tmp_path / "repository"
-    shutil.copytree(made.path, copy)
     file = next(file for file in copy.rglob(str(made.first.id)) if "snapshots" in str(file.parent))
     flip(file, file.stat().st_size // 2, 0xFF)
     for ids in (None, [made.first.id]):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.remote_host import BLOCK, RemoteHost, reading
+from support.remote_host import BLOCK, RemoteHost, flip_object, reading
 from support.restoring import write
 
 from ciuic.errors import CiuicError, Damaged
@@ -317,9 +317,7 @@ def test_a_key_slot_is_replaced(world: World, way: str) -> None:
     add_slot(world.remote, "words", passphrase_secret(WORDS))
     (name,) = world.names("keys/")
     if way == "flipped":
-        data = bytearray(world.objects.get(name))
-        data[-40] ^= 1
-        world.objects.put(name, [bytes(data)])
+        flip_object(world.objects, name, -40)
     elif way == "gone":
         world.objects.delete([name])
     else:

@@ -19,18 +19,22 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
+import pytest
 import xxhash
 from support.core_driver import CoreDriver, Operation, open_backing
 from support.trees import Facts, Manifest, assert_same, manifest
 
+from ciuic.daemon.capture import content as capture_content
 from ciuic.daemon.capture import roots
 from ciuic.daemon.capture.job import RootJob
 from ciuic.daemon.capture.roots import Report
+from ciuic.fuse_layer.core import overlay_hooks
 from ciuic.fuse_layer.core.overlay_core import OverlayCore, SealedEpoch
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.undo_format import LogReader
 from ciuic.repository.compression import Content
 from ciuic.repository.extent_sharing import Stage
+from ciuic.system import spill
 from ciuic.types import (
     FLAG_OPEN_FOR_WRITING,
     HOLE,
@@ -341,6 +345,12 @@ class Bench:
         flagged, open_for_writing = self.flagged(record), writers & self.inodes(record)
         assert flagged == open_for_writing, f"marked {flagged}, open for writing was {open_for_writing}"
 
+    def entry_of(self, record: RootRecord, name: bytes) -> Entry:
+        """Return a file at the top of the root."""
+        found: Entry | None = self.repository.trees.entry(record.entry.content, name)
+        assert found is not None
+        return found
+
     def inodes(self, record: RootRecord) -> set[int]:
         return {entry.ino for entry in self._files(record)}
 
@@ -372,6 +382,15 @@ def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
 
     with mock.patch.object(roots, "open_log", open_slow_log):
         yield
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower the limits, in modules that import this, so that small files and few changes take the code paths of large ones and many."""
+    monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(overlay_hooks, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(capture_content, "_RUN_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(capture_content, "_BATCH_BLOCKS", 2)
 
 
 @contextmanager

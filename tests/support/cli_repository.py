@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import msgspec
+import pytest
 from click.testing import CliRunner, Result
 from support.live import Commands, Live
 
@@ -22,6 +23,7 @@ from ciuic.types import HOLE, Entry, RootMode, RootRecord, SnapshotDraft, Snapsh
 Tree = Mapping[bytes, Union[bytes, tuple[bytes, dict[str, Any]], "Tree", Entry]]
 """Map from name to the content of a file (and fields of its entry), another directory, or a ready entry."""
 
+NOISE = os.urandom(300_000)
 SECOND_NS = 1_000_000_000
 FIRST_NS = 1_686_834_000 * SECOND_NS
 """Cut of the first snapshot, 2023-06-15 13:00:00 UTC; each further one is an hour later."""
@@ -189,3 +191,12 @@ class MadeHost:
         shutil.rmtree(used)
         shutil.copytree(self._whole, used, symlinks=True)
         return copy.deepcopy(self._host)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> CliRepository:
+    """Make one snapshot of root/ckpt/{a,b} and root/log; root exists and is empty."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    made.snapshot({b"ckpt": {b"a": NOISE, b"b": b"bbb"}, b"log": b"line\n"})
+    return made

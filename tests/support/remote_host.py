@@ -38,6 +38,13 @@ def new_remote(objects: Objects, *, sealed: bool = True, packs_url: str = "") ->
     return init_remote(objects, master=master, block_size=BLOCK, packs_url=packs_url)
 
 
+def flip_object(objects: Objects, name: str, at: int = -1) -> None:
+    """Flip a bit of an object."""
+    data = bytearray(objects.get(name))
+    data[at] ^= 1
+    objects.put(name, [bytes(data)])
+
+
 class RemoteHost:
     """Repository of one host that uploads to a remote.
 

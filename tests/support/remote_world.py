@@ -62,6 +62,11 @@ class Bucket:
         self.requests += 1
         self.objects[name] = (b"".join(data), self.clock())
 
+    def decay(self, name: str, at: int) -> None:
+        """Flip a bit of an object, as a store does that loses data without a word."""
+        data, modified_ns = self.objects[name]
+        self.objects[name] = (data[:at] + bytes([data[at] ^ 4]) + data[at:][1:], modified_ns)
+
     def create(self, name: str, data: bytes) -> bool:
         self.requests += 1
         if name in self.objects:

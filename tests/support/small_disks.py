@@ -59,6 +59,17 @@ def sharing_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         yield point
 
 
+@pytest.fixture
+def place(sharing_disk: Path) -> Iterator[Path]:
+    """Provide a directory on a disk that shares extents, for the repository and what is restored."""
+    place = sharing_disk / "place"
+    place.mkdir()
+    yield place
+    shutil.rmtree(place)
+    # btrfs gives space back with a transaction.
+    os.sync()
+
+
 def _umount(point: Path) -> int:
     return subprocess.run(["umount", str(point)], check=False, timeout=60, capture_output=True).returncode
 

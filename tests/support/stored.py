@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from ciuic.repository import Identity, Repository, Writer, blocks_of, is_zero
-from ciuic.types import HOLE, Entry, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef
+from ciuic.types import HOLE, ChunkId, Entry, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef
 
 Tree = Mapping[bytes, Any]
 """Map from name to the content of a file, or another Tree."""
@@ -45,6 +46,21 @@ def store(
         tags=tags,
     )
     return writer.commit(draft)
+
+
+def flip(path: Path, at: int, mask: int = 1) -> None:
+    """Flip bits of one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+
+
+def flip_stored(repository: Repository, chunk: ChunkId) -> None:
+    """Flip a bit in the stored copy of a chunk that is read."""
+    where = repository.chunks.locate(chunk)
+    flip(Path(repository.pack_path(where.pack)), where.offset + where.stored_bytes // 2)
 
 
 def put_tree(writer: Writer, tree: Tree) -> TreeRef:

@@ -13,6 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from support import stored
 from support.until import until
 
 from ciuic.repository import Repository, Walker
@@ -84,11 +85,8 @@ def flip(save_dir: Path, choose: random.Random) -> bool:
         if not own:
             return False
         place = repository.chunks.locate(choose.choice(own))
-    with open(save_dir / "packs" / f"{place.pack:016x}.pack", "r+b") as file:
-        file.seek(place.offset + choose.randrange(place.stored_bytes))
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1 << choose.randrange(8)]))
+    at = place.offset + choose.randrange(place.stored_bytes)
+    stored.flip(save_dir / "packs" / f"{place.pack:016x}.pack", at, 1 << choose.randrange(8))
     return True
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cli_repository import CliRepository, Tree
+from support.stored import flip_stored
 
 from ciuic.errors import Partial
 from ciuic.repository import Repository
@@ -23,13 +24,7 @@ def spoil(made: CliRepository, snapshot: SnapshotId, *names: bytes) -> None:
             entry = repository.trees.entry(tree, name)
             assert entry is not None
             tree = entry.content
-        place = repository.chunks.locate(ChunkId(tree))
-    (pack,) = made.path.glob(f"packs/{place.pack:016x}*")
-    with open(pack, "r+b") as file:
-        file.seek(place.offset)
-        byte = file.read(1)
-        file.seek(place.offset)
-        file.write(bytes([byte[0] ^ 1]))
+        flip_stored(repository, ChunkId(tree))
 
 
 def tree(version: bytes, **below: bytes) -> Tree:

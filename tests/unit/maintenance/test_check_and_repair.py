@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.stored import IDENTITIES, read_back, store
+from support.stored import IDENTITIES, flip, flip_stored, read_back, store
 
 from ciuic.errors import Busy
 from ciuic.maintenance.check import CheckReport, check, summary
@@ -58,16 +58,6 @@ def pack_path(repository: Repository, number: int) -> Path:
     return next(Path(repository.path).rglob(f"{number:016x}*"))
 
 
-def damage(repository: Repository, chunk: ChunkId) -> None:
-    """Flip a byte in the stored copy of a chunk."""
-    where = repository.chunks.locate(chunk)
-    with pack_path(repository, where.pack).open("r+b") as stream:
-        stream.seek(where.offset + where.stored_bytes // 2)
-        byte = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte ^ 1]))
-
-
 def block_of(repository: Repository, snapshot: Snapshot, name: bytes, number: int) -> ChunkId:
     entry = repository.trees.entry(snapshot.roots[0].entry.content, name)
     assert entry is not None
@@ -103,28 +93,20 @@ def test_an_empty_repository_is_sound(repository: Repository) -> None:
     assert looked(repository, read_data=True).findings == []
 
 
-def test_a_lost_index_is_rebuilt(repository: Repository, snapshot: Snapshot) -> None:
-    """A repository without its index is sound, and repair writes a new one."""
-    for path in Path(repository.path).glob("index.sqlite*"):
-        path.unlink()
-    report = looked(repository)
-    assert kinds(report) == [("warning", "index", False)]
-    assert not report.damaged
-    report = looked(repository, repair=True)
-    assert not report.damaged
-    assert looked(repository).findings == []
-    assert read_back(repository, snapshot.id)[b"model.bin"] == CONTENT
-
-
-def test_an_index_of_rubbish(repository: Repository, snapshot: Snapshot) -> None:
-    """An index that is no database is a warning, and repair replaces it."""
+@pytest.mark.parametrize("rubbish", [b"", b"rubbish" * 1000])
+def test_an_index_that_is_lost_or_rubbish_is_rebuilt(
+    repository: Repository, snapshot: Snapshot, rubbish: bytes
+) -> None:
+    """A repository without its index, or with one that is no database, is sound, and repair writes a new one."""
     repository.close()
     for path in Path(repository.path).glob("index.sqlite*"):
-        path.write_bytes(b"rubbish" * 1000)
+        path.write_bytes(rubbish) if rubbish else path.unlink()
     report = looked(repository)
     assert kinds(report) == [("warning", "index", False)]
-    looked(repository, repair=True)
+    assert not report.damaged
+    assert not looked(repository, repair=True).damaged
     assert looked(repository).findings == []
+    assert read_back(repository, snapshot.id)[b"model.bin"] == CONTENT
 
 
 def test_an_unreadable_snapshot_is_named_and_stays(repository: Repository, snapshot: Snapshot) -> None:
@@ -160,7 +142,7 @@ def test_a_missing_pack_is_reported_with_paths_and_snapshots(
 
 def test_a_damaged_tree_is_named_and_makes_no_garbage(repository: Repository, snapshot: Snapshot) -> None:
     """A tree that cannot be read is named with its snapshot, and nothing counts as garbage for it."""
-    damage(repository, ChunkId(snapshot.roots[0].entry.content))
+    flip_stored(repository, ChunkId(snapshot.roots[0].entry.content))
     report = looked(repository)
     assert ("error", "structure", False) in kinds(report)
     assert report.orphaned_bytes == 0
@@ -170,7 +152,7 @@ def test_a_damaged_block_without_the_live_file(
     repository: Repository, snapshot: Snapshot, live: Path
 ) -> None:
     """A damaged block without another copy is found by reading everything, and stays an error."""
-    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
+    flip_stored(repository, block_of(repository, snapshot, b"model.bin", 7))
     (live / "model.bin").unlink()
     # Its bytes were not read.
     assert looked(repository).findings == []
@@ -184,8 +166,8 @@ def test_a_damaged_block_is_healed_from_the_live_file(
     repository: Repository, snapshot: Snapshot, live: Path
 ) -> None:
     """Repair restores a damaged block from the live file, and the snapshot reads as it was stored."""
-    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
-    damage(repository, block_of(repository, snapshot, b"model.bin", 40))
+    flip_stored(repository, block_of(repository, snapshot, b"model.bin", 7))
+    flip_stored(repository, block_of(repository, snapshot, b"model.bin", 40))
     report = looked(repository, read_data=True, repair=True)
     assert not report.damaged
     assert ("error", "damaged chunk", True) in kinds(report)
@@ -201,7 +183,7 @@ def test_a_healed_copy_that_stays_is_no_damage(
     repository: Repository, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bad copy that stays for want of room after repair is known and raises no error."""
-    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
+    flip_stored(repository, block_of(repository, snapshot, b"model.bin", 7))
 
     def no_room(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -220,7 +202,7 @@ def test_damage_in_unused_data_is_removed_with_its_pack(repository: Repository, 
     """Repair replaces a pack with damage in an unused chunk or padding, but not while several processes store a snapshot."""
     with repository.writer(pack_bytes=1 << 30) as writer:
         unneeded = writer.put_chunk(noise(9, 10 * BLOCK))
-    damage(repository, unneeded)
+    flip_stored(repository, unneeded)
     claim = Claim.acquire(repository.path)
     assert looked(repository, read_data=True, repair=True).damaged
     claim.release()
@@ -238,12 +220,12 @@ def test_a_rewrite_believes_no_other_copy_unread(repository: Repository, snapsho
     with repository.writer(pack_bytes=1) as writer:
         writer.put_chunk(noise(3, BLOCK))  # the last one of its pack
     sound = path.read_bytes()
-    damage(repository, block)
+    flip_stored(repository, block)
     with repository.writer() as writer:
         assert writer.mark_damaged([block]) == [block]
         assert writer.put_chunk(CONTENT[7 * BLOCK : 8 * BLOCK]) == block
     path.write_bytes(sound)
-    damage(repository, block)
+    flip_stored(repository, block)
     with repository.writer() as writer:
         writer.rewrite_pack(number, lambda _: True)
     assert read_back(repository, snapshot.id)[b"model.bin"] == CONTENT
@@ -303,22 +285,13 @@ def test_a_missing_block_is_healed_from_the_live_file(
     assert len(lost) <= 1
 
 
-def test_a_live_file_that_changed_heals_nothing(
+def test_a_live_path_with_something_else_heals_nothing(
     repository: Repository, snapshot: Snapshot, live: Path
 ) -> None:
-    """A live file that changed is not used to restore a block."""
-    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
-    changed = bytearray(CONTENT)
-    changed[7 * BLOCK + 5] ^= 1
-    (live / "model.bin").write_bytes(changed)
+    """A file that changed, a fifo or a link at the path of a lost file neither blocks nor misleads the repair."""
+    flip_stored(repository, block_of(repository, snapshot, b"model.bin", 7))
+    flip(live / "model.bin", 7 * BLOCK + 5)
     assert looked(repository, read_data=True, repair=True).damaged
-
-
-def test_live_path_of_another_type_is_not_used(
-    repository: Repository, snapshot: Snapshot, live: Path
-) -> None:
-    """A fifo or a link at the path of a lost file neither blocks nor misleads the repair."""
-    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
     (live / "model.bin").unlink()
     os.mkfifo(live / "model.bin")
     assert looked(repository, read_data=True, repair=True).damaged

@@ -18,6 +18,7 @@ from support.checkpoint_files import make_safetensors
 from support.cli_repository import FIRST_NS, CliRepository
 from support.damage import Made, make, plant
 from support.second_user import NOBODY, run_as
+from support.stored import flip
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance import drill
@@ -321,9 +322,7 @@ def test_another_user_compares_what_it_may_restore(damaged: bool, request: pytes
     made.snapshot({b"closed": file(0), b"setuid": file(0o4755), b"of a group": file(0o660, gid=5)})
     if damaged:
         (pack,) = (path for path in (made.path / "packs").glob("*.pack") if path.stat().st_size > 20_000)
-        body = bytearray(pack.read_bytes())
-        body[9000] ^= 1
-        pack.write_bytes(body)
+        flip(pack, 9000)
     (top / "scratch").mkdir()
     nobody = 65534
     for directory, _, names in os.walk(top):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.cli_repository import CliRepository
 from support.small_repository import BLOCK, content, make_snapshot
+from support.stored import flip
 
 from ciuic.errors import Busy
 from ciuic.maintenance.verify import NAME, ScrubBook, VerifyResult, verify_slice
@@ -54,13 +55,6 @@ def one_slice(repository: Repository, steps: int) -> tuple[VerifyResult, bool, l
         return result, not book.state.began_ns, read
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[4096 + 30] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(data)
-
-
 def test_slices_read_every_pack_once_and_every_snapshot(repository: Repository) -> None:
     """Slices read one pack, then one snapshot at a time, each once; the slice after the last starts over."""
     read: list[int] = []
@@ -94,7 +88,7 @@ def test_packs_that_come_and_go_meanwhile(repository: Repository) -> None:
         writer.drop_pack(int(packs(repository)[0].stem, 16))
         writer.rewrite_pack(int(packs(repository)[0].stem, 16), lambda chunk: True)
     add(repository, 5)
-    flip(packs(repository)[-1])
+    flip(packs(repository)[-1], 4096 + 30)
     result, complete, _ = one_slice(repository, 1 << 30)
     assert complete
     assert str(packs(repository)[-1]) in {damage.file for damage in result.damages}
@@ -103,7 +97,7 @@ def test_packs_that_come_and_go_meanwhile(repository: Repository) -> None:
 @pytest.mark.parametrize("kill", [False, True])
 def test_damage_is_reported_once_a_pass(repository: Repository, kill: bool) -> None:
     """Damage is reported once a pass, and a slice killed before its report is run again."""
-    flip(packs(repository)[1])
+    flip(packs(repository)[1], 4096 + 30)
     if kill:
         with pytest.raises(KeyboardInterrupt), ScrubBook(repository.path, repository.id) as book:
             verify_slice(repository, book, time_is_up=_killed_at(4))
@@ -160,7 +154,7 @@ def test_the_command_reads_as_much_as_time_allows(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["scrub"] == first
     made.run("verify", "--checksum", "--max-duration", "10m")
     for pack in sorted((made.path / "packs").iterdir()):
-        flip(pack)
+        flip(pack, 4096 + 30)
     damaged = made.run("verify", "--checksum", "--max-duration", "10m")
     assert damaged.exit_code == 4
     assert "damaged" in damaged.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import os
+import select
 import sys
 from pathlib import Path
 
@@ -122,9 +123,11 @@ def test_the_children_of_a_command_end_with_it(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(NotPermitted):
         run_key_command(["sh", "-c", f"exec 3>'{pipe}'; sleep 600 & echo up >&3; exit 0"], timeout_seconds=3)
-    os.set_blocking(reader, True)
-    with open(reader, "rb") as file:
-        assert file.read() == b"up\n"
+    assert os.read(reader, 9) == b"up\n"
+    ended = select.poll()
+    ended.register(reader, select.POLLHUP)
+    assert ended.poll(120_000)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("passphrase", ["", "x" * 5000, "\ud800"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.small_repository import BLOCK, content, make_snapshot, read_files
-from support.stored import IDENTITIES
+from support.stored import IDENTITIES, flip
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.prune import prune
@@ -37,14 +37,6 @@ def top(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def _flip(path: Path, at: int, bit: int = 1) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ bit]))
-
-
 def _found(top: Path) -> bool:
     """Return whether a full check finds an error."""
     try:
@@ -63,18 +55,12 @@ def _durable_files(top: Path) -> list[Path]:
     )
 
 
-def test_a_full_check_of_an_undamaged_repository_finds_nothing(top: Path) -> None:
-    """A full check of an undamaged repository finds nothing."""
-    assert not _found(top)
-    with Repository.open(top) as repository:
-        assert repository.check_index() == []
-
-
 # Half a minute with one identity; tests/property/test_verify_flips.py flips bytes of both in seconds.
 @pytest.mark.full
 @pytest.mark.parametrize("top", [None], indirect=True)
 def test_every_flipped_byte_is_found(top: Path) -> None:
     """A flipped bit in any file but the index is found, and no read gives wrong bytes or a crash."""
+    assert not _found(top)
     dice = random.Random(1)
     for path in _durable_files(top):
         size = path.stat().st_size
@@ -85,9 +71,9 @@ def test_every_flipped_byte_is_found(top: Path) -> None:
         )
         for at in places:
             bit = 1 << dice.randrange(8)
-            _flip(path, at, bit)
+            flip(path, at, bit)
             assert _found(top), f"{path.name}: a flipped bit at {at} was not found"
-            _flip(path, at, bit)
+            flip(path, at, bit)
 
 
 def test_reads_of_a_damaged_repository_are_right_or_damaged(top: Path) -> None:
@@ -121,7 +107,7 @@ def test_damage_in_a_chunk_names_pack_and_offset(top: Path) -> None:
         assert entry is not None
         chunk = dict(repository.block_maps.ids(entry.content, entry.map_height, 5))[3]
         place = repository.chunks.locate(chunk)
-        _flip(top / "packs" / f"{place.pack:016x}.pack", place.offset + 5)
+        flip(top / "packs" / f"{place.pack:016x}.pack", place.offset + 5)
         with pytest.raises(DamagedChunk) as caught:
             repository.chunks.get(chunk)
         assert (caught.value.chunk, caught.value.pack, caught.value.offset) == (
@@ -143,7 +129,7 @@ def test_a_chunk_marked_as_damaged_is_stored_again(top: Path) -> None:
             chunk = writer.put_chunk(block)
             assert writer.new_bytes == 0, "stored already"
             place = repository.chunks.locate(chunk)
-            _flip(top / "packs" / f"{place.pack:016x}.pack", place.offset)
+            flip(top / "packs" / f"{place.pack:016x}.pack", place.offset)
             assert writer.mark_damaged([chunk]) == [chunk]
             assert writer.put_chunk(block) == chunk
             writer.flush()
@@ -203,14 +189,14 @@ def test_no_pack_is_cut_without_an_index(top: Path) -> None:
 
 def test_either_copy_of_the_configuration_will_do(top: Path) -> None:
     """A damaged copy of the configuration is reported and repaired; without both, DamagedRepository."""
-    _flip(top / "config", 30)
+    flip(top / "config", 30)
     with Repository.open(top) as repository:
         assert len(repository.config_damage()) == 1
         with repository.writer() as writer:
             assert writer.repair_config() == ["config"]
         assert repository.config_damage() == []
-    _flip(top / "config", 30)
-    _flip(top / "config.copy", 31)
+    flip(top / "config", 30)
+    flip(top / "config.copy", 31)
     with pytest.raises(Damaged):
         Repository.open(top)
 
@@ -220,7 +206,7 @@ def test_damaged_marks_hold_the_snapshot(top: Path) -> None:
     with Repository.open(top) as repository:
         with repository.writer() as writer:
             writer.set_marks(SnapshotId("cs-000001"), tags=["t"])
-        _flip(top / "marks" / "cs-000001", 40)
+        flip(top / "marks" / "cs-000001", 40)
         assert repository.snapshots.load(SnapshotId("cs-000001")).held
         assert {info.id: info.held for info in repository.snapshots.list()} == {
             "cs-000001": True,
@@ -267,14 +253,14 @@ def test_a_pack_that_is_damaged_is_never_collected(top: Path) -> None:
         data = next(pack for pack in packs if pack.kind == "data" and pack.sealed)
         record = next(repository.pack_records(data.number))
         path = top / "packs" / f"{data.number:016x}.pack"
-        _flip(path, record.offset)
+        flip(path, record.offset)
         with repository.writer() as writer, pytest.raises(DamagedChunk):
             writer.rewrite_pack(data.number, lambda chunk: True)
         assert path.exists()
-        _flip(path, record.offset)
+        flip(path, record.offset)
         unsealed = next(pack for pack in packs if not pack.sealed)
         path = top / "packs" / f"{unsealed.number:016x}.pack"
-        _flip(path, pf.ALIGN_BYTES)
+        flip(path, pf.ALIGN_BYTES)
         with pytest.raises(Damaged):
             repository.pack_records(unsealed.number)
         with repository.writer() as writer, pytest.raises(Damaged):
@@ -289,7 +275,7 @@ def _damage_every_pack(top: Path) -> list[int]:
         numbers = [pack.number for pack in repository.packs()]
         firsts = [next(iter(repository.pack_records(number))) for number in numbers]
         for number, record in zip(numbers, firsts, strict=True):
-            _flip(Path(repository.pack_path(number)), record.offset)
+            flip(Path(repository.pack_path(number)), record.offset)
     return numbers
 
 

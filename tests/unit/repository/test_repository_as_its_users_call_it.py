@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_repository import BLOCK, content, make_snapshot, put_file, read_files
-from support.stored import IDENTITIES
+from support.stored import IDENTITIES, flip_stored
 
 from ciuic.errors import Busy, NotFound, UsageError
 from ciuic.repository import Repository, RepositoryExists, Walker, is_zero, new_snapshot_id
@@ -410,11 +410,7 @@ def test_walker_with_on_damage_continues_past_damage(repository: Repository) -> 
     assert (kinds.count("map"), kinds.count("data"), kinds.count("tree") % 2) == (2, 6, 1)
     assert {item.path for item in reached if item.kind == "data"} == {b"/r/a", b"/r/b"}
     victim = next(item for item in reached if item.kind == "map" and item.path == b"/r/a")
-    place = repository.chunks.locate(victim.id)
-    path = repository.path / "packs" / f"{place.pack:016x}.pack"
-    body = bytearray(path.read_bytes())
-    body[place.offset] ^= 1
-    path.write_bytes(body)
+    flip_stored(repository, victim.id)
     damaged: list[bytes] = []
     with Repository.open(repository.path) as reader:
         rest = list(

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
-from pathlib import Path
 
-import pytest
-from support.cli_repository import FIRST_NS, CliRepository
+from support.cli_repository import FIRST_NS, NOISE, CliRepository
+from support.cli_repository import repository as repository
 
 from ciuic.types import Entry
-
-NOISE = os.urandom(300_000)
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> CliRepository:
-    """Make one snapshot of root/ckpt/{a,b} and root/log; root exists and is empty."""
-    made = CliRepository(tmp_path / "repo", tmp_path / "root")
-    made.root.mkdir()
-    made.snapshot({b"ckpt": {b"a": NOISE, b"b": b"bbb"}, b"log": b"line\n"})
-    return made
 
 
 def test_diff_of_two_snapshots(repository: CliRepository) -> None:

@@ -16,23 +16,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.checkpoint_files import FORMATS
-from support.cli_repository import FIRST_NS, CliRepository
+from support.cli_repository import FIRST_NS, NOISE, CliRepository
+from support.cli_repository import repository as repository
 
 from ciuic.cli.shared import safety_snapshot
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, journal, plan_restore
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, not_held
-
-NOISE = os.urandom(300_000)
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> CliRepository:
-    """Make one snapshot of root/ckpt/{a,b} and root/log; root exists and is empty."""
-    made = CliRepository(tmp_path / "repo", tmp_path / "root")
-    made.root.mkdir()
-    made.snapshot({b"ckpt": {b"a": NOISE, b"b": b"bbb"}, b"log": b"line\n"})
-    return made
 
 
 def test_restore_into_a_directory(repository: CliRepository, tmp_path: Path) -> None:

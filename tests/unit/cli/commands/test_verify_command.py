@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from support.cli_repository import CliRepository
-
-NOISE = os.urandom(300_000)
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> CliRepository:
-    """Make one snapshot of root/ckpt/{a,b} and root/log; root exists and is empty."""
-    made = CliRepository(tmp_path / "repo", tmp_path / "root")
-    made.root.mkdir()
-    made.snapshot({b"ckpt": {b"a": NOISE, b"b": b"bbb"}, b"log": b"line\n"})
-    return made
+from support.cli_repository import NOISE, CliRepository
+from support.cli_repository import repository as repository
+from support.stored import flip
 
 
 def test_verify_of_a_whole_snapshot(repository: CliRepository) -> None:
@@ -67,18 +56,11 @@ def test_an_index_that_was_never_completed_is_no_damage(repository: CliRepositor
     assert (result.exit_code, "damaged" in result.stdout) == (0, False), result.output
 
 
-def flip(path: Path, needle: bytes) -> None:
-    content = bytearray(path.read_bytes())
-    content[content.index(needle) + 5] ^= 0x40
-    path.chmod(0o600)
-    path.write_bytes(content)
-
-
 def test_verify_names_path_and_snapshots(repository: CliRepository) -> None:
     """A flipped byte exits with 4 and names the path and every snapshot that shares it, and no other file."""
     second = repository.snapshot({b"ckpt": {b"a": NOISE}})
     pack = next(path for path in repository.path.rglob("*.pack") if NOISE[:1000] in path.read_bytes())
-    flip(pack, NOISE[:1000])
+    flip(pack, pack.read_bytes().index(NOISE[:1000]) + 5)
     result = repository.run("verify", "cs-000001", "--checksum", "--json")
     assert result.exit_code == 4
     damages = [damage for damage in json.loads(result.stdout)["damages"] if damage["path"]]

@@ -17,7 +17,7 @@ from ciuic.fuse_layer.sealed_format import read_sealed
 from ciuic.fuse_layer.state.passthrough_state import OpenFile
 from ciuic.fuse_layer.undo_format import sealed_name
 from ciuic.system.spill import Spill
-from ciuic.types import FLAG_NOT_HELD, Entry, RootRecord
+from ciuic.types import FLAG_NOT_HELD, RootRecord
 
 ROOT = Credentials(0, 0)
 SIZE = 12 * BLOCK + 100
@@ -40,15 +40,9 @@ def writer_of(rig: Bench, name: bytes) -> tuple[int, int]:
     return handle, fd
 
 
-def entry_of(rig: Bench, record: RootRecord, name: bytes) -> Entry:
-    found = rig.repository.trees.entry(record.entry.content, name)
-    assert found is not None
-    return found
-
-
 def check(rig: Bench, record: RootRecord, name: bytes) -> bytes:
     """Check that the file is marked and as long as its entry says; return the content."""
-    entry = entry_of(rig, record, name)
+    entry = rig.entry_of(record, name)
     content = rig.repository.content(entry)
     assert len(content) == entry.size_bytes
     assert entry.ino in rig.flagged(record)
@@ -125,7 +119,7 @@ def test_a_stranger_that_writes_under_the_overlay_is_marked_too() -> None:
 
             record, report = rig.capture(rig.cut(observe=False), interfere=interfere)
         assert report.errors == []
-        entry = entry_of(rig, record, b"behind")
+        entry = rig.entry_of(record, b"behind")
         assert len(rig.repository.content(entry)) == entry.size_bytes
         assert entry.flags & FLAG_NOT_HELD
         assert record.not_held == 1

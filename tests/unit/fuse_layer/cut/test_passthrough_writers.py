@@ -17,7 +17,7 @@ from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer.core import overlay_hooks, passthrough_writers
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, SetAttr
-from ciuic.types import Entry, RootRecord, lag_of
+from ciuic.types import lag_of
 
 ROOT = Credentials(0, 0)
 FRESH = os.O_WRONLY | os.O_TRUNC
@@ -58,12 +58,6 @@ def is_dirty_as_a_whole(rig: Bench, node: int) -> bool:
     return change is not None and bool(change.whole)
 
 
-def entry_of(rig: Bench, record: RootRecord, name: bytes) -> Entry:
-    found = rig.repository.trees.entry(record.entry.content, name)
-    assert found is not None
-    return found
-
-
 def test_an_unseen_writer_is_wholly_dirty_in_every_epoch_until_it_closes(rig: Bench) -> None:
     """A file with a passthrough writer is wholly dirty in every epoch from the open until its close."""
     node = made(rig, b"file", b"old")
@@ -91,7 +85,7 @@ def test_a_mapping_that_outlives_its_close_is_captured(rig: Bench) -> None:
         for number in range(1, 4):
             mapping[0] = number
             record, _ = rig.capture(rig.cut(observe=False))
-            entry = entry_of(rig, record, b"file")
+            entry = rig.entry_of(record, b"file")
             assert rig.repository.content(entry)[0] == number
             assert entry.ino in rig.flagged(record)
     rig.capture(rig.cut(observe=False))
@@ -114,7 +108,7 @@ def test_content_of_a_passthrough_writer_is_that_at_the_cut(rig: Bench, size: in
     epoch = rig.cut(observe=False)
     os.pwrite(fd, second, size)
     record, report = rig.capture(epoch)
-    entry = entry_of(rig, record, b"file")
+    entry = rig.entry_of(record, b"file")
     content = rig.repository.content(entry)
     assert report.errors == []
     assert rig.core.status()["abandoned"] == []
@@ -125,7 +119,7 @@ def test_content_of_a_passthrough_writer_is_that_at_the_cut(rig: Bench, size: in
     assert lag_of(entry) is None
     rig.core.files.release(handle)
     record, _ = rig.capture(rig.cut(observe=False))
-    assert rig.repository.content(entry_of(rig, record, b"file")) == first + second
+    assert rig.repository.content(rig.entry_of(record, b"file")) == first + second
     assert rig.flagged(record) == set()
 
 
@@ -235,15 +229,15 @@ def test_files_changed_during_the_hold_are_copied_again(rig: Bench, monkeypatch:
     os.pwrite(write[first], b"0", 0)
     os.pwrite(write[second], b"seen", 0)
     record, _ = rig.capture(rig.cut(observe=False))
-    entry = entry_of(rig, record, b"first")
+    entry = rig.entry_of(record, b"first")
     assert lag_of(entry) is None
     assert rig.repository.content(entry) == b"2"
     pauses_after = 1 << 30
     record, _ = rig.capture(rig.cut(observe=False))
-    lag_ms = lag_of(entry_of(rig, record, b"first"))
+    lag_ms = lag_of(rig.entry_of(record, b"first"))
     assert lag_ms is not None
     assert lag_ms < 10_000
-    assert lag_of(entry_of(rig, record, b"second")) is None
+    assert lag_of(rig.entry_of(record, b"second")) is None
     rig.core.files.release(first)
     rig.core.files.release(second)
 
@@ -262,7 +256,7 @@ def test_a_handle_that_is_released_during_the_hold(rig: Bench, monkeypatch: pyte
 
     monkeypatch.setattr(passthrough_writers, "_copied", copied_while_released)
     record, report = rig.capture(rig.cut(observe=False))
-    entry = entry_of(rig, record, b"file")
+    entry = rig.entry_of(record, b"file")
     assert report.errors == []
     assert rig.repository.content(entry) == b"first"
     assert lag_of(entry) is None
@@ -290,7 +284,7 @@ def test_without_room_the_file_is_as_found_and_marked(
             record, report = rig.capture(epoch)
         assert report.errors == []
         assert rig.core.status()["abandoned"] == []
-        assert lag_of(entry_of(rig, record, b"file")) is not None
+        assert lag_of(rig.entry_of(record, b"file")) is not None
     rig.core.files.release(handle)
 
 
@@ -303,12 +297,12 @@ def test_more_files_than_a_hold_looks_at(rig: Bench, monkeypatch: pytest.MonkeyP
     for handle in handles:
         os.pwrite(rig.core.files.descriptor(handle), b"content", 0)
     record, _ = rig.capture(rig.cut(observe=False))
-    entries = [entry_of(rig, record, b"%d" % number) for number in range(4)]
+    entries = [rig.entry_of(record, b"%d" % number) for number in range(4)]
     assert [lag_of(entry) is None for entry in entries] == [True, True, False, False]
     for handle in handles:
         rig.core.files.release(handle)
     record, _ = rig.capture(rig.cut(observe=False))
-    assert all(lag_of(entry_of(rig, record, b"%d" % number)) is None for number in range(4))
+    assert all(lag_of(rig.entry_of(record, b"%d" % number)) is None for number in range(4))
 
 
 def test_coarse_times_do_not_vouch_for_files_of_the_last_tick(
@@ -321,5 +315,5 @@ def test_coarse_times_do_not_vouch_for_files_of_the_last_tick(
         monkeypatch.setattr(passthrough_writers, "TICK_NS", tick_ns)
         os.pwrite(rig.core.files.descriptor(handle), b"content", 0)
         record, _ = rig.capture(rig.cut(observe=False))
-        assert (lag_of(entry_of(rig, record, b"file")) is None) is held
+        assert (lag_of(rig.entry_of(record, b"file")) is None) is held
     rig.core.files.release(handle)

@@ -1,4 +1,4 @@
-"""Tests of what a successor takes over from a killed worker's undo directory."""
+"""Names in the undo directory, and what a successor takes over of it from a killed worker."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 from support.capture_bench import BLOCK, Bench, bench
 
 from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer.core.overlay_core import ROOT_ID
+from ciuic.fuse_layer.system.caller import ROOT
 from ciuic.fuse_layer.tracking import undo_log
 from ciuic.fuse_layer.tracking.undo_log import read_undo
-from ciuic.fuse_layer.undo_format import AbandonedRecord
+from ciuic.fuse_layer.undo_format import AbandonedRecord, LogReader
 
 Operation = tuple[str, int, int, int]
 WRITE_A: Operation = ("write", 0, 0, 1)
@@ -112,6 +114,29 @@ def test_a_moved_directory_was_reached_through_the_dead_worker() -> None:
         assert not rig.succeed()
         assert os.listdir(_undo(rig, "")) == ["hold"]
         rig.snapshot()
+
+
+def test_names_in_a_directory_made_after_the_cut_have_no_records() -> None:
+    """Names in a directory made after the cut have no records there, only where they were at the cut.
+
+    Such a directory may have the inode number of one removed since the cut, whose records these would seem to
+    be.
+    """
+    with bench() as rig:
+        names = rig.core.names
+        rig.core.files.release(names.create(ROOT_ID, b"file", 0o600, os.O_RDWR, ROOT)[1])
+        names.mkdir(ROOT_ID, b"folder", 0o700, ROOT)
+        epoch = rig.cut()
+        new = names.mkdir(ROOT_ID, b"new", 0o700, ROOT)
+        for name in (b"file", b"folder"):
+            names.rename(ROOT_ID, name, new.node, name, 0)
+            names.rename(new.node, name, ROOT_ID, b"back-" + name, 0)
+        log = LogReader(_undo(rig, "log"), epoch)
+        log.poll()
+        assert log.names(os.stat(rig.backing / "new").st_ino) == {}
+        kept = log.names(os.stat(rig.backing).st_ino)
+        assert {name for name, record in kept.items() if record.ino} == {b"file", b"folder"}
+        log.close()
 
 
 def _names(rig: Bench) -> list[undo_format.NameRecord]:

@@ -22,13 +22,6 @@ def bucket() -> Bucket:
     return made
 
 
-def flip(bucket: Bucket, ref: PackRef, at: int) -> None:
-    data, modified_ns = bucket.objects[pack_name(ref)]
-    changed = bytearray(data)
-    changed[at] ^= 1
-    bucket.objects[pack_name(ref)] = (bytes(changed), modified_ns)
-
-
 @pytest.mark.parametrize("read_share", [0.0, 0.5, 1.0])
 def test_good_packs_pass(bucket: Bucket, read_share: float) -> None:
     """Every pack is checked once, with its records, and none has a problem."""
@@ -42,7 +35,7 @@ def test_good_packs_pass(bucket: Bucket, read_share: float) -> None:
 @pytest.mark.parametrize(("at", "by_table"), [(70, False), (10, False), (-1, True), (-100, True)])
 def test_changed_byte_is_found(bucket: Bucket, at: int, by_table: bool) -> None:
     """A change of the table shows without reading the pack; one of header or records when all of it is read."""
-    flip(bucket, REFS[2], at)
+    bucket.decay(pack_name(REFS[2]), at)
     for read_share, seen in ((0.0, by_table), (1.0, True)):
         found = check_packs(bucket, SEALER, listed_packs(bucket), read_share=read_share)
         assert {pack.ref for pack in found if pack.problem} == ({REFS[2]} if seen else set())

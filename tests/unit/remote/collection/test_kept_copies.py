@@ -26,14 +26,6 @@ SEALER = sealer(Ids("kept"))
 NO_REPACKING = CollectionPolicy(young_ns=-1, repack_share=0)
 
 
-def decay(bucket: Bucket, ref: PackRef, at: int) -> None:
-    """Flip a bit of a pack, as a store does that loses data without a word."""
-    data, modified_ns = bucket.objects[pack_name(ref)]
-    flipped = bytearray(data)
-    flipped[at] ^= 4
-    bucket.objects[pack_name(ref)] = (bytes(flipped), modified_ns)
-
-
 def readable(bucket: Bucket) -> set[int]:
     """Return the numbers of the chunks of which any copy can be read, with its bases."""
     copies: set[tuple[bytes, bytes]] = set()
@@ -77,7 +69,7 @@ def test_the_sound_one_of_two_copies_stays() -> None:
         bucket = bucket_of([1, 2])
         store_pack(bucket, SEALER, PackRef("d" + "77" * 16), [record(chunk(1)), record(chunk(2))])
         packs = sorted(ref for name in bucket.objects if (ref := parse_pack(name)))
-        decay(bucket, packs[at], HEADER_BYTES)
+        bucket.decay(pack_name(packs[at]), HEADER_BYTES)
         result = collect(bucket)
         assert readable(bucket) == {1, 2}
         # One of the two is chosen to go; where the sound one is, both stay, and the damage is told.
@@ -103,7 +95,7 @@ def test_no_readable_chunk_becomes_unreadable(packs: list[dict[int, bool]], data
         size = len(bucket.objects[pack_name(ref)][0])
         records = len(RemotePackReader(SEALER, ref).read_table(bucket))
         assert size > HEADER_BYTES + 16 * records
-        decay(bucket, ref, HEADER_BYTES + data.draw(st.integers(0, 16 * records - 1)))
+        bucket.decay(pack_name(ref), HEADER_BYTES + data.draw(st.integers(0, 16 * records - 1)))
     before = readable(bucket)
     for _ in range(3):
         collect(bucket, data.draw(st.sampled_from([NO_REPACKING, NO_REPACKING._replace(repack_share=0.5)])))

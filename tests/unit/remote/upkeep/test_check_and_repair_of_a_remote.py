@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.remote_host import BLOCK, RemoteHost, new_remote, reading
+from support.remote_host import BLOCK, RemoteHost, flip_object, new_remote, reading
 from support.restoring import write
 
 from ciuic.maintenance.check import CheckReport
@@ -42,11 +42,6 @@ class World:
 
     def names(self, prefix: str) -> list[str]:
         return sorted(info.name for info in self.remote.objects.list(prefix))
-
-    def flip(self, name: str, at: int) -> None:
-        data = bytearray(self.remote.objects.get(name))
-        data[at] ^= 1
-        self.remote.objects.put(name, [bytes(data)])
 
     def check(self, *, read_data: bool = True) -> CheckReport:
         with reading(self.remote, self.place / "cache") as opened:
@@ -107,16 +102,16 @@ def damage(world: World, way: str) -> None:
     """Damage what both hosts need, in the packs that alpha uploaded first."""
     data = max(world.names("packs/data/"), key=lambda name: len(world.remote.objects.get(name)))
     if way == "record":
-        world.flip(data, 1000)
+        flip_object(world.remote.objects, data, 1000)
     elif way == "table":
-        world.flip(data, -100)
+        flip_object(world.remote.objects, data, -100)
     elif way == "lost data":
         world.remote.objects.delete(world.names("packs/data/"))
     elif way == "lost trees":
         world.remote.objects.delete(world.names("packs/meta/"))
     elif way == "tree records":
         for name in world.names("packs/meta/"):
-            world.flip(name, 70)
+            flip_object(world.remote.objects, name, 70)
     elif way == "everything":
         world.remote.objects.delete(world.names("packs/"))
 
@@ -150,7 +145,7 @@ def test_what_nobody_has_stays_damaged(world: World, way: str) -> None:
 def test_a_damaged_pack_goes_when_others_have_its_content(world: World) -> None:
     """The damaged pack is deleted by a round, so that no other host relies on its chunks any more."""
     data = max(world.names("packs/data/"), key=lambda name: len(world.remote.objects.get(name)))
-    world.flip(data, 1000)
+    flip_object(world.remote.objects, data, 1000)
     world.repair(world.alpha.repository)
     world.repair(world.beta.repository)
     assert data not in world.names("packs/data/")
@@ -169,7 +164,7 @@ def test_a_lost_manifest_is_committed_again(world: World, way: str) -> None:
     if way == "gone":
         world.remote.objects.delete([name])
     else:
-        world.flip(name, 50)
+        flip_object(world.remote.objects, name, 50)
     assert {kind for _, kind, _ in kinds(world.check())} == {"snapshot"}
     assert world.repair(world.beta.repository).damaged
     report = world.repair(world.alpha.repository)
@@ -183,7 +178,7 @@ def test_a_lost_manifest_is_committed_again(world: World, way: str) -> None:
 def test_slots_and_rounds_are_looked_at(world: World) -> None:
     """A key slot that decayed and a round that does not open are errors, and keep no reader from reading."""
     add_slot(world.remote, "paper", recovery_secret(show_recovery_key(bytes(range(32)))))
-    world.flip("keys/paper", 60)
+    flip_object(world.remote.objects, "keys/paper", 60)
     world.remote.objects.put("gc/0000000000", [b"no round"])
     world.remote.objects.put("keys/page.html", [b"<html></html>"])
     assert kinds(world.check()) == {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from support.remote_host import BLOCK, RemoteHost, new_remote, reading
+from support.remote_host import BLOCK, RemoteHost, flip_object, new_remote, reading
 from support.restoring import write
 
 from ciuic.errors import CiuicError, Damaged
@@ -76,11 +76,6 @@ class World:
         self.remote.objects.delete([name for name in names if name not in ends.values()])
         return list(ends.values())
 
-    def flip(self, name: str) -> None:
-        data = bytearray(self.remote.objects.get(name))
-        data[-1] ^= 1
-        self.remote.objects.put(name, [bytes(data)])
-
     def seen(self) -> tuple[set[str], bool, bool]:
         """Return what a machine that knows nothing sees: snapshots, whether they verify, whether logs are damaged."""
         self.caches += 1
@@ -115,13 +110,13 @@ def test_a_lost_commit_is_found_by_its_manifest(world: World, way: str) -> None:
     everything = world.seen()[0]
     if way == "sum":
         for name in world.sum_up():
-            world.flip(name)
+            flip_object(world.remote.objects, name)
     else:
         for name in world.commits(world.alpha)[: 3 if way == "all" else 1]:
             if way == "delete":
                 world.remote.objects.delete([name])
             else:
-                world.flip(name)
+                flip_object(world.remote.objects, name)
     shown, whole, damaged = world.seen()
     assert (whole, damaged) == (True, True)
     assert len(shown) == {"flip": 3, "delete": 3, "all": 1, "sum": 0}[way]
@@ -183,7 +178,7 @@ def test_a_deleted_log_is_damage_and_no_verdict(
 def test_what_a_damaged_log_hides_is_not_deleted(world: World) -> None:
     """Nothing is collected or given up while an entry of a log cannot be read; afterwards it is."""
     everything = world.seen()[0]
-    world.flip(world.commits(world.alpha)[0])
+    flip_object(world.remote.objects, world.commits(world.alpha)[0])
     policy = CollectionPolicy(young_ns=-(1 << 62))
     with reading(world.remote, world.place / "cache") as opened:
         with pytest.raises(Damaged, match="damaged"):
@@ -206,7 +201,7 @@ def test_a_host_uploads_again_what_no_log_commits(world: World) -> None:
     data = bytes(world.remote.objects.get(entry))
     lost = decode_log_entry(world.remote.sealer, position.writer, position.number, data)
     assert isinstance(lost, LogCommit)
-    world.flip(entry)
+    flip_object(world.remote.objects, entry)
     world.remote.objects.delete([lost.manifest])
     world.alpha.upload()
     assert world.seen() == (everything, True, True)
@@ -224,7 +219,7 @@ def test_a_cache_of_the_host_proves_its_log(world: World, tmp_path: Path) -> Non
     cache = str(tmp_path / "logs")
     LogReader(world.remote.objects, world.remote.sealer, cache_path=cache).refresh()
     for info in list(world.remote.objects.list("w/")):
-        world.flip(info.name)
+        flip_object(world.remote.objects, info.name)
     assert not world.seen()[0]
     assert not world.repair(caches=(cache,)).damaged
     assert world.seen() == (left, True, False)

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from support.remote_host import BLOCK, RemoteHost, new_remote, reading
+from support.remote_host import BLOCK, RemoteHost, flip_object, new_remote, reading
 from support.restoring import write
 
 from ciuic.maintenance.verify import verify_sample
@@ -44,10 +44,8 @@ def test_as_much_is_read_as_was_asked_for(host: RemoteHost, tmp_path: Path, shar
 
 def test_damage_of_a_block_that_was_read_is_named(host: RemoteHost, tmp_path: Path) -> None:
     """A changed block is found if it is among those that were read; a lost pack in any case."""
-    name = max(host.remote.objects.list("packs/data/"), key=lambda info: info.size_bytes).name
-    data = bytearray(host.remote.objects.get(name))
-    data[len(data) // 2] ^= 1
-    host.remote.objects.put(name, [bytes(data)])
+    largest = max(host.remote.objects.list("packs/data/"), key=lambda info: info.size_bytes)
+    flip_object(host.remote.objects, largest.name, largest.size_bytes // 2)
     found = []
     for seed in range(8):
         with reading(host.remote, tmp_path / "cache") as opened:
@@ -55,6 +53,6 @@ def test_damage_of_a_block_that_was_read_is_named(host: RemoteHost, tmp_path: Pa
         found.append([damage.path for damage in result.damages])
     assert [] in found
     assert [os.fsencode(host.root / "file")] in found
-    host.remote.objects.delete([name])
+    host.remote.objects.delete([largest.name])
     with reading(host.remote, tmp_path / "other cache") as opened:
         assert verify_sample(opened.repositories[0], None, 0.0).damaged

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.stored import flip, flip_stored
 
 from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import prune
@@ -75,16 +76,6 @@ def commit(writer: Writer, chunk: ChunkId, number: int) -> SnapshotId:
     id_ = SnapshotId(f"cs-{number:06x}")
     writer.commit(SnapshotDraft(id=id_, time_ns=number, host="h", roots=(RootRecord(path=b"/t", entry=top),)))
     return id_
-
-
-def flip_stored(repository: Repository, chunk: ChunkId) -> None:
-    """Flip a byte in the stored form of a chunk."""
-    location = repository.chunks.locate(chunk)
-    path = repository.path / "packs" / f"{location.pack:016x}.pack"
-    data = bytearray(path.read_bytes())
-    data[location.offset + location.stored_bytes // 2] ^= 1
-    path.write_bytes(data)
-    repository.close()
 
 
 def chain_of(repository: Repository, contents: list[bytes], pack_bytes: int | None = None) -> list[ChunkId]:
@@ -263,6 +254,7 @@ def test_damaged_base_is_reported_for_all_that_depend_on_it(repository: Reposito
     contents = states(3)
     chunks = chain_of(repository, contents)
     flip_stored(repository, chunks[0])
+    repository.close()
     for chunk in chunks:
         with pytest.raises(DamagedChunk):
             repository.chunks.get(chunk)
@@ -303,6 +295,7 @@ def test_repairing_a_base_makes_its_differences_readable(repository: Repository,
     contents = states(2)
     chunks = chain_of(repository, contents)
     flip_stored(repository, chunks[0])
+    repository.close()
     report = check(repository, repair=True, read_data=True)
     assert report.damaged
     with repository.writer() as writer:
@@ -323,10 +316,8 @@ def test_nothing_is_freed_while_a_list_that_may_name_bases_is_damaged(repository
     repository.close()
     pack = repository.path / "packs" / f"{repository.chunks.locate(chunks[1]).pack:016x}.pack"
     repository.close()
-    damaged = bytearray(pack.read_bytes())
-    damaged[4100] ^= 1
-    damaged[-8] ^= 1
-    pack.write_bytes(damaged)
+    flip(pack, 4100)
+    flip(pack, pack.stat().st_size - 8)
     packs = len(list(pack.parent.iterdir()))
     report = prune(repository, thresholds=HURRIED)
     assert any("stored as differences" in note for note in report.notes)
@@ -387,6 +378,7 @@ def test_damaged_twin_is_reported_for_its_masters(repository: Repository) -> Non
     contents = states(2)
     chunks = masters_of(repository, contents)
     flip_stored(repository, chunks[0])
+    repository.close()
     with pytest.raises(DamagedChunk, match=f"a difference: .*{chunks[0].hex()}"):
         repository.chunks.get(chunks[-1])
     assert {found.chunk for found in repository.scrub()} == set(chunks)

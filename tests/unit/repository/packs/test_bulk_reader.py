@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.small_repository import content
+from support.stored import flip_stored
 
 from ciuic.repository import MissingChunk, Repository
 from ciuic.repository.bulk_reader import BulkReader
@@ -73,10 +74,7 @@ def test_a_damaged_one_is_never_handed_out(tmp_path: Path) -> None:
         chunks = list(stored)
         where = [repository.chunks.locate(chunk) for chunk in chunks]
         for at in (3, 10, 60):
-            file = tmp_path / f"r/packs/{where[at].pack:016x}.pack"
-            data = bytearray(file.read_bytes())
-            data[where[at].offset + where[at].stored_bytes // 2] ^= 4
-            file.write_bytes(data)
+            flip_stored(repository, chunks[at])
         found = _read(repository, chunks)
         assert {at for at, data in found.items() if data is None} == {3, 10, 60}
         assert all(data == stored[chunks[at]] for at, data in found.items() if data is not None)

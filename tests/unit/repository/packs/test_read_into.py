@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.stored import IDENTITIES
+from support.stored import IDENTITIES, flip_stored
 
 from ciuic.repository import Repository
 from ciuic.repository.compression import Codec, Content
@@ -80,11 +80,7 @@ def test_damaged_and_unknown_chunks_are_named(repository: Repository) -> None:
     made = _filled(repository)
     chunks = list(made)
     for position in (1, 6, 8):
-        location = repository.chunks.locate(chunks[position])
-        path = repository.path / "packs" / f"{location.pack:016x}.pack"
-        data = bytearray(path.read_bytes())
-        data[location.offset + location.stored_bytes // 2] ^= 1
-        path.write_bytes(data)
+        flip_stored(repository, chunks[position])
     repository.close()
     sizes = [len(made[chunk]) for chunk in chunks]
     sizes[2] -= 1

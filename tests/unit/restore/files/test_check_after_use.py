@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.depth import by_depth
 from support.extents import overlap_bytes, shared_extents
 from support.restoring import take, write
+from support.small_disks import place as place
 from support.trees import assert_same, manifest
 
 from ciuic.errors import Damaged, Partial
@@ -27,17 +27,6 @@ pytestmark = pytest.mark.mount
 
 _MIB = 1 << 20
 _KILLED = 99
-
-
-@pytest.fixture
-def place(sharing_disk: Path) -> Iterator[Path]:
-    """Return a directory on the disk, for the repository and what is restored."""
-    place = sharing_disk / "place"
-    place.mkdir()
-    yield place
-    shutil.rmtree(place)
-    # btrfs gives space back with a transaction.
-    os.sync()
 
 
 def _restore(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.extents import extents, overlap_bytes, shared_extents
 from support.restoring import take
+from support.small_disks import place as place
 from support.trees import assert_same, manifest
 
 from ciuic.repository import Repository
@@ -24,17 +25,6 @@ pytestmark = pytest.mark.mount
 
 _MIB = 1 << 20
 _BLOCK = 256 << 10
-
-
-@pytest.fixture
-def place(sharing_disk: Path) -> Iterator[Path]:
-    """Return a directory on the disk, for the repository and what is restored."""
-    place = sharing_disk / "place"
-    place.mkdir()
-    yield place
-    shutil.rmtree(place)
-    # btrfs gives space back with a transaction.
-    os.sync()
 
 
 def _root(tmp_path: Path) -> Path:

@@ -41,6 +41,9 @@ class _Remote:
             infos = repository.snapshots.list(root=root)
         self._candidates = [RemoteCandidate("r", 0, info.time_ns, str(info.id)) for info in infos]
 
+    def offered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loading, "RemoteTraining", lambda remotes, root: self)
+
     def __enter__(self) -> _Remote:
         return self
 
@@ -87,9 +90,7 @@ def test_an_older_state_is_loaded_only_where_a_newer_one_is_damaged(
     """A remote that is silent or refuses while the newest state is read is an error, never an older state."""
     _save(tmp_path / "here", 1)
     root = _save(tmp_path / "there", 2, 3)
-    monkeypatch.setattr(
-        loading, "RemoteTraining", lambda remotes, root: _Remote(tmp_path / "there", error, root)
-    )
+    _Remote(tmp_path / "there", error, root).offered(monkeypatch)
 
     def resume() -> int | None:
         ranks = _Ranks() if among_ranks else None
@@ -110,9 +111,7 @@ def test_an_own_state_between_those_of_a_remote_is_the_newest(
     _save(tmp_path / "here", 1)
     _save(tmp_path / "there", 2)
     root = _save(tmp_path / "here", 3)
-    monkeypatch.setattr(
-        loading, "RemoteTraining", lambda remotes, root: _Remote(tmp_path / "there", None, root)
-    )
+    _Remote(tmp_path / "there", None, root).offered(monkeypatch)
     state = loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
     assert state is not None
     assert state.facts.step == 3
@@ -130,7 +129,7 @@ def test_a_run_does_not_begin_anew_beside_a_silent_or_damaged_remote(
     root = _save(tmp_path / "there", 2)
     Repository.create(tmp_path / "here").close()
     remote = _Remote(tmp_path / "there", Damaged("gone"), root)
-    monkeypatch.setattr(loading, "RemoteTraining", lambda remotes, root: remote)
+    remote.offered(monkeypatch)
     with pytest.raises(NoUsableSnapshot):
         loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
     monkeypatch.setattr(remote, "candidates", Mock(side_effect=RemoteUnreachable("away")))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.stored import IDENTITIES
+from support.stored import IDENTITIES, flip
 
 from ciuic import SnapshotManager
 from ciuic.repository import Identity, Repository
@@ -33,14 +33,6 @@ class _Model:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         self.state = state
-
-
-def _flip(where: Path, pack: int, at: int) -> None:
-    with open(where / f"packs/{pack:016x}.pack", "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
 
 
 @pytest.mark.parametrize("identity", IDENTITIES)
@@ -77,7 +69,7 @@ def test_snapshots_that_rest_on_a_damaged_chunk_are_skipped(
         chain = max(newest, key=len)
         assert len(chain) == _SAVES  # three differences and what they rest on
         place = chain[0] if damaged == "newest difference" else chain[-1]
-    _flip(where, place.pack, place.offset + place.stored_bytes // 2)
+    flip(where / f"packs/{place.pack:016x}.pack", place.offset + place.stored_bytes // 2)
     with SnapshotManager(where, compression="small") as manager:
         resuming = _Model()
         manager.register(model=resuming)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections import deque
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, builds, integers, lists, sets, tuples
 from support.depth import by_depth
+from support.stored import flip_stored
 from support.stored import store as store_tree
 
 from ciuic import SnapshotManager
@@ -132,14 +132,9 @@ def _damage_own_content(save_dir: Path, id_: str) -> None:
         own = [
             one.id for one in walker.walk(repository.snapshots.load(SnapshotId(id_))) if one.kind == "data"
         ]
-        places = [repository.chunks.locate(chunk) for chunk in own]
-    assert places
-    for place in places:
-        with open(save_dir / "packs" / f"{place.pack:016x}.pack", "r+b") as file:
-            file.seek(place.offset + place.stored_bytes // 2)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
+        assert own
+        for chunk in own:
+            flip_stored(repository, chunk)
 
 
 def test_no_retention_but_its_own_removes_states(tmp_path: Path) -> None:
