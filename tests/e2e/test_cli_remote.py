@@ -75,7 +75,7 @@ def test_init_makes_keys_configuration_and_repository(host: Host, url: str) -> N
 
 
 def test_init_never_replaces_a_remote_or_a_key(host: Host, url: str, made: dict[str, Any]) -> None:
-    """A second init refuses for the remote; one elsewhere refuses for the key file. Nothing changes."""
+    """A second init refuses for the remote; one elsewhere for the key file. Nothing changes. An interrupted init is told apart."""
     before = {path: path.read_bytes() for path in host.top.parent.rglob("*") if path.is_file()}
     assert "there is a remote at" in host.fails("remote", "init", code=1)
     said = host.fails(
@@ -83,10 +83,6 @@ def test_init_never_replaces_a_remote_or_a_key(host: Host, url: str, made: dict[
     )
     assert "never overwritten" in said
     assert {path: path.read_bytes() for path in host.top.parent.rglob("*") if path.is_file()} == before
-
-
-def test_an_interrupted_init_is_told_apart(host: Host, url: str, made: dict[str, Any]) -> None:
-    """A remote without any key slot is named as what it is: an init that was interrupted."""
     for path in (Path(url.removeprefix("file://")) / "keys").iterdir():
         path.unlink()
     assert "an earlier `remote init` was interrupted" in host.fails("remote", "init", code=1)
@@ -106,8 +102,8 @@ def test_init_of_a_configured_remote_changes_no_configuration(host: Host, url: s
     assert host.json("remote", "join")["slot"] == "host"
 
 
-def test_init_in_clear_asks(host: Host, url: str) -> None:
-    """A remote in clear needs a yes, is written down as such, and has no keys."""
+def test_a_remote_in_clear_is_asked_for(host: Host, other: Host, url: str) -> None:
+    """A remote in clear needs a yes, is written down as such, and has no keys; it gets nothing from a host that was not told so."""
     assert "-y" in host.fails("remote", "init", url, "--no-encryption", code=2)
     assert not Path(url.removeprefix("file://")).exists()
     document = host.json("remote", "init", url, "--no-encryption", "-y")
@@ -115,47 +111,41 @@ def test_init_in_clear_asks(host: Host, url: str) -> None:
     assert "encryption = false" in host.config.read_text()
     assert slots_at(url) == {}
     host.run("remote", "upload", "--once")
-
-
-def test_a_remote_in_clear_is_refused_where_encryption_is_configured(
-    host: Host, other: Host, url: str
-) -> None:
-    """A bucket whose remote.json says "in clear" gets nothing from a host that was not told so."""
-    host.run("remote", "init", url, "--no-encryption", "-y")
     with other.config.open("a") as file:
         file.write(f'[remote]\nurl = "{url}"\n')
     Repository.create(other.repository).close()
     assert "not encrypted" in other.fails("remote", "upload", "--once", code=7)
 
 
-@pytest.mark.parametrize("way", ["key-file", "passphrase", "recovery"])
-def test_join_with_each_kind_of_key(host: Host, other: Host, url: str, way: str) -> None:
+def test_join_with_each_kind_of_key(host: Host, short_tmp: Path, url: str) -> None:
     """A host joins with a key file, passphrase or recovery key, gets a slot of its own, and shares chunks."""
     host.env["CIUIC_REMOTE_PASSPHRASE"] = "correct horse"
     recovery = host.json("remote", "init", url, "--passphrase")["recovery_key"]
-    arguments: list[str] = []
-    if way == "key-file":
-        arguments = ["--open-with", str(host.key_file)]
-    elif way == "passphrase":
-        other.env["CIUIC_REMOTE_PASSPHRASE"] = "correct horse"
-    else:
-        other.env["CIUIC_REMOTE_RECOVERY_KEY"] = recovery.lower()
-    document = other.json("remote", "join", url, *arguments)
-    assert document["slot"].startswith("host-")
-    assert document["repository_state"] == "made"
-    assert other.identity() == host.identity()
-    # From now on its own key is enough, and joining again changes nothing.
-    for name in ("PASSPHRASE", "RECOVERY_KEY"):
-        other.env.pop(f"CIUIC_REMOTE_{name}", None)
-    before = slots_at(url)
-    assert "a key of its own" in other.fails("remote", "join", "--key-file", "/elsewhere", code=2)
-    again = other.json("remote", "join")
-    assert (again["slot"], again["config_changed"], again["repository_state"]) == (
-        document["slot"],
-        False,
-        "shares",
-    )
-    assert slots_at(url) == before
+    for way, variables, arguments in (
+        ("key-file", {}, ["--open-with", str(host.key_file)]),
+        ("passphrase", {"CIUIC_REMOTE_PASSPHRASE": "correct horse"}, []),
+        ("recovery", {"CIUIC_REMOTE_RECOVERY_KEY": recovery.lower()}, []),
+    ):
+        other = Host(short_tmp / way)
+        slots = slots_at(url)
+        own = dict(other.env)
+        other.env |= variables
+        document = other.json("remote", "join", url, *arguments)
+        assert document["slot"].startswith("host-")
+        assert document["slot"] not in slots
+        assert document["repository_state"] == "made"
+        assert other.identity() == host.identity()
+        # From now on its own key is enough, and joining again changes nothing.
+        other.env = own
+        before = slots_at(url)
+        assert "a key of its own" in other.fails("remote", "join", "--key-file", "/elsewhere", code=2)
+        again = other.json("remote", "join")
+        assert (again["slot"], again["config_changed"], again["repository_state"]) == (
+            document["slot"],
+            False,
+            "shares",
+        )
+        assert slots_at(url) == before
 
 
 def test_join_without_or_with_a_wrong_key_changes_nothing(
@@ -200,24 +190,19 @@ def test_nothing_is_made_for_a_host_that_cannot_use_the_remote(
 
 
 def test_join_keeps_a_repository_with_snapshots(
-    host: Host, other: Host, made: dict[str, Any], url: str
+    host: Host, other: Host, made: dict[str, Any], url: str, short_tmp: Path
 ) -> None:
-    """A repository with snapshots keeps its identity and content; an empty one is made anew."""
-    Repository.create(other.repository).close()
+    """A repository with snapshots keeps its identity and content; one that holds nothing is replaced by one with the remote's identity."""
+    empty = Host(short_tmp / "empty")
+    for one in (other, empty):
+        Repository.create(one.repository).close()
     id_ = other.snapshot_of(b"precious")
     arguments = ("remote", "join", url, "--open-with", str(host.key_file))
-    done = other.run(*arguments)
-    assert b"keeps its own identity" in done.stderr
+    assert b"keeps its own identity" in other.run(*arguments).stderr
     assert other.identity().hash == XXH3
     assert [row.id for row in other.list()] == [id_]
-
-
-def test_join_makes_an_empty_repository_anew(host: Host, other: Host, made: dict[str, Any], url: str) -> None:
-    """A repository that holds nothing is replaced by one with the remote's identity."""
-    Repository.create(other.repository).close()
-    document = other.json("remote", "join", url, "--open-with", str(host.key_file))
-    assert document["repository_state"] == "replaced"
-    assert other.identity() == host.identity()
+    assert empty.json(*arguments)["repository_state"] == "replaced"
+    assert empty.identity() == host.identity()
 
 
 def test_join_says_who_shares_no_chunks(host: Host, other: Host, url: str) -> None:
@@ -230,16 +215,14 @@ def test_join_says_who_shares_no_chunks(host: Host, other: Host, url: str) -> No
     assert b"but those whose repository kept its own identity" in b" ".join(done.stderr.split())
 
 
-def test_protect_takes_the_identity_of_the_remote(host: Host, url: str, tmp_path: Path) -> None:
-    """`protect` on a host with a remote makes a repository that shares chunks; offline only when told so."""
+def test_protect_takes_the_identity_of_the_remote(host: Host, url: str) -> None:
+    """`protect` on a host with a remote makes a repository that shares chunks; with --offline one with an identity of its own, and the remote is not asked."""
     host.run("remote", "init", url)
     same = host.identity()
     root = host.top / "root"
     root.mkdir()
     nas = Path(url.removeprefix("file://"))
-    for path in sorted(host.repository.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    host.repository.rmdir()
+    shutil.rmtree(host.repository)
     nas.rename(f"{nas}-away")
     assert "--offline" in host.fails("protect", str(root), code=1)
     assert not host.repository.exists()
@@ -247,15 +230,9 @@ def test_protect_takes_the_identity_of_the_remote(host: Host, url: str, tmp_path
     Path(f"{nas}-away").rename(nas)
     host.run("protect", str(root))
     assert host.identity() == same
-
-
-def test_protect_offline_makes_an_ordinary_repository(host: Host, url: str) -> None:
-    """With --offline the remote is not asked, and the repository has an identity of its own."""
-    with host.config.open("a") as file:
-        file.write(f'[remote]\nurl = "{url}"\n')
-    root = host.top / "root"
-    root.mkdir()
-    host.run("protect", "--offline", str(root))
+    shutil.rmtree(host.repository)
+    (host.top / "another").mkdir()
+    host.run("protect", "--offline", str(host.top / "another"))
     assert host.identity().hash == XXH3
 
 
@@ -376,8 +353,13 @@ def test_a_typed_passphrase_is_not_shown(host: Host, made: dict[str, Any]) -> No
 
 
 def test_upload_once_and_status(host: Host, made: dict[str, Any]) -> None:
-    """After `upload --once` the remote is behind by nothing; what it lacked before is counted."""
-    ids = [host.snapshot_of(os.urandom(300_000)) for _ in range(1)]
+    """After `upload --once` the remote is behind by nothing; what it lacked before is counted.
+
+    The price of requests follows from their number and the configured price of a thousand.
+    """
+    with host.config.open("a") as file:
+        file.write("[remote.price]\nput_per_1000 = 1000.0\nget_per_1000 = 0\ngb_month = 1000\n")
+    id_ = host.snapshot_of(os.urandom(300_000))
     (before,) = host.json("remote", "status")["remotes"]
     assert (before["behind"]["snapshots"], before["behind"]["stored"], before["upload"]) == (1, 0, None)
     assert before["behind"]["size_bytes"] > 300_000
@@ -388,12 +370,15 @@ def test_upload_once_and_status(host: Host, made: dict[str, Any]) -> None:
     assert b"\r" not in done.stderr
     (after,) = host.json("remote", "status", "--contact")["remotes"]
     assert (after["behind"]["snapshots"], after["behind"]["seconds"]) == (0, 0)
-    assert after["behind"]["newest"] == ids[-1]
+    assert after["behind"]["newest"] == id_
     assert after["id"] == made["id"] == after["contact"]["id"]
     assert not after["upload"]["running"]
     assert after["upload"]["sent_bytes"] > 300_000
     (space,) = after["contact"]["spaces"]
     assert space["snapshots"] == 1
+    requests = after["upload"]["requests"]
+    assert after["upload"]["price"] == sum(requests.get(kind, 0) for kind in ("put", "create", "list"))
+    assert after["contact"]["price_month"] == after["contact"]["size_bytes"] / 1e6
     text = host.run("remote", "status", "--contact").stdout.decode()
     assert "behind     by nothing" in text
 
@@ -431,40 +416,30 @@ def test_a_planted_copy_of_a_log_is_told_once(host: Host, made: dict[str, Any], 
         assert f"and so {entries - 1} others" in told
 
 
-def test_prices_are_shown_where_they_are_configured(host: Host, made: dict[str, Any]) -> None:
-    """The price of requests follows from their number and the configured price of a thousand."""
-    with host.config.open("a") as file:
-        file.write("[remote.price]\nput_per_1000 = 1000.0\nget_per_1000 = 0\ngb_month = 1000\n")
-    host.snapshot_of(b"x" * 5000)
-    host.run("remote", "upload", "--once")
-    (found,) = host.json("remote", "status", "--contact")["remotes"]
-    requests = found["upload"]["requests"]
-    assert found["upload"]["price"] == sum(requests.get(kind, 0) for kind in ("put", "create", "list"))
-    assert found["contact"]["price_month"] == found["contact"]["size_bytes"] / 1e6
-
-
 def test_status_without_the_remote(host: Host, made: dict[str, Any], url: str) -> None:
-    """Status works while the remote is away; with --contact the reason is said and the exit code is not 0."""
+    """Status works while the remote is away; with --contact, and of an upload, the exit code is not 0.
+
+    Nor is it 3, with which the service would stay ended.
+    """
     nas = Path(url.removeprefix("file://"))
     nas.rename(f"{nas}-away")
     host.run("remote", "status")
     document = host.json("remote", "status", "--contact", expect=1)
     assert document["remotes"][0]["contact"]["error"]
-
-
-def test_status_and_upload_without_a_remote(host: Host) -> None:
-    """Exit code 3 says that no remote is configured, to systemd as well."""
-    for command in ("status", "upload", "test"):
-        assert "no remote is configured" in host.fails("remote", command, code=3)
-
-
-def test_upload_that_fails_has_another_code_than_no_remote(
-    host: Host, made: dict[str, Any], url: str
-) -> None:
-    """A remote or repository that is gone is no exit code 3, with which the service would stay ended."""
-    nas = Path(url.removeprefix("file://"))
-    nas.joinpath("remote.json").rename(f"{nas}.json")
+    Path(f"{nas}-away").rename(nas)
+    (nas / "remote.json").rename(f"{nas}.json")
     host.run("remote", "upload", "--once", expect=1)
+
+
+def test_commands_of_a_remote_need_one(host: Host) -> None:
+    """Exit code 3 says that no remote is configured, to systemd as well; no snapshot is taken."""
+    for words in (
+        ("remote", "status"),
+        ("remote", "upload"),
+        ("remote", "test"),
+        ("snapshot", "--wait=remote"),
+    ):
+        assert "no remote is configured" in host.fails(*words, code=3)
 
 
 def test_upload_once_names_what_cannot_be_read(host: Host, made: dict[str, Any]) -> None:
@@ -523,12 +498,14 @@ def test_the_story_of_the_readme(host: Host, other: Host, url: str, short_tmp: P
 @pytest.fixture
 def uploading(host: Host, made: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
     """Provide a running `ciuic remote upload`."""
-    process = subprocess.Popen(
-        [str(installed()), "remote", "upload"], env=host.env, cwd="/", stdin=subprocess.DEVNULL
-    )
-    yield process
-    process.kill()
-    process.wait()
+    with _upload(host) as process:
+        yield process
+        process.kill()
+
+
+def _upload(host: Host) -> subprocess.Popen[bytes]:
+    command = [str(installed()), "remote", "upload"]
+    return subprocess.Popen(command, env=host.env, cwd="/", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def test_upload_ends_with_0_on_sigterm(host: Host, uploading: subprocess.Popen[bytes]) -> None:
@@ -548,25 +525,18 @@ def test_upload_waits_for_a_first_root(host: Host, made: dict[str, Any]) -> None
     """Without a root, and so without a repository, the process waits and does not end with exit code 2."""
     text = host.config.read_text()
     host.config.write_text(text.replace(f'[repository]\npath = "{host.repository}"\n', ""))
-    process = subprocess.Popen(
-        [str(installed()), "remote", "upload"],
-        env=host.env,
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    assert b"waiting until a directory is protected" in process.stderr.readline()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
-    process.stderr.close()
+    with _upload(host) as process:
+        assert process.stderr is not None
+        assert b"waiting until a directory is protected" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 @pytest.mark.mount
-def test_snapshot_waits_for_the_remote(
-    host: Host, uploading: subprocess.Popen[bytes], made: dict[str, Any], url: str
+def test_snapshot_waits_for_a_remote_that_wants_it(
+    host: Host, uploading: subprocess.Popen[bytes], made: dict[str, Any]
 ) -> None:
-    """`snapshot --wait=remote` returns when the remote has the snapshot, as another host then sees."""
+    """`snapshot --wait=remote` returns when the remote has the snapshot; one that the remote's schedule leaves out is told as such."""
     root = host.top / "root"
     root.mkdir()
     with host:
@@ -576,30 +546,12 @@ def test_snapshot_waits_for_the_remote(
         id_ = host.run("snapshot", "--wait=remote", "-m", "safe").stdout.decode().strip()
         record = json.loads((host.state / "remote" / "stored").read_bytes())
         assert id_ in record["stored"]
-
-
-@pytest.mark.mount
-def test_snapshot_does_not_wait_for_a_remote_that_does_not_want_it(host: Host, made: dict[str, Any]) -> None:
-    """A snapshot that the schedule of the remote leaves out is told as such, after it is committed here."""
-    with host.config.open("a") as file:
-        file.write('[remote.schedule]\ninterval = "1d"\n')
-    root = host.top / "root"
-    root.mkdir()
-    with host:
-        host.run("protect", str(root))
-        host.start(root)
-        until("the first snapshot", host.list)
-        command = [str(installed()), "remote", "upload"]
-        with subprocess.Popen(command, env=host.env, cwd="/", stdin=subprocess.DEVNULL) as process:
-            try:
-                (root / "file").write_bytes(b"x")
-                host.snapshot()
-                assert "does not go to the remote" in host.fails("snapshot", "--wait=remote", code=1)
-            finally:
-                process.kill()
-
-
-@pytest.mark.mount
-def test_wait_for_remotes_needs_one(host: Host) -> None:
-    """Without a remote `snapshot --wait=remote` takes no snapshot."""
-    assert "no remote is configured" in host.fails("snapshot", "--wait=remote", code=3)
+        uploading.kill()
+        uploading.wait()
+        with host.config.open("a") as file:
+            file.write('[remote.schedule]\ninterval = "1d"\n')
+        with _upload(host) as process:
+            (root / "file").write_bytes(b"x")
+            host.snapshot()
+            assert "does not go to the remote" in host.fails("snapshot", "--wait=remote", code=1)
+            process.kill()

@@ -10,12 +10,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from support.cli_repository import CliRepository, Host, MadeHost
+from support.cli_repository import Host, MadeHost
 from support.live import installed, module_tmp
 from support.until import until
 
 from ciuic.repository import Repository
+from ciuic.repository.snapshot_format import encode_snapshot
 
 __all__ = ["module_tmp"]
 
@@ -35,7 +37,7 @@ def made(module_tmp: Path) -> MadeHost:
             b"model-100.safetensors": rng.randbytes(30_000),
             b"model-200.safetensors": rng.randbytes(30_000),
         }
-        snapshot_of(host, tree)
+        host.snapshot_of(tree)
         host.run("remote", "upload", "--once")
 
     return MadeHost(module_tmp, make)
@@ -50,13 +52,6 @@ def host(made: MadeHost) -> Host:
 def place(host: Host) -> Path:
     """Return the directory of the host and its remote."""
     return host.top.parent
-
-
-def snapshot_of(host: Host, tree: dict[bytes, Any]) -> str:
-    made = CliRepository(host.repository, host.top / "root", make=False)
-    with Repository.open(host.repository) as repository:
-        taken = len(repository.snapshots.list())
-    return str(made.snapshot(tree, id_=f"cs-{taken + 1:06x}"))
 
 
 def drilled(host: Host, *options: str, expect: int = 0) -> dict[str, Any]:
@@ -151,7 +146,7 @@ def test_a_remote_without_a_snapshot_of_this_host_is_no_rescue(short_tmp: Path) 
 def test_an_ended_drill_leaves_nothing_behind(host: Host, number: signal.Signals) -> None:
     """After SIGTERM nothing is left; what SIGKILL leaves, the next drill removes."""
     tree = {b"large-%d.bin" % one: random.Random(one).randbytes(8 << 20) for one in range(8)}
-    snapshot_of(host, tree)
+    host.snapshot_of(tree)
     host.run("remote", "upload", "--once")
     process = subprocess.Popen([str(installed()), "remote", "drill"], env=host.env, cwd="/")
     until("its directory", lambda: left_in(host))
@@ -165,30 +160,18 @@ def test_an_ended_drill_leaves_nothing_behind(host: Host, number: signal.Signals
 
 def test_other_trees_in_the_repository_are_told(host: Host) -> None:
     """A snapshot of this id with other trees here is damage: one of the two is not what was taken."""
-    root = host.top / "root"
-    newest = str(Repository.open(host.repository).snapshots.list()[0].id)
-    other = snapshot_of(host, {b"other": b"content"})
-    repository = Repository.open(host.repository)
-    path = Path(repository.snapshots.path(repository.snapshots.resolve(newest)))
-    with Repository.open(host.repository) as opened:
-        theirs = opened.snapshots.load(opened.snapshots.resolve(other))
-    assert theirs.roots[0].path == os.fsencode(root)
-    forged(host, path, newest, other)
-    document = drilled(host, "--snapshot", newest, expect=4)
-    assert document["same_as_local"] is False
-
-
-def forged(host: Host, path: Path, id_: str, other: str) -> None:
-    """Write the snapshot file of ``other`` under the name ``id_``."""
-    import msgspec
-
-    from ciuic.repository.snapshot_format import encode_snapshot
-
+    newest = host.list()[0].id
+    other = host.snapshot_of({b"other": b"content"})
     with Repository.open(host.repository) as repository:
         snapshot = repository.snapshots.load(repository.snapshots.resolve(other))
-        data = encode_snapshot(msgspec.structs.replace(snapshot, id=type(snapshot.id)(id_)), repository.id)
+        assert snapshot.roots[0].path == os.fsencode(host.top / "root")
+        id_ = repository.snapshots.resolve(newest)
+        data = encode_snapshot(msgspec.structs.replace(snapshot, id=id_), repository.id)
+        path = Path(repository.snapshots.path(id_))
     path.chmod(0o600)
     path.write_bytes(data)
+    document = drilled(host, "--snapshot", newest, expect=4)
+    assert document["same_as_local"] is False
 
 
 def test_a_scratch_directory_that_is_missing_is_named_with_its_option(host: Host, place: Path) -> None:

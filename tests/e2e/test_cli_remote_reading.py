@@ -19,7 +19,7 @@ from support.restoring import write
 
 from ciuic.remote.access import add_slot
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.sealing.key_slots import new_key_text, passphrase_secret, read_key_file
+from ciuic.remote.sealing.key_slots import make_key_file, passphrase_secret
 from ciuic.system.poll import readable
 from ciuic.types import Snapshot
 
@@ -34,9 +34,7 @@ class Uploaded:
         remote = new_remote(open_objects(self.url, make=True))
         add_slot(remote, "people", passphrase_secret(PASSPHRASE))
         self.key_file = place / "key"
-        self.key_file.write_bytes(new_key_text())
-        os.chmod(self.key_file, 0o600)
-        add_slot(remote, "file", read_key_file(str(self.key_file)))
+        add_slot(remote, "file", make_key_file(str(self.key_file)))
         self.host = RemoteHost(place / "alpha", remote, name="alpha")
         write(self.host.root / "model", random.Random(1).randbytes(300_000))
         write(self.host.root / "deep" / "log", b"line\n" * 5000)

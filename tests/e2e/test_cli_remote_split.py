@@ -17,7 +17,7 @@ from support.versioned_objects import attack
 
 from ciuic.remote.access import add_slot
 from ciuic.remote.objects.split_objects import SplitObjects
-from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
+from ciuic.remote.sealing.key_slots import make_key_file
 
 
 @pytest.fixture
@@ -166,9 +166,7 @@ class LockedPacks:
         self.log, self.packs = server.connect(url), server.connect(packs_url)
         remote = new_remote(SplitObjects(self.log, self.packs), packs_url=packs_url)
         key_file = place / "key"
-        key_file.write_bytes(new_key_text())
-        key_file.chmod(0o600)
-        add_slot(remote, "file", read_key_file(str(key_file)))
+        add_slot(remote, "file", make_key_file(str(key_file)))
         self.host = RemoteHost(place / "host", remote, name="node1")
         rng = random.Random(2)
         self.manifests = {}

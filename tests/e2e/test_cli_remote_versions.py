@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,16 +10,15 @@ from pathlib import Path
 import pytest
 from support import trees
 from support.cli_repository import Host
-from support.live import Commands
 from support.object_servers import Fault, FaultProxy, Request, SeaweedFS, environment_for_s3
-from support.remote_host import RemoteHost, new_remote
+from support.remote_host import Elsewhere, RemoteHost, new_remote
 from support.restoring import write
 from support.versioned_objects import attack
 
 from ciuic.remote.access import add_slot
 from ciuic.remote.objects.s3_botocore import S3Client
 from ciuic.remote.objects.urls import StoreSettings, parse_url
-from ciuic.remote.sealing.key_slots import SlotSecret, new_key_text, read_key_file, show_recovery_key
+from ciuic.remote.sealing.key_slots import SlotSecret, make_key_file, show_recovery_key
 
 
 class AttackedBucket:
@@ -30,18 +28,12 @@ class AttackedBucket:
         self.url = server.versioned_url(locked=True)
         self.objects = server.connect(self.url)
         remote = new_remote(self.objects, sealed=sealed)
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(place),
-            "XDG_CACHE_HOME": str(place / "cache"),
-            **environment_for_s3(server.endpoint),
-        }
+        secrets = environment_for_s3(server.endpoint)
         if sealed:
             key_file = place / "key"
-            key_file.write_bytes(new_key_text())
-            os.chmod(key_file, 0o600)
-            add_slot(remote, "file", read_key_file(str(key_file)))
-            self.environment["CIUIC_REMOTE_KEY_FILE"] = str(key_file)
+            add_slot(remote, "file", make_key_file(str(key_file)))
+            secrets["CIUIC_REMOTE_KEY_FILE"] = str(key_file)
+        self.reader = Elsewhere(place, self.url, secrets)
         self.host = RemoteHost(place / "host", remote, name="node1")
         rng = random.Random(2)
         self.manifests = []
@@ -52,20 +44,10 @@ class AttackedBucket:
             self.host.upload()
         attack(self.objects, random.Random(3))
 
-    def run(self, *arguments: str, code: int | tuple[int, ...] = 0) -> str:
-        """Run a command on the remote that ends with this code, or one of these; return what it said."""
-        done = Commands.run("--repo", self.url, *arguments, env=self.environment)
-        said = done.stdout + done.stderr
-        assert done.returncode in (code if isinstance(code, tuple) else (code,)), said
-        assert "Traceback" not in done.stderr
-        return said if code else done.stdout
-
-    def assert_restores(self, place: Path, *options: str) -> None:
+    def assert_restores(self, *options: str) -> None:
         """Restore both snapshots and compare them bit for bit and by their attributes."""
         for id_, manifest in self.manifests:
-            there = place / id_
-            self.run("restore", "-s", id_, "-p", str(self.host.root), "--dest", str(there), *options)
-            trees.assert_same(manifest, trees.manifest(there / self.host.root.name))
+            assert not self.reader.differences(id_, self.host.root, manifest, *options)
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "in clear"])
@@ -77,28 +59,30 @@ def test_a_bucket_full_of_deletions_and_forgeries(tmp_path: Path, seaweedfs: Sea
     bucket = AttackedBucket(tmp_path, seaweedfs, sealed=sealed)
     behind = ["--behind-deletions"]
     # Damaged, or not there any more.
-    assert "remote" in bucket.run("list", code=(3, 4))
+    done = bucket.reader.start("list")
+    assert done.returncode in (3, 4)
+    assert b"remote" in done.stdout + done.stderr
     first, second = (id_ for id_, _ in bucket.manifests)
-    listed = json.loads(bucket.run("list", "--json", *behind))
+    listed = json.loads(bucket.reader.run("list", "--json", *behind))
     assert {snapshot["id"] for snapshot in listed["snapshots"]} == {first, second}
-    bucket.assert_restores(tmp_path / "behind", *behind)
+    bucket.assert_restores(*behind)
     if not sealed:
         return
     root = str(bucket.host.root)
-    assert "1.bin" in bucket.run("show", second, root, *behind)
-    assert "1.bin" in bucket.run("diff", first, second, *behind)
-    bucket.run("verify", "--all", "--checksum", *behind)
-    assert "deleted or overwritten" in bucket.run("check", *behind, code=4)
-    assert "repaired" in bucket.run("check", "--repair", *behind)
-    bucket.run("check", *behind)
-    bucket.assert_restores(tmp_path / "plain")
+    assert "1.bin" in bucket.reader.run("show", second, root, *behind)
+    assert "1.bin" in bucket.reader.run("diff", first, second, *behind)
+    bucket.reader.run("verify", "--all", "--checksum", *behind)
+    assert "deleted or overwritten" in bucket.reader.run("check", *behind, code=4)
+    assert "repaired" in bucket.reader.run("check", "--repair", *behind)
+    bucket.reader.run("check", *behind)
+    bucket.assert_restores()
 
 
 def test_locks_in_a_bucket_with_object_lock(tmp_path: Path, seaweedfs: SeaweedFS) -> None:
     """check --renew-locks has the store refuse the deletion of what is needed for the time that was asked for."""
     bucket = AttackedBucket(tmp_path, seaweedfs, sealed=True)
-    bucket.run("check", "--repair", "--behind-deletions")
-    told = json.loads(bucket.run("check", "--renew-locks", "30d", "--json"))
+    bucket.reader.run("check", "--repair", "--behind-deletions")
+    told = json.loads(bucket.reader.run("check", "--renew-locks", "30d", "--json"))
     assert told["locked"] > 5
     s3 = S3Client(parse_url(bucket.url), StoreSettings(), environment_for_s3(seaweedfs.endpoint))
     keys = {"Bucket": s3.bucket, "Prefix": s3.key("packs/")}
@@ -114,7 +98,7 @@ def test_locks_in_a_bucket_with_object_lock(tmp_path: Path, seaweedfs: SeaweedFS
     days = [(reply["Retention"]["RetainUntilDate"] - datetime.now(timezone.utc)).days for _, reply in until]
     assert max(days) == 29
     # A shorter time leaves the longer locks as they are.
-    assert json.loads(bucket.run("check", "--renew-locks", "2d", "--json"))["locked"] == told["locked"]
+    assert json.loads(bucket.reader.run("check", "--renew-locks", "2d", "--json"))["locked"] == told["locked"]
     for key, reply in until:
         assert reply["Retention"]["Mode"] == "GOVERNANCE", key
 
@@ -122,17 +106,17 @@ def test_locks_in_a_bucket_with_object_lock(tmp_path: Path, seaweedfs: SeaweedFS
 def test_options_that_cannot_work(tmp_path: Path, seaweedfs: SeaweedFS) -> None:
     """A bucket without locks, a store without versions, a local repository and a wrong time are refused with words."""
     bucket = AttackedBucket(tmp_path, seaweedfs, sealed=False)
-    done = bucket.run("list", "--stored-before", "2100-01-01")
+    done = bucket.reader.run("list", "--stored-before", "2100-01-01")
     assert bucket.manifests[0][0] in done
     # A cache for one time is of no use to another.
-    assert not list((tmp_path / "cache" / "ciuic" / "remotes").glob("versions-*"))
-    assert "never a remote" in bucket.run("list", "--stored-before", "2020-01-01", code=3)
-    assert "2020-13-45" in bucket.run("list", "--stored-before", "2020-13-45", code=2)
-    assert "nothing is written" in bucket.run("prune", "--behind-deletions", code=7)
-    bucket.url = str(tmp_path / "local")
-    assert "URL of a remote" in bucket.run("list", "--behind-deletions", code=2)
-    bucket.url = f"file://{tmp_path}/nas"
-    assert "cannot be read here" in bucket.run("list", "--behind-deletions", code=2)
+    assert not list((bucket.reader.home / ".cache/ciuic/remotes").glob("versions-*"))
+    assert "never a remote" in bucket.reader.run("list", "--stored-before", "2020-01-01", code=3)
+    assert "2020-13-45" in bucket.reader.run("list", "--stored-before", "2020-13-45", code=2)
+    assert "nothing is written" in bucket.reader.run("prune", "--behind-deletions", code=7)
+    bucket.reader.url = str(tmp_path / "local")
+    assert "URL of a remote" in bucket.reader.run("list", "--behind-deletions", code=2)
+    bucket.reader.url = f"file://{tmp_path}/nas"
+    assert "cannot be read here" in bucket.reader.run("list", "--behind-deletions", code=2)
 
 
 def test_a_host_needs_no_right_to_delete(short_tmp: Path, seaweedfs: SeaweedFS) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -70,6 +71,26 @@ def collect(remote: Remote, cache: Path, *forget: str) -> None:
             give_up_snapshots(opened, resolve_snapshots(opened, list(forget)), host="operator")
     with reading(remote, cache) as opened:
         collect_remote(opened, host="operator", policy=AT_ONCE)
+
+
+def new_snapshot(host: RemoteHost, blocks: int = 9) -> str:
+    """Return the id of a snapshot of a file with new content."""
+    write(host.root / "file", os.urandom(blocks * BLOCK))
+    return str(host.snapshot().id)
+
+
+def problem_of_upload(host: RemoteHost) -> str:
+    """Return the first problem of an upload, which is stopped by it."""
+    told: list[str] = []
+    stop = threading.Event()
+
+    def problem(text: str) -> None:
+        told.append(text)
+        stop.set()
+
+    with pytest.raises(Stopped):
+        host.upload(problem=problem, stop=stop)
+    return told[0]
 
 
 def assert_whole(remote: Remote, cache: Path, *ids: str) -> None:
@@ -271,13 +292,14 @@ def test_what_lies_beside_the_prefix_costs_nothing(
     """No listing asks for more than names below the prefix, with 200,000 foreign objects beside it."""
     name = f"beside-{os.urandom(6).hex()}"
     foreign = MemoryObjects(name)
-    for number in range(200_000):
-        foreign.put(f"train{('', 'ing-', 'ingg/', 'ing0/')[number % 4]}{number}", [b""])
+    beside = (f"train{('', 'ing-', 'ingg/', 'ing0/')[number % 4]}{number}" for number in range(200_000))
+    # In order each goes to the end of the names, and moves no others.
+    for other in sorted(beside):
+        foreign.put(other, [b""])
     objects = CountedNames(name, "training")
     remote = new_remote(objects)
     host = RemoteHost(tmp_path / "host", remote)
-    write(host.root / "file", os.urandom(9 * BLOCK))
-    id_ = str(host.snapshot().id)
+    id_ = new_snapshot(host)
     host.upload()
     collect(remote, tmp_path / "operator")
     assert_whole(remote, tmp_path / "reader", id_)
@@ -285,12 +307,11 @@ def test_what_lies_beside_the_prefix_costs_nothing(
     forget_bucket(name)
     # What a server is asked for: its own index finds the prefix.
     url = seaweedfs.new_url()
-    for beside in ("", "-old", "x/"):
-        seaweedfs.connect("s3://tests").put(f"{url.rpartition('/')[2]}{beside}x", [b""])
+    for end in ("", "-old", "x/"):
+        seaweedfs.connect("s3://tests").put(f"{url.rpartition('/')[2]}{end}x", [b""])
     remote = new_remote(fault_proxy.connect(url))
     host = RemoteHost(tmp_path / "s3", remote)
-    write(host.root / "file", os.urandom(9 * BLOCK))
-    host.snapshot()
+    new_snapshot(host)
     host.upload()
     collect(remote, tmp_path / "operator-s3")
     asked = [
@@ -349,17 +370,9 @@ def test_a_limit_of_bodies_makes_packs_smaller_or_is_told(
         host.upload()
         assert_whole(remote, tmp_path / "reader", *ids)
         return
-    told: list[str] = []
-    stop = threading.Event()
-
-    def problem(text: str) -> None:
-        told.append(text)
-        stop.set()
-
-    with pytest.raises(Stopped):
-        host.upload(problem=problem, stop=stop)
-    assert "no body of" in told[0]
-    assert "client_max_body_size 32m" in told[0]
+    told = problem_of_upload(host)
+    assert "no body of" in told
+    assert "client_max_body_size 32m" in told
 
 
 @pytest.mark.parametrize("limit_bytes", [5 << 20, 1 << 20])
@@ -406,8 +419,7 @@ def test_rounds_and_logs_larger_than_a_limit(
     host = RemoteHost(tmp_path / "host", remote)
     ids = []
     for _ in range(24):
-        write(host.root / "file", os.urandom(3 * BLOCK))
-        ids.append(str(host.snapshot().id))
+        ids.append(new_snapshot(host, 3))
         host.upload()
     limit = BodyLimit(fault_proxy, 1200, "/gc/")
     collect(remote, tmp_path / "operator", *ids[:-2])
@@ -426,19 +438,10 @@ def test_rounds_and_logs_larger_than_a_limit(
     assert limit.refused_bytes
     assert_whole(remote, tmp_path / "reader", *ids[-2:])
     BodyLimit(fault_proxy, 100, "/manifests/")
-    write(host.root / "file", os.urandom(3 * BLOCK))
-    host.snapshot()
-    told: list[str] = []
-    stop = threading.Event()
-
-    def problem(text: str) -> None:
-        told.append(text)
-        stop.set()
-
-    with pytest.raises(Stopped):
-        host.upload(problem=problem, stop=stop)
-    assert "cannot store manifests/" in told[0]
-    assert "no body of" in told[0]
+    new_snapshot(host, 3)
+    told = problem_of_upload(host)
+    assert "cannot store manifests/" in told
+    assert "no body of" in told
 
 
 def test_hosts_of_one_cloned_disk_have_a_retention_each(short_tmp: Path) -> None:
@@ -507,8 +510,7 @@ def test_a_store_with_an_ipv6_address_alone(
         serving.start()
         remote = new_remote(seaweedfs.connect(seaweedfs.new_url(), f"http://[::1]:{server.server_port}"))
         host = RemoteHost(tmp_path / "host", remote)
-        write(host.root / "file", os.urandom(9 * BLOCK))
-        id_ = str(host.snapshot().id)
+        id_ = new_snapshot(host)
         host.upload()
         assert_whole(remote, tmp_path / "reader", id_)
         server.shutdown()
@@ -541,8 +543,7 @@ def test_an_upload_waits_for_a_certificate(
         url = seaweedfs.new_url()
         made = new_remote(seaweedfs.connect(url))
         host = RemoteHost(tmp_path / "host", made._replace(objects=proxy.connect(url)))
-        write(host.root / "file", os.urandom(9 * BLOCK))
-        id_ = str(host.snapshot().id)
+        id_ = new_snapshot(host)
         told: list[str] = []
 
         def problem(text: str) -> None:
@@ -612,8 +613,7 @@ def test_keys_that_rotate_while_an_upload_runs(
 
     objects = connect_s3(url, seaweedfs.endpoint, environment=environment)
     host = RemoteHost(tmp_path / "host", made._replace(objects=objects))
-    write(host.root / "file", os.urandom(9 * BLOCK))
-    id_ = str(host.snapshot().id)
+    id_ = new_snapshot(host)
     host.upload(problem=problem)
     assert "the store answered 403" in told[0]
     assert told[-1] == ""
@@ -633,10 +633,8 @@ def test_a_bucket_in_the_host_name(
     url = seaweedfs.new_url()
     remote = new_remote(connect_s3(url, endpoint, environment=environment))
     host = RemoteHost(tmp_path / "host", remote)
-    write(host.root / "file", os.urandom(9 * BLOCK))
-    first = str(host.snapshot().id)
-    write(host.root / "file", os.urandom(9 * BLOCK))
-    id_ = str(host.snapshot().id)
+    first = new_snapshot(host)
+    id_ = new_snapshot(host)
     host.upload()
     collect(remote, tmp_path / "operator", first)
     assert_whole(remote, tmp_path / "reader", id_)
@@ -678,11 +676,18 @@ class Rotation:
         self._thread.join()
 
 
-@pytest.mark.parametrize("source", ["renamed", "written in place", "process"])
-def test_session_tokens_that_rotate_while_uploads_run(
-    seaweedfs: SeaweedFS, tmp_path: Path, source: str
-) -> None:
+def test_session_tokens_that_rotate_while_uploads_run(seaweedfs: SeaweedFS, tmp_path: Path) -> None:
     """No request mixes parts of two credentials, however they are replaced, and no upload is lost."""
+    sources = ("renamed", "written in place", "process")
+    with ThreadPoolExecutor(len(sources)) as pool:
+        # At the same time, for each takes as long as its credentials.
+        for done in [pool.submit(_upload_while_tokens_rotate, seaweedfs, tmp_path, one) for one in sources]:
+            done.result()
+
+
+def _upload_while_tokens_rotate(seaweedfs: SeaweedFS, place: Path, source: str) -> None:
+    tmp_path = place / source.replace(" ", "-")
+    tmp_path.mkdir()
     file, printed = tmp_path / "credentials", tmp_path / "printed"
 
     def put(made: Triple) -> None:
@@ -718,8 +723,7 @@ def test_session_tokens_that_rotate_while_uploads_run(
         objects = connect_s3(url, proxy.endpoint, environment=environment)
         host = RemoteHost(tmp_path / "host", made._replace(objects=objects))
         while rotation.count < 6:
-            write(host.root / "file", os.urandom(9 * BLOCK))
-            ids.append(str(host.snapshot().id))
+            ids.append(new_snapshot(host))
             host.upload()
         assert proxy.mixed == []
     assert_whole(made, tmp_path / "reader", *ids)

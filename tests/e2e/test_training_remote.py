@@ -262,63 +262,6 @@ def test_without_a_remote_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
             _save(manager, 1).wait(1, remote=True)
 
 
-RANKS = """
-import os, socket, sys
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-other = os.fork()
-rank = int(not other)
-os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-import torch
-from ciuic import SnapshotManager
-torch.distributed.init_process_group("gloo")
-torch.manual_seed(7)
-model = torch.nn.Linear(64, 64)
-model.own = None
-seen = {"rank": [rank]}
-manager = SnapshotManager(sys.argv[1], remote=sys.argv[2])
-manager.register(model=model, seen=seen)
-resumed = manager.resume()
-# A file of each: two processes and a library write to this output.
-with open(sys.argv[3] + str(rank), "w") as told:
-    print(rank, resumed and resumed.id, seen["rank"], float(model.weight.sum()), file=told)
-if resumed is None:
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    seen["rank"].append(rank + 10)
-    manager.save_snapshot(wait=True)
-    if rank == 0:
-        assert manager.wait_remote(100)
-torch.distributed.barrier()
-manager.close()
-torch.distributed.destroy_process_group()
-if not other:
-    os._exit(0)
-_, status = os.waitpid(other, 0)
-assert not status, status
-"""
-
-
-def test_two_ranks_resume_elsewhere(host: RemoteHost, nas: Path, tmp_path: Path) -> None:
-    """Two ranks that make the remote at once save to it, and on another host both get their own state back."""
-    pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    url = f"file://{nas}"
-
-    def told(place: str) -> list[str]:
-        host.run(script, str(tmp_path / place), url, str(tmp_path / f"told-{place}-"))
-        return [(tmp_path / f"told-{place}-{rank}").read_text().strip() for rank in range(2)]
-
-    first = told("first")
-    assert [line.split()[:2] for line in first] == [["0", "None"], ["1", "None"]]
-    until("the end of all processes", lambda: not host.processes())
-    (id_,) = stored_states(tmp_path / "first")
-    shutil.rmtree(tmp_path / "first")
-    again = told("second")
-    assert again == [f"0 {id_} [0, 10] 12288.0", f"1 {id_} [1, 11] 12288.0"]
-
-
 _PREEMPTED = """
 import os, signal, sys
 import numpy as np

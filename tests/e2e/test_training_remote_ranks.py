@@ -29,10 +29,14 @@ def remote(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_ranks_resume_elsewhere_each_from_its_own_part(tmp_path: Path, remote: tuple[str, str]) -> None:
-    """FSDP2 ranks, two or three, resume from the URL alone to the bit, and none reads the whole state."""
+    """FSDP2 ranks that made the remote at once, two or three, resume from the URL alone to the bit, and none reads the whole state.
+
+    As many ranks as before have their own state back too.
+    """
     lost, result = tmp_path / "lost", tmp_path / "result"
     Ranks(tmp_path / "save", 2, sharded_remote.save_managed, str(lost), *remote, str(result)).check()
     saved = json.loads(result.read_text())
+    own = [(tmp_path / f"result-{rank}").read_text() for rank in range(2)]
     shutil.rmtree(lost)
     for world in (2, 3):
         host = tmp_path / f"host-{world}"
@@ -42,6 +46,7 @@ def test_ranks_resume_elsewhere_each_from_its_own_part(tmp_path: Path, remote: t
         found = [json.loads((host / f"found-{rank}").read_text()) for rank in range(world)]
         for one in found:
             assert (one["id"], one["step"], one["digest"]) == (saved["id"], 12, saved["digest"])
+        assert world == 3 or [one["own"] for one in found] == own
         # A rank reads its part and the first block of each file, which has the header; blocks are read whole.
         assert all(0 < one["wanted"] < saved["size"] for one in found), [one["wanted"] for one in found]
 

@@ -6,18 +6,17 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import leftovers
 from support.ci import IN_CI, needs
-from support.site import Site, site_in
+from support.live import module_tmp
+from support.site import Site, running_site
 from support.until import until
 from support.web_page import WebPage, place, web_page
 
@@ -31,6 +30,7 @@ except ImportError:
         raise
     pytest.skip("playwright and axe-playwright-python are not installed", allow_module_level=True)
 
+__all__ = ["module_tmp"]
 pytestmark = [pytest.mark.mount, pytest.mark.timeout(600)]
 _CHROMIUM = shutil.which("chromium")
 _MARKUP = "<img src=x onerror=alert(1)>"
@@ -59,14 +59,10 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def filled(run_dir: Path) -> Iterator[tuple[Site, str]]:
+def filled(module_tmp: Path) -> Iterator[tuple[Site, str]]:
     """Provide a daemon with two roots, one of which has markup for a name, and names that are more than names; and a comparison."""
-    top = Path(tempfile.mkdtemp(dir=run_dir))
-    with site_in(top) as made:
-        root, odd = made.root("data"), made.root(_MARKUP)
-        made.start()
-        # Otherwise it may come between ours, or between two writes.
-        until("the first snapshot", made.has_first)
+    with running_site(module_tmp, "data", _MARKUP) as made:
+        root, odd = made.roots
         (root / "config.yaml").write_text("lr: 0.1\n")
         (odd / "file").write_text("in a root with an odd name\n")
         for name in _NAMES:
@@ -93,8 +89,6 @@ def filled(run_dir: Path) -> Iterator[tuple[Site, str]]:
         with open(made.config, "a") as config:
             config.write(f"[[watch_number]]\nfile = '{odd}/log.jsonl'\nkey = '{_MARKUP}'\n")
         yield made, f"/compare?a={ids[0]}&b={ids[1]}"
-    leftovers.unmount_below(top)
-    shutil.rmtree(top, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +220,12 @@ def test_it_works_without_scripts(browser: Browser, server: WebPage, site: Site)
         _destroy_and_restore(visitor, site.roots[0] / "config.yaml")
 
 
-def _is_text(visitor: Visitor, text: str) -> None:
-    """Check that a text stands on the page as it is, and that nothing on the page came from a name."""
+def _is_text(visitor: Visitor, *texts: str) -> None:
+    """Check that texts stand on the page as they are, and that nothing on the page came from a name."""
     page = visitor.page
-    assert text in page.locator("body").inner_text().replace("\xa0", " ") or text in page.title()
+    shown = page.locator("body").inner_text().replace("\xa0", " ")
+    for text in texts:
+        assert text in shown or text in page.title()
     assert page.locator("script").count() == 1
     assert page.locator("img:not(.preview)").count() == 0
     assert (
@@ -242,53 +238,50 @@ def _is_text(visitor: Visitor, text: str) -> None:
     assert page.evaluate("[...document.links].filter(a => a.protocol !== 'http:').length") == 0
 
 
-@pytest.mark.parametrize("name", _NAMES)
-def test_a_name_is_text_everywhere(
-    browser: Browser, server: WebPage, site: Site, compare: str, name: bytes
-) -> None:
+def test_names_are_text_everywhere(browser: Browser, server: WebPage, site: Site, compare: str) -> None:
     """Each page that shows a name shows it as text, whatever is in it, and the name leads to the file that has it."""
     root = os.fsencode(site.roots[0])
-    path = root + b"/" + name
-    shown = one_line(name)
     with _visit(browser, server) as visitor:
         page = visitor.page
-        visitor.go(f"/files?{place(root)}")
-        _is_text(visitor, shown)
-        page.get_by_role("table").locator("tbody tr").filter(has_text=shown).get_by_role("link").first.click()
-        if len(name) < 255:
-            _is_text(visitor, shown)
-            page.get_by_role("table").get_by_role("link", name="script>", exact=True).click()
-            path += b"/script>"
-        page.get_by_role("heading", name="Versions").wait_for()
-        _is_text(visitor, "Versions")
-        _is_text(visitor, _MARKUP)
-        visitor.go(f"/versions?{place(path)}")
-        _is_text(visitor, shown)
         visitor.go(compare)
-        _is_text(visitor, shown)
-        visitor.go(f"{compare}&{_place(path)}")
-        _is_text(visitor, shown)
-        _is_text(visitor, f"+{_MARKUP} 20")
+        _is_text(visitor, *map(one_line, _NAMES))
         visitor.go("/changes")
-        _is_text(visitor, shown if len(name) < 255 else "data")
-        visitor.go(f"/restore?{place(path)}")
-        _is_text(visitor, shown)
-        visitor.press("Show the plan")
-        page.get_by_text("Plan: restore").wait_for()
-        _is_text(visitor, shown)
-        content = Path(os.fsdecode(path)).read_bytes()
-        Path(os.fsdecode(path)).write_text("destroyed\n")
-        page.get_by_label(re.compile("to confirm")).fill("data")
-        visitor.press("Restore now")
-        _end(visitor)
-        _is_text(visitor, "restore --snapshot")
-        assert Path(os.fsdecode(path)).read_bytes() == content
+        _is_text(visitor, *(one_line(name) if len(name) < 255 else "data" for name in _NAMES))
+        for name in _NAMES:
+            path = root + b"/" + name
+            shown = one_line(name)
+            visitor.go(f"/files?{place(root)}")
+            _is_text(visitor, shown)
+            row = page.get_by_role("table").locator("tbody tr").filter(has_text=shown)
+            row.get_by_role("link").first.click()
+            if len(name) < 255:
+                _is_text(visitor, shown)
+                page.get_by_role("table").get_by_role("link", name="script>", exact=True).click()
+                path += b"/script>"
+            page.get_by_role("heading", name="Versions").wait_for()
+            _is_text(visitor, "Versions", _MARKUP)
+            visitor.go(f"/versions?{place(path)}")
+            _is_text(visitor, shown)
+            visitor.go(f"{compare}&{_place(path)}")
+            _is_text(visitor, shown, f"+{_MARKUP} 20")
+            visitor.go(f"/restore?{place(path)}")
+            _is_text(visitor, shown)
+            visitor.press("Show the plan")
+            page.get_by_text("Plan: restore").wait_for()
+            _is_text(visitor, shown)
+            content = Path(os.fsdecode(path)).read_bytes()
+            Path(os.fsdecode(path)).write_text("destroyed\n")
+            page.get_by_label(re.compile("to confirm")).fill("data")
+            visitor.press("Restore now")
+            _end(visitor)
+            _is_text(visitor, "restore --snapshot")
+            assert Path(os.fsdecode(path)).read_bytes() == content
+            visitor.go(f"/files?{place(path + b'-not-there')}")
+            page.get_by_text("no snapshot has").wait_for()
+            visitor.wrong = [one for one in visitor.wrong if "404" not in one]
+            _is_text(visitor, shown)
         visitor.go("/log")
         _is_text(visitor, "restore --snapshot")
-        visitor.go(f"/files?{place(path + b'-not-there')}")
-        page.get_by_text("no snapshot has").wait_for()
-        visitor.wrong = [one for one in visitor.wrong if "404" not in one]
-        _is_text(visitor, shown)
 
 
 def test_texts_are_text_everywhere(browser: Browser, server: WebPage, site: Site, compare: str) -> None:
@@ -395,21 +388,21 @@ def test_a_live_page_keeps_what_is_typed(browser: Browser, server: WebPage, site
         assert page.evaluate(_FOCUS)[0] == id_
 
 
-@pytest.mark.parametrize(("colours", "width"), [("light", 1280), ("dark", 360)])
-def test_nobody_is_left_out(
-    browser: Browser, server: WebPage, site: Site, compare: str, colours: Any, width: int
-) -> None:
+_LOOKS: tuple[tuple[Literal["light", "dark"], int], ...] = (("light", 1280), ("dark", 360))
+
+
+def test_nobody_is_left_out(browser: Browser, server: WebPage, site: Site, compare: str) -> None:
     """axe finds nothing serious on any page, by day and by night, at a desk and on a telephone; none is wider than its window."""
     file = site.roots[0] / "config.yaml"
     newest = server.run("list", "--machine-readable").stdout.partition("|")[0]
     weights = site.roots[1] / "weights.safetensors"
-    with _visit(browser, server, color_scheme=colours, viewport={"width": width, "height": 800}) as visitor:
+    with _visit(browser, server) as visitor:
         page = visitor.page
         # Ends of words, which any page must break.
         page.get_by_label("Why").fill("w" * 300)
         visitor.press("Take a snapshot now")
         _end(visitor)
-        _accessible(visitor, width)
+        _accessible(visitor)
         targets = (
             "/", "/snapshots", f"/snapshot?s={newest}", "/files", f"/files?{place(site.roots[0])}", f"/files?{place(file)}",
             f"/versions?{place(file)}", "/alerts", "/log", f"/files?{place(os.fsencode(site.roots[0]) + b'/' + _NAMES[6])}",
@@ -419,31 +412,34 @@ def test_nobody_is_left_out(
         )  # fmt: skip
         for target in targets:
             visitor.go(target)
-            _accessible(visitor, width)
+            _accessible(visitor)
         visitor.go(f"/restore?{place(file)}")
-        _accessible(visitor, width)
+        _accessible(visitor)
         visitor.press("Show the plan")
         page.get_by_text("Plan: restore").wait_for()
-        _accessible(visitor, width)
+        _accessible(visitor)
         page.get_by_label(re.compile("to confirm")).fill("data")
         visitor.press("Restore now")
         _end(visitor)
-        _accessible(visitor, width)
+        _accessible(visitor)
         visitor.press("Log out")
         page.get_by_text("To log in, run on the host").wait_for()
-        _accessible(visitor, width)
+        _accessible(visitor)
         visitor.go(server.link())
-        _accessible(visitor, width)
+        _accessible(visitor)
         visitor.wrong = [one for one in visitor.wrong if "status of 40" not in one]
 
 
-def _accessible(visitor: Visitor, width: int) -> None:
+def _accessible(visitor: Visitor) -> None:
     page = visitor.page
-    found = Axe().run(page).response["violations"]
-    assert [
-        (one["id"], [node["html"][:200] for node in one["nodes"]])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ] == [], page.url
-    wide = page.evaluate("document.documentElement.scrollWidth")
-    assert wide <= width, (page.url, wide)
+    for colours, width in _LOOKS:
+        page.emulate_media(color_scheme=colours)
+        page.set_viewport_size({"width": width, "height": 800})
+        found = Axe().run(page).response["violations"]
+        assert [
+            (one["id"], [node["html"][:200] for node in one["nodes"]])
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ] == [], (page.url, colours, width)
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width, (page.url, wide)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.live import module_tmp
-from support.site import Site, site_in
-from support.until import until
+from support.site import Site, running_site
 from support.web_page import WebPage, open_page, place
 
 __all__ = ["module_tmp"]
@@ -22,11 +21,8 @@ _ODD = "<b>&'\".txt"
 
 @pytest.fixture(scope="module")
 def site(module_tmp: Path) -> Iterator[Site]:
-    with site_in(module_tmp) as made:
-        root = made.root("data")
-        made.start()
-        # Otherwise it may come between ours, or between two writes.
-        until("the first snapshot", made.has_first)
+    with running_site(module_tmp, "data") as made:
+        (root,) = made.roots
         # Readable by their owner alone: what compares is another user than the owner, with one privilege.
         random = np.random.default_rng(1)
         tensors = {f"layer.{at}": random.standard_normal((16, 16)).astype("float32") for at in range(8)}

@@ -18,14 +18,14 @@ from support import remote_recipe as recipe
 from support.checkpoint_files import FORMATS
 from support.live import module_tmp
 from support.remote_host import RemoteHost, new_remote
-from support.site import Site, ended, site_in
+from support.site import Site, ended, running_site
 from support.until import until
 from support.web_page import WebPage, open_page, place, web_page
 
 from ciuic.remote.access import add_slot
 from ciuic.remote.object_names import status_name
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.sealing.key_slots import new_key_text, read_key_file
+from ciuic.remote.sealing.key_slots import make_key_file
 
 __all__ = ["module_tmp"]
 pytestmark = pytest.mark.mount
@@ -34,11 +34,8 @@ _ODD = b"<img src=x onerror=alert(1)> \xff\n&'\"%2e"
 
 @pytest.fixture(scope="module")
 def site(module_tmp: Path) -> Iterator[Site]:
-    with site_in(module_tmp) as made:
-        root = made.root("data")
-        made.start()
-        # Otherwise it may come between ours, or between two writes.
-        until("the first snapshot", made.has_first)
+    with running_site(module_tmp, "data") as made:
+        (root,) = made.roots
         (root / "config.yaml").write_text("lr: 0.2\n")
         (root / "gone").write_text("for a while\n")
         (Path(os.fsdecode(os.fsencode(root) + b"/" + _ODD))).write_text("odd\n")
@@ -197,9 +194,7 @@ def test_a_remote_is_shown_without_its_hosts(short_tmp: Path) -> None:
     url = f"file://{short_tmp}/nas"
     remote = new_remote(open_objects(url, make=True))
     key = short_tmp / "key"
-    key.write_bytes(new_key_text())
-    key.chmod(0o600)
-    add_slot(remote, "file", read_key_file(str(key)))
+    add_slot(remote, "file", make_key_file(str(key)))
     gone = RemoteHost(short_tmp / "alpha", remote, name="alpha")
     content = random.Random(1).randbytes(3_000_000)
     (gone.root / "model").write_bytes(content)
@@ -244,8 +239,12 @@ def test_what_fails_says_why_and_how_to_go_back(page: WebPage, site: Site) -> No
     assert "has ended with exit code 6" in refused.text
     assert "internal error" not in refused.text
     os.truncate(root / "large", 1)
-    csrf = page.ask("/").csrf
-    form = {"csrf": csrf, "kind": "restore", "typed": "data"}
+
+    def safety_snapshots() -> int:
+        return page.run("list", "--all").stdout.count("safety")
+
+    before = safety_snapshots()
+    form = {"csrf": page.ask("/").csrf, "kind": "restore", "typed": "data"}
     answer = page.ask(f"/act?{place(root, id_)}", form)
 
     def restore() -> list[int]:
@@ -260,7 +259,7 @@ def test_what_fails_says_why_and_how_to_go_back(page: WebPage, site: Site) -> No
         "the restore",
         lambda: bool(restore()) or "data-action" not in page.ask(answer.headers["location"]).text,
     )
-    until("its safety snapshot", lambda: "safety" in page.run("list", "--all").stdout or not restore())
+    until("its safety snapshot", lambda: safety_snapshots() > before or not restore())
     for pid in restore():
         os.kill(pid, signal.SIGKILL)
     ended_page = page.follow(answer)
@@ -294,9 +293,8 @@ def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:
 
 def test_a_training_is_led_to_its_own_checkpoint(short_tmp: Path) -> None:
     """With two roots, what a training that died may restore is the last good checkpoint of the root that it works in."""
-    with site_in(short_tmp) as site:
-        one, other = site.root("one"), site.root("other")
-        site.start()
+    with running_site(short_tmp, "one", "other") as site:
+        one, other = site.roots
         whole = FORMATS["safetensors"].make(random.Random(1))
         (one / "step-1.safetensors").write_bytes(whole)
         site.snapshot()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.live import module_tmp
-from support.site import Site, site_in
-from support.until import until
+from support.site import Site, running_site
 from support.web_page import WebPage, open_page
 
 from ciuic.training.format.reading import Facts, encode_facts
@@ -22,11 +21,8 @@ _KEY = "<b>loss"
 
 @pytest.fixture(scope="module")
 def site(module_tmp: Path) -> Iterator[Site]:
-    with site_in(module_tmp) as made:
-        root = made.root("data")
-        made.start()
-        # Otherwise it may come between ours, or between two writes.
-        until("the first snapshot", made.has_first)
+    with running_site(module_tmp, "data") as made:
+        (root,) = made.roots
         for step in range(0, 300, 100):
             with open(root / "log-1.jsonl", "a") as log:
                 for at in range(step, step + 100, 10):

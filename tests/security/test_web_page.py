@@ -22,8 +22,7 @@ from urllib.parse import quote
 import pytest
 from support.live import module_tmp
 from support.second_user import User, run_as
-from support.site import Site, site_in
-from support.until import until
+from support.site import Site, running_site
 from support.web_page import WebPage, place, web_page
 
 __all__ = ["module_tmp"]
@@ -61,11 +60,8 @@ def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def site(module_tmp: Path) -> Iterator[Site]:
-    with site_in(module_tmp) as made:
-        root = made.root("data")
-        made.start()
-        # Otherwise it may come between ours, or between two writes.
-        until("the first snapshot", made.has_first)
+    with running_site(module_tmp, "data") as made:
+        (root,) = made.roots
         (root / "file").write_text("text\n")
         made.snapshot()
         yield made

@@ -6,7 +6,6 @@ import copy
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Union
@@ -14,7 +13,7 @@ from typing import Any, Union
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from support.live import Commands, Live
+from support.live import Live
 
 from ciuic.cli.app import cli
 from ciuic.repository import Repository, Writer, is_zero
@@ -133,6 +132,8 @@ class CliRepository:
 class Host(Live):
     """One host: configuration, key file, repository and state of the upload below a directory of its own."""
 
+    forks_commands = True
+
     def __init__(self, top: Path) -> None:
         top.mkdir()
         super().__init__(top)
@@ -142,27 +143,13 @@ class Host(Live):
             self.env.pop(f"CIUIC_REMOTE_{name}", None)
         self.key_file = top / "remote-remote.key"
 
-    def run(
-        self,
-        *arguments: str | bytes,
-        program: str = "ciuic",
-        expect: int | None = 0,
-        timeout_seconds: float = 120,
-    ) -> subprocess.CompletedProcess[bytes]:
-        """Run a command, forked where that is the same: PYTHONPATH counts at the start of an interpreter."""
-        if program != "ciuic" or "PYTHONPATH" in self.env:
-            return super().run(*arguments, program=program, expect=expect, timeout_seconds=timeout_seconds)
-        done = Commands.run_bytes(*arguments, env=self.env, timeout=timeout_seconds)
-        said = (done.stdout + done.stderr).decode()
-        self.require((program, *arguments), done.returncode, expect, said)
-        return done
-
-    def snapshot_of(self, *contents: bytes) -> str:
-        """Commit a snapshot of one file for each content, without a daemon; return the id of the last."""
+    def snapshot_of(self, *contents: bytes | Tree) -> str:
+        """Commit a snapshot of each tree, or of one file with this content, without a daemon; return the id of the last."""
         made = CliRepository(self.repository, self.top / "root", make=False)
         with Repository.open(self.repository) as repository:
             made.count = len(repository.snapshots.names())
-        return [str(made.snapshot({b"file": content})) for content in contents][-1]
+        trees = ({b"file": one} if isinstance(one, bytes) else one for one in contents)
+        return [str(made.snapshot(tree)) for tree in trees][-1]
 
     def identity(self) -> Any:
         with Repository.open(self.repository) as repository:

@@ -133,6 +133,9 @@ class Live:
     ``prefix`` are words before the daemon's command, which take its place in the end, such as those of another network.
     """
 
+    forks_commands = False
+    """Commands are no processes of their own; those with PYTHONPATH are, for it counts at the start of an interpreter."""
+
     def __init__(
         self,
         top: Path,
@@ -179,11 +182,14 @@ class Live:
         """Run an installed command; ``expect`` is the exit code it must end with, None for any."""
         if arguments[:1] == ("protect",) and "CIUIC_TEST_DRIVER" in os.environ:
             arguments = ("protect", "--driver", DRIVER, *arguments[1:])
-        command: Sequence[str | bytes] = [str(installed(program)), *arguments]
-        done = subprocess.run(
-            command, env=self.env, cwd="/", check=False, stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=timeout_seconds,
-        )  # fmt: skip
+        if self.forks_commands and program == "ciuic" and "PYTHONPATH" not in self.env:
+            done = Commands.run_bytes(*arguments, env=self.env, timeout=timeout_seconds)
+        else:
+            command: Sequence[str | bytes] = [str(installed(program)), *arguments]
+            done = subprocess.run(
+                command, env=self.env, cwd="/", check=False, stdin=subprocess.DEVNULL, capture_output=True,
+                timeout=timeout_seconds,
+            )  # fmt: skip
         text = (done.stdout + done.stderr).decode("utf-8", "replace")
         self.require((program, *arguments), done.returncode, expect, text)
         return done

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,7 +136,8 @@ class Elsewhere:
     def run(self, *arguments: str, code: int = 0) -> str:
         """Run a command that ends with this code; return its output."""
         done = self.start(*arguments)
-        assert done.returncode == code, done.stderr.decode()
+        assert done.returncode == code, (done.stdout + done.stderr).decode()
+        assert b"Traceback" not in done.stderr
         return done.stdout.decode() + (done.stderr.decode() if code else "")
 
     def listed(self) -> set[str]:
@@ -143,9 +145,9 @@ class Elsewhere:
         lines = self.run("list", "--machine-readable").splitlines()
         return {line.split("|")[0] for line in lines}
 
-    def differences(self, id_: str, root: Path, expected: trees.Manifest) -> list[str]:
-        """Restore a root into a directory of its own; return what is not as it was."""
-        there = self.place / id_
+    def differences(self, id_: str, root: Path, expected: trees.Manifest, *options: str) -> list[str]:
+        """Restore a root into a new directory; return what is not as it was."""
+        there = Path(tempfile.mkdtemp(dir=self.place))
         # --special: also from a remote in clear, whose content is the test's own.
-        self.run("restore", "-s", id_, "-p", str(root), "-d", str(there), "--special")
+        self.run("restore", "-s", id_, "-p", str(root), "-d", str(there), "--special", *options)
         return trees.differences(expected, trees.manifest(there / root.name))

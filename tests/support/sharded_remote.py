@@ -52,6 +52,7 @@ def save_managed(rank: int, world: int, host: str, url: str, key_file: str, resu
     run.train(1)
     save = run.manager.save_snapshot(epoch=7, wait=True)
     digest = run.digest()
+    Path(f"{result}-{rank}").write_text(run.rank_digest())
     if rank == 0:
         assert save is not None
         assert run.manager.wait_remote(WAIT_SECONDS)
@@ -70,6 +71,7 @@ def resume_managed(rank: int, world: int, host: str, url: str, key_file: str, re
     resumed = run.manager.resume()
     assert resumed is not None
     found = {"id": resumed.id, "step": resumed.step, "digest": run.digest(), "wanted": wanted.count}
+    found["own"] = run.rank_digest()
     run.train(2)
     run.manager.close()
     Path(f"{result}-{rank}").write_text(json.dumps(found))

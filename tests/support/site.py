@@ -202,6 +202,18 @@ def site_in(top: Path, *, driver: str = DRIVER) -> Iterator[Site]:
                 made.process.wait()
 
 
+@contextmanager
+def running_site(top: Path, *roots: str) -> Iterator[Site]:
+    """Yield a site with a daemon whose first snapshot, of empty roots, is committed."""
+    with site_in(top) as made:
+        for name in roots:
+            made.root(name)
+        made.start()
+        # Otherwise it may come between the test's own, or between two writes.
+        until("the first snapshot", made.has_first)
+        yield made
+
+
 @pytest.fixture(name="site")
 def kernel_site(short_tmp: Path) -> Iterator[Site]:
     """Give a test a site whose sessions outlive their workers."""
