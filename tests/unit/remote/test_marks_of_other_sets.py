@@ -63,3 +63,12 @@ def test_a_host_that_hears_too_late_says_that_the_set_lacks_it(
         meeting._hold(daemon, plan, counts=False, flushed=True)
     daemon.hold.return_value.release.assert_called_once()
     daemon.hold.return_value.cut.assert_not_called()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_go_of_an_earlier_meeting_ends_the_attempt(meeting: SetMeeting, ours: bool) -> None:
+    """That all are here is believed only where it names this very command, not one of its host that was killed."""
+    plan = StoredSetPlan(id="4" * 32, name="night", members=_MEMBERS, hold_limit_seconds=1)
+    go = StoredSetMark(by="3" * 32, here=(meeting._nonce if ours else "5" * 32, "6" * 32))
+    meeting._create(meeting._mark(plan, "go"), go)
+    assert meeting._until_all_here(plan) == (go if ours else None)

@@ -52,13 +52,14 @@ def test_saved_blocks_are_not_saved_again() -> None:
         rig.snapshot()
 
 
-def test_what_is_saved_for_an_older_epoch_is_saved_for_the_newer() -> None:
-    """The successor saves for the newer of two epochs what its predecessor has saved only for the older."""
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_is_saved_for_an_older_epoch_is_saved_for_the_newer(dies: bool) -> None:
+    """The worker, or its successor, saves for the newer of two epochs what was saved only for the older."""
     with bench() as rig:
         one = rig.cut()
         rig.run([WRITE_A])
         two = rig.cut()
-        assert rig.succeed()
+        assert not dies or rig.succeed()
         rig.run([("write", 0, 0, 2)])
         for epoch in (one, two):
             rig.check(*rig.capture(epoch))
