@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from support.late_modules import skipped_without
 from support.runs import EXAMPLES, assert_goes_on
 from support.warm_python import WarmPython
 
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+pytestmark = skipped_without("torch")
 
 ELSEWHERE = {"hf_trainer.py", "keras_fit.py", "lightning_fit.py"}
 """Examples run by tests/e2e/test_integration_*.py."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.late_modules import skipped_without
 from support.runs import assert_goes_on, on_two_ranks
 from support.warm_python import WarmPython
 
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+pytestmark = skipped_without("torch", "accelerate")
 
 SCRIPT = """
 import sys, torch

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import skipped_without
 from support.warm_python import WarmPython
 
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, skipped_without("torch", "accelerate")]
 
 SCRIPT = """
 import hashlib, json, os, sys

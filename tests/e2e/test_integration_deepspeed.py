@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import skipped_without
 
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+pytestmark = skipped_without("torch", "deepspeed")
 
 SCRIPT = """
 import hashlib, json, os, sys

@@ -7,13 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.late_modules import skipped_without
 from support.runs import EXAMPLES, assert_goes_on, on_two_ranks, run
 from support.warm_python import WarmPython
 
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, skipped_without("torch", "lightning")]
 
 EXAMPLE = EXAMPLES / "lightning_fit.py"
 TWO_DEVICES = {

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.late_modules import skipped_without
 from support.runs import EXAMPLES, assert_goes_on, on_two_ranks
 from support.warm_python import WarmPython
 
-pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, skipped_without("transformers", "accelerate")]
 
 MODULES = "torch transformers transformers.trainer ciuic.integrations.transformers"
 EXAMPLE = EXAMPLES / "hf_trainer.py"

@@ -150,34 +150,34 @@ def test_captures_killed_at_random_times(shared: Live, short_tmp: Path) -> None:
     _works_again(shared, root, short_tmp / "out")
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_restore_ended_at_random_times_can_be_run_again(
-    shared: Live, short_tmp: Path, sig: signal.Signals
-) -> None:
+def test_a_restore_ended_at_random_times_can_be_run_again(shared: Live, short_tmp: Path) -> None:
     """A restore interrupted at random times leaves whole files, and a last run completes the tree.
 
     The exit status says that it was interrupted, without a traceback.
     """
     root = emptied_root(shared)
-    rng = random.Random(int(sig))
+    rng = random.Random(9)
     for number in range(60):
         (root / f"file{number}").write_bytes(rng.randbytes(400_000))
     snapshot = shared.snapshot()
     contents = {path.name: path.read_bytes() for path in root.iterdir()}
-    out = short_tmp / "out"
-    command = [str(installed()), "restore", "-s", snapshot, "-p", str(root), "-d", str(out), "--overwrite"]
-    for delay in (0, 0.1, 0.15, 0.2, 0.3):
-        process = subprocess.Popen(command, env=shared.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        until("signal handlers", lambda pid=process.pid: _catches(pid, signal.SIGTERM))
-        time.sleep(delay)
-        process.send_signal(sig)
-        _, stderr = process.communicate(timeout=60)
-        assert b"Traceback" not in stderr, stderr.decode()
-        assert process.returncode in (0, -sig if sig == signal.SIGKILL else 130), stderr.decode()
-        for path in (out / root.name).glob("file*") if out.exists() else ():
-            assert path.read_bytes() == contents[path.name], f"{path} is not whole"
-    shared.run(*command[1:])
-    assert_same(manifest(root), manifest(out / root.name))
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        out = short_tmp / sig.name
+        words = ("restore", "-s", snapshot, "-p", str(root), "-d", str(out), "--overwrite")
+        for delay in (0, 0.1, 0.15, 0.2, 0.3):
+            process = subprocess.Popen(
+                [installed(), *words], env=shared.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            until("signal handlers", lambda pid=process.pid: _catches(pid, signal.SIGTERM))
+            time.sleep(delay)
+            process.send_signal(sig)
+            _, stderr = process.communicate(timeout=60)
+            assert b"Traceback" not in stderr, stderr.decode()
+            assert process.returncode in (0, -sig if sig == signal.SIGKILL else 130), stderr.decode()
+            for path in (out / root.name).glob("file*") if out.exists() else ():
+                assert path.read_bytes() == contents[path.name], f"{path} is not whole"
+        shared.run(*words)
+        assert_same(manifest(root), manifest(out / root.name))
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.late_modules import skipped_without
 from support.warm_python import WarmPython
 from support.without_ciuic import run_without_ciuic
 
-pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
+pytestmark = skipped_without("torch", "lightning")
 
 LINE = """
 import hashlib, json, os, sys, warnings

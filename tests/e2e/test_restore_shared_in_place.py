@@ -252,23 +252,21 @@ def test_the_worker_refuses_invalid_share_requests(site: Site) -> None:
     assert len(os.listdir(f"/proc/{site.overlay.process.pid}/fd")) < 40
 
 
-@pytest.mark.parametrize("reason", ["no worker is found", "it begins to refuse"])
-def test_without_it_everything_is_written(site: Site, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    """A restore without sharing has the same content, and every byte is written from then on."""
+def test_without_it_everything_is_written(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no worker is found, or it begins to refuse, a restore has the same content, and every byte is written from then on."""
     first = site.cut()
     wanted = manifest(site.root)
     site.capture(first)
-    _damage(site.root)
-    left = iter([True] * 3)
-    if reason == "it begins to refuse":
-        real = content.Sharing.share
-        monkeypatch.setattr(
-            content.Sharing, "share", lambda self, *where: next(left, False) and real(self, *where)
-        )
-    nowhere = site.runtime_dir / "nowhere"
-    assert site.restore(first, nowhere if reason == "no worker is found" else None).complete
-    assert_same(wanted, manifest(site.root))
-    assert site.shared_bytes("large") < 12 * _MIB
+    left, real = iter([True] * 3), content.Sharing.share
+    for runtime_dir in (site.runtime_dir / "nowhere", None):
+        _damage(site.root)
+        if runtime_dir is None:
+            monkeypatch.setattr(
+                content.Sharing, "share", lambda self, *where: next(left, False) and real(self, *where)
+            )
+        assert site.restore(first, runtime_dir).complete
+        assert_same(wanted, manifest(site.root))
+        assert site.shared_bytes("large") < 12 * _MIB
 
 
 def test_a_restore_over_a_protected_root_shares_through_the_worker(disk: Path, short_tmp: Path) -> None:

@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.late_modules import LateModule
+from support.rank_processes import Ranks
+from support.warm_python import WarmPython
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic import SnapshotManager
 
-from support import preempted_ranks  # noqa: E402
-from support.sharded_training import Ranks  # noqa: E402
-
-from ciuic import SnapshotManager  # noqa: E402
+preempted_ranks: Any = LateModule("support.preempted_ranks")
+pytestmark = pytest.mark.usefixtures("torch_distributed")
 
 WORLD = 2
 _TERMINATED = 143
 
 
-def test_all_ranks_save_at_one_step_when_one_is_signalled(tmp_path: Path) -> None:
+def test_all_ranks_save_at_one_step_when_one_is_signalled(plain_torch: WarmPython, tmp_path: Path) -> None:
     """Under torchrun with DDP the job ends with a signal's status, and every rank resumes exactly."""
     uninterrupted, place = tmp_path / "whole", tmp_path / "told"
     _finish(uninterrupted, "ddp")
-    ended = _torchrun(place, "ddp", signalled_rank=1)
+    ended = _torchrun(plain_torch, place, "ddp", signalled_rank=1)
     assert ended.returncode != 0
     assert f"exitcode  : {_TERMINATED}" in ended.stderr, ended.stderr
     _one_of_all(place)
@@ -74,21 +73,17 @@ def _results(place: Path) -> list[object]:
     return [json.loads((place / f"result-{rank}").read_text()) for rank in range(WORLD)]
 
 
-def _torchrun(place: Path, kind: str, signalled_rank: int) -> subprocess.CompletedProcess[str]:
+def _torchrun(
+    python: WarmPython, place: Path, kind: str, signalled_rank: int
+) -> subprocess.CompletedProcess[str]:
     place.mkdir()
     program = [
-        preempted_ranks.__file__,
+        str(Path(__file__).parents[1] / "support/preempted_ranks.py"),
         str(place / "snapshots"),
         str(place / "result"),
         kind,
         str(signalled_rank),
     ]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, *program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    return python.run(["-W", "ignore", *launcher, *program], env=env, timeout=180)

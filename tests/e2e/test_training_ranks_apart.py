@@ -10,25 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from support.late_modules import LateModule, torch
+from support.rank_processes import Ranks
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-if not torch.distributed.is_available():
-    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from ciuic import SnapshotManager
+from ciuic.cli.app import cli
+from ciuic.errors import NotFound
+from ciuic.remote.sealing.key_slots import make_key_file
+from ciuic.repository import Repository
+from ciuic.training.snapshot_taker import RunProgress
+from ciuic.training.writer.housekeeping import read_back
+from ciuic.types import SetMember
 
-from click.testing import CliRunner  # noqa: E402
-from support import ranks_apart  # noqa: E402
-from support.sharded_training import Ranks  # noqa: E402
-
-from ciuic import SnapshotManager  # noqa: E402
-from ciuic.cli.app import cli  # noqa: E402
-from ciuic.errors import NotFound  # noqa: E402
-from ciuic.remote.sealing.key_slots import make_key_file  # noqa: E402
-from ciuic.repository import Repository  # noqa: E402
-from ciuic.training.snapshot_taker import RunProgress  # noqa: E402
-from ciuic.training.writer.housekeeping import read_back  # noqa: E402
-from ciuic.types import SetMember  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
+ranks_apart: Any = LateModule("support.ranks_apart")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("torch_distributed")]
 
 
 class Hosts:

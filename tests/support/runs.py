@@ -175,10 +175,6 @@ def assert_goes_on(
     All in one process, for the imports. ``elsewhere``: one of the scripts, killed in this step of one more run,
     whose host is lost; it goes on from a remote, on another host that has nothing but the URL and the key.
     """
-    more = []
-    if elsewhere is not None:
-        made = with_url(elsewhere[0], where)
-        more = [f"lost:{elsewhere[1]}@{made}", f"new@{made}"]
     names = {
         script: [
             f"{script.stem}-{run}@{script}"
@@ -186,16 +182,18 @@ def assert_goes_on(
         ]
         for script, kills in scripts.items()
     }
-    results = iter(
-        run(
-            modules,
-            *(name for of_one in names.values() for name in of_one),
-            *more,
-            where=where,
-            python=python,
-        )
-    )
-    found = {script: [next(results) for _ in of_one] for script, of_one in names.items()}
+    runs = [name for of_one in names.values() for name in of_one]
+    half = len(runs) // 2
+    if elsewhere is not None:
+        made = with_url(elsewhere[0], where)
+        # Other runs go on while what these have saved is uploaded.
+        runs = [f"lost:{elsewhere[1]}@{made}", *runs[:half], f"new@{made}", *runs[half:]]
+    results = run(modules, *runs, where=where, python=python)
+    if elsewhere is not None:
+        _, *results = results
+        last_elsewhere = results.pop(half)
+    left = iter(results)
+    found = {script: [next(left) for _ in of_one] for script, of_one in names.items()}
     for uninterrupted, *_, last, again in found.values():
         assert last["digest"] == uninterrupted["digest"]
         assert 0 < last["steps"] < uninterrupted["steps"], "it began anew"
@@ -204,7 +202,6 @@ def assert_goes_on(
     if elsewhere is not None:
         lose_last(str(remote_for(elsewhere[0], where)))
         uninterrupted = found[elsewhere[0]][0]
-        _, last = results
-        assert last["digest"] == uninterrupted["digest"]
-        assert 0 < last["steps"] < uninterrupted["steps"], "it began anew"
+        assert last_elsewhere["digest"] == uninterrupted["digest"]
+        assert 0 < last_elsewhere["steps"] < uninterrupted["steps"], "it began anew"
     return found
