@@ -204,6 +204,7 @@ def load_latest(
         except NoUsableSnapshot as error:
             if more and _any_removed(save_dir, error.passed_over):
                 continue
+            _mark_damaged(save_dir, error.passed_over)
             raise
         # Also where an older one was good: if one that was passed over has been removed since, there are
         # newer ones than the candidates.
@@ -320,11 +321,16 @@ def _load_on_all_ranks(
         with Repository.open(save_dir) as repository:
             return [info.id for info in repository.snapshots.list(root=root)]
 
-    state = _first_on_all_ranks(
-        ranks,
-        _told_by_rank_0(ranks, lambda: [(id_,) for id_ in ids()]),
-        lambda id_: load(str(save_dir), id_, templates),
-    )
+    try:
+        state = _first_on_all_ranks(
+            ranks,
+            _told_by_rank_0(ranks, lambda: [(id_,) for id_ in ids()]),
+            lambda id_: load(str(save_dir), id_, templates),
+        )
+    except NoUsableSnapshot as error:
+        if ranks.saves:
+            _mark_damaged(save_dir, error.passed_over)
+        raise
     if state is not None and ranks.saves:
         _tell_cost(save_dir, state)
         _mark_damaged(save_dir, state.passed_over)
