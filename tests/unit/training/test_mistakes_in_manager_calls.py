@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import leftovers
 from support.late_modules import torch
+from support.until import until
 
 from ciuic import SnapshotManager
 from ciuic.errors import UsageError
@@ -90,7 +92,7 @@ def test_an_error_that_cannot_be_shown_does_not_end_the_training(monkeypatch: py
 
 def test_a_directory_that_was_wiped_during_an_upload_is_used_anew(tmp_path: Path) -> None:
     """A run starts in a directory that was removed and to which the ending upload added its own again."""
-    save_dir = tmp_path / "snapshots"
+    save_dir, others = tmp_path / "snapshots", leftovers.living_children()
     (tmp_path / "remote").mkdir()
     remote = {"url": f"file://{tmp_path}/remote", "encryption": False}
     with SnapshotManager(save_dir, remote=remote) as manager:
@@ -104,6 +106,8 @@ def test_a_directory_that_was_wiped_during_an_upload_is_used_anew(tmp_path: Path
         after = manager.save_snapshot(epoch=2, state={"a": 2}, wait=True)
         assert after is not None
         assert after.wait(60, remote=True)
+    # It outlives the training, with which it has nothing to do any more.
+    until("the end of the upload", lambda: leftovers.living_children() == others)
 
 
 @pytest.mark.parametrize(
