@@ -12,16 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.late_modules import torch
+from support.warm_python import WarmPython
+from support.without_ciuic import run_without_ciuic
 
-torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
-pytest.importorskip("numpy", reason="NumPy is not installed")
-
-from support.warm_python import WarmPython  # noqa: E402
-from support.without_ciuic import run_without_ciuic  # noqa: E402
-
-from ciuic import SnapshotManager  # noqa: E402
-from ciuic.errors import NotFound, UsageError  # noqa: E402
-from ciuic.training import import_state, state_import  # noqa: E402
+from ciuic import SnapshotManager
+from ciuic.errors import NotFound, UsageError
+from ciuic.training import import_state, state_import
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -245,24 +242,23 @@ print(json.dumps(all(one[name].equal(other[name]) for name in one)))"""
     assert json.loads((tmp_path / "out/config.json").read_text())["n_embd"] == 32
 
 
-def _ciuic(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ciuic", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def test_the_commands_export_and_import(tmp_path: Path) -> None:
+def test_the_commands_export_and_import(warm_torch: WarmPython, tmp_path: Path) -> None:
     """`ciuic export` and `ciuic import` move a state, refuse what exists, and name what they leave out."""
+
+    def run(place: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return warm_torch.run(["-m", "ciuic", "--repo", tmp_path / place, *arguments], timeout=240)
+
     model = torch.nn.Linear(3, 4)
     with SnapshotManager(tmp_path / "first") as manager:
         save = manager.save_snapshot(model, epoch=1, note=Path("/x"), wait=True)
     assert save is not None
     target = tmp_path / "state.pt"
-    done = _ciuic("--repo", tmp_path / "first", "export", "latest", target, "--to", "torch", "--json")
+    words = ("export", "latest", target, "--to", "torch")
+    # As users have it, without any import.
+    done = subprocess.run(
+        [sys.executable, "-m", "ciuic", "--repo", tmp_path / "first", *words, "--json"],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "snapshot": save.id,
@@ -271,14 +267,14 @@ def test_the_commands_export_and_import(tmp_path: Path) -> None:
         "size_bytes": target.stat().st_size,
         "left_out": [],
     }
-    again = _ciuic("--repo", tmp_path / "first", "export", "latest", target, "--to", "torch")
+    again = run("first", *words)
     assert (again.returncode, "--overwrite" in again.stderr) == (6, True)
-    done = _ciuic("--repo", tmp_path / "second", "import", target, "--tag", "moved", "--json")
+    done = run("second", "import", target, "--tag", "moved", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["objects"], found["values"], found["left_out"]) == (["model"], ["note"], [])
     (tmp_path / "no.pt").write_bytes(b"not of torch")
-    refused = _ciuic("--repo", tmp_path / "third", "import", tmp_path / "no.pt")
+    refused = run("third", "import", tmp_path / "no.pt")
     assert (refused.returncode, "no.pt" in refused.stderr) == (2, True)
     fresh = torch.nn.Linear(3, 4)
     with SnapshotManager(tmp_path / "second") as manager:
