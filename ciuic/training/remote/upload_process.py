@@ -3,7 +3,7 @@
     python -m ciuic.training.remote.upload_process SAVE_DIR ORDER
 
 It starts beside a writer process, has a session of its own, outlives the training, and ends by itself: when
-no training saves here any more and the remote has everything. A second one for the same remote ends at once.
+no training saves here any more and the remote has everything, or when another repository lies in SAVE_DIR. A second one for the same remote ends at once.
 It runs at idle priority, except before a deadline that is announced in ``SAVE_DIR/remotes`` (`ciuic.remote.upload_deadline`); its
 messages go to ``SAVE_DIR/remotes/NAME/log``.
 """
@@ -83,17 +83,37 @@ class _End:
         self._save_dir = save_dir
         self._name = name
         self._users = users
+        self._began_with = self._repository_id()
         self._seen: object = None
         self._since = time.monotonic()
 
     def has_come(self) -> bool:
-        """Return whether the process is to end; then no other training can begin to save until it has ended."""
+        """Return whether the process is to end; then no other training can begin to save until it has ended.
+
+        That does not hold where the directory was removed and made anew: what this process has open is gone, and whoever saves there
+        now starts another one.
+        """
+        if self._is_replaced():
+            return True
         if not self._users.acquire():
             return False
         if self._is_done():
             return True
         self._users.release()
         return False
+
+    def _is_replaced(self) -> bool:
+        found = self._repository_id()
+        self._began_with = self._began_with or found
+        return found not in ("", self._began_with)
+
+    def _repository_id(self) -> str:
+        """Return the id of the repository in the directory; empty where there is none that can be opened."""
+        try:
+            with Repository.open(self._save_dir) as repository:
+                return repository.id
+        except CiuicError:
+            return ""
 
     def _is_done(self) -> bool:
         if not Repository.exists(self._save_dir):
