@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import socketserver
 import sys
@@ -48,6 +49,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
 
 _PR_SET_CHILD_SUBREAPER = 36
+_OUR_SQLITE = re.compile(r"/(index(-\d+)?|cs-[0-9a-f]+)\.sqlite(-wal|-shm|-journal)?$")
 _PACKAGE = str(Path(mountinfo.__file__).parents[1]) + "/"
 
 
@@ -81,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _forbid_files_of_sqlite(event: str, arguments: tuple[Any, ...]) -> None:
     """Fail where the package opens a file of SQLite's: its close(2) would drop the locks that SQLite holds on it (fcntl_locking(2))."""
-    if event == "open" and "sqlite" in str(arguments[0]).rpartition("/")[2]:
+    if event == "open" and _OUR_SQLITE.search(str(arguments[0])):
         frame = sys._getframe(1)
         if frame.f_code.co_filename.startswith(_PACKAGE):
             raise AssertionError(f"{frame.f_code.co_name} opens {arguments[0]!r} beside SQLite")
