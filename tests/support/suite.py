@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 CHECKOUT: Final = Path(__file__).parents[2]
 MAX_FLAKY: Final = 3
 _MAX_LOOKED_AT_TWICE: Final = 20
-"""More failures than this have one cause, which a second look does not excuse."""
+"""More failures than this have one cause, which a second look does not excuse: they end the run."""
 SLICES: Final = 3
 
 # A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the process, with all stacks. At a load of 9 the
@@ -121,16 +121,21 @@ def look(run: Run, options: Iterable[str], seed: int, cwd: Path = CHECKOUT) -> l
         parallel = ("-n", jobs, "--dist", "loadfile", "--no-loadscope-reorder")
 
         def pytest(*more: str) -> int:
-            command = [*_PYTEST, f"--randomly-seed={seed}", "-o", f"cache_dir={kept}/cache"]
-            command += more
-            environment = {"CIUIC_TEST_DRIVER": run.driver, **os.environ}
+            command = [*_PYTEST, f"--randomly-seed={seed}", "-o", f"cache_dir={kept}/cache", *more]
+            environment = {**os.environ, "CIUIC_TEST_DRIVER": run.driver}
             # The Makefile's is relative: a program in another directory would look for its modules there.
             environment.pop("PYTHONPATH", None)
             print(f"{run.driver}: {' '.join(command[1:])}", flush=True)
             return subprocess.run(command, cwd=cwd, env=environment, check=False).returncode
 
         status = pytest(
-            *parallel, f"--junitxml={report}", "-o", "junit_family=xunit1", *options, *run.arguments
+            *parallel,
+            f"--maxfail={_MAX_LOOKED_AT_TWICE + 1}",
+            f"--junitxml={report}",
+            "-o",
+            "junit_family=xunit1",
+            *options,
+            *run.arguments,
         )
         if status != 1:
             return status or []

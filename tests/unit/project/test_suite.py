@@ -57,7 +57,12 @@ def test_what_passes_alone_is_flaky(project: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "status"),
-    [(_FLAKY.format(count=1) + _BROKEN, 1), ("import nothing_of_the_kind\n", 1), ("", 5)],
+    [
+        (_FLAKY.format(count=1) + _BROKEN, 1),
+        (_FLAKY.format(count=30), 2),
+        ("import nothing_of_the_kind\n", 1),
+        ("", 5),
+    ],
 )
 def test_what_fails_twice_fails_the_run(project: Path, program: str, status: int) -> None:
     """A broken test, a file that cannot be imported, and a run without tests are failures."""
