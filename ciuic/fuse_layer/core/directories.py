@@ -52,8 +52,6 @@ UNKNOWN_NUMBER: Final = 0xFFFFFFFF
 """Inode number of an entry that cannot be looked at (libfuse's FUSE_UNKNOWN_INO)."""
 MIN_LOOKED_UP: Final = 8
 """Entries of one directory that a process looks up before its listings carry attributes."""
-_MAX_COPIED_NAMES: Final = 1 << 16
-"""Limit of the names that are remembered of the kernel's copies of listings (some 5 MiB)."""
 BELIEVED_LISTINGS: Final = 64
 """Number of further directories that are listed with attributes. The choice is made anew then, because a
 process that gets attributes looks nothing up any more."""
@@ -140,9 +138,6 @@ class Directories:
         self._nodes = state.nodes
         self._open: dict[int, _OpenDirectory] = {}
         self._watch_lock = threading.Lock()
-        self._copied: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
-        """Listings that the kernel has a copy of, by node, the latest last."""
-        self._copied_names = 0
         # Weak references: a listing of a million names ends with its last handle.
         self._latest: OrderedDict[tuple[int, int], weakref.ref[_OpenDirectory]] = OrderedDict()
         """Handle that listed last, by node and user."""
@@ -279,7 +274,7 @@ class Directories:
             watched.readers.pop(handle, None)
             if any(reader.changes != watched.changes for reader in watched.readers.values()):
                 return False
-            watched.readers[handle] = CopyReader(watched.changes, self._copied.get(opened.node.id))
+            watched.readers[handle] = CopyReader(watched.changes, self._state.copied.of(opened.node.id))
         return True
 
     def copied(self, handle: int) -> bool:
@@ -290,17 +285,16 @@ class Directories:
         opened = self._directory(handle)
         watched = opened.watched
         with self._watch_lock:
-            if handle not in watched.readers or opened.names is None:
+            reader = watched.readers.get(handle)
+            if reader is None or opened.names is None:
                 return False
-            others = (reader for other, reader in watched.readers.items() if other != handle)
-            if any(reader.changes != watched.changes for reader in others):
+            others = (one for other, one in watched.readers.items() if other != handle)
+            if any(one.changes != watched.changes for one in others):
                 return True
-            self._copied_names -= len(self._copied.pop(opened.node.id, ()))
-            if len(opened.names) <= _MAX_COPIED_NAMES:
-                self._copied[opened.node.id] = tuple(opened.names)
-                self._copied_names += len(opened.names)
-            while self._copied_names > _MAX_COPIED_NAMES:
-                self._copied_names -= len(self._copied.popitem(last=False)[1])
+            self._state.copied.keep(opened.node.id, opened.names)
+            # Asked afterwards: a change counts first, and then has the listing forgotten.
+            if reader.changes != watched.changes:
+                self._state.copied.forget(opened.node.id)
         return False
 
     def _listed(self, opened: _OpenDirectory, names: list[bytes]) -> _Names:

@@ -31,7 +31,7 @@ import os
 import resource
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -251,6 +251,10 @@ class OpenFile:
             os.close(self.fd)
 
 
+MAX_COPIED_NAMES: Final = 1 << 16
+"""Limit of the names that are remembered of the kernel's copies of listings, each listing counting as one more (some 5 MiB)."""
+
+
 class CopyReader(NamedTuple):
     """A handle that may read the kernel's copy of a listing."""
 
@@ -272,6 +276,43 @@ class WatchedDirectory:
         """Number of open handles."""
         self.readers: dict[int, CopyReader] = {}
         """Handles that may read the kernel's copy of the listing."""
+
+
+class CopiedListings:
+    """Listings of which the kernel may have a copy, of directories that have not changed since: the latest ones. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listings: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
+        """By node, the latest last."""
+        self._cost = 0
+
+    def of(self, node_id: int) -> Sequence[bytes] | None:
+        """Return the names of a directory's listing; None where it is not known."""
+        return self._listings.get(node_id)
+
+    def keep(self, node_id: int, names: Sequence[bytes]) -> None:
+        """Remember a listing that is not too long, and forget the oldest ones beyond `MAX_COPIED_NAMES`."""
+        with self._lock:
+            self._pop(node_id)
+            if len(names) >= MAX_COPIED_NAMES:
+                return
+            self._listings[node_id] = tuple(names)
+            self._cost += len(names) + 1
+            while self._cost > MAX_COPIED_NAMES:
+                self._pop(next(iter(self._listings)))
+
+    def forget(self, node_id: int) -> None:
+        """Forget a listing: a name of the directory has changed."""
+        # For most changes there is none, and the lock is spared.
+        if node_id in self._listings:
+            with self._lock:
+                self._pop(node_id)
+
+    def _pop(self, node_id: int) -> None:
+        names = self._listings.pop(node_id, None)
+        if names is not None:
+            self._cost -= len(names) + 1
 
 
 class PassthroughState:
@@ -303,6 +344,7 @@ class PassthroughState:
         self.recent = RecentChanges()
         self.watched: dict[int, WatchedDirectory] = {}
         """Directories that are open, by node."""
+        self.copied = CopiedListings()
         self.events: NameEvents | None = None
         """Names that the daemon waits for; None for none."""
         self.allowances = Allowances(_owner_of(nodes.root_directory.fd))
@@ -475,6 +517,7 @@ class PassthroughState:
         watched = self.watched.get(directory.id)
         if watched is not None:
             watched.changes += 1
+        self.copied.forget(directory.id)
         self.recent.changed(directory)
 
     # -- hooks --------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer.core import directories
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.journal.journal_writer import LISTING_KEPT_FROM
+from ciuic.fuse_layer.state import passthrough_state
 from ciuic.fuse_layer.system.caller import Credentials
 
 NAMES, READ, REMOVED = 100, 60, 25
@@ -62,7 +62,7 @@ def test_a_handle_misses_nothing_where_the_listing_is_not_remembered(
     core: OverlayCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Listings longer than the limit are listed again from as many names before the offset as were removed."""
-    monkeypatch.setattr(directories, "_MAX_COPIED_NAMES", NAMES - 1)
+    monkeypatch.setattr(passthrough_state, "MAX_COPIED_NAMES", NAMES - 1)
     names = _copy(core)
     handle, _ = _open(core)
     for name in names[:REMOVED]:
@@ -111,7 +111,7 @@ def test_a_copy_is_dropped_where_another_handle_may_be_in_an_older_one(core: Ove
 
 def test_remembered_listings_are_limited(core: OverlayCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of the latest listings are remembered, up to the limit."""
-    monkeypatch.setattr(directories, "_MAX_COPIED_NAMES", NAMES + 5)
+    monkeypatch.setattr(passthrough_state, "MAX_COPIED_NAMES", NAMES + 5)
     _copy(core)
     below = core.names.mkdir(ROOT_ID, b"below", 0o755, ROOT).node
     for number in range(10):
@@ -120,5 +120,24 @@ def test_remembered_listings_are_limited(core: OverlayCore, monkeypatch: pytest.
     assert core.directories.may_read_copy(handle)
     _list(core, handle)
     assert not core.directories.copied(handle)
-    assert list(core.directories._copied) == [below]
-    assert core.directories._copied_names == 10
+    assert core._state.copied.of(ROOT_ID) is None
+    assert sorted(core._state.copied.of(below) or ()) == [b"%d" % number for number in range(10)]
+    # An empty one counts as well.
+    for number in range(NAMES + 5):
+        core._state.copied.keep(1000 + number, ())
+    assert core._state.copied.of(below) is None
+
+
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_a_listing_from_before_a_change_is_of_no_copy(core: OverlayCore, opened_before: bool) -> None:
+    """Names that came while nobody read the directory, or had it open at all, are not missed by a reader whose copy is dropped."""
+    old = _copy(core)
+    kept = core.directories.opendir(ROOT_ID) if opened_before else 0
+    for number in range(REMOVED):
+        core.names.mkdir(ROOT_ID, b"new%d" % number, 0o755, ROOT)
+    first, second = _open(core)[0], _open(core)[0]
+    names = _list(core, second)
+    assert len(names) == len(old) + REMOVED
+    assert not core.directories.copied(second)
+    assert _list(core, first, READ) == names[READ:]
+    core.directories.releasedir(kept)
