@@ -14,6 +14,7 @@ than `MAX_FLAKY` of them, or a test that fails twice, fail the run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -94,8 +95,11 @@ def _slice_of(name: str) -> int:
 
 def main(arguments: list[str]) -> int:
     """Run the tiers that are named first, with the other arguments for pytest; return the exit status."""
-    tiers = [argument for argument in arguments if not argument.startswith("-")]
+    tiers = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     options = arguments[len(tiers) :]
+    if not tiers or {"-x", "--exitfirst"} & set(options):
+        print("name a tier, and let it run to its end: python -m support.suite TIER... [OPTION OF PYTEST...]")
+        return 2
     flaky: list[Flaky] = []
     status = 0
     for run in [run for tier in tiers for run in runs_of(tier)]:
@@ -125,6 +129,8 @@ def look(run: Run, options: Iterable[str], seed: int, cwd: Path = CHECKOUT) -> l
             environment = {**os.environ, "CIUIC_TEST_DRIVER": run.driver}
             # The Makefile's is relative: a program in another directory would look for its modules there.
             environment.pop("PYTHONPATH", None)
+            # It could leave tests out.
+            environment.pop("PYTEST_ADDOPTS", None)
             print(f"{run.driver}: {' '.join(command[1:])}", flush=True)
             return subprocess.run(command, cwd=cwd, env=environment, check=False).returncode
 
@@ -145,10 +151,9 @@ def look(run: Run, options: Iterable[str], seed: int, cwd: Path = CHECKOUT) -> l
         if not 0 < len(failed) <= _MAX_LOOKED_AT_TWICE:
             return status
         print(f"second look: {len(failed)} failed, each is run once more, alone", flush=True)
-        if pytest("-n", "0", *failed) not in (0, 1):
-            return status
-        if failed_twice := _last_failed(kept):
-            print("failed twice:", *sorted(failed_twice), sep="\n    ")
+        again = pytest("-n", "0", f"--junitxml={report}", *failed)
+        if again or ET.parse(report).find(".//skipped") is not None:
+            print("failed twice:", *sorted(_last_failed(kept)), sep="\n    ")
             return status
         return [Flaky(name, seed, messages.get(name, "no message")) for name in failed]
 

@@ -3,7 +3,8 @@
     python -m ciuic.training.remote.upload_process SAVE_DIR ORDER
 
 It starts beside a writer process, has a session of its own, outlives the training, and ends by itself: when
-no training saves here any more and the remote has everything, or when another repository lies in SAVE_DIR. A second one for the same remote ends at once.
+no training saves here any more and the remote has everything. Where SAVE_DIR was removed and made anew it begins
+again with what is there. A second one for the same remote ends at once.
 It runs at idle priority, except before a deadline that is announced in ``SAVE_DIR/remotes`` (`ciuic.remote.upload_deadline`); its
 messages go to ``SAVE_DIR/remotes/NAME/log``.
 """
@@ -36,12 +37,21 @@ _TRY_SECONDS: Final = 0.05
 
 def main(save_dir: str, order: UploadOrder) -> None:
     """Upload until nobody saves here any more and the remote has everything."""
-    uploader = UploadLock.uploader(save_dir, order.name)
-    if not _acquired(uploader):
-        return
     urgent_nice = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(OSError):
         os.nice(_NICE)
+    while _upload(save_dir, order, urgent_nice):
+        pass
+
+
+def _upload(save_dir: str, order: UploadOrder, urgent_nice: int) -> bool:
+    """Upload a repository to its end; return whether another one lies in the directory now.
+
+    It is false at once where another process uploads.
+    """
+    uploader = UploadLock.uploader(save_dir, order.name)
+    if not _acquired(uploader):
+        return False
     with suppress(OSError):
         _limit_log(state_dir(save_dir) / order.name / LOG_NAME)
     stop = threading.Event()
@@ -59,6 +69,7 @@ def main(save_dir: str, order: UploadOrder) -> None:
     # In this order: a writer that waits for `users` must find this one free.
     uploader.release()
     users.release()
+    return end.is_replaced
 
 
 def _acquired(uploader: UploadLock) -> bool:
@@ -84,16 +95,20 @@ class _End:
         self._name = name
         self._users = users
         self._began_with = self._repository_id()
+        self.is_replaced = False
+        """Another repository lies in the directory than the one that was there in the beginning."""
         self._seen: object = None
         self._since = time.monotonic()
 
     def has_come(self) -> bool:
-        """Return whether the process is to end; then no other training can begin to save until it has ended.
+        """Return whether the upload is to end; then no other training can begin to save until it has ended.
 
-        That does not hold where the directory was removed and made anew: what this process has open is gone, and whoever saves there
-        now starts another one.
+        That does not hold where the directory was removed and made anew. What this process has open is gone then.
         """
-        if self._is_replaced():
+        found = self._repository_id()
+        self._began_with = self._began_with or found
+        self.is_replaced = found not in ("", self._began_with)
+        if self.is_replaced:
             return True
         if not self._users.acquire():
             return False
@@ -101,11 +116,6 @@ class _End:
             return True
         self._users.release()
         return False
-
-    def _is_replaced(self) -> bool:
-        found = self._repository_id()
-        self._began_with = self._began_with or found
-        return found not in ("", self._began_with)
 
     def _repository_id(self) -> str:
         """Return the id of the repository in the directory; empty where there is none that can be opened."""

@@ -46,14 +46,15 @@ def mark_damage(path: Path, snapshots: Iterable[str]) -> None:
 
     Marked content that comes again is stored anew instead of being taken for stored. The snapshots are tagged
     `DAMAGED` and lose `VERIFIED`, so that they take the place of none that can be loaded. A snapshot whose
-    content reads well is left as it is, and so is one whose own file is damaged.
+    content reads well is left as it is, and so is one whose own file is damaged. Nothing is marked while there is no pack at all:
+    a disk that is not mounted damages nothing.
 
     Raises:
         Busy: another process holds the lock.
         OSError: the repository cannot be read or written.
     """
     with Repository.open(path) as repository:
-        for id_ in map(SnapshotId, snapshots):
+        for id_ in map(SnapshotId, snapshots) if repository.pack_sizes() else ():
             mark_damage_of(repository, id_, _LOCK_WAIT_SECONDS, "mark damage")
 
 

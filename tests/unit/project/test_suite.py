@@ -25,6 +25,15 @@ def test_dies():
         mark.touch()
         os._exit(9)
 """
+_SKIPPED = """
+import pathlib, pytest
+def test_skipped():
+    mark = pathlib.Path(__file__).with_name("skips")
+    if mark.exists():
+        pytest.skip("the second time")
+    mark.touch()
+    assert False
+"""
 _BROKEN = "def test_broken(): assert False, 'always'\n"
 
 
@@ -61,11 +70,15 @@ def test_what_passes_alone_is_flaky(project: Path) -> None:
         (_FLAKY.format(count=1) + _BROKEN, 1),
         (_FLAKY.format(count=30), 2),
         ("import nothing_of_the_kind\n", 1),
+        (_SKIPPED, 1),
         ("", 5),
     ],
 )
-def test_what_fails_twice_fails_the_run(project: Path, program: str, status: int) -> None:
-    """A broken test, a file that cannot be imported, and a run without tests are failures."""
+def test_what_fails_twice_fails_the_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, program: str, status: int
+) -> None:
+    """A broken test, many at once, a file that cannot be imported, one that is skipped then, and no test at all are failures."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:cacheprovider")
     assert _look(project, program) == status
 
 
@@ -95,3 +108,5 @@ def test_slices_are_the_full_tier_beyond_the_first() -> None:
     assert {run.driver for run in slices} == {run.driver for run in suite.runs_of("full")}
     with pytest.raises(ValueError, match="no tier named slice-4"):
         suite.runs_of("slice-4")
+    for arguments in ([], ["--durations=20"], ["test", "-x"]):
+        assert suite.main(arguments) == 2

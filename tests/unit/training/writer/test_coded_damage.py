@@ -93,3 +93,19 @@ def test_snapshots_that_rest_on_a_damaged_chunk_are_skipped(
         assert resumed is not None
         assert resumed.epoch == _SAVES
         assert resuming.state["weights"].tobytes() == _state(_SAVES - 1)["weights"].tobytes()
+
+
+def test_packs_that_are_away_damage_nothing(tmp_path: Path) -> None:
+    """A state whose packs were away for a time is neither marked nor passed over when they are back."""
+    where = tmp_path / "snapshots"
+    with SnapshotManager(where) as manager:
+        manager.save_snapshot(state=_state(0), epoch=1, wait=True)
+        (where / "packs").rename(tmp_path / "away")
+        (where / "packs").mkdir()
+        with pytest.raises(Exception, match="whole"):
+            manager.load_latest_snapshot()
+        (where / "packs").rmdir()
+        (tmp_path / "away").rename(where / "packs")
+        assert manager.load_latest_snapshot() is not None
+    with Repository.open(where) as repository:
+        assert [info.tags for info in repository.snapshots.list()] == [("training",)]
