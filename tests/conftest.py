@@ -8,12 +8,14 @@ directories, or descends from this process, counts.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
 import socketserver
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
 
 _PR_SET_CHILD_SUBREAPER = 36
-_OUR_SQLITE = re.compile(r"/(index(-\d+)?|cs-[0-9a-f]+)\.sqlite(-wal|-shm|-journal)?$")
+_OUR_SQLITE = re.compile(r"(^|/)(index(-\d+)?|cs-[0-9a-f]+)\.sqlite(-wal|-shm|-journal)?$")
 _PACKAGE = str(Path(mountinfo.__file__).parents[1]) + "/"
 
 
@@ -83,10 +85,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _forbid_files_of_sqlite(event: str, arguments: tuple[Any, ...]) -> None:
     """Fail where the package opens a file of SQLite's: its close(2) would drop the locks that SQLite holds on it (fcntl_locking(2))."""
-    if event == "open" and _OUR_SQLITE.search(str(arguments[0])):
-        frame = sys._getframe(1)
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            raise AssertionError(f"{frame.f_code.co_name} opens {arguments[0]!r} beside SQLite")
+    name = arguments[0] if event == "open" else None
+    if isinstance(name, (str, bytes)) and _OUR_SQLITE.search(os.fsdecode(name)):
+        # Beside the caller: what pathlib or shutil opens for it.
+        for frame, _line in itertools.islice(traceback.walk_stack(sys._getframe(1)), 3):
+            if frame.f_code.co_filename.startswith(_PACKAGE):
+                raise AssertionError(f"{frame.f_code.co_name} opens {name!r} beside SQLite")
 
 
 def _fail_by_a_handler(self: socketserver.BaseServer, request: object, client_address: object) -> None:
@@ -149,7 +153,10 @@ def _logs_below(top: Path, written_since: float) -> Iterator[Path]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the expensive files."""
+    """Begin with the expensive files, and see that the runner of the tiers finds those of the full one."""
+    for path in {item.path for item in items if item.get_closest_marker("full")}:
+        if "e2e" not in path.parts and "mark.full" not in path.read_text(encoding="utf-8"):
+            raise pytest.UsageError(f"{path} has tests of the full tier: mark them in the file itself")
     file_costs.sort_by_cost(items, file_costs.recorded())
 
 

@@ -13,8 +13,7 @@ from support.damage import Made, judge_all, look, make
 from support.stored import IDENTITIES
 
 
-# The whole matrix, of the first identity, is left to `make test-full`: that of the second has each kind of structure.
-@pytest.fixture(scope="module", params=[pytest.param(None, id="xxh3", marks=pytest.mark.full), IDENTITIES[1]])
+@pytest.fixture(scope="module", params=IDENTITIES)
 def made(request: pytest.FixtureRequest) -> Iterator[Made]:
     """Make the repository, in memory where possible: a restore syncs every file, a thousand here."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

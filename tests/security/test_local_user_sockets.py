@@ -45,7 +45,7 @@ OLDER_KERNEL = (
 """A receiver that cannot keep callers from sending descriptors, as before Linux 6.16."""
 
 
-@pytest.fixture(params=[pytest.param("this kernel", marks=pytest.mark.full), "older kernel"])
+@pytest.fixture(params=["this kernel", "older kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "older kernel":
         command = (peer_server.RECEIVER_COMMAND[0], "-c", OLDER_KERNEL)

@@ -61,7 +61,9 @@ def run(seconds: float, seed: int) -> list[Figure]:
         outcomes = [outcome for outcome in pool.map(attempt, chosen) if outcome is not None]
     missed = [outcome for outcome in outcomes if outcome.tier != "make test"]
     texts = [f"{one.mutant.name}: {one.tier}: {one.mutant.consequence}" for one in missed]
-    few = len(missed) <= _ACCEPTED_SHARE * len(chosen) and not any(one.tier == _NOT_CAUGHT for one in missed)
+    few = len(missed) <= _ACCEPTED_SHARE * len(outcomes) and not any(
+        one.tier == _NOT_CAUGHT for one in missed
+    )
     _print(outcomes)
     return [
         Figure("mutants, each noticed by `make test`", len(outcomes), () if few else tuple(texts)),
@@ -138,7 +140,9 @@ def _pytest(mounted: tuple[Path, Path] | None, arguments: Sequence[str], place: 
     if done.returncode in (0, _NO_TESTS):
         return ""
     found = _SUMMARY.search(text)
-    return found[1] if found else f"exit status {done.returncode}: {text[-500:]}"
+    if found is None:
+        raise RuntimeError(f"the tests could not be run: exit status {done.returncode}: {text[-500:]}")
+    return found[1]
 
 
 def _row(outcome: _Outcome) -> str:

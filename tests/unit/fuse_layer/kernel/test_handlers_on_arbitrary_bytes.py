@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.depth import by_depth
 
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.overlay_core import Attr, OverlayCore
@@ -27,7 +26,7 @@ FLAGS = [0, p.SETXATTR_EXT, p.WRITEBACK_CACHE, p.PASSTHROUGH | p.SETXATTR_EXT]
 OPCODES = sorted(
     {value for name, value in vars(p).items() if name.isupper() and isinstance(value, int) and 0 < value < 64}
 )
-MANY = settings(max_examples=by_depth(8, 20) * settings().max_examples)
+MANY = settings(max_examples=20 * settings().max_examples)
 
 
 class StubCore:

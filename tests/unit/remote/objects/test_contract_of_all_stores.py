@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.depth import by_depth
 from support.object_servers import SeaweedFS
 from support.ssh_server import SshServer
 
@@ -251,7 +250,7 @@ def test_a_name_that_is_none(objects: Objects, name: str) -> None:
             call()
 
 
-RACERS = by_depth(16, 50)
+RACERS = 50
 
 
 def test_of_many_racers_one_wins(connect: Connect) -> None:

@@ -23,7 +23,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import remote_recipe as recipe
 from support import slow_line
-from support.depth import by_depth
 from support.object_servers import free_ports
 from support.ssh_server import SshServer
 
@@ -484,9 +483,7 @@ def test_a_server_without_requests_ends(tmp_path: Path) -> None:
     st.binary(max_size=200)
     | st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 1, 2, 3]), st.binary(max_size=40)))
 )
-@settings(
-    max_examples=by_depth(30, 150), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_no_client_brings_the_server_down(tmp_path: Path, sent: bytes | list[tuple[int, int, bytes]]) -> None:
     """Whatever bytes come, the server ends by itself, with an error that is told, and makes nothing."""
     piped = Piped(tmp_path / "d", idle_seconds=5.0)

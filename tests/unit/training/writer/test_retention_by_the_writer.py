@@ -12,7 +12,6 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, builds, integers, lists, sets, tuples
-from support.depth import by_depth
 from support.stored import flip_stored
 from support.stored import store as store_tree
 
@@ -309,7 +308,7 @@ def test_a_sample_reads_other_chunks_each_time(trainer: _Trainer, monkeypatch: p
 
 
 @given(saves=lists(tuples(booleans(), booleans()), min_size=1, max_size=12))
-@settings(max_examples=by_depth(3, 6))
+@settings(max_examples=6)
 def test_a_snapshot_that_was_read_wholly_and_is_good_always_stays(saves: list[tuple[bool, bool]]) -> None:
     """Whatever is damaged, and whenever the machine is busy, a good snapshot that was read wholly stays."""
     with tempfile.TemporaryDirectory() as place:
