@@ -1,7 +1,7 @@
 # make rescue   the whole story on directories of its own: protect, train, kill, ruin, last good, drill, restore, resume, compare (ARGS="1 2 3 4": seeds)
 # make rescue-remote   the same with a machine that is lost: another one goes on, from an object store (ARGS=ssh: over ssh)
 # make rescue-fleet   two hosts train one sharded model under torchrun: one is lost, the other goes on, a spare takes the place
-# make test     what gates a change, in a quarter of an hour; make test-full: everything (CONTRIBUTING.md)
+# make test     what gates a change, in ten minutes; make test-full: everything, in half an hour (CONTRIBUTING.md)
 #
 # All do their own set-up (see .ci/setup) and need root and /dev/fuse.
 

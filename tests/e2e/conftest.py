@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests, which run the installed commands and a real daemon, one for each test or for a file's tests."""
+"""Fixtures of the end-to-end tests, which run the real commands and a real daemon, one for each test or for a file's tests."""
 
 import pytest
 from support.live import live as live

@@ -207,7 +207,7 @@ def test_a_dying_trainer_causes_an_emergency_snapshot_and_an_alert(
     assert "SIGKILL" in notice["message"]
     assert f"trainer_died killed {notice['snapshot']}" in hook.environment()
 
-    listed = until("emergency", lambda: site.json("list", "--tag")["snapshots"], "the commit")
+    listed = until("the commit", lambda: site.json("list", "--tag", "emergency")["snapshots"])
     assert [one["id"] for one in listed] == [notice["snapshot"]]
     site.run("restore", "-s", notice["snapshot"], "-p", f"{root}/log", "-d", f"{site.top}/back")
     assert (site.top / "back/log").read_text() == "step 17\n"
@@ -248,7 +248,7 @@ def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: H
         with ended_after(process):
             pid_file.write_text(str(process.pid))
             until("the watch", lambda pid=process.pid: _pid(site) == pid)  # type: ignore[misc]
-        until("filed", lambda wanted=number: len(incidents(site)) == wanted, "the incident")  # type: ignore[misc]
+        until("the incident", lambda wanted=number: len(incidents(site, "filed")) == wanted)  # type: ignore[misc]
     *others, newest = incidents(site, "filed")
     assert newest.no_snapshot == "it has had 2 within the hour"
     assert all(one.snapshot for one in others)
@@ -293,7 +293,7 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
             process.wait(60)
         for round_ in (1, 2):
             hanging.send_signal(signal.SIGSTOP)
-            until("hangs", lambda n=round_: len(incidents(site)) == 2 * n - 1, "the hang")  # type: ignore[misc]
+            until("the hang", lambda n=round_: len(incidents(site, "hangs")) == 2 * n - 1)  # type: ignore[misc]
             found = trainer(site, "hangs")
             assert found is not None
             assert found.state == "hung"
@@ -301,7 +301,7 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
             time.sleep(2.0 / round_)
             assert len(incidents(site, "hangs")) == 2 * round_ - 1
             hanging.send_signal(signal.SIGCONT)
-            until("hangs", lambda n=round_: len(incidents(site)) == 2 * n, "its return")  # type: ignore[misc]
+            until("its return", lambda n=round_: len(incidents(site, "hangs")) == 2 * n)  # type: ignore[misc]
         assert [one.kind for one in incidents(site, "hangs")] == ["hung", "recovered"] * 2
         assert not any("hangs" in alert.key for alert in status(site).alerts)
         assert hook.wait("trainer_recovered", "training")
@@ -325,15 +325,15 @@ def test_another_daemon_goes_on_watching(site: Live, root: Path) -> None:
     lives, dies = train(site, "lives", "end"), train(site, "dies", "end")
     with ended_after(named, lives, dies):
         site.run("watch", "--name", "named", "--pid", str(named.pid))
-        until("lives", lambda: trainer(site) and trainer(site, "dies"), "both trainings")
+        until("both trainings", lambda: trainer(site, "lives") and trainer(site, "dies"))
         site.stop(signal.SIGKILL)
         dies.kill()
         dies.wait()
         site.start(root)
-        until("dies", lambda: incidents(site), "the word of its writer")
+        until("the word of its writer", lambda: incidents(site, "dies"))
         lives.kill()
         named.kill()
-        until("lives", lambda: incidents(site) and incidents(site, "named"), "their incidents")
+        until("their incidents", lambda: incidents(site, "lives") and incidents(site, "named"))
         for name in ("lives", "named"):
             assert [one.kind for one in incidents(site, name)] == ["died"]
         # Lost, where the daemon looked before its writer had told the end.

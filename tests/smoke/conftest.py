@@ -1,4 +1,4 @@
-"""Fixtures of the smoke tests: each capability once through the installed commands, as a newcomer's `make test` runs them."""
+"""Fixtures of the smoke tests: each capability once through the real program, as a newcomer's `make test` runs them."""
 
 from support.live import live as live
 from support.live import protected as protected
