@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     """Run the tiers that are named first, with the other arguments for pytest; return the exit status."""
     tiers = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     options = arguments[len(tiers) :]
-    if not tiers or {"-x", "--exitfirst"} & set(options):
+    if not tiers or any(option.startswith(("-x", "--exitfirst", "--maxfail")) for option in options):
         print("name a tier, and let it run to its end: python -m support.suite TIER... [OPTION OF PYTEST...]")
         return 2
     flaky: list[Flaky] = []

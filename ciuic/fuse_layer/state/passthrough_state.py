@@ -284,7 +284,7 @@ class CopiedListings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listings: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
-        """By node, the latest last."""
+        """Names by node, the latest listing last."""
         self._cost = 0
 
     def of(self, node_id: int) -> Sequence[bytes] | None:

@@ -122,7 +122,7 @@ class _End:
         try:
             with Repository.open(self._save_dir) as repository:
                 return repository.id
-        except CiuicError:
+        except (CiuicError, OSError):
             return ""
 
     def _is_done(self) -> bool:

@@ -108,5 +108,5 @@ def test_slices_are_the_full_tier_beyond_the_first() -> None:
     assert {run.driver for run in slices} == {run.driver for run in suite.runs_of("full")}
     with pytest.raises(ValueError, match="no tier named slice-4"):
         suite.runs_of("slice-4")
-    for arguments in ([], ["--durations=20"], ["test", "-x"]):
+    for arguments in ([], ["--durations=20"], ["test", "-x"], ["test", "-q", "--maxfail=1"]):
         assert suite.main(arguments) == 2
