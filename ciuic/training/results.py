@@ -90,7 +90,7 @@ class Stats:
     saved: int = 0
     """Durable snapshots."""
     skipped: int = 0
-    """Saves that were due while both arenas were still being written."""
+    """Saves that were due while all arenas were still being written."""
     failed: int = 0
     """Saves that failed; `last_error` has the reason of the last one."""
     stall_seconds: float = 0.0
