@@ -23,6 +23,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
+from ciuic.repository.snapshots import CommittedSnapshots
 from ciuic.structs import json_decoder
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.layout import SUFFIX, TensorInFile
@@ -39,6 +40,7 @@ from ciuic.training.format.stored_files import (
 )
 from ciuic.training.format.tensors import safetensors_name, stored_shape
 from ciuic.training.json_documents import MALFORMED, decode_json
+from ciuic.training.logs import log
 from ciuic.types import ChunkId, Pair, SnapshotId
 
 STATE_FILE: Final = "state.json"
@@ -130,6 +132,35 @@ def saved_snapshots(repository: Repository, root: bytes | None) -> list[SavedSna
         except (CiuicError, ValueError):
             continue
     return found
+
+
+def check_unreadable(
+    snapshots: CommittedSnapshots, is_own: Callable[[str], bool | None] = lambda id_: None
+) -> None:
+    """Check that a training of which no snapshot can be listed has none that cannot be read.
+
+    What may be of another training, because there are snapshots of others, is logged and does not keep this one from
+    beginning.
+
+    Args:
+        snapshots: Snapshots of a repository or remote.
+        is_own: Tells of an id whether it is one of this training; None: unknown, as its file is what cannot be read.
+
+    Raises:
+        NoUsableSnapshot: One of the training cannot be read.
+    """
+    known = snapshots.infos()
+    # The files are read anew only where there are more of them than could be listed.
+    unreadable = snapshots.unreadable() if len(snapshots.names()) > len(known) else []
+    own: list[PassedOver] = []
+    possible: list[PassedOver] = []
+    for one in unreadable:
+        if (is_of_training := is_own(one.id)) is not False:
+            (own if is_of_training or not known else possible).append(PassedOver(one.id, one.reason))
+    for id_, reason in possible:
+        log.warning("ciuic: snapshot %s cannot be read, and may be one of this training: %s", id_, reason)
+    if own:
+        raise NoUsableSnapshot(own)
 
 
 def newest_good(
