@@ -453,8 +453,8 @@ class _Loading:
         except MemoryError:
             problem = "the state does not fit into memory"
         # Before anything is sent: a rank that fails in between would let the others wait.
-        if problem := self._first_problem(problem):
-            return {}, problem
+        if found := self._first_problem(problem):
+            raise Damaged(f"{self._candidate.id} cannot be read by all ranks: {found}")
         with ExitStack() as opened:
             files = None
             if source == self._rank and ref is not None:

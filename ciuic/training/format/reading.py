@@ -39,7 +39,7 @@ from ciuic.training.format.stored_files import (
     top_of,
 )
 from ciuic.training.format.tensors import safetensors_name, stored_shape
-from ciuic.training.json_documents import MALFORMED, decode_json
+from ciuic.training.json_documents import MALFORMED, decode_json, raise_shortage
 from ciuic.training.logs import log
 from ciuic.types import ChunkId, Pair, SnapshotId
 
@@ -254,6 +254,7 @@ def load_from(
         NotFound: There is no such snapshot, or it holds no training state.
         Damaged: Something is not as it was saved.
         ValueError: This version of ciuic or of the framework does not know what was saved.
+        OSError: It cannot be read, or does not fit into memory.
     """
     source = RangeReader(state_ref)
     try:
@@ -280,10 +281,9 @@ def load_from(
             return Loaded(id_, facts, objects, values, time_ns=files.time_ns)
     # Any process that can write the repository may have written these documents: whatever making values of
     # them raises is a ValueError, so that the snapshot is passed over and the one before it is tried.
-    except MALFORMED as error:
+    except (*MALFORMED, MemoryError) as error:
+        raise_shortage(error)
         raise ValueError(f"the state is malformed: {error!r}") from None
-    except MemoryError:
-        raise ValueError("the state does not fit into memory") from None
     finally:
         source.close()
 

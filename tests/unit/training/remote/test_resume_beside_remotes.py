@@ -20,6 +20,7 @@ from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshot
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedSnapshot
 from ciuic.training import loading
+from ciuic.training.format import tensors
 from ciuic.training.format.reading import NoUsableSnapshot
 from ciuic.training.remote.copies import RemoteCandidate, RemoteTraining
 from ciuic.training.results import State
@@ -203,3 +204,26 @@ def test_the_name_of_a_manifest_tells_of_which_training_it_is(
     else:
         with pytest.raises(NoUsableSnapshot, match="it is missing"):
             loading.load_newest(tmp_path / "here", b"/job", remotes=_REMOTES)
+
+
+@pytest.mark.parametrize("where", ["empty_buffer", "from_buffer"])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("can't allocate memory")]
+)
+def test_a_process_that_lacks_memory_loads_no_older_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    """Where memory or threads do not suffice for the newest state, that is an error, and the state is not damaged."""
+    root = _save(tmp_path, 1, 2)
+    enough, calls = getattr(tensors, where), iter([error])
+
+    def short(*args: object) -> object:
+        for one in calls:
+            raise one
+        return enough(*args)
+
+    monkeypatch.setattr(tensors, where, short)
+    with pytest.raises(OSError, match="not enough memory"):
+        loading.load_newest(tmp_path, root)
+    assert (state := loading.load_newest(tmp_path, root)) is not None
+    assert (state.facts.step, state.passed_over) == (2, [])
