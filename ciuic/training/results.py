@@ -230,8 +230,9 @@ class SaveCallbacks:
         self._callbacks = (*self._callbacks, callback)
         if self._thread is None:
             # A daemon thread: a callback that hangs must not keep the interpreter from ending.
-            self._thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def notify(self, result: SaveResult) -> None:
         """Queue a result for the callbacks; costs the caller one append."""

@@ -298,9 +298,13 @@ class WriterClient:
         with suppress(OSError):
             slot = self.reserve(size_bytes)
             if slot is not None:
-                if slot.arena is not None:
-                    arguments = slot.arena, also
-                    threading.Thread(target=_prepare, args=arguments, name="ciuic-arena", daemon=True).start()
+                # RuntimeError: no further thread can be started.
+                with suppress(RuntimeError):
+                    if slot.arena is not None:
+                        arguments = slot.arena, also
+                        threading.Thread(
+                            target=_prepare, args=arguments, name="ciuic-arena", daemon=True
+                        ).start()
                 # Although the thread still works: populating and locking pages changes nothing in them.
                 self.release(slot)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -119,4 +120,15 @@ def test_small_states_are_queued(started: Callable[[], tuple[WriterClient, _Writ
         for slot in slots:
             client.release(slot)
     assert list(taken.values()) == [8, 2]
+    client.close(0)
+
+
+def test_an_arena_that_no_thread_prepares_is_free(
+    started: Callable[[], tuple[WriterClient, _Writers]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no further thread can be started, the first save takes the arena unprepared."""
+    client, _ = started()
+    monkeypatch.setattr("threading.Thread.start", Mock(side_effect=RuntimeError("can't start new thread")))
+    client.prepare(1)
+    assert all(slot.is_free for slot in client.slots)
     client.close(0)
