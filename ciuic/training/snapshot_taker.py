@@ -578,7 +578,9 @@ class SnapshotTaker:
                 )
         except (RankMismatch, TooLarge) as error:
             # Rank 0 alone still has a state to save, unless each rank has a part of it, or is there and has its own.
-            if self._is_sharded or not isinstance(error, RankMismatch) or isinstance(error, PartLost):
+            if isinstance(error, PartLost):
+                return RanksApart(f"what is each rank's own cannot be had: {error}")
+            if self._is_sharded or isinstance(error, TooLarge):
                 return RanksApart(str(error))
             self._pipeline.outcome(str(error))
             return None
