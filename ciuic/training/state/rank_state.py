@@ -247,6 +247,7 @@ def _has_own_buffers(value: Any) -> bool:
         torch is not None
         and isinstance(value, torch.nn.Module)
         and not getattr(value, "broadcast_buffers", False)
+        and not getattr(value, "alike_on_ranks", False)
     )
 
 

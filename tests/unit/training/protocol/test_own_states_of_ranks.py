@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +48,7 @@ class _Prefixed:
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[_MeasuredStore], list[Ranks]]:
     """Return a function that makes two ranks of one directory that have a store alone in common."""
-    monkeypatch.setattr(ranks, "_keys_set", ranks.deque())
+    monkeypatch.setattr(ranks, "_keys_set", deque())
 
     def made(store: _MeasuredStore) -> list[Ranks]:
         both = [Ranks(rank, 2, None, None, "ciuic/run/meeting") for rank in range(2)]
