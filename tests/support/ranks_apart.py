@@ -211,7 +211,7 @@ class _OwnState:
 
 def save_own_states(rank: int, world: int, hosts: Sequence[str], sharded: bool, result: str) -> None:
     """Save more of each rank's own than the job's store takes in a message, and more than is sent unasked; use the store; resume."""
-    model = torch.nn.Linear(8, 8)
+    model: Any = torch.nn.Linear(8, 8)
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     own = {"small": _OwnState(9, 10 + rank), "large": _OwnState(66, 20 + rank), "alike": _OwnState(66, 30)}
