@@ -312,8 +312,8 @@ class RankLocalState:
         return {**vars(self), "trainer": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loops, what was logged, and the small buffers."""
-        buffers = {} if self.model is None else rank_state.small_buffers(self.model)
+        """Return the loops, what was logged, and the buffers."""
+        buffers = {} if self.model is None else rank_state.own_buffers(self.model)
         logged = {} if self.trainer is None else _results_state(self.trainer, self.continued.pending)
         return {LOOPS: self._checkpoint.whole().get(LOOPS, {}), "buffers": buffers, RESULTS: logged}
 

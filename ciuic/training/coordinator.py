@@ -35,6 +35,7 @@ from ciuic.training.writer.client import WriterClient
 from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
 from ciuic.training.writer.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules
 from ciuic.training.writer.paired_files import FilesystemPairing, Roots
+from ciuic.training.writer.rank_parts import clear_stale
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -84,6 +85,8 @@ class SaveCoordinator:
             raise
         if ranks is not None and not ranks.find_directories(settings.save_dir):
             ranks = None
+        if ranks is not None and ranks.leads_directory:
+            clear_stale(str(settings.save_dir))
         self.root = os.fsencode(f"/{settings.name}")
         self.run = RunProgress()
         self.forecast: Forecast | None = None

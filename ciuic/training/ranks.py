@@ -5,9 +5,11 @@ They use gloo process groups of their own with their own timeouts: a save that t
 the training, and nothing of it is on the training's streams. Every rank creates the manager and registers the
 same objects.
 
-Exchanges that must not wait for ranks that may never come use the store with which torch.distributed was
-initialized: the count of ranks before the first message that needs all of them, and each rank's own state
-when the program asks for a snapshot, perhaps on rank 0 alone.
+Who has come, where ranks must not wait for others that may never come, is told in the store with which
+torch.distributed was initialized. It is the job's own, and torch closes the connection of a rank that puts 8 MiB in it:
+keys have a few bytes, and only those of the last `_KEPT_EVENTS` events stay. When the program asks for a snapshot,
+perhaps on rank 0 alone, a rank leaves its own state in a file of the directory that it shares with rank 0. One on
+another host, or whose state is too large to be left unasked, stays for a moment to see whether rank 0 takes it.
 
 A message is JSON and the bytes of tensors in a msgpack document. Any process that reaches the port of torch's store,
 or a connection between two ranks, can send anything. Guarantees: decoding executes nothing and creates only the kinds
@@ -23,6 +25,7 @@ import shutil
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -31,6 +34,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import xxhash
 
 from ciuic.structs import decode_msgpack
 from ciuic.training.format import structure, tensors
@@ -187,6 +191,35 @@ def broadcast(mine: bytes | bytearray | None, group: Any, source: int = 0) -> by
     return _without_padding([room], [view], [len(room)])[0]
 
 
+def send(mine: bytes, group: Any, to: int) -> None:
+    """Send bytes to one rank of ``group``, which calls `receive`.
+
+    Raises:
+        RuntimeError: The rank is gone.
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.send(torch.tensor([len(mine)], dtype=torch.int64), group=group, group_dst=to)
+    dist.send(torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group, group_dst=to)
+
+
+def receive(group: Any, source: int) -> bytearray:
+    """Return the bytes that one rank of ``group`` sends.
+
+    Raises:
+        RuntimeError: The rank is gone, or the length is impossible.
+    """
+    import torch
+    import torch.distributed as dist
+
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, group=group, group_src=source)
+    room = bytearray(_checked(int(size.item())))
+    dist.recv(torch.frombuffer(room, dtype=torch.uint8), group=group, group_src=source)
+    return room
+
+
 def _prepare(mine: bytes, group: Any) -> tuple[list[int], Any, list[bytearray]]:
     """Return the sizes of all messages, this rank's padded bytes, and a buffer for each rank."""
     import torch
@@ -263,6 +296,19 @@ _GATHER_SECONDS: Final = 300.0
 _PATIENT_SECONDS: Final = 86400.0
 _POLL_SECONDS: Final = 0.02
 _CALL: Final = "call"
+# What a rank that stays says in its key, what rank 0 then sets, and what the rank sets if that does not come.
+_STAYS: Final = b"stays"
+_TAKEN: Final = b"taken"
+_LEFT: Final = b"left"
+_IN_FILE: Final = b"file"
+_FAILED: Final = b"failed: "
+_MAX_PROBLEM_BYTES: Final = 256
+# Events of which the keys of this process stay in the job's store: others may still look for them.
+_KEPT_EVENTS: Final = 16
+# Files of a rank that rank 0 has not taken: it may be some calls behind.
+_KEPT_FILES: Final = 4
+_keys_set: deque[tuple[str, tuple[str, ...]]] = deque()
+"""Prefix and names of the keys that this process has set in the job's store at each event, across managers."""
 _managers_made: dict[str, int] = {}
 """Number of managers that this process has created, by name.
 
@@ -292,6 +338,10 @@ class RankMismatch(Exception):
     """Error: the other ranks did not come, or are gone."""
 
 
+class PartLost(RankMismatch):
+    """Error: all ranks were asked for their own states, and rank 0 cannot have that of one."""
+
+
 class Ranks:
     """All ranks as seen by one of them. One thread at a time."""
 
@@ -310,6 +360,11 @@ class Ranks:
         self.directories = Directories.one(range(world_size))
         self._quick, self._patient = quick, patient
         self._prefix = prefix
+        self.directory = Path()
+        """Repository in which this rank saves."""
+        self.talks_to: list[int] = []
+        """Ranks that stay: for rank 0 those whose state it has taken so, for them rank 0."""
+        self._left_files: deque[Path] = deque()
         self._solo_call_sites: set[str] = set()
         """Call sites of save_snapshot that are reached on rank 0 alone."""
         self._asked: dict[str, tuple[int, int]] = {}
@@ -345,6 +400,8 @@ class Ranks:
             return None
         # Groups of our own: a save that takes long trips no timeout of the training. On gloo: nothing is
         # queued on the training's streams.
+        own = (f"here-{rank}",) if rank else (_CALL, *(f"all-{one}" for one in range(1, world_size)))
+        _keys_set.append((f"ciuic/{name}/{number}", own))
         quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=_GATHER_SECONDS))
         patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENT_SECONDS))
         return cls(rank, world_size, quick, patient, f"ciuic/{name}/{meeting}")
@@ -365,7 +422,7 @@ class Ranks:
         if found is None:
             _log_alone(self.rank)
             return False
-        self.directories = found
+        self.directories, self.directory = found, directory
         if len(found.groups) > 1:
             log.info("ciuic: the ranks save in %d directories", len(found.groups))
         return True
@@ -430,24 +487,35 @@ class Ranks:
         """
         return self._all_arrive(f"asked/{self._call}", _COME_SECONDS, "call save_snapshot")
 
-    def hand_in(self, mine: Any) -> list[Any] | None:
-        """Hand each rank's own state to rank 0, through the store.
+    def hand_in(self, mine: Any, *, stays: bool = False) -> list[Any] | None:
+        """Hand each rank's own state to rank 0.
 
-        Rank 0 waits for the others once for each call site; the others do not wait.
+        Rank 0 waits for the others once for each call site. The others do not wait, except for those that stay: a
+        moment for rank 0 to come.
+
+        Args:
+            mine: State of this rank.
+            stays: This rank has more to tell once rank 0 has its state; a rank on another host stays in any case.
 
         Returns:
             On rank 0 the states by rank, or None if the others were not asked; [] on the others.
+            `talks_to` names the ranks that stay: each now waits for one `send` of rank 0, also if this raises.
 
         Raises:
-            RankMismatch: The store is gone, or rank 0 cannot decode what it received.
+            PartLost: All were asked, and rank 0 cannot have the state of one, or not decode it.
+            RankMismatch: The store is gone.
         """
-        call_site = self._call[0]
         with _errors_as_ranks_apart():
-            store = self._store(f"{self._prefix}/own/{self._call}")
+            store = self._open_keys(f"own/{self._call}", "none" if self.saves else str(self.rank))
+            self.talks_to = []
             if not self.saves:
-                store.set(str(self.rank), encode(mine))
+                if stays or 0 not in self.shared_by:
+                    self._stay(store, encode(mine))
+                    return []
+                store.set(str(self.rank), self._leave_file(encode(mine)))
                 return []
-            names = [str(rank) for rank in range(1, self.world_size)]
+            call_site, others = self._call[0], range(1, self.world_size)
+            names = [str(rank) for rank in others]
             # Each call site counts for itself: most programs save on rank 0 alone, and pay these
             # seconds once.
             end = time.monotonic() + (0.0 if call_site in self._solo_call_sites else _COME_SECONDS)
@@ -462,14 +530,107 @@ class Ranks:
                         call_site,
                     )
                 self._solo_call_sites.add(call_site)
+                # For those that stay, or come late.
+                store.set("none", "1")
                 return None
             # Rank 0's own state is encoded and decoded too, so that it is compared with states that took the
             # same way.
-            found = [decode(one) for one in (encode(mine), *map(store.get, names))]
+            with _errors_as_ranks_apart(PartLost):
+                found = [decode(one) for one in (encode(mine), *self._take(store, others))]
             for name in names:
                 with suppress(RuntimeError):  # Not every store can delete keys.
                     store.delete_key(name)
             return found
+
+    def _stay(self, store: Any, data: bytes) -> None:
+        """Send this rank's state if rank 0 comes in time."""
+        name = str(self.rank)
+        store.set(name, _STAYS)
+        waiting = _Waiting(self.rank, 2 * _COME_SECONDS, "call save_snapshot")
+        while not store.check(["none"]) and store.get(name) == _STAYS and waiting.goes_on():
+            pass
+        # In one step with the look: rank 0 must not wait for a rank that has left.
+        if store.compare_set(name, _STAYS, _LEFT) == _TAKEN:
+            send(data, self._quick, 0)
+            self.talks_to = [0]
+
+    def _take(self, store: Any, others: Sequence[int]) -> list[bytes | bytearray]:
+        """Return the states of the other ranks, all of which have come."""
+        said = {rank: bytes(store.get(str(rank))) for rank in others}
+        lost = any(one not in (_IN_FILE, _STAYS) for one in said.values())
+        for rank in others:
+            if said[rank] == _STAYS:
+                said[rank] = bytes(store.compare_set(str(rank), _STAYS, _LEFT if lost else _TAKEN))
+        # Each that was taken sends, whatever the others do.
+        found: dict[int, bytes | bytearray] = {}
+        for rank in others:
+            if said[rank] == _TAKEN:
+                found[rank] = receive(self._quick, rank)
+                self.talks_to.append(rank)
+        for rank in others:
+            if said[rank] == _IN_FILE:
+                found[rank] = self._read_file(rank)
+            elif rank not in found:
+                raise PartLost(f"rank {rank}'s own state is not there: {_reason(said[rank])}")
+        return [found[rank] for rank in others]
+
+    def _read_file(self, rank: int) -> bytes:
+        """Return the state that a rank has left, and remove its file."""
+        path = self._file_of(rank)
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+                data = file.read(_checked(os.fstat(file.fileno()).st_size))
+            path.unlink()
+        except OSError as error:
+            raise PartLost(f"rank {rank}'s own state cannot be read: {error}") from None
+        return data
+
+    def _leave_file(self, data: bytes) -> bytes:
+        """Leave this rank's state in the directory; return what its key says."""
+        path = self._file_of(self.rank)
+        # Not synced: it is of no use to a later process.
+        try:
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            with open(
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
+            ) as file:
+                file.write(data)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            return (_FAILED + str(error).encode("utf-8", "replace"))[:_MAX_PROBLEM_BYTES]
+        self._left_files.append(path)
+        if len(self._left_files) > _KEPT_FILES:
+            with suppress(OSError):
+                self._left_files.popleft().unlink()
+        return _IN_FILE
+
+    def _file_of(self, rank: int) -> Path:
+        call = xxhash.xxh3_128(repr(self._call).encode("utf-8", "surrogatepass")).hexdigest()
+        return self._files / f"{call}-{rank}"
+
+    @property
+    def _files(self) -> Path:
+        """Folder of the states that ranks leave for rank 0."""
+        return self.directory / "parts" / f"own-{self._prefix.rpartition('/')[2]}"
+
+    def send(self, to: int, value: Any) -> None:
+        """Send a value to a rank, which calls `receive`.
+
+        Raises:
+            PartLost: The rank is gone.
+        """
+        with _errors_as_ranks_apart(PartLost):
+            send(encode(value), self._quick, to)
+
+    def receive(self, source: int) -> Any:
+        """Return the value that a rank sends.
+
+        Raises:
+            PartLost: The rank is gone, or has sent what cannot be decoded.
+        """
+        with _errors_as_ranks_apart(PartLost):
+            return decode(receive(self._quick, source))
 
     def durable(self, seconds: float, *, in_all_directories: bool = False) -> bool:
         """Report on the rank that writes that the requested save has ended, durable or failed; wait for that on the others.
@@ -487,9 +648,10 @@ class Ranks:
         writers = [group[0] for group in self.directories.groups] if in_all_directories else [0]
         names = [f"{writer}/{self._call!r}" for writer in writers]
         with _errors_as_ranks_apart():
-            store = self._store(f"{self._prefix}/durable")
-            if self.rank in writers:
-                store.set(names[writers.index(self.rank)], "1")
+            mine = [name for name, writer in zip(names, writers, strict=True) if writer == self.rank]
+            store = self._open_keys("durable", *mine)
+            for name in mine:
+                store.set(name, "1")
             end = time.monotonic() + seconds
             while not store.check(names):
                 if time.monotonic() > end:
@@ -499,8 +661,22 @@ class Ranks:
 
     def _all_arrive(self, where: str, seconds: float, what: str) -> bool:
         with _errors_as_ranks_apart():
-            store = self._store(f"{self._prefix}/{where}")
+            store = self._open_keys(where, f"here-{self.rank}", *(() if self.rank else ("all",)))
             return _all_arrived(store, self.rank, self.world_size, seconds, what)
+
+    def _open_keys(self, where: str, *names: str) -> Any:
+        """Return the store of keys below ``where``, of which this process sets some.
+
+        They stay as long as another rank may look for them: those of later events replace them.
+        """
+        prefix = f"{self._prefix}/{where}"
+        _keys_set.append((prefix, names))
+        while len(_keys_set) > _KEPT_EVENTS:
+            old_prefix, old = _keys_set.popleft()
+            for name in old:
+                with suppress(RuntimeError):  # Not every store can delete keys.
+                    self._store(old_prefix).delete_key(name)
+        return self._store(prefix)
 
     def _store(self, prefix: str) -> Any:
         import torch.distributed as dist
@@ -574,6 +750,9 @@ class Ranks:
         """Destroy the process groups, unless the training has ended all groups already."""
         import torch.distributed as dist
 
+        # What others have left after the last call of rank 0 is for nobody.
+        if self.saves:
+            shutil.rmtree(self._files, ignore_errors=True)
         if dist.is_initialized():
             # Ranks end at different times, and gloo has several errors for a group whose other end is gone.
             for group in (self._quick, self._patient):
@@ -619,6 +798,13 @@ class Vote:
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._in_flight = work, tensor
         return agreed
+
+
+def _reason(said: bytes) -> str:
+    """Return why a rank that has come cannot hand in its state."""
+    if said.startswith(_FAILED):
+        return said.removeprefix(_FAILED).decode("utf-8", "replace")
+    return f"it waited {2 * _COME_SECONDS:.0f} s for rank 0 to call save_snapshot, or another rank's is lost"
 
 
 def _log_alone(rank: int) -> None:
@@ -686,12 +872,12 @@ def _joined(seen: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 @contextmanager
-def _errors_as_ranks_apart() -> Iterator[None]:
-    """Raise RankMismatch where the store or a rank is gone, or has sent what cannot be decoded."""
+def _errors_as_ranks_apart(kind: type[RankMismatch] = RankMismatch) -> Iterator[None]:
+    """Raise the error where the store or a rank is gone, or has sent what cannot be decoded."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise RankMismatch(str(error)) from None
+        raise kind(str(error)) from None
 
 
 def _meet(store: Any, rank: int, world_size: int, seconds: float) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -37,12 +37,12 @@ from ciuic.training.format.shards import are_sharded
 from ciuic.training.format.structure import Leaf, encode_json, pack
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
-from ciuic.training.ranks import RankMismatch, Ranks
+from ciuic.training.ranks import PartLost, RankMismatch, Ranks, decode, encode
 from ciuic.training.results import Save, SaveResult
 from ciuic.training.save_pipeline import GatheredState, NotStaged, SavePipeline
 from ciuic.training.save_schedule import SaveSchedule
 from ciuic.training.state import rank_state, stateful
-from ciuic.training.state.rank_state import RankState
+from ciuic.training.state.rank_state import RankState, TooLarge
 from ciuic.training.state.registered import Registered
 from ciuic.training.state.stateful import unregistered
 from ciuic.training.trackers import TrackerFeeds
@@ -182,8 +182,8 @@ def _rank_pieces(objects: Mapping[str, Any], rank: int) -> GatheredState:
     return GatheredState(leaves, b"", f".rank{rank}")
 
 
-class RanksGone(NamedTuple):
-    """Another rank has ended, or cannot be reached."""
+class RanksApart(NamedTuple):
+    """The ranks cannot save together: one has ended or cannot be reached, or they differ in too much."""
 
     problem: str
 
@@ -205,7 +205,7 @@ class AgreedSave(NamedTuple):
     """Claim on the repository, on the first rank of a directory: nothing is swept until the snapshot is made."""
 
 
-GatheredStates = list[RankState] | AgreedSave | RanksGone | None
+GatheredStates = list[RankState] | AgreedSave | RanksApart | None
 """States of the ranks themselves: those of all on rank 0, and [] on the others. For a sharded state the agreement,
 or [] on all if they skip this save. None where this process saves for itself.
 """
@@ -337,11 +337,7 @@ def _agree(
         all_ready = [_Readiness.of(one) for one in ranks.exchange(ready.message())]
     except ValueError as error:
         raise RankMismatch(str(error)) from None
-    problem = next(
-        (f"rank {at}: {one.mine.problem}" for at, one in enumerate(all_ready) if one.mine.problem), ""
-    )
-    if problem:
-        raise ValueError(problem)
+    _raise_first_problem([one.mine for one in all_ready])
     # Pipeline parallelism: each rank has tensors that no other knows.
     if any(one.outline != all_ready[0].outline for one in all_ready):
         raise ValueError(
@@ -352,8 +348,19 @@ def _agree(
     if any(one.is_busy for one in all_ready):
         log.warning("ciuic: snapshot skipped: the writer of one rank is still storing earlier ones")
         return None
+    # The same on all ranks, each of which has all digests.
+    parts = [one.mine for one in all_ready]
+    for rank, keys in rank_state.wanted(parts).items():
+        own = encode(rank_state.wanted_states(objects, keys).message()) if rank == ranks.rank else None
+        try:
+            more = RankState.of(decode(ranks.relay(rank, own)))
+        except ValueError as error:
+            raise RankMismatch(str(error)) from None
+        # The others only need to know of a problem.
+        parts[rank] = parts[rank].with_wanted(more if ranks.leads_directory else RankState({}, more.problem))
+    _raise_first_problem(parts)
     return AgreedSave(
-        [one.mine for one in all_ready],
+        parts,
         JointSave(all_ready[0].token, ranks.rank, ranks.shared_by),
         sum(one.size_bytes for one in all_ready),
         all_ready[0].run,
@@ -372,14 +379,30 @@ def _outline(states: Mapping[str, Any]) -> str:
     return whole.hexdigest()
 
 
-def _decode_states(messages: list[Any] | None) -> list[RankState] | None:
+def _raise_first_problem(parts: Sequence[RankState]) -> None:
+    """Raise ValueError if a rank cannot tell its state."""
+    for rank, one in enumerate(parts):
+        if one.problem:
+            raise ValueError(f"rank {rank}: {one.problem}")
+
+
+def _decode_states(messages: Sequence[Any] | None) -> list[RankState] | None:
     """Decode the states that the other ranks sent.
 
     Raises:
         RankMismatch: one of them sent something else.
     """
+    return None if messages is None else [_decode_state(message) for message in messages]
+
+
+def _decode_state(message: Any) -> RankState:
+    """Decode the state that another rank sent.
+
+    Raises:
+        RankMismatch: it sent something else.
+    """
     try:
-        return None if messages is None else [RankState.of(message) for message in messages]
+        return RankState.of(message)
     except ValueError as error:
         raise RankMismatch(str(error)) from None
 
@@ -548,18 +571,46 @@ class SnapshotTaker:
         ranks.begin_asked(self._run.step, place)
         try:
             if not self._is_sharded:
-                return _decode_states(ranks.hand_in(rank_state.own_state(self._registered.objects).message()))
+                return self._handed_in(ranks)
             if not ranks.all_asked():
                 raise RankMismatch(
                     "save_snapshot must be called on every rank, because each has a part of the state"
                 )
-        except RankMismatch as error:
-            # Rank 0 alone still has a state to save, unless each rank has a part of it.
-            if self._is_sharded:
-                return RanksGone(str(error))
+        except (RankMismatch, TooLarge) as error:
+            # Rank 0 alone still has a state to save, unless each rank has a part of it, or is there and has its own.
+            if isinstance(error, PartLost):
+                return RanksApart(f"what is each rank's own cannot be had: {error}")
+            if self._is_sharded or isinstance(error, TooLarge):
+                return RanksApart(str(error))
             self._pipeline.outcome(str(error))
             return None
         return self._agree(ranks, may_wait=True)
+
+    def _handed_in(self, ranks: Ranks) -> list[RankState] | None:
+        """Gather the ranks' states where rank 0 may be alone, as `gather_parts` does.
+
+        Raises:
+            TooLarge: the ranks differ in more than can be sent.
+            RankMismatch: another rank cannot be reached or sent something else.
+        """
+        objects = self._registered.objects
+        own = rank_state.own_state(objects)
+        wanted: dict[int, list[str]] = {}
+        try:
+            parts = _decode_states(ranks.hand_in(own.message(), stays=bool(own.digests)))
+            wanted = rank_state.wanted(parts or [])
+        finally:
+            # Also after an error: each of them waits for it.
+            for rank in ranks.talks_to if ranks.saves else ():
+                ranks.send(rank, wanted.get(rank, []))
+        if not ranks.saves:
+            for rank in ranks.talks_to:
+                if keys := ranks.receive(rank):
+                    ranks.send(rank, rank_state.wanted_states(objects, keys).message())
+        elif parts:
+            for rank in wanted:
+                parts[rank] = parts[rank].with_wanted(_decode_state(ranks.receive(rank)))
+        return parts
 
     def gather_parts(self, *, may_wait: bool) -> GatheredStates:
         """Gather what each rank has of its own. Collective.
@@ -569,7 +620,7 @@ class SnapshotTaker:
 
         Returns:
             None if this process saves for itself. The states of all ranks on rank 0, and [] on the others.
-            For a sharded state `AgreedSave` on all ranks, or [] on all if they skip this one. `RanksGone` if
+            For a sharded state `AgreedSave` on all ranks, or [] on all if they skip this one. `RanksApart` if
             another rank has ended or they cannot agree: no snapshot is taken then, since one without that
             rank's generators and position would become the newest, and a resume from it would not be exact.
         """
@@ -579,13 +630,29 @@ class SnapshotTaker:
         self._schedule.begin_at(self._run.step)
         if self._is_sharded:
             return self._agree(self._ranks, may_wait=may_wait)
+        ranks, objects = self._ranks, self._registered.objects
+        parts: list[RankState] = []
+        wanted: dict[int, list[str]] = {}
+        problem = ""
         try:
-            own = rank_state.own_state(self._registered.objects)
-            return _decode_states(self._ranks.gather(own.message())) or []
+            try:
+                parts = _decode_states(ranks.gather(rank_state.own_state(objects).message())) or []
+                wanted = rank_state.wanted(parts)
+            except RankMismatch as error:
+                problem = f"the other ranks are gone: {error}"
+            except TooLarge as error:
+                problem = str(error)
+            # Also after an error: the other ranks come to it.
+            asked = ranks.exchange([wanted.get(rank, []) for rank in range(ranks.world_size)])[0]
+            if any(asked):
+                more = ranks.gather(rank_state.wanted_states(objects, asked[ranks.rank]).message())
+                found = _decode_states(more) or []
+                parts = [part.with_wanted(one) for part, one in zip(parts, found, strict=True)]
         except RankMismatch as error:
-            return RanksGone(f"the other ranks are gone: {error}")
+            problem = problem or f"the other ranks are gone: {error}"
+        return RanksApart(problem) if problem else parts
 
-    def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | RanksGone | list[RankState]:
+    def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | RanksApart | list[RankState]:
         """Agree on a sharded save; [] if it is skipped."""
         client = self._pipeline.client
         if may_wait:
@@ -605,8 +672,8 @@ class SnapshotTaker:
                 self._pipeline.count_skip(is_logged=True)
                 self._skipped = _SkippedSave(self._run.step, SnapshotSpec(_AT_END), None)
             return found or []
-        except (RankMismatch, OSError) as error:
-            return RanksGone(str(error))
+        except (RankMismatch, TooLarge, OSError) as error:
+            return RanksApart(str(error))
 
     # -- snapshots
 
@@ -638,7 +705,7 @@ class SnapshotTaker:
         Raises:
             Unsaveable: a value cannot be stored.
         """
-        if isinstance(parts, RanksGone):
+        if isinstance(parts, RanksApart):
             # Told by the rank that would have written it.
             told = self._facts(request, world_size=1) if self._tells else None
             self._pipeline.outcome(parts.problem, facts=told)

@@ -195,6 +195,16 @@ def test_a_state_that_ranks_have_alike_is_sent_to_hosts_without_it(hosts: Hosts)
     assert hosts.run(ranks_apart.resume_alike, two) == saved
 
 
+@pytest.mark.parametrize(("names", "sharded"), [("aa", False), ("ab", False), ("aa", True)])
+def test_large_states_of_each_rank_come_back_and_the_job_keeps_its_store(
+    hosts: Hosts, names: str, sharded: bool
+) -> None:
+    """Every rank gets back what is its own, of any size, and the job's next process group is made as without a save."""
+    for rank, found in enumerate(hosts.run(ranks_apart.save_own_states, hosts.named(*names), sharded)):
+        content = [[10 + rank], [20 + rank], [30], [40 + rank]]
+        assert found == {"found": [[0, *content], [1, *content]], "failed": 0}
+
+
 def test_ranks_meet_before_any_of_them_waits_for_a_remote(hosts: Hosts) -> None:
     """A rank that needs long for its remote belongs to the others; one whose remote refuses leaves them to themselves."""
     found = hosts.run(ranks_apart.come_late, hosts.named("a", "b"))

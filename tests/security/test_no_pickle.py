@@ -51,23 +51,29 @@ class Payload:
         return open, (str(self.mark), "w")
 
 
-def first_rank(store: Any) -> Ranks:
-    """Return rank 0 of two, connected to the other by the store alone."""
+def first_rank(store: Any, directory: Path) -> Ranks:
+    """Return rank 0 of two, connected to the other by the store and the directory alone."""
     made = Ranks(0, 2, None, None, "ciuic/run/1")
+    made.directory = directory
     made._store = lambda prefix: torch.distributed.PrefixStore(prefix, store)  # type: ignore[method-assign]
     made.begin_asked(1, "train.py:7")
     return made
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x80", b"garbage", b"\x92\xc4\x02{}\x90", None])
-def test_a_pickle_in_the_store_is_refused(tmp_path: Path, payload: bytes | None) -> None:
-    """Rank 0 refuses a pickle, or garbage, that an attacker put in the store in the other rank's place."""
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_pickle_in_the_store_is_refused(tmp_path: Path, payload: bytes | None, in_file: bool) -> None:
+    """Rank 0 refuses a pickle, or garbage, that an attacker put in the store or the file in the other rank's place."""
     mark = tmp_path / "mark"
     store, name = torch.distributed.HashStore(), f"ciuic/run/1/own/{('train.py:7', 1, 1)}"
-    data = pickle.dumps(RankState({"random": Payload(mark)})) if payload is None else payload
-    torch.distributed.PrefixStore(name, store).set("1", data)
+    data = pickle.dumps(RankState({"random": Payload(mark)}, digests={})) if payload is None else payload
+    own = first_rank(store, tmp_path)
+    if in_file:
+        own._file_of(1).parent.mkdir(parents=True)
+        own._file_of(1).write_bytes(data)
+    torch.distributed.PrefixStore(name, store).set("1", b"file" if in_file else data)
     try:
-        found = first_rank(store).hand_in(RankState({}).message())
+        found = own.hand_in(RankState({}).message())
     except RankMismatch:
         pass
     else:
@@ -76,7 +82,7 @@ def test_a_pickle_in_the_store_is_refused(tmp_path: Path, payload: bytes | None)
     assert not mark.exists()
 
 
-def test_values_stored_by_a_rank_arrive_unchanged() -> None:
+def test_values_stored_by_a_rank_arrive_unchanged(tmp_path: Path) -> None:
     """A value that a rank stores arrives unchanged, with tensors of every kind and tied ones tied."""
     weight = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     states = {
@@ -85,10 +91,10 @@ def test_values_stored_by_a_rank_arrive_unchanged() -> None:
         "buffers": {"model": {"a": weight, "tied": weight, "whole": torch.tensor(3), "complex": torch.tensor([1j])}},
     }  # fmt: skip
     store = torch.distributed.HashStore()
-    other = first_rank(store)
+    other = first_rank(store, tmp_path)
     other.rank = 1
     assert other.hand_in(RankState(states).message()) == []
-    own, found = map(RankState.of, first_rank(store).hand_in(RankState(states).message()) or [])
+    own, found = map(RankState.of, first_rank(store, tmp_path).hand_in(RankState(states).message()) or [])
     assert differing([own, found]) == {"1": {}}
     buffers = found.states["buffers"]["model"]
     assert torch.equal(buffers["a"], weight)

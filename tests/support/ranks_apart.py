@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from support import ddp_training
 from support.sharded_training import Managed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ciuic import SnapshotManager
 from ciuic.remote.objects.model import RemoteRefused
@@ -190,6 +194,50 @@ def resume_alike(rank: int, world: int, hosts: Sequence[str], result: str) -> No
     assert run.manager.resume() is not None
     run.manager.close()
     _write(result, rank, {"digest": run.digest()})
+
+
+class _OwnState:
+    """Object with megabytes that differ between ranks."""
+
+    def __init__(self, mebibytes: int, value: int) -> None:
+        self.content = torch.full((mebibytes << 18,), value, dtype=torch.int32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"content": self.content}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.content = state["content"]
+
+
+def save_own_states(rank: int, world: int, hosts: Sequence[str], sharded: bool, result: str) -> None:
+    """Save more of each rank's own than the job's store takes in a message, and more than is sent unasked; use the store; resume."""
+    model: Any = torch.nn.Linear(8, 8)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    own = {"small": _OwnState(9, 10 + rank), "large": _OwnState(66, 20 + rank), "alike": _OwnState(66, 30)}
+    model.register_buffer("mask", torch.full((9 << 18,), 40 + rank, dtype=torch.int32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with SnapshotManager(hosts[rank], every_steps=1) as manager:
+        manager.register(model=model, optimizer=optimizer, **own)
+        for by_rule in (False, True):
+            if by_rule:
+                model(torch.ones(1, 8)).sum().backward()
+                optimizer.step()
+            else:
+                manager.save_snapshot(epoch=1)
+            manager.wait()
+            # The job's own next group meets in the store, and no rank resumes before all have saved.
+            dist.all_reduce(torch.ones(1), group=dist.new_group())
+            for one in own.values():
+                one.content = torch.zeros(1)
+            model.mask.zero_()
+            resumed = manager.resume()
+            assert resumed is not None
+            contents = [one.content for one in own.values()]
+            found.append([resumed.step, *(one.unique().tolist() for one in (*contents, model.mask))])
+        failed = manager.stats.failed
+    _write(result, rank, {"found": found, "failed": failed})
 
 
 def come_late(rank: int, world: int, hosts: Sequence[str], result: str) -> None:

@@ -1,7 +1,8 @@
 """State that differs from rank to rank, although every rank trains the same model.
 
-Each rank sends its random generators, loader positions and other small registered objects; what is not equal
-to rank 0's is stored for that rank. Weights, moments and schedules are the same on all ranks (DDP guarantees
+Each rank sends its random generators, loader positions and other registered objects; what is not equal
+to rank 0's is stored for that rank. Of a large object a rank sends a digest first, and the content only where that
+differs. Weights, moments and schedules are the same on all ranks (DDP guarantees
 that), so rank 0's are stored for all; so is the state of an object whose ``alike_on_ranks`` is true. The
 buffers of modules are each rank's own, unless DDP broadcasts them.
 """
@@ -9,21 +10,27 @@ buffers of modules are each rank's own, unless DDP broadcasts them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import xxhash
 
 from ciuic.training.format.shards import contains_shards, is_sharded
-from ciuic.training.format.structure import pack
+from ciuic.training.format.structure import Leaf, pack
 from ciuic.training.format.tensors import ArrayBuffer
 from ciuic.training.state import stateful
 from ciuic.training.state.stateful import state_of
 
-# Largest state of one object that is compared, for which it is sent to rank 0 at every save. A larger one is
-# taken to be the same on every rank.
+# Largest state of one object, and of all of them, that a rank sends at every save. Of others it sends a digest.
 _MAX_OBJECT_BYTES: Final = 64 << 20
+_MAX_SENT_BYTES: Final = 1 << 30
+# Largest sum of what ranks are asked for because its digest differs: rank 0 takes it into its memory.
+_MAX_WANTED_BYTES: Final = 2 << 30
+_GRAIN_BYTES: Final = 16 << 20
+"""Memory for the digest of a tensor."""
 _BUFFERS: Final = "buffers"
+_BUFFERS_OF: Final = "buffers "
 _RANDOM: Final = "random"
 _OBJECT: Final = "object "
 
@@ -38,10 +45,12 @@ class RankState(NamedTuple):
     """
     problem: str = ""
     """Why this rank cannot tell its state; empty: it can."""
+    digests: Mapping[str, tuple[str, int]] = MappingProxyType({})
+    """Digest and size of what is too large to be sent unasked: ``object NAME``, or ``buffers NAME`` of one module."""
 
     def message(self) -> dict[str, Any]:
         """Return the plain value to send to other ranks."""
-        return {"states": self.states, "problem": self.problem}
+        return {"states": self.states, "problem": self.problem, "digests": dict(self.digests)}
 
     @classmethod
     def of(cls, message: Any) -> RankState:
@@ -51,18 +60,32 @@ class RankState(NamedTuple):
             ValueError: The message is something else.
         """
         try:
-            states, problem = message["states"], message["problem"]
+            states, problem, digests = message["states"], message["problem"], message["digests"]
         except (TypeError, LookupError):
-            states = problem = None
+            states = problem = digests = None
         # Checked in depth: any process that reaches the port of torch's store can send this.
         if (
             not isinstance(states, dict)
             or not isinstance(problem, str)
-            or not all(isinstance(name, str) for name in states)
+            or not isinstance(digests, dict)
+            or not all(isinstance(name, str) for name in (*states, *digests))
+            or not all(isinstance(one, tuple) and [*map(type, one)] == [str, int] for one in digests.values())
             or not isinstance(states.get(_BUFFERS, {}), dict)
         ):
             raise ValueError(f"another rank must send its own state, got {type(message).__name__}")
-        return cls(states, problem)
+        return cls(states, problem, digests)
+
+    def with_wanted(self, more: RankState) -> RankState:
+        """Return the state with the content that this rank was asked for."""
+        states = {**self.states, _BUFFERS: {**self.states.get(_BUFFERS, {})}}
+        for key, state in more.states.items():
+            _put(states, key, state)
+        left = {key: one for key, one in self.digests.items() if key not in more.states}
+        return RankState(states, self.problem or more.problem, left)
+
+
+class TooLarge(ValueError):
+    """Error: ranks differ in more than can be sent."""
 
 
 def own_state(objects: Mapping[str, Any]) -> RankState:
@@ -72,19 +95,57 @@ def own_state(objects: Mapping[str, Any]) -> RankState:
     vain.
     """
     try:
-        found: dict[str, Any] = {
-            f"{_OBJECT}{name}": _small_state(name, value) for name, value in objects.items()
-        }
-        found = {name: state for name, state in found.items() if state is not None}
-        found[_RANDOM] = stateful.random_states()
-        buffers = {name: small_buffers(value) for name, value in objects.items() if _has_own_buffers(value)}
-        found[_BUFFERS] = {name: own for name, own in buffers.items() if own}
+        found: dict[str, Any] = {_RANDOM: stateful.random_states(), _BUFFERS: {}}
+        digests, left_bytes = {}, _MAX_SENT_BYTES
+        for key, state in _own_states(objects):
+            size_bytes = sum(leaf.array.size_bytes for leaf in pack(state, key).leaves)
+            if size_bytes > min(_MAX_OBJECT_BYTES, left_bytes):
+                digests[key] = _digest(state), size_bytes
+            else:
+                left_bytes -= size_bytes
+                _put(found, key, state)
         # Packed here as a check, where an error becomes a problem that is sent: a rank that fails while it
         # sends lets the others wait in vain.
+        pack(found, "state of one rank")
+        return RankState(found, digests=digests)
+    except Exception as error:
+        return RankState({}, str(error) or type(error).__name__)
+
+
+def wanted_states(objects: Mapping[str, Any], keys: Sequence[str]) -> RankState:
+    """Return what this rank is asked for, by the keys of `RankState.digests`."""
+    try:
+        found = {key: state for key, state in _own_states(objects, keys) if key in keys}
         pack(found, "state of one rank")
         return RankState(found)
     except Exception as error:
         return RankState({}, str(error) or type(error).__name__)
+
+
+def wanted(everybody: Sequence[RankState]) -> dict[int, list[str]]:
+    """Return for each rank the keys of the digests that are not those of rank 0's content.
+
+    Raises:
+        TooLarge: The content is too large to be sent; the message names it.
+    """
+    if not any(one.digests for one in everybody):
+        return {}
+    first = _digests(everybody[0])
+    found = {
+        rank: [key for key, (digest, _) in one.digests.items() if digest != first.get(key)]
+        for rank, one in enumerate(everybody)
+        if rank
+    }
+    sizes = {(rank, key): everybody[rank].digests[key][1] for rank, keys in found.items() for key in keys}
+    if sum(sizes.values()) > _MAX_WANTED_BYTES:
+        (rank, key), size_bytes = max(sizes.items(), key=lambda one: one[1])
+        raise TooLarge(
+            f"the ranks differ in {sum(sizes.values()) >> 20} MiB of large objects, and at most "
+            f"{_MAX_WANTED_BYTES >> 20} MiB can be saved: {key.replace(' ', ' of ', 1) if key.startswith(_BUFFERS) else key} "
+            f"has {size_bytes >> 20} MiB on rank {rank} and is another on rank 0. Give an object for which rank 0's state "
+            "is right on all ranks the attribute alike_on_ranks = True, or register a smaller one"
+        )
+    return {rank: keys for rank, keys in found.items() if keys}
 
 
 def differing(everybody: list[RankState]) -> dict[str, Any]:
@@ -97,7 +158,11 @@ def differing(everybody: list[RankState]) -> dict[str, Any]:
         if one.problem:
             raise ValueError(f"rank {rank}: {one.problem}")
     # Compared by content, so that states that are equal on all ranks are stored once.
-    first = {name: _digest(state) for name, state in everybody[0].states.items()}
+    first = _digests(everybody[0])
+    for rank, one in enumerate(everybody):
+        for key, (digest, _) in one.digests.items():
+            if rank and digest != first.get(key):
+                raise ValueError(f"rank {rank} has not sent its {key}, which is not that of rank 0")
     return {
         str(rank): {name: state for name, state in one.states.items() if _digest(state) != first.get(name)}
         for rank, one in enumerate(everybody)
@@ -126,15 +191,9 @@ def load_buffers(objects: Mapping[str, Any], ranks: Mapping[str, Any], rank: int
             _put_buffers(objects[name], buffers)
 
 
-def small_buffers(module: Any) -> dict[str, Any]:
-    """Return the buffers of a module by path, on the host.
-
-    {} if they are larger than `_MAX_OBJECT_BYTES` together.
-    """
-    own = {path: buffer for path, buffer in module.named_buffers() if not is_sharded(buffer)}
-    if sum(buffer.numel() * buffer.element_size() for buffer in own.values()) > _MAX_OBJECT_BYTES:
-        return {}
-    return {path: buffer.detach().cpu() for path, buffer in own.items()}
+def own_buffers(module: Any) -> dict[str, Any]:
+    """Return the buffers of a module by path, on the host."""
+    return {path: buffer.detach().cpu() for path, buffer in module.named_buffers() if not is_sharded(buffer)}
 
 
 def _put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
@@ -144,9 +203,30 @@ def _put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
             buffer.copy_(buffers[path])
 
 
-def _small_state(name: str, value: Any) -> Any:
+def _own_states(objects: Mapping[str, Any], keys: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """Return the states of objects and the buffers of modules by key, those of ``keys`` at least."""
+    for name, value in objects.items():
+        if keys is None or f"{_OBJECT}{name}" in keys:
+            state = _object_state(name, value)
+            if state is not None:
+                yield f"{_OBJECT}{name}", state
+        elif f"{_BUFFERS_OF}{name}" not in keys:
+            continue
+        if _has_own_buffers(value) and (buffers := own_buffers(value)):
+            yield f"{_BUFFERS_OF}{name}", buffers
+
+
+def _put(states: dict[str, Any], key: str, state: Any) -> None:
+    """Put the state of an object, or the buffers of a module, among those of a rank."""
+    if key.startswith(_BUFFERS_OF):
+        states[_BUFFERS][key.removeprefix(_BUFFERS_OF)] = state
+    else:
+        states[key] = state
+
+
+def _object_state(name: str, value: Any) -> Any:
     torch = sys.modules.get("torch")
-    # Optimizers and modules are alike under DDP: comparing them would mean gathering the whole state at every
+    # Optimizers and modules are alike under DDP: comparing them would mean reading the whole state at every
     # save.
     if getattr(value, "alike_on_ranks", False) or hasattr(value, "param_groups"):
         return None
@@ -154,10 +234,7 @@ def _small_state(name: str, value: Any) -> Any:
         return None
     state = state_of(value, name)
     # Each rank stores its own part of these (`snapshot_taker`).
-    if contains_shards(state):
-        return None
-    size_bytes = sum(leaf.array.size_bytes for leaf in pack(state, name).leaves)
-    return state if size_bytes <= _MAX_OBJECT_BYTES else None
+    return None if contains_shards(state) else state
 
 
 def _has_own_buffers(value: Any) -> bool:
@@ -170,17 +247,42 @@ def _has_own_buffers(value: Any) -> bool:
         torch is not None
         and isinstance(value, torch.nn.Module)
         and not getattr(value, "broadcast_buffers", False)
+        and not getattr(value, "alike_on_ranks", False)
     )
+
+
+def _digests(one: RankState) -> dict[str, str]:
+    """Return the digests of a rank's states, sent or not, by name; those of buffers also by module."""
+    found = {name: _digest(state) for name, state in one.states.items()}
+    found |= {f"{_BUFFERS_OF}{name}": _digest(own) for name, own in one.states.get(_BUFFERS, {}).items()}
+    return found | {key: digest for key, (digest, _) in one.digests.items()}
 
 
 def _digest(state: Any) -> str:
     packed = pack(state, "")
     whole = xxhash.xxh3_128(repr(packed.skeleton).encode("utf-8", "surrogatepass"))
     for leaf in packed.leaves:
-        room = bytearray(leaf.array.size_bytes)
-        if room:
-            ArrayBuffer(memoryview(room), leaf.array).fill(leaf.value)
         # dtype and shape too: the same bytes may be other numbers.
         whole.update(repr(leaf.array).encode())
-        whole.update(room)
+        for part, size_bytes in _pieces(leaf):
+            room = bytearray(size_bytes)
+            ArrayBuffer(memoryview(room), leaf.array).fill(part)
+            whole.update(room)
     return whole.hexdigest()
+
+
+def _pieces(leaf: Leaf) -> Iterator[tuple[Any, int]]:
+    """Return the tensor in rows that take little memory to copy, each with its size in bytes."""
+    value, size_bytes = leaf.value, leaf.array.size_bytes
+    while value.ndim > 1 and value.shape[0] == 1:
+        value = value[0]
+    if size_bytes <= _GRAIN_BYTES:
+        if size_bytes:
+            yield value, size_bytes
+        return
+    rows = value.shape[0]
+    row_bytes = size_bytes // rows
+    step = max(1, _GRAIN_BYTES // row_bytes)
+    for start in range(0, rows, step):
+        part = value[start : start + step]
+        yield part, row_bytes * part.shape[0]

@@ -121,7 +121,11 @@ def collect(
 def clear(repository: str, token: str) -> None:
     """Remove the reports of this snapshot and those that dead runs left."""
     shutil.rmtree(_folder(repository, token), ignore_errors=True)
-    # Those of runs that died before their rank 0 could clear them.
+    clear_stale(repository)
+
+
+def clear_stale(repository: str) -> None:
+    """Remove what runs have left that died before their rank 0 could clear it, states for rank 0 included."""
     with suppress(OSError), os.scandir(f"{repository}/{PARTS_DIR}") as others:
         for other in others:
             if time.time() - other.stat().st_mtime > _STALE_SECONDS:
