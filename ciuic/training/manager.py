@@ -285,7 +285,8 @@ class SnapshotManager(TrainingSnapshots):
     def boundary(self) -> None:
         """Tell the manager that a step is over and the state is whole; takes a snapshot if one is due.
 
-        For loops in which no registered object can tell. Returns when the state is copied; nothing is durable yet.
+        For loops in which no registered object can tell, and for those that change what is registered after
+        optimizer.step(). A program that calls this has no other boundary. Returns when the state is copied; nothing is durable yet.
         """
         self._coordinator.boundaries.explicit()
 
@@ -437,15 +438,19 @@ class SnapshotManager(TrainingSnapshots):
     # -- end
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
-        """Wait until every staged save is durable, or has failed.
+        """Wait until every staged save is durable, or has failed, also one that is due and waits for the next step to begin.
 
         Args:
-            timeout_seconds: How long to wait at most; 0 only looks.
+            timeout_seconds: How long to wait at most; 0 only looks, and begins no save.
 
         Returns:
             Whether that came in time. `Save.error` and `stats` tell of failures.
         """
-        return self._is_reader or self._coordinator.pipeline.wait(timeout_seconds)
+        if self._is_reader:
+            return True
+        if timeout_seconds > 0:
+            self._coordinator.settle()
+        return self._coordinator.pipeline.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
@@ -458,7 +463,8 @@ class SnapshotManager(TrainingSnapshots):
         """
         if self._is_reader or self._coordinator.closed:
             return
-        # First of all: a signal handler of the program may close the manager in the middle of this.
+        self._coordinator.settle()
+        # Before the rest: a signal handler of the program may close the manager in the middle of this.
         self._coordinator.stop()
         # Otherwise the interpreter would keep the manager, and all that is registered, until its end.
         atexit.unregister(self.close)

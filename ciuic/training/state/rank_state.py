@@ -28,6 +28,15 @@ _RANDOM: Final = "random"
 _OBJECT: Final = "object "
 
 
+class BoundaryState(NamedTuple):
+    """What changes for the next step, or within an evaluation, as it was at the last boundary."""
+
+    random: dict[str, Any]
+    positions: dict[str, Any]
+    """States of registered objects by name."""
+    epoch: int | None
+
+
 class RankState(NamedTuple):
     """State of one rank's own."""
 
@@ -65,8 +74,8 @@ class RankState(NamedTuple):
         return cls(states, problem)
 
 
-def own_state(objects: Mapping[str, Any]) -> RankState:
-    """Return the state of this rank's own.
+def own_state(objects: Mapping[str, Any], at: BoundaryState | None = None) -> RankState:
+    """Return the state of this rank's own, with generators and positions as of ``at``; None: as they are now.
 
     An error becomes its ``problem``, so that it reaches rank 0, which would otherwise wait for this rank in
     vain.
@@ -76,7 +85,10 @@ def own_state(objects: Mapping[str, Any]) -> RankState:
             f"{_OBJECT}{name}": _small_state(name, value) for name, value in objects.items()
         }
         found = {name: state for name, state in found.items() if state is not None}
-        found[_RANDOM] = stateful.random_states()
+        if at is not None:
+            earlier = {f"{_OBJECT}{name}": state for name, state in at.positions.items()}
+            found |= {name: state for name, state in earlier.items() if name in found}
+        found[_RANDOM] = stateful.random_states() if at is None else at.random
         buffers = {name: small_buffers(value) for name, value in objects.items() if _has_own_buffers(value)}
         found[_BUFFERS] = {name: own for name, own in buffers.items() if own}
         # Packed here as a check, where an error becomes a problem that is sent: a rank that fails while it
@@ -97,9 +109,9 @@ def differing(everybody: list[RankState]) -> dict[str, Any]:
         if one.problem:
             raise ValueError(f"rank {rank}: {one.problem}")
     # Compared by content, so that states that are equal on all ranks are stored once.
-    first = {name: _digest(state) for name, state in everybody[0].states.items()}
+    first = {name: digest(state) for name, state in everybody[0].states.items()}
     return {
-        str(rank): {name: state for name, state in one.states.items() if _digest(state) != first.get(name)}
+        str(rank): {name: state for name, state in one.states.items() if digest(state) != first.get(name)}
         for rank, one in enumerate(everybody)
         if rank
     }
@@ -173,7 +185,8 @@ def _has_own_buffers(value: Any) -> bool:
     )
 
 
-def _digest(state: Any) -> str:
+def digest(state: Any) -> str:
+    """Return a digest of a state: equal ones have the same values, shapes and dtypes."""
     packed = pack(state, "")
     whole = xxhash.xxh3_128(repr(packed.skeleton).encode("utf-8", "surrogatepass"))
     for leaf in packed.leaves:

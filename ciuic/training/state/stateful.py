@@ -264,7 +264,7 @@ def renamed_as(value: Any, saved: Any) -> Any:
     Returns:
         The same object where the names agree, or differ by more than the prefixes of wrappers.
     """
-    if not _is_module(value) or not isinstance(saved, dict):
+    if not is_module(value) or not isinstance(saved, dict):
         return saved
     own = value.state_dict()
     if own.keys() == saved.keys():
@@ -296,7 +296,7 @@ def problem_of(value: Any, saved: Any) -> str:
     """
     if _is_keras_model(value):
         return _shapes_problem(state_of(value, ""), saved, "weights")
-    if _is_module(value):
+    if is_module(value):
         return _module_problem(value, saved)
     if hasattr(value, "param_groups") and isinstance(saved, dict) and "param_groups" in saved:
         return _optimizer_problem(value, saved)
@@ -330,7 +330,7 @@ class Undo:
             before = state_of(value, name)
             if _size_bytes(before) > _MAX_COPY_BYTES:
                 return
-            kept = _copied(before)
+            kept = copied(before)
         # An object may have no state, or none that can be copied, before it is loaded: then it is loaded
         # without a way back, which is better than no resume.
         except Exception as error:
@@ -345,7 +345,8 @@ class Undo:
                 self._steps.pop()()
 
 
-def _is_module(value: object) -> bool:
+def is_module(value: object) -> bool:
+    """Return whether a value is a module of torch, other than a Keras model."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module) and not _is_keras_model(value)
 
@@ -357,7 +358,7 @@ def is_checked_wholly(value: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    if _is_module(value):
+    if is_module(value):
         return not _loads_by_own_code(value)
     own: bool = isinstance(value, torch.optim.Optimizer) and type(value).__module__.startswith("torch.optim")
     return own
@@ -466,14 +467,14 @@ def _restore_attributes(value: Any, attributes: dict[str, Any]) -> None:
     vars(value).update(attributes)
 
 
-def _copied(state: Any) -> Any:
+def copied(state: Any) -> Any:
     """Return a deep copy with tensors on the CPU, where there is room for them."""
     if isinstance(state, dict):
         made = copy.copy(state)
-        made.update({key: _copied(item) for key, item in state.items()})
+        made.update({key: copied(item) for key, item in state.items()})
         return made
     if type(state) in (list, tuple):
-        return type(state)(_copied(item) for item in state)
+        return type(state)(copied(item) for item in state)
     if hasattr(state, "detach") and hasattr(state, "clone"):
         return state.detach().cpu().clone()
     return copy.deepcopy(state)
@@ -500,7 +501,7 @@ def unregistered(objects: Mapping[str, Any], *, has_position: bool) -> list[str]
     """Return a sentence for each missing object, with what to do; empty if none is known to be missing."""
     notes = []
     values = list(objects.values())
-    modules = [value for value in values if _is_module(value)]
+    modules = [value for value in values if is_module(value)]
     optimizers = [value for value in values if hasattr(value, "param_groups") and hasattr(value, "step")]
     if modules and not optimizers:
         notes.append("no optimizer is saved: a resumed run would start with fresh moments")

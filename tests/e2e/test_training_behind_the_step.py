@@ -1,0 +1,90 @@
+"""Programs that change what is registered behind `optimizer.step()`, where no loader tells when a step is over."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.late_modules import torch
+
+from ciuic import SnapshotManager
+from ciuic.training import logs
+
+
+def _run(directory: Path, upto: int, *, boundary: bool) -> Any:
+    """Train up to a step, from the newest snapshot on; return all that was trained, and what is drawn next."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    average = copy.deepcopy(model)
+    with SnapshotManager(directory, every_steps=2) as manager:
+        manager.register(model=model, optimizer=optimizer, average=average)
+        manager.resume()
+        while manager.step < upto:
+            batch = torch.randn(8, 4)
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mine, new in zip(average.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(new, 0.1)
+            if boundary:
+                manager.boundary()
+    return [one.state_dict() for one in (model, optimizer, average)], torch.rand(1)
+
+
+@pytest.mark.parametrize("boundary", [False, True])
+def test_an_average_behind_the_step_resumes_exactly(boundary: bool, tmp_path: Path) -> None:
+    """A run whose last snapshot came in its middle or at its end resumes to the bits of one that was not interrupted."""
+    whole = _run(tmp_path / "whole", 5, boundary=boundary)
+    _run(tmp_path / "parts", 3, boundary=boundary)
+    _run(tmp_path / "parts", 4, boundary=boundary)
+    resumed = _run(tmp_path / "parts", 5, boundary=boundary)
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def _losses(tmp_path: Path, registered: dict[str, Any], behind: Callable[[], object]) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with SnapshotManager(tmp_path, every_steps=1) as manager:
+        manager.register(model=model, optimizer=optimizer, **registered)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            behind()
+
+
+def test_a_value_that_changes_behind_the_step_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dict that changes behind the step is named in one warning; a generator that is drawn from there is not."""
+    monkeypatch.setattr(logs, "_warned", set())
+    progress, drawn = {"done": 0}, torch.Generator()
+
+    def behind() -> None:
+        progress["done"] += 1
+        torch.randn(1, generator=drawn)
+
+    with caplog.at_level(logging.WARNING):
+        _losses(tmp_path, {"progress": progress, "drawn": drawn}, behind)
+    (told,) = [one for one in caplog.messages if "optimizer.step()" in one]
+    assert told.startswith("ciuic: progress: changed")
+
+
+def test_copies_of_a_model_between_two_steps_have_no_part_in_the_training(tmp_path: Path) -> None:
+    """A model that is copied or pickled behind a step is one without hooks that do anything."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with SnapshotManager(tmp_path / "snapshots", every_steps=1) as manager:
+        manager.register(model=model, optimizer=optimizer, average=copy.deepcopy(model))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch.save(model, tmp_path / "model.pt")
+        for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert torch.equal(other(torch.ones(1, 2)), model(torch.ones(1, 2)).detach())
+            assert manager.stats.saved + manager.stats.failed == 0
