@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ciuic.training import arguments
 from ciuic.training.arguments import ManagerOptions
 from ciuic.training.device_copy import capturing
+from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.loading import check_fits, list_snapshots, load_newest, put_back
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
@@ -389,7 +391,10 @@ class SaveCoordinator:
         # before.
         if not (may_take and self._save_if_due()) and not self.taker.is_prepared:
             with quietly("the first snapshot could not be prepared"):
-                self._prepare()
+                try:
+                    self._prepare()
+                except Unsaveable as error:
+                    self.pipeline.log_not_gathered(str(error))
         self.take_deferred()
         # Last, because the snapshot needs to know which optimizers have reported this step.
         self.pipeline.overlap.boundary()
@@ -452,7 +457,7 @@ class SaveCoordinator:
         if self.pipeline.pop_void_copy() and self.schedule.decides_alone:
             reason = reason or "the one before it was changed while it was copied"
         if reason:
-            with quietly("a snapshot could not be taken"):
+            with suppress(Exception):  # `take_due` has counted and logged it
                 self.taker.take_due(SnapshotSpec(reason))
         return bool(reason)
 

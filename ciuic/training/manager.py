@@ -286,9 +286,16 @@ class SnapshotManager(TrainingSnapshots):
         """Tell the manager that a step is over and the state is whole; takes a snapshot if one is due.
 
         For loops in which no registered object can tell, and for those that change what is registered after
-        optimizer.step(). A program that calls this has no other boundary. Returns when the state is copied; nothing is durable yet.
+        optimizer.step(). A program that calls this has no other boundary. Returns when the state is copied; nothing is
+        durable yet.
+
+        Raises:
+            TypeError: The first snapshot cannot be taken, because the state has what cannot be stored (as `wait`).
         """
         self._coordinator.boundaries.explicit()
+        # Later a run goes on without snapshots rather than end in the middle.
+        if not self.stats.saved:
+            self._coordinator.pipeline.raise_refusal()
 
     def consumed(self, batches: int = 1) -> None:
         """Tell that the program trains with so many more batches of the registered loader.
@@ -432,7 +439,7 @@ class SnapshotManager(TrainingSnapshots):
         """Wait until what this process saved before can be loaded, whichever manager has saved it."""
         if not self._is_reader:
             for one in self._earlier():
-                one.wait()
+                one._await_durable()
         super()._await_saves()
 
     # -- end
@@ -445,7 +452,17 @@ class SnapshotManager(TrainingSnapshots):
 
         Returns:
             Whether that came in time. `Save.error` and `stats` tell of failures.
+
+        Raises:
+            TypeError: Automatic snapshots were not taken, because the state has what cannot be stored.
+            Exception: The same, and what an object of the program has raised twice in a row when asked for its state.
         """
+        in_time = self._await_durable(timeout_seconds)
+        if not self._is_reader and timeout_seconds > 0:
+            self._coordinator.pipeline.raise_refusal()
+        return in_time
+
+    def _await_durable(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
         if self._is_reader:
             return True
         if timeout_seconds > 0:

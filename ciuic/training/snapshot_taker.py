@@ -625,6 +625,7 @@ class SnapshotTaker:
         try:
             return self.take(request, self.gather_parts(may_wait=request.may_wait, at=request.boundary_state))
         except Exception as error:
+            self._pipeline.not_gathered(error)
             # The program does not see the exception of a save that it did not ask for.
             if self._tells:
                 self._pipeline.callbacks.notify(

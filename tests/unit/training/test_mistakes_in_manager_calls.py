@@ -342,3 +342,32 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
         torch.set_default_device(None)
     assert torch.equal(state["model_state_dict"]["weight"], weight)
     assert torch.equal(model.weight, weight)
+
+
+@pytest.mark.parametrize("call", ["wait", "boundary", "close"])
+def test_what_automatic_saves_cannot_store_is_raised_by_the_next_call(
+    call: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A value that cannot be stored is counted, logged once and raised by `wait` and `boundary`, by no step and not by `close`."""
+
+    class Projecting(torch.optim.SGD):  # type: ignore[misc, unused-ignore]
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["projector"] = object()
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Projecting(model.parameters(), 0.1)
+    manager = SnapshotManager(tmp_path, every_steps=1)
+    manager.register(model=model, optimizer=optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert manager.stats.failed >= 1
+    assert "projector" in manager.stats.last_error
+    assert len([one for one in caplog.messages if "projector" in one]) == 1
+    if call != "close":
+        with pytest.raises(TypeError, match="optimizer.*projector"):
+            getattr(manager, call)()
+    manager.close()
