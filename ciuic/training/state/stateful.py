@@ -360,8 +360,7 @@ def is_checked_wholly(value: Any) -> bool:
         return False
     if is_module(value):
         return not _loads_by_own_code(value)
-    own: bool = isinstance(value, torch.optim.Optimizer) and type(value).__module__.startswith("torch.optim")
-    return own
+    return _is_of_torch(value)
 
 
 def _loads_by_own_code(module: Any) -> bool:
@@ -431,20 +430,34 @@ def _optimizer_problem(optimizer: Any, saved: dict[str, Any]) -> str:
         if len(group["params"]) != len(old["params"]):
             return f"parameter group {at} has {len(group['params'])} parameters, and {len(old['params'])} were saved"
         parameters |= dict(zip(old["params"], group["params"], strict=True))
-    wrong = [
-        f"{key} of parameter {number} has the shape {list(tensor.shape)}, and the parameter {list(parameters[number].shape)}"
+    # The moments of a sharded parameter are sharded alike, and their whole shape is compared.
+    shapes = [
+        (key, number, tuple(tensor.shape), tuple(parameters[number].shape))
         for number, state in saved.get("state", {}).items()
         if number in parameters and isinstance(state, dict)
         for key, tensor in state.items()
-        if key in _LIKE_PARAMETER and _differs_in_shape(tensor, parameters[number])
+        if key in _LIKE_PARAMETER and hasattr(tensor, "shape")
     ]
-    return _named(wrong)
+    wrong = [one for one in shapes if one[2] != one[3]]
+    if not _is_of_torch(optimizer):
+        # It may keep moments of a lower rank. Those of the shapes of other parameters are of parameters in another order.
+        wrong = [one for one in wrong if _is_reordered([other for other in shapes if other[0] == one[0]])]
+    return _named(
+        [
+            f"{key} of parameter {number} has the shape {list(has)}, and the parameter {list(parameter)}"
+            for key, number, has, parameter in wrong
+        ]
+    )
 
 
-def _differs_in_shape(tensor: Any, parameter: Any) -> bool:
-    shape = getattr(tensor, "shape", None)
-    # The moments of a sharded parameter are sharded alike, and their whole shape is compared.
-    return shape is not None and tuple(shape) != tuple(parameter.shape)
+def _is_reordered(shapes: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]]) -> bool:
+    return sorted(one[2] for one in shapes) == sorted(one[3] for one in shapes)
+
+
+def _is_of_torch(optimizer: Any) -> bool:
+    torch = sys.modules.get("torch")
+    is_optimizer = torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+    return is_optimizer and type(optimizer).__module__.startswith("torch.optim")
 
 
 def _shapes_problem(own: Iterable[Any], saved: Any, what: str) -> str:

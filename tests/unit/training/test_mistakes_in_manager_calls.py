@@ -19,6 +19,7 @@ from ciuic.errors import UsageError
 from ciuic.training import Latest, Steps
 from ciuic.training.format.reading import encode_facts
 from ciuic.training.logs import log, quietly
+from ciuic.training.state.stateful import problem_of
 
 
 def _model() -> tuple[Any, Any]:
@@ -350,7 +351,7 @@ def test_what_automatic_saves_cannot_store_is_raised_by_the_next_call(
 ) -> None:
     """A value that cannot be stored is counted, logged once and raised by `wait` and `boundary`, by no step and not by `close`."""
 
-    class Projecting(torch.optim.SGD):  # type: ignore[misc, unused-ignore]
+    class Projecting(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             super().step(closure)
             for parameter in self.param_groups[0]["params"]:
@@ -368,6 +369,24 @@ def test_what_automatic_saves_cannot_store_is_raised_by_the_next_call(
     assert "projector" in manager.stats.last_error
     assert len([one for one in caplog.messages if "projector" in one]) == 1
     if call != "close":
-        with pytest.raises(TypeError, match="optimizer.*projector"):
+        with pytest.raises(TypeError, match=r"optimizer.*projector"):
             getattr(manager, call)()
     manager.close()
+
+
+@pytest.mark.parametrize("reordered", [False, True])
+def test_moments_of_a_lower_rank_are_taken_and_those_of_other_parameters_are_not(reordered: bool) -> None:
+    """Only an optimizer of torch's own has moments of its parameters' shapes; moments in another order fit none."""
+
+    class LowRank(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((6, 4), (5, 3))]
+    shapes = [(5, 3), (6, 4)] if reordered else [(2, 4), (2, 3)]
+    saved = {
+        "state": {at: {"exp_avg": torch.zeros(shape)} for at, shape in enumerate(shapes)},
+        "param_groups": [{"params": [0, 1]}],
+    }
+    assert ("has the shape" in problem_of(LowRank(parameters), saved)) is reordered
+    assert "has the shape" in problem_of(torch.optim.Adam(parameters), saved)
