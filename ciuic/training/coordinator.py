@@ -223,7 +223,12 @@ class SaveCoordinator:
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: A state does not fit its object; nothing has been changed.
         """
-        check_fits(state, self.registered.objects, self.taker.ranks)
+        check_fits(
+            state,
+            self.registered.objects,
+            self.taker.ranks,
+            allow_other_optimizer=self._settings.options.allow_other_optimizer,
+        )
         # A copy from a device may still read the weights that are about to be overwritten.
         self.pipeline.settle()
         # A signal handler must not save a state that is half restored.

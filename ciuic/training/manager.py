@@ -4,7 +4,8 @@ Guarantees: a save costs the training one copy of its state in memory; the write
 finishes what it was given even when the training is killed. A snapshot exists whole or not at all, and what
 is loaded was checked byte for byte. Failures of saving are logged and counted and never raised into the
 training, except for mistakes of the program itself (an object without a state, a value that cannot be
-stored), which the first save raises. One thread at a time; one process of a run saves.
+stored), which `save_snapshot` raises, and after automatic saves the next `wait`. One thread at a time; one process
+of a run saves.
 """
 
 from __future__ import annotations

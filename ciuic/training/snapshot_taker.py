@@ -695,6 +695,8 @@ class SnapshotTaker:
             # Within an evaluation: the resumed run continues from the last boundary and evaluates again.
             states, random = states | request.boundary_state.positions, request.boundary_state.random
         values: dict[str, Any] = {"plain": list(request.plain), "random": random}
+        classes = {name: stateful.optimizer_class(value) for name, value in self._registered.objects.items()}
+        values["optimizers"] = {name: found for name, found in classes.items() if found}
         if self._registered.passes is not None:
             values["passes"] = self._registered.passes.state_dict() | {"given": self._run.epoch}
         if parts:

@@ -251,6 +251,7 @@ _LIKE_PARAMETER: Final = (
     "prev",
     "ax",
 )
+_MAX_WRAPPERS: Final = 4
 # Differences that a message names; a model of another size differs in all of its tensors.
 _NAMED: Final = 3
 # A copy of a state that only its own loading can check is held in memory up to this size. No object of torch
@@ -458,6 +459,17 @@ def _is_of_torch(optimizer: Any) -> bool:
     torch = sys.modules.get("torch")
     is_optimizer = torch is not None and isinstance(optimizer, torch.optim.Optimizer)
     return is_optimizer and type(optimizer).__module__.startswith("torch.optim")
+
+
+def optimizer_class(value: Any) -> str:
+    """Return the qualified name of an optimizer's class, without wrappers; empty for anything else."""
+    if not hasattr(value, "param_groups"):
+        return ""
+    # Those of Accelerate and DeepSpeed, of Lightning, and torch's ZeroRedundancyOptimizer.
+    for _ in range(_MAX_WRAPPERS):
+        inner = (getattr(value, name, None) for name in ("optimizer", "_optimizer", "optim"))
+        value = next((one for one in inner if hasattr(one, "param_groups")), value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _shapes_problem(own: Iterable[Any], saved: Any, what: str) -> str:
