@@ -182,6 +182,7 @@ class SaveCoordinator:
             self._last_save.forget_weight_sample()
         for name, value in objects.items():
             self.registered.add(name, value)
+        self.run.step += self.boundaries.pop_steps_before()
         if self.taker.writes:
             with quietly("the writer could not be started"):
                 self.pipeline.client.start()
@@ -204,11 +205,17 @@ class SaveCoordinator:
             self._is_tracked = True
             self.callbacks.add(self._trackers.put)
 
+    def set_step(self, step: int) -> None:
+        """Count on from this step of the run."""
+        self.run.step = step
+        self.boundaries.count_from_here()
+
     def resume_from(self, state: State) -> None:
         """Continue step count, rules and run id from a loaded state."""
         self.boundaries.resumed()
         self.pipeline.state_saved()
-        self.run.step, self.run.epoch = state.facts.step or 0, state.facts.epoch
+        self.set_step(state.facts.step or 0)
+        self.run.epoch = state.facts.epoch
         self.run.newest_ns = max(self.run.newest_ns, state.time_ns)
         self.run.id = state.facts.run or self.run.id
         self.schedule.begin_at(self.run.step)

@@ -175,7 +175,7 @@ class SnapshotManager(TrainingSnapshots):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._coordinator.run.step = arguments.whole_number(step, "step")
+        self._coordinator.set_step(arguments.whole_number(step, "step"))
 
     @property
     def epoch(self) -> int | None:

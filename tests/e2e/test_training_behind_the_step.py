@@ -88,3 +88,38 @@ def test_copies_of_a_model_between_two_steps_have_no_part_in_the_training(tmp_pa
         for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
             assert torch.equal(other(torch.ones(1, 2)), model(torch.ones(1, 2)).detach())
             assert manager.stats.saved + manager.stats.failed == 0
+
+
+def test_the_first_save_counts_the_steps_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that only calls `save_snapshot` behind its steps has its own count of them, and no warning of lost gradients."""
+    monkeypatch.setattr(logs, "_warned", set())
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(manager: SnapshotManager, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        manager.save_snapshot(model, optimizer, wait=True)
+
+    with SnapshotManager(tmp_path / "a") as manager:
+        train(manager, 3)
+        train(manager, 3)
+        assert [one.facts.step for one in manager.list_snapshots()] == [6, 3]
+        # The optimizer of another stage goes on with the count.
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(manager, 2)
+        assert manager.step == 8
+    assert not [one for one in caplog.messages if "backward()" in one]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with SnapshotManager(tmp_path / "b") as manager:
+        optimizer.step()
+        manager.step = 100
+        train(manager, 1)
+        assert manager.step == 101
+        model(torch.ones(1, 2)).sum().backward()
+        manager.save_snapshot(model, optimizer, wait=True)
+    assert len([one for one in caplog.messages if "backward()" in one]) == 1

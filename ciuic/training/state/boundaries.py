@@ -32,6 +32,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
@@ -182,6 +183,10 @@ class Boundaries:
         self._expected: set[int] = set()
         self._seen: set[int] = set()
         self._companions: set[int] = set()
+        self._earlier: weakref.WeakKeyDictionary[Any, _EarlierSteps] = weakref.WeakKeyDictionary()
+        """Optimizers that are not watched yet: the first save may be what registers them."""
+        self._steps_before = 0
+        _tell_every_step(self)
         self._modules: dict[int, Any] = {}
         self._next_step = _NextStep(self._next_begins)
         self.is_late = False
@@ -292,8 +297,34 @@ class Boundaries:
                 return False
         self._optimizers.append(optimizer)
         self.gradients.add(optimizer)
+        if _is_of_torch(optimizer) and (earlier := self._earlier.pop(optimizer, None)) is not None:
+            self.gradients.use(earlier.used)
+            if optimizer is self._optimizers[0]:
+                self._steps_before += earlier.steps
         # Only the first one counts steps: two optimizers of a GAN take one step of the run together.
         return True
+
+    def pop_steps_before(self) -> int:
+        """Return the steps that the first optimizer has made before it was watched, once."""
+        found, self._steps_before = self._steps_before, 0
+        return found
+
+    def count_from_here(self) -> None:
+        """Leave out the steps made so far: the program has told a number that includes them."""
+        self._steps_before = 0
+        for one in self._earlier.values():
+            one.steps = 0
+
+    def stepped_anywhere(self, optimizer: Any) -> None:
+        """Count a step of an optimizer that may be watched later."""
+        if all(one is not optimizer for one in self._optimizers):
+            earlier = self._earlier.get(optimizer)
+            if earlier is None:
+                earlier = self._earlier[optimizer] = _EarlierSteps(
+                    [weakref.ref(one) for one in _sample(optimizer)]
+                )
+            earlier.steps += 1
+            earlier.used = _marked([one for ref in earlier.sample if (one := ref()) is not None])
 
     def forget(self, value: object) -> None:
         """Stop watching an object that is no longer registered."""
@@ -476,6 +507,34 @@ class Boundaries:
             and (self.is_uncertain or self._changes_behind)
             and bool(self._trained)
         )
+
+
+@dataclass
+class _EarlierSteps:
+    """Steps of an optimizer before it is watched."""
+
+    sample: list[weakref.ref[Any]]
+    """Some of its parameters."""
+    steps: int = 0
+    used: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Gradients that the last of them has used."""
+
+
+def _tell_every_step(boundaries: Boundaries) -> None:
+    """Tell of the steps of all optimizers of torch's, as long as the boundaries exist; without effect before torch is imported."""
+    torch = sys.modules.get("torch")
+    # Not by attributes: torch.optim has removed the name of this module.
+    hook = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
+    if torch is None or hook is None:
+        return
+    found = weakref.ref(boundaries)
+
+    def stepped(optimizer: Any, *_: object) -> None:
+        # Constant while a step is compiled, so that nothing of this becomes part of its graph.
+        if not torch.compiler.is_compiling() and (alive := found()) is not None:
+            alive.stepped_anywhere(optimizer)
+
+    weakref.finalize(boundaries, hook(stepped).remove)
 
 
 class _NextStep:
@@ -737,11 +796,8 @@ class Gradients:
 
     def add(self, optimizer: Any) -> None:
         """Look at an optimizer too."""
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
-            return
-        found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        self._sampled[id(optimizer)] = (optimizer, found[:: max(1, len(found) // _SAMPLE)])
+        if _is_of_torch(optimizer):
+            self._sampled[id(optimizer)] = (optimizer, _sample(optimizer))
 
     def remove(self, optimizer: Any) -> None:
         """Look at an optimizer no longer."""
@@ -756,6 +812,10 @@ class Gradients:
         """Take the gradients of an optimizer as used: it has made its step."""
         _, parameters = self._sampled.get(id(optimizer), (None, ()))
         self._used |= _marked(parameters)
+
+    def use(self, marks: dict[int, tuple[Any, int]]) -> None:
+        """Take gradients as used by a step."""
+        self._used |= marks
 
     def mark(self) -> dict[int, tuple[Any, int]]:
         """Return what `were_added` compares with."""
@@ -777,6 +837,16 @@ class Gradients:
             and not self._capturing()
             and all(_any_added(found, self._used) for _, found in self._sampled.values() if found)
         )
+
+
+def _is_of_torch(optimizer: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _sample(optimizer: Any) -> list[Any]:
+    found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    return found[:: max(1, len(found) // _SAMPLE)]
 
 
 def _any_added(parameters: Iterable[Any], since: Mapping[int, tuple[Any, int]]) -> bool:
