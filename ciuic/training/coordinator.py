@@ -194,6 +194,9 @@ class SaveCoordinator:
         self.pipeline.advance()
         if self.taker.ranks is not None:
             return  # The others hear of it at the next boundary: this rank must not act on it alone.
+        if self.boundaries.awaits_next and self._step_end is None:
+            # Made due by the metrics, at the boundary of the step that was measured.
+            self._step_over()
         saves = not self._closed and self.registered.objects and self.pipeline.client.is_ours
         if saves and self.boundaries.whole:
             self._save_if_due()

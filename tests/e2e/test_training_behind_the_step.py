@@ -12,7 +12,7 @@ import pytest
 from support.late_modules import torch
 
 from ciuic import SnapshotManager
-from ciuic.training import logs
+from ciuic.training import OnImprovement, logs
 
 
 def _run(directory: Path, upto: int, *, boundary: bool) -> Any:
@@ -123,3 +123,25 @@ def test_the_first_save_counts_the_steps_before_it(
         model(torch.ones(1, 2)).sum().backward()
         manager.save_snapshot(model, optimizer, wait=True)
     assert len([one for one in caplog.messages if "backward()" in one]) == 1
+
+
+def test_metrics_behind_the_step_save_the_state_that_was_measured(tmp_path: Path) -> None:
+    """A snapshot that `report` makes due is of that step, also where its boundary is the beginning of the next."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    average = copy.deepcopy(model)
+    with SnapshotManager(tmp_path, save_when=OnImprovement("loss")) as manager:
+        manager.register(model=model, optimizer=optimizer, average=average)
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if step == 5:
+                manager.report(loss=1.0)
+                average.load_state_dict(model.state_dict())
+                measured = copy.deepcopy(average.state_dict())
+        assert manager.wait()
+        state = manager.load_latest_snapshot()
+    assert state is not None
+    assert state["step"] == 5
+    assert torch.equal(state["average_state_dict"]["weight"], measured["weight"])

@@ -32,6 +32,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
@@ -188,6 +189,7 @@ class Boundaries:
         self._steps_before = 0
         _tell_every_step(self)
         self._modules: dict[int, Any] = {}
+        self._known_trained: list[Any] | None = None
         self._next_step = _NextStep(self._next_begins)
         self.is_late = False
         """The last boundary came with the next step, for which the program may have changed what `step_over` set aside."""
@@ -199,6 +201,11 @@ class Boundaries:
     def is_uncertain(self) -> bool:
         """True in the first steps, in which the program may yet call `explicit` for the first time."""
         return self._uncertain_steps > 0 and not self._uses_explicit
+
+    @property
+    def awaits_next(self) -> bool:
+        """True if the last step is over, and its boundary is the beginning of the next."""
+        return self._next_step.is_awaited
 
     @property
     def lacking(self) -> bool:
@@ -296,6 +303,7 @@ class Boundaries:
             if not tell_after(optimizer, "step", lambda: self._after_step(optimizer)):
                 return False
         self._optimizers.append(optimizer)
+        self._known_trained = None
         self.gradients.add(optimizer)
         if _is_of_torch(optimizer) and (earlier := self._earlier.pop(optimizer, None)) is not None:
             self.gradients.use(earlier.used)
@@ -334,10 +342,12 @@ class Boundaries:
         self._expected.discard(id(value))
         self._companions.discard(id(value))
         self._modules.pop(id(value), None)
+        self._known_trained = None
 
     def watch_module(self, module: Any) -> None:
         """Watch a module: the forward passes of one that is trained begin steps, and any other may change behind them."""
         self._modules[id(module)] = module
+        self._known_trained = None
 
     def resumed(self) -> None:
         """Begin anew: the state is that of a snapshot."""
@@ -433,8 +443,7 @@ class Boundaries:
         if self._ends_with_next:
             self._step_over()
             self._next_step.expect(self._trained)
-        else:
-            self._close_if_whole()
+        self._close_if_whole()
 
     def _on_other(self) -> None:
         """Count a step of another optimizer as part of the same step of the run."""
@@ -479,18 +488,27 @@ class Boundaries:
 
     @property
     def _trained(self) -> list[Any]:
-        """Registered modules with a parameter that the optimizer has."""
-        found = {
-            id(one)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for one in group["params"]
-        }
-        return [
-            module
-            for module in self._modules.values()
-            if any(id(one) in found for one in module.parameters())
-        ]
+        """Registered modules with a parameter that the optimizer has, none where any is sharded.
+
+        A forward pass of FSDP has its own hooks, within which nobody may ask for the state.
+        """
+        if self._known_trained is None:
+            found = {
+                id(one)
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for one in group["params"]
+            }
+            self._known_trained = [
+                module
+                for module in self._modules.values()
+                if any(id(one) in found for one in module.parameters())
+            ]
+            if any(
+                hasattr(one, "device_mesh") for module in self._known_trained for one in module.parameters()
+            ):
+                self._known_trained = []
+        return self._known_trained
 
     @property
     def _changes_behind(self) -> bool:
@@ -532,7 +550,9 @@ def _tell_every_step(boundaries: Boundaries) -> None:
     def stepped(optimizer: Any, *_: object) -> None:
         # Constant while a step is compiled, so that nothing of this becomes part of its graph.
         if not torch.compiler.is_compiling() and (alive := found()) is not None:
-            alive.stepped_anywhere(optimizer)
+            # Any optimizer of the process, of which nothing is known: what it may lack must not end its step.
+            with suppress(Exception):
+                alive.stepped_anywhere(optimizer)
 
     weakref.finalize(boundaries, hook(stepped).remove)
 
@@ -561,7 +581,7 @@ class _NextStep:
         """Wait for a forward pass of any of them."""
         self.dismiss()
         self._thread = threading.get_ident()
-        self._handles = [module.register_forward_pre_hook(self) for module in modules]
+        self._handles = [module.register_forward_pre_hook(self, prepend=True) for module in modules]
 
     def dismiss(self) -> None:
         """Wait no longer."""
