@@ -208,6 +208,8 @@ class ManagerOptions:
     """True to copy trained weights of an automatic snapshot from an accelerator beside the next forward and backward
     pass. False for programs that change them other than by optimizer steps, without torch noticing
     (device_copy.py)."""
+    allow_other_optimizer: bool = False
+    """True to resume with an optimizer of another class than the one that was saved, as far as PyTorch loads its state."""
 
 
 class OldKeywords(TypedDict, total=False):

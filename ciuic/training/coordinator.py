@@ -7,8 +7,10 @@ of saving are logged and counted, never raised into the training.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ciuic.training import arguments
 from ciuic.training.arguments import ManagerOptions
 from ciuic.training.device_copy import capturing
+from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.loading import check_fits, list_snapshots, load_newest, put_back
 from ciuic.training.logs import log, quietly
 from ciuic.training.name_lock import NameLock
@@ -28,7 +31,9 @@ from ciuic.training.rules import Keep, SaveRules
 from ciuic.training.save_pipeline import CriticalSection, SavePipeline
 from ciuic.training.save_schedule import Forecast, SaveSchedule, forecast_for
 from ciuic.training.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
+from ciuic.training.state import stateful
 from ciuic.training.state.boundaries import Boundaries
+from ciuic.training.state.rank_state import BoundaryState
 from ciuic.training.state.registered import Registered
 from ciuic.training.trackers import Tracker, TrackerFeeds
 from ciuic.training.writer.client import WriterClient
@@ -95,10 +100,12 @@ class SaveCoordinator:
         self._is_tracked = False
         self._closed = False
         self._last_save: LastSave | None = None
+        self._step_end: BoundaryState | None = None
+        """What may change for the next step, as it was after the last one, whose boundary is yet to come."""
         self._deferred: list[Callable[[], object]] = []
         """Saves that were asked for within a step, for its boundary."""
         # Nothing calls these methods before the first object is registered, when all parts are there.
-        self.boundaries = Boundaries(self._stepped, self._at_boundary, capturing)
+        self.boundaries = Boundaries(self._stepped, self._at_boundary, capturing, self._step_over)
         self.heartbeat = TrainerHeartbeat(
             settings.name, str(settings.save_dir), settings.options.heartbeat_seconds
         )
@@ -178,6 +185,7 @@ class SaveCoordinator:
             self._last_save.forget_weight_sample()
         for name, value in objects.items():
             self.registered.add(name, value)
+        self.run.step += self.boundaries.pop_steps_before()
         if self.taker.writes:
             with quietly("the writer could not be started"):
                 self.pipeline.client.start()
@@ -189,6 +197,9 @@ class SaveCoordinator:
         self.pipeline.advance()
         if self.taker.ranks is not None:
             return  # The others hear of it at the next boundary: this rank must not act on it alone.
+        if self.boundaries.awaits_next and self._step_end is None:
+            # Made due by the metrics, at the boundary of the step that was measured.
+            self._step_over()
         saves = not self._closed and self.registered.objects and self.pipeline.client.is_ours
         if saves and self.boundaries.whole:
             self._save_if_due()
@@ -200,10 +211,17 @@ class SaveCoordinator:
             self._is_tracked = True
             self.callbacks.add(self._trackers.put)
 
+    def set_step(self, step: int) -> None:
+        """Count on from this step of the run."""
+        self.run.step = step
+        self.boundaries.count_from_here()
+
     def resume_from(self, state: State) -> None:
         """Continue step count, rules and run id from a loaded state."""
+        self.boundaries.resumed()
         self.pipeline.state_saved()
-        self.run.step, self.run.epoch = state.facts.step or 0, state.facts.epoch
+        self.set_step(state.facts.step or 0)
+        self.run.epoch = state.facts.epoch
         self.run.newest_ns = max(self.run.newest_ns, state.time_ns)
         self.run.id = state.facts.run or self.run.id
         self.schedule.begin_at(self.run.step)
@@ -218,7 +236,12 @@ class SaveCoordinator:
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: A state does not fit its object; nothing has been changed.
         """
-        check_fits(state, self.registered.objects, self.taker.ranks)
+        check_fits(
+            state,
+            self.registered.objects,
+            self.taker.ranks,
+            allow_other_optimizer=self._settings.options.allow_other_optimizer,
+        )
         # A copy from a device may still read the weights that are about to be overwritten.
         self.pipeline.settle()
         # A signal handler must not save a state that is half restored.
@@ -330,7 +353,39 @@ class SaveCoordinator:
             self._last_save.stepped()
         self.schedule.warn_without_boundaries(self.boundaries)
 
+    def _step_over(self) -> None:
+        """Set aside what the program may change for the next step before the boundary comes, where it may be saved."""
+        self._step_end = None
+        if self._closed or capturing():
+            return
+        # Only where it may be needed: copies of what programs register take time.
+        looks = self.boundaries.is_uncertain or self._last_save is not None
+        if looks or self.schedule.may_be_due(self.run.step, self.pipeline.costs):
+            with quietly("generators and positions could not be set aside for a snapshot"):
+                self._step_end = BoundaryState(
+                    stateful.random_states(),
+                    self.registered.drawn_from(),
+                    self.registered.epoch(self.run.epoch),
+                )
+
+    def settle(self) -> None:
+        """Let the boundary of the last step come, if it waits for a next one: the program waits for saves, or ends."""
+        # After an error the program may be anywhere behind its step.
+        if (sys.exc_info()[1] or uncaught()) is None:
+            self.boundaries.settle()
+
     def _at_boundary(self) -> None:
+        is_late = self.boundaries.is_late
+        self.taker.step_end, self._step_end = self._step_end if is_late else None, None
+        if self.taker.step_end is not None and self.boundaries.is_uncertain and self.taker.ranks is None:
+            with quietly("changes behind a step could not be looked for"):
+                self.registered.warn_of_changes(self.taker.step_end.positions)
+        try:
+            self._boundary(may_take=not is_late or self.taker.step_end is not None)
+        finally:
+            self.taker.step_end = None
+
+    def _boundary(self, *, may_take: bool) -> None:
         # While a CUDA graph is recorded nothing of a device may be queried or waited for: it would spoil the
         # graph.
         if self._closed or not self.registered.objects or not self.pipeline.is_ours or capturing():
@@ -352,9 +407,12 @@ class SaveCoordinator:
         self.pipeline.costs.boundary(time.monotonic(), writing=self.pipeline.pending > 0)
         # After the first step everything has its size: moments of optimizers, for example, do not exist
         # before.
-        if not self._save_if_due() and not self.taker.is_prepared:
+        if not (may_take and self._save_if_due()) and not self.taker.is_prepared:
             with quietly("the first snapshot could not be prepared"):
-                self._prepare()
+                try:
+                    self._prepare()
+                except Unsaveable as error:
+                    self.pipeline.log_not_gathered(str(error))
         self.take_deferred()
         # Last, because the snapshot needs to know which optimizers have reported this step.
         self.pipeline.overlap.boundary()
@@ -417,7 +475,7 @@ class SaveCoordinator:
         if self.pipeline.pop_void_copy() and self.schedule.decides_alone:
             reason = reason or "the one before it was changed while it was copied"
         if reason:
-            with quietly("a snapshot could not be taken"):
+            with suppress(Exception):  # `take_due` has counted and logged it
                 self.taker.take_due(SnapshotSpec(reason))
         return bool(reason)
 

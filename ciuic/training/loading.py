@@ -411,8 +411,16 @@ def _mark_damaged(save_dir: Path, damaged: list[PassedOver]) -> None:
             marks.mark_damage(save_dir, [one.id for one in damaged])
 
 
-def check_fits(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> None:
+def check_fits(
+    state: State, objects: Mapping[str, Any], ranks: Ranks | None, *, allow_other_optimizer: bool = False
+) -> None:
     """Check that every registered object can be restored, before any is changed. Collective.
+
+    Args:
+        state: The loaded state.
+        objects: Registered objects by name.
+        ranks: The ranks, all of which raise alike.
+        allow_other_optimizer: True to take the state of an optimizer of another class, as PyTorch does.
 
     Raises:
         KeyError: A registered object is not in the snapshot.
@@ -428,7 +436,10 @@ def check_fits(state: State, objects: Mapping[str, Any], ranks: Ranks | None) ->
     else:
         # Models first: where one differs, its optimizer differs for that reason.
         names = sorted(objects, key=lambda name: not hasattr(objects[name], "forward"))
-        problem = next((text for name in names if (text := _misfit(state, name, objects[name]))), "")
+        problem = next(
+            (text for name in names if (text := _misfit(state, name, objects[name], allow_other_optimizer))),
+            "",
+        )
     # Exchanged by all ranks, so that none restores its objects while another raises.
     shared = problem if ranks is None else ranks.first_problem(problem)
     if lacking:
@@ -437,9 +448,11 @@ def check_fits(state: State, objects: Mapping[str, Any], ranks: Ranks | None) ->
         raise ValueError(problem or shared)
 
 
-def _misfit(state: State, name: str, value: Any) -> str:
+def _misfit(state: State, name: str, value: Any, allow_other_optimizer: bool) -> str:
     saved = state[f"{name}_state_dict"] = stateful.renamed_as(value, state[f"{name}_state_dict"])
-    problem = stateful.problem_of(value, saved) or _another_kind(value, saved)
+    problem = stateful.problem_of(value, saved)
+    if not problem and not allow_other_optimizer:
+        problem = _another_class(value, state.optimizers.get(name, "")) or _another_kind(value, saved)
     return (
         problem and f"{name} cannot load its state from snapshot {state.id}; nothing was changed: {problem}"
     )
@@ -533,6 +546,23 @@ def _load_into(value: Any, saved: Any, name: str, id_: str) -> None:
         ) from error
 
 
+_ALLOW: Final = "; ManagerOptions(allow_other_optimizer=True) loads it all the same"
+
+
+def _another_class(value: Any, saved: str) -> str:
+    """Return what is wrong if an optimizer's state was saved by one of another class, otherwise "".
+
+    Args:
+        value: The optimizer.
+        saved: Qualified name of the class; empty where the snapshot does not have it.
+    """
+    here = stateful.optimizer_class(value)
+    # A class that only its module has changed may have moved: then hyperparameters tell (`_another_kind`).
+    if not here or not saved or here.rpartition(".")[2] == saved.rpartition(".")[2]:
+        return ""
+    return f"it is a {here}, and a {saved} was saved{_ALLOW}"
+
+
 def _another_kind(value: Any, saved: Any) -> str:
     """Return what is wrong if an optimizer's state was saved by another kind of optimizer, otherwise "".
 
@@ -551,5 +581,5 @@ def _another_kind(value: Any, saved: Any) -> str:
         return ""
     return (
         f"it is a {type(value).__qualname__} with {', '.join(lacking)}, but another kind of optimizer was saved, "
-        f"with {', '.join(foreign)}"
+        f"with {', '.join(foreign)}{_ALLOW}"
     )

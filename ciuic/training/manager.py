@@ -4,7 +4,8 @@ Guarantees: a save costs the training one copy of its state in memory; the write
 finishes what it was given even when the training is killed. A snapshot exists whole or not at all, and what
 is loaded was checked byte for byte. Failures of saving are logged and counted and never raised into the
 training, except for mistakes of the program itself (an object without a state, a value that cannot be
-stored), which the first save raises. One thread at a time; one process of a run saves.
+stored), which `save_snapshot` raises, and after automatic saves the next `wait`. One thread at a time; one process
+of a run saves.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class SnapshotManager(TrainingSnapshots):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._coordinator.run.step = arguments.whole_number(step, "step")
+        self._coordinator.set_step(arguments.whole_number(step, "step"))
 
     @property
     def epoch(self) -> int | None:
@@ -285,9 +286,17 @@ class SnapshotManager(TrainingSnapshots):
     def boundary(self) -> None:
         """Tell the manager that a step is over and the state is whole; takes a snapshot if one is due.
 
-        For loops in which no registered object can tell. Returns when the state is copied; nothing is durable yet.
+        For loops in which no registered object can tell, and for those that change what is registered after
+        optimizer.step(). A program that calls this has no other boundary. Returns when the state is copied; nothing is
+        durable yet.
+
+        Raises:
+            TypeError: The first snapshot cannot be taken, because the state has what cannot be stored (as `wait`).
         """
         self._coordinator.boundaries.explicit()
+        # Later a run goes on without snapshots rather than end in the middle.
+        if not self.stats.saved:
+            self._coordinator.pipeline.raise_refusal()
 
     def consumed(self, batches: int = 1) -> None:
         """Tell that the program trains with so many more batches of the registered loader.
@@ -431,21 +440,35 @@ class SnapshotManager(TrainingSnapshots):
         """Wait until what this process saved before can be loaded, whichever manager has saved it."""
         if not self._is_reader:
             for one in self._earlier():
-                one.wait()
+                one._await_durable()
         super()._await_saves()
 
     # -- end
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
-        """Wait until every staged save is durable, or has failed.
+        """Wait until every staged save is durable, or has failed, also one that is due and waits for the next step to begin.
 
         Args:
-            timeout_seconds: How long to wait at most; 0 only looks.
+            timeout_seconds: How long to wait at most; 0 only looks, and begins no save.
 
         Returns:
             Whether that came in time. `Save.error` and `stats` tell of failures.
+
+        Raises:
+            TypeError: Automatic snapshots were not taken, because the state has what cannot be stored.
+            Exception: The same, and what an object of the program has raised twice in a row when asked for its state.
         """
-        return self._is_reader or self._coordinator.pipeline.wait(timeout_seconds)
+        in_time = self._await_durable(timeout_seconds)
+        if not self._is_reader and timeout_seconds > 0:
+            self._coordinator.pipeline.raise_refusal()
+        return in_time
+
+    def _await_durable(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
+        if self._is_reader:
+            return True
+        if timeout_seconds > 0:
+            self._coordinator.settle()
+        return self._coordinator.pipeline.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
@@ -458,7 +481,8 @@ class SnapshotManager(TrainingSnapshots):
         """
         if self._is_reader or self._coordinator.closed:
             return
-        # First of all: a signal handler of the program may close the manager in the middle of this.
+        self._coordinator.settle()
+        # Before the rest: a signal handler of the program may close the manager in the middle of this.
         self._coordinator.stop()
         # Otherwise the interpreter would keep the manager, and all that is registered, until its end.
         atexit.unregister(self.close)

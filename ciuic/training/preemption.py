@@ -53,9 +53,10 @@ from ciuic.training.ranks import Ranks, Vote
 from ciuic.training.remote.copies import UploadBeforeEnd
 from ciuic.training.rules import Moment, Rule
 from ciuic.training.save_pipeline import SavePipeline
-from ciuic.training.snapshot_taker import BoundaryState, RunProgress, SnapshotSpec, SnapshotTaker
+from ciuic.training.snapshot_taker import RunProgress, SnapshotSpec, SnapshotTaker
 from ciuic.training.state import stateful
 from ciuic.training.state.boundaries import Boundaries
+from ciuic.training.state.rank_state import BoundaryState
 from ciuic.training.state.registered import Registered
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
 from ciuic.training.writer.messages import PreemptionNotice
@@ -592,7 +593,9 @@ class LastSave:
         if self._agreed():
             self.watch.at_boundary()
         epoch = self._registered.epoch(self._run.epoch)
-        self._remembered = BoundaryState(stateful.random_states(), self._registered.positions(), epoch)
+        self._remembered = self._taker.step_end or BoundaryState(
+            stateful.random_states(), self._registered.positions(), epoch
+        )
 
     def guard_released(self) -> None:
         """Act on signals that arrived within the critical section."""

@@ -59,6 +59,8 @@ class State(dict[str, Any]):
         """Place of the snapshot in the order of snapshots: what is saved from it on comes after."""
         self.passes: dict[str, Any] | None = loaded.values.get("passes")
         """Passes over a loader that tells its own position, and the epoch that the program gave."""
+        self.optimizers: dict[str, str] = loaded.values.get("optimizers", {})
+        """Classes of optimizers by name; empty where an earlier version has saved."""
         self.ranks: dict[str, Any] = loaded.values.get("ranks", {})
         """Differences of the other ranks from rank 0, by rank as text."""
 

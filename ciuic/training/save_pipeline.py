@@ -8,7 +8,7 @@ outcome  how the save ended, for counts, the log, the program's `Save` and its c
 =======  =====================================================================================================
 
 Guarantees: failures are logged, counted in `stats` and never raised into the training, except for errors of the
-program itself (`Unsaveable`). A failed save leaves `changed` set, so that the next boundary knows of something to
+program itself (`Unsaveable`), which a call of the program raises and never a step. A failed save leaves `changed` set, so that the next boundary knows of something to
 save. While the `CriticalSection` is entered, signal handlers only leave a flag, so that no method is entered twice.
 
 The writer gets a state only when all of it has arrived from devices and nothing of it was changed on the way, and in
@@ -39,7 +39,7 @@ from ciuic.training.device_copy import AsyncCopy, DeviceTensor, Overlap, capturi
 from ciuic.training.format.layout import Layout, lay_out
 from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, Facts, encode_facts
 from ciuic.training.format.structure import Leaf
-from ciuic.training.format.tensors import Array, ArrayBuffer, outside_inference_mode
+from ciuic.training.format.tensors import Array, ArrayBuffer, Unsaveable, outside_inference_mode
 from ciuic.training.logs import log, warn_once
 from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.results import EXIT_SECONDS, Save, SaveCallbacks, SaveResult, Stats
@@ -143,6 +143,9 @@ class SavePipeline:
         """Saves by number, from staging to their outcome."""
         self._warned_of_pairs: set[str] = set()
         self._not_before, self._back_off_seconds = 0.0, _MIN_BACK_OFF_SECONDS
+        self._ungathered = 0
+        """Automatic saves in a row for which the state could not be gathered."""
+        self._refusal: Exception | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -178,6 +181,7 @@ class SavePipeline:
     def state_saved(self) -> None:
         """Record that the present state is staged, or was loaded."""
         self._changed = False
+        self._ungathered, self._refusal = 0, None
 
     def pop_void_copy(self) -> bool:
         """Return whether a state was given up since the last call because the program changed it under its copy."""
@@ -452,6 +456,38 @@ class SavePipeline:
                 self.costs.measured_bytes_per_second = message.bytes_per_second
             elif isinstance(message, PreemptionNotice):
                 self._noticed(message)
+
+    def not_gathered(self, error: Exception) -> None:
+        """Count and log an automatic save for which the state could not be gathered; the program's next call raises why.
+
+        At once if the state has what cannot be stored, otherwise at the second time in a row.
+        """
+        reason = str(error) or type(error).__name__
+        self.stats.failed += 1
+        self._changed = True
+        self.log_not_gathered(reason)
+        self._back_off()
+        self._ungathered += 1
+        if isinstance(error, Unsaveable) or self._ungathered > 1:
+            # Without its frames, which would keep tensors alive.
+            self._refusal = error.with_traceback(None)
+
+    def log_not_gathered(self, reason: str) -> None:
+        """Log why the state cannot be gathered, once until there is another reason."""
+        if reason != self.stats.last_error:
+            self.stats.last_error = reason
+            log.error("ciuic: a snapshot could not be taken; earlier snapshots are unaffected: %s", reason)
+
+    def raise_refusal(self) -> None:
+        """Raise once what kept automatic saves from being taken (`not_gathered`), if none was taken since.
+
+        Raises:
+            TypeError: The state has a value that cannot be stored.
+            Exception: Whatever the program's objects have raised.
+        """
+        error, self._refusal = self._refusal, None
+        if error is not None:
+            raise error
 
     def outcome(self, end: Saved | Put | str, *, number: int = 0, facts: Facts | None = None) -> None:
         """Record how a save ended: count and log it, note it in the program's `Save`, tell the callbacks.

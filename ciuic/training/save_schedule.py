@@ -84,6 +84,21 @@ class SaveSchedule:
         if boundaries.lacking and any(True for _ in self.rules):
             warn_once(NOTHING_TELLS)
 
+    def may_be_due(self, step: int, costs: SaveCosts) -> bool:
+        """Return whether a snapshot may be due at the boundary of this step, without asking another rank."""
+        with suppress(Exception):  # `due` logs it
+            return self._vote is not None or bool(self.rules.due(self._moment(step, costs)))
+        return False
+
+    def _moment(self, step: int, costs: SaveCosts) -> Moment:
+        return Moment(
+            step=step,
+            steps_since=step - self._last_step,
+            seconds_since=time.monotonic() - self._last_seconds,
+            cost_seconds=costs.seconds,
+            write_seconds=costs.write_seconds,
+        )
+
     def due(self, step: int, costs: SaveCosts) -> str:
         """Return why a snapshot is due; empty if none is.
 
@@ -92,13 +107,7 @@ class SaveSchedule:
         Raises:
             RuntimeError: The other ranks are gone.
         """
-        moment = Moment(
-            step=step,
-            steps_since=step - self._last_step,
-            seconds_since=time.monotonic() - self._last_seconds,
-            cost_seconds=costs.seconds,
-            write_seconds=costs.write_seconds,
-        )
+        moment = self._moment(step, costs)
         reason = ""
         # The rules may be the program's own, and raise anything.
         with quietly("the rules could not say whether a snapshot is due"):

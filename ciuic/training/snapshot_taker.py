@@ -42,7 +42,7 @@ from ciuic.training.results import Save, SaveResult
 from ciuic.training.save_pipeline import GatheredState, NotStaged, SavePipeline
 from ciuic.training.save_schedule import SaveSchedule
 from ciuic.training.state import rank_state, stateful
-from ciuic.training.state.rank_state import RankState, TooLarge
+from ciuic.training.state.rank_state import BoundaryState, RankState, TooLarge
 from ciuic.training.state.registered import Registered
 from ciuic.training.state.stateful import unregistered
 from ciuic.training.trackers import TrackerFeeds
@@ -74,14 +74,6 @@ class RunProgress:
     def next_time_ns(self) -> int:
         """Return the time of a state that is saved now: later than all before it, whatever clocks of hosts said."""
         return max(time.time_ns(), self.newest_ns + 1)
-
-
-class BoundaryState(NamedTuple):
-    """State at the last boundary, as far as an evaluation changes it."""
-
-    random: dict[str, Any]
-    positions: dict[str, Any]
-    epoch: int | None
 
 
 class SnapshotSpec(NamedTuple):
@@ -275,6 +267,7 @@ def agree(
     is_busy: bool,
     run: RunProgress,
     metrics: Mapping[str, float],
+    at: BoundaryState | None = None,
 ) -> AgreedSave | None:
     """Agree with the other ranks on a save. Collective.
 
@@ -286,6 +279,7 @@ def agree(
         is_busy: whether this rank has no free arena.
         run: progress of the run on this rank.
         metrics: metrics that this rank was told.
+        at: generators and positions to save in place of the current ones.
 
     Returns:
         The agreement; None on all ranks if one has no room.
@@ -300,7 +294,7 @@ def agree(
         with Repository.open(repository) as opened:
             claim = opened.claim()
     try:
-        agreed = _agree(ranks, objects, states, is_busy, run, dict(metrics))
+        agreed = _agree(ranks, objects, states, is_busy, run, dict(metrics), at)
     except BaseException:
         if claim is not None:
             claim.release()
@@ -319,9 +313,10 @@ def _agree(
     is_busy: bool,
     run: RunProgress,
     metrics: dict[str, float],
+    at: BoundaryState | None,
 ) -> AgreedSave | None:
     """Exchange the ranks' messages and compare them."""
-    mine, size_bytes = rank_state.own_state(objects), 0
+    mine, size_bytes = rank_state.own_state(objects, at), 0
     try:
         size_bytes = _gather_part(objects, states, ranks).size_bytes
     except (TypeError, ValueError) as error:
@@ -453,6 +448,8 @@ class SnapshotTaker:
         self._trackers = trackers
         self._prepared = self._checked_completeness = self._ranks_met = self._is_silent = False
         self._skipped: _SkippedSave | None = None
+        self.step_end: BoundaryState | None = None
+        """At a boundary that is the beginning of the next step: what may have changed for that, from before."""
 
     @property
     def ranks(self) -> Ranks | None:
@@ -612,11 +609,12 @@ class SnapshotTaker:
                 parts[rank] = parts[rank].with_wanted(_decode_state(ranks.receive(rank)))
         return parts
 
-    def gather_parts(self, *, may_wait: bool) -> GatheredStates:
+    def gather_parts(self, *, may_wait: bool, at: BoundaryState | None = None) -> GatheredStates:
         """Gather what each rank has of its own. Collective.
 
         Args:
             may_wait: wait for an arena to become free.
+            at: generators and positions to save in place of the current ones.
 
         Returns:
             None if this process saves for itself. The states of all ranks on rank 0, and [] on the others.
@@ -629,14 +627,14 @@ class SnapshotTaker:
         # On all alike, whatever becomes of this one: they must find the next one due at the same step.
         self._schedule.begin_at(self._run.step)
         if self._is_sharded:
-            return self._agree(self._ranks, may_wait=may_wait)
+            return self._agree(self._ranks, may_wait=may_wait, at=at)
         ranks, objects = self._ranks, self._registered.objects
         parts: list[RankState] = []
         wanted: dict[int, list[str]] = {}
         problem = ""
         try:
             try:
-                parts = _decode_states(ranks.gather(rank_state.own_state(objects).message())) or []
+                parts = _decode_states(ranks.gather(rank_state.own_state(objects, at).message())) or []
                 wanted = rank_state.wanted(parts)
             except RankMismatch as error:
                 problem = f"the other ranks are gone: {error}"
@@ -652,7 +650,9 @@ class SnapshotTaker:
             problem = problem or f"the other ranks are gone: {error}"
         return RanksApart(problem) if problem else parts
 
-    def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | RanksApart | list[RankState]:
+    def _agree(
+        self, ranks: Ranks, *, may_wait: bool, at: BoundaryState | None = None
+    ) -> AgreedSave | RanksApart | list[RankState]:
         """Agree on a sharded save; [] if it is skipped."""
         client = self._pipeline.client
         if may_wait:
@@ -667,6 +667,7 @@ class SnapshotTaker:
                 is_busy=not client.can_take,
                 run=self._run,
                 metrics=self._schedule.reported,
+                at=at,
             )
             if found is None:
                 self._pipeline.count_skip(is_logged=True)
@@ -686,9 +687,12 @@ class SnapshotTaker:
         Raises:
             Unsaveable: a value cannot be stored.
         """
+        if request.boundary_state is None:
+            request = request._replace(boundary_state=self.step_end)
         try:
-            return self.take(request, self.gather_parts(may_wait=request.may_wait))
+            return self.take(request, self.gather_parts(may_wait=request.may_wait, at=request.boundary_state))
         except Exception as error:
+            self._pipeline.not_gathered(error)
             # The program does not see the exception of a save that it did not ask for.
             if self._tells:
                 self._pipeline.callbacks.notify(
@@ -758,6 +762,8 @@ class SnapshotTaker:
             # Within an evaluation: the resumed run continues from the last boundary and evaluates again.
             states, random = states | request.boundary_state.positions, request.boundary_state.random
         values: dict[str, Any] = {"plain": list(request.plain), "random": random}
+        classes = {name: stateful.optimizer_class(value) for name, value in self._registered.objects.items()}
+        values["optimizers"] = {name: found for name, found in classes.items() if found}
         if self._registered.passes is not None:
             values["passes"] = self._registered.passes.state_dict() | {"given": self._run.epoch}
         if parts:

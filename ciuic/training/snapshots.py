@@ -439,11 +439,14 @@ class TrainingSnapshots:
 
     def _await_saves(self) -> None:
         """Wait until what this process saved before can be loaded: what is loaded is never older than the last save."""
-        if not self.wait():
+        if not self._await_durable():
             log.warning("ciuic: a save of this process is not durable yet; an older snapshot may be loaded")
 
     def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
         """Return True: only a manager has saves to wait for."""
+        return self._await_durable(timeout_seconds)
+
+    def _await_durable(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
         return True
 
     def wait_remote(self, timeout_seconds: float = EXIT_SECONDS) -> bool:

@@ -4,7 +4,13 @@ A state that was read between `optimizer.step()` and `scheduler.step()` would re
 was. Where a data loader is watched, the boundary of a step is the moment in which the next batch is asked
 for. Otherwise it is the return of the last companion call: the calls on schedulers, gradient scalers and
 averages of weights that have followed every step so far. The companions are learnt from the program: what did
-not follow one step is not waited for after the next.
+not follow one step is not waited for after the next. Where the program calls `explicit`, that call is the
+only boundary.
+
+Some changes come behind the step and nothing tells of them: an average of weights that the program updates by hand, a
+scheduler that follows epochs. Where one is possible, and in the first steps, in which the program may yet call
+`explicit`, the boundary is the beginning of the next step, which a forward pass of a trained module tells. What the program
+may have drawn for the next step by then (generators, positions, small objects) is read behind the step (`step_over`).
 
 A prefetcher fetches a batch before it trains with the one before, so that the position of a loader is not that of
 the training. The batches that a pass fetches before any gradient is added, and before any step, are read ahead; so
@@ -26,6 +32,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
@@ -122,6 +130,14 @@ _AHEAD: Final = (
     "the program fetches %d batch(es) before it trains with the first: they count as read ahead, and come again after a "
     "resume. If it has left them out instead, call manager.consumed() for each batch that it has done with"
 )
+_CHANGES_UNSEEN: Final = (
+    "a resume may not be exact: objects that are registered may change between optimizer.step() and the next step, which "
+    "nothing here tells: call manager.boundary() when a step is over"
+)
+# The program calls `explicit` behind the first step, unless it begins so in the middle of a run.
+_UNCERTAIN_STEPS: Final = 3
+# Steps in a row whose forward pass was not seen, after which none is waited for.
+_MAX_UNSEEN: Final = 2
 # Parameters of each optimizer that are looked at, spread over all of them.
 _SAMPLE: Final = 16
 # Steps in a row without a boundary after which none is expected any more.
@@ -136,6 +152,7 @@ class Boundaries:
         stepped: Callable[[], None],
         at_boundary: Callable[[], None],
         capturing: Callable[[], bool] = lambda: False,
+        step_over: Callable[[], None] = lambda: None,
     ) -> None:
         """Watch nothing yet.
 
@@ -143,9 +160,11 @@ class Boundaries:
             stepped: Called at each step of the first optimizer that is watched.
             at_boundary: Called once after each step that is whole.
             capturing: Returns whether nothing on a device may be read now.
+            step_over: Called after a step whose boundary is the beginning of the next.
         """
         self._stepped = stepped
         self._at_boundary = at_boundary
+        self._step_over = step_over
         self.gradients = Gradients(capturing)
         self.read_ahead = ReadAhead(self.gradients)
         """Batches that the program has fetched before it trains with them."""
@@ -164,6 +183,29 @@ class Boundaries:
         """Steps of the first optimizer whose boundary never came, in a row."""
         self._expected: set[int] = set()
         self._seen: set[int] = set()
+        self._companions: set[int] = set()
+        self._earlier: weakref.WeakKeyDictionary[Any, _EarlierSteps] = weakref.WeakKeyDictionary()
+        """Optimizers that are not watched yet: the first save may be what registers them."""
+        self._steps_before = 0
+        _tell_every_step(self)
+        self._modules: dict[int, Any] = {}
+        self._known_trained: list[Any] | None = None
+        self._next_step = _NextStep(self._next_begins)
+        self.is_late = False
+        """The last boundary came with the next step, for which the program may have changed what `step_over` set aside."""
+        self._uncertain_steps = _UNCERTAIN_STEPS
+        self._unseen_beginnings = 0
+        """Steps that began without a forward pass that was seen, in a row."""
+
+    @property
+    def is_uncertain(self) -> bool:
+        """True in the first steps, in which the program may yet call `explicit` for the first time."""
+        return self._uncertain_steps > 0 and not self._uses_explicit
+
+    @property
+    def awaits_next(self) -> bool:
+        """True if the last step is over, and its boundary is the beginning of the next."""
+        return self._next_step.is_awaited
 
     @property
     def lacking(self) -> bool:
@@ -176,7 +218,10 @@ class Boundaries:
 
         It is so too between two passes over the data, and in an evaluation after a step.
         """
-        return bool(self._optimizers or self._by_loader) and not self._open and not self._in_batch
+        is_open = self._open and (
+            not self._next_step.is_awaited or self._changes_behind or self._is_expecting
+        )
+        return bool(self._optimizers or self._by_loader) and not is_open and not self._in_batch
 
     @property
     def unchanged(self) -> bool:
@@ -196,7 +241,7 @@ class Boundaries:
         if self._open:
             # With a loader the boundary of this step comes only when the next batch is asked for, after the
             # evaluation.
-            return self._by_loader or self._expected <= self._seen
+            return self._by_loader or not self._is_expecting
         return not self._in_batch
 
     def optimizer_in_step(self) -> Any | None:
@@ -258,9 +303,36 @@ class Boundaries:
             if not tell_after(optimizer, "step", lambda: self._after_step(optimizer)):
                 return False
         self._optimizers.append(optimizer)
+        self._known_trained = None
         self.gradients.add(optimizer)
+        if _is_of_torch(optimizer) and (earlier := self._earlier.pop(optimizer, None)) is not None:
+            self.gradients.use(earlier.used)
+            if optimizer is self._optimizers[0]:
+                self._steps_before += earlier.steps
         # Only the first one counts steps: two optimizers of a GAN take one step of the run together.
         return True
+
+    def pop_steps_before(self) -> int:
+        """Return the steps that the first optimizer has made before it was watched, once."""
+        found, self._steps_before = self._steps_before, 0
+        return found
+
+    def count_from_here(self) -> None:
+        """Leave out the steps made so far: the program has told a number that includes them."""
+        self._steps_before = 0
+        for one in self._earlier.values():
+            one.steps = 0
+
+    def stepped_anywhere(self, optimizer: Any) -> None:
+        """Count a step of an optimizer that may be watched later."""
+        if all(one is not optimizer for one in self._optimizers):
+            earlier = self._earlier.get(optimizer)
+            if earlier is None:
+                earlier = self._earlier[optimizer] = _EarlierSteps(
+                    [weakref.ref(one) for one in _sample(optimizer)]
+                )
+            earlier.steps += 1
+            earlier.used = _marked([one for ref in earlier.sample if (one := ref()) is not None])
 
     def forget(self, value: object) -> None:
         """Stop watching an object that is no longer registered."""
@@ -268,6 +340,19 @@ class Boundaries:
         # Its hooks stay, and `_after_step` ignores an optimizer that is not in the list.
         self._optimizers = [one for one in self._optimizers if one is not value]
         self._expected.discard(id(value))
+        self._companions.discard(id(value))
+        self._modules.pop(id(value), None)
+        self._known_trained = None
+
+    def watch_module(self, module: Any) -> None:
+        """Watch a module: the forward passes of one that is trained begin steps, and any other may change behind them."""
+        self._modules[id(module)] = module
+        self._known_trained = None
+
+    def resumed(self) -> None:
+        """Begin anew: the state is that of a snapshot."""
+        self._next_step.dismiss()
+        self._uncertain_steps = _UNCERTAIN_STEPS
 
     def watch_companion(self, value: object) -> bool:
         """Watch a scheduler, a scaler or an average of weights; return whether that is possible."""
@@ -277,6 +362,7 @@ class Boundaries:
                 value, name, lambda: self._companion_called(number)
             ):
                 self._expected.add(number)
+                self._companions.add(number)
                 return True
         return False
 
@@ -306,7 +392,7 @@ class Boundaries:
             return
         # Also where a `Position` calls this, which watches the loader itself.
         self._by_loader = True
-        if self._open:
+        if self._open and not self._uses_explicit:
             self._close()
         self._in_batch = True
 
@@ -317,10 +403,24 @@ class Boundaries:
     def explicit(self) -> None:
         """Close the step because the program says that it is over."""
         self._uses_explicit = True
-        self._open = self._in_batch = self._changed_since = False
-        self._at_boundary()
+        self._in_batch = False
+        self._close()
+
+    def settle(self) -> None:
+        """Close the step whose boundary is the beginning of the next, which may never come: the program waits or ends."""
+        if self._next_step.is_awaited_here:
+            self._close(is_late=True)
 
     def _before_step(self, *_: object) -> None:
+        if self._next_step.is_awaited_here and self._open:
+            # Its forward pass was not seen (compiled functions, CUDA graphs), and may have changed buffers.
+            if not any(True for module in self._trained for _ in module.buffers()):
+                self._close_late()
+            else:
+                self._next_step.dismiss()
+                self._unseen_beginnings += 1
+                if self._unseen_beginnings == _MAX_UNSEEN and self._changes_behind:
+                    warn_once(_CHANGES_UNSEEN)
         self._stepping = True
 
     def _after_step(self, optimizer: Any) -> None:
@@ -340,6 +440,9 @@ class Boundaries:
         self._seen.clear()
         self.read_ahead.stepped()
         self._stepped()
+        if self._ends_with_next:
+            self._step_over()
+            self._next_step.expect(self._trained)
         self._close_if_whole()
 
     def _on_other(self) -> None:
@@ -355,13 +458,152 @@ class Boundaries:
             self._close_if_whole()
 
     def _close_if_whole(self) -> None:
-        # With several optimizers nothing but a loader, or the program, can tell which of them is the last.
-        if not self._by_loader and len(self._optimizers) == 1 and self._expected <= self._seen:
+        if self._is_told_by_steps and not self._next_step.is_awaited and not self._is_expecting:
             self._close()
 
-    def _close(self) -> None:
+    def _next_begins(self) -> None:
+        self._unseen_beginnings = 0
+        self._close_late()
+
+    def _close_late(self) -> None:
+        # What has not followed the step by now is no companion.
+        self._expected &= self._seen
+        self._close(is_late=True)
+
+    def _close(self, *, is_late: bool = False) -> None:
+        self._next_step.dismiss()
+        self.is_late = is_late
         self._open = self._changed_since = False
         self._at_boundary()
+        self._uncertain_steps -= self._uncertain_steps > 0
+
+    @property
+    def _is_told_by_steps(self) -> bool:
+        # With several optimizers nothing but a loader, or the program, can tell which of them is the last.
+        return not self._by_loader and not self._uses_explicit and len(self._optimizers) == 1
+
+    @property
+    def _is_expecting(self) -> bool:
+        return not self._expected <= self._seen
+
+    @property
+    def _trained(self) -> list[Any]:
+        """Registered modules with a parameter that the optimizer has, none where any is sharded.
+
+        A forward pass of FSDP has its own hooks, within which nobody may ask for the state.
+        """
+        if self._known_trained is None:
+            found = {
+                id(one)
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for one in group["params"]
+            }
+            self._known_trained = [
+                module
+                for module in self._modules.values()
+                if any(id(one) in found for one in module.parameters())
+            ]
+            if any(
+                hasattr(one, "device_mesh") for module in self._known_trained for one in module.parameters()
+            ):
+                self._known_trained = []
+        return self._known_trained
+
+    @property
+    def _changes_behind(self) -> bool:
+        """True if something that is saved may change behind the step, and no call tells of that."""
+        return self._companions != self._expected or len(self._trained) < len(self._modules)
+
+    @property
+    def _ends_with_next(self) -> bool:
+        """True if the boundary of a step is the beginning of the next."""
+        return (
+            self._is_told_by_steps
+            and self._unseen_beginnings < _MAX_UNSEEN
+            and bool(self._modules)
+            and (self.is_uncertain or self._changes_behind)
+            and bool(self._trained)
+        )
+
+
+@dataclass
+class _EarlierSteps:
+    """Steps of an optimizer before it is watched."""
+
+    sample: list[weakref.ref[Any]]
+    """Some of its parameters."""
+    steps: int = 0
+    used: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Gradients that the last of them has used."""
+
+
+def _tell_every_step(boundaries: Boundaries) -> None:
+    """Tell of the steps of all optimizers of torch's, as long as the boundaries exist; without effect before torch is imported."""
+    torch = sys.modules.get("torch")
+    # Not by attributes: torch.optim has removed the name of this module.
+    hook = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
+    if torch is None or hook is None:
+        return
+    found = weakref.ref(boundaries)
+
+    def stepped(optimizer: Any, *_: object) -> None:
+        # Constant while a step is compiled, so that nothing of this becomes part of its graph.
+        if not torch.compiler.is_compiling() and (alive := found()) is not None:
+            # Any optimizer of the process, of which nothing is known: what it may lack must not end its step.
+            with suppress(Exception):
+                alive.stepped_anywhere(optimizer)
+
+    weakref.finalize(boundaries, hook(stepped).remove)
+
+
+class _NextStep:
+    """Beginning of the next step: a forward pass, with gradients, of a module that is trained.
+
+    The hooks are in the modules only until then. A copy of a module that is made meanwhile, or its pickle, gets one
+    without effect.
+    """
+
+    def __init__(self, begins: Callable[[], None]) -> None:
+        self._begins = begins
+        self._handles: list[Any] = []
+        self._thread = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        return bool(self._handles)
+
+    @property
+    def is_awaited_here(self) -> bool:
+        return self.is_awaited and self._thread == threading.get_ident()
+
+    def expect(self, modules: Iterable[Any]) -> None:
+        """Wait for a forward pass of any of them."""
+        self.dismiss()
+        self._thread = threading.get_ident()
+        self._handles = [module.register_forward_pre_hook(self, prepend=True) for module in modules]
+
+    def dismiss(self) -> None:
+        """Wait no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        torch = sys.modules["torch"]
+        # Constant while a module is compiled, so that nothing of this becomes part of its graph. A pass without gradients
+        # is an evaluation.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if self.is_awaited_here:
+            self._begins()
+
+    def __deepcopy__(self, memo: Any) -> _NextStep:
+        return _NextStep(self._begins)
+
+    def __reduce__(self) -> Any:
+        # Returns the inputs of a pass as they are, and unpickles where ciuic is not installed.
+        return (getattr, ({}, "get"))
 
 
 class _ReportingIterator:
@@ -574,11 +816,8 @@ class Gradients:
 
     def add(self, optimizer: Any) -> None:
         """Look at an optimizer too."""
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
-            return
-        found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        self._sampled[id(optimizer)] = (optimizer, found[:: max(1, len(found) // _SAMPLE)])
+        if _is_of_torch(optimizer):
+            self._sampled[id(optimizer)] = (optimizer, _sample(optimizer))
 
     def remove(self, optimizer: Any) -> None:
         """Look at an optimizer no longer."""
@@ -593,6 +832,10 @@ class Gradients:
         """Take the gradients of an optimizer as used: it has made its step."""
         _, parameters = self._sampled.get(id(optimizer), (None, ()))
         self._used |= _marked(parameters)
+
+    def use(self, marks: dict[int, tuple[Any, int]]) -> None:
+        """Take gradients as used by a step."""
+        self._used |= marks
 
     def mark(self) -> dict[int, tuple[Any, int]]:
         """Return what `were_added` compares with."""
@@ -614,6 +857,16 @@ class Gradients:
             and not self._capturing()
             and all(_any_added(found, self._used) for _, found in self._sampled.values() if found)
         )
+
+
+def _is_of_torch(optimizer: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _sample(optimizer: Any) -> list[Any]:
+    found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    return found[:: max(1, len(found) // _SAMPLE)]
 
 
 def _any_added(parameters: Iterable[Any], since: Mapping[int, tuple[Any, int]]) -> bool:

@@ -35,6 +35,15 @@ _RANDOM: Final = "random"
 _OBJECT: Final = "object "
 
 
+class BoundaryState(NamedTuple):
+    """What changes for the next step, or within an evaluation, as it was at the last boundary."""
+
+    random: dict[str, Any]
+    positions: dict[str, Any]
+    """States of registered objects by name."""
+    epoch: int | None
+
+
 class RankState(NamedTuple):
     """State of one rank's own."""
 
@@ -88,19 +97,24 @@ class TooLarge(ValueError):
     """Error: ranks differ in more than can be sent."""
 
 
-def own_state(objects: Mapping[str, Any]) -> RankState:
-    """Return the state of this rank's own.
+def own_state(objects: Mapping[str, Any], at: BoundaryState | None = None) -> RankState:
+    """Return the state of this rank's own, with generators and positions as of ``at``; None: as they are now.
 
     An error becomes its ``problem``, so that it reaches rank 0, which would otherwise wait for this rank in
     vain.
     """
     try:
-        found: dict[str, Any] = {_RANDOM: stateful.random_states(), _BUFFERS: {}}
+        found: dict[str, Any] = {
+            _RANDOM: stateful.random_states() if at is None else at.random,
+            _BUFFERS: {},
+        }
+        earlier = {} if at is None else {f"{_OBJECT}{name}": state for name, state in at.positions.items()}
         digests, left_bytes = {}, _MAX_SENT_BYTES
-        for key, state in _own_states(objects):
+        for key, now in _own_states(objects):
+            state = earlier.get(key, now)
             size_bytes = sum(leaf.array.size_bytes for leaf in pack(state, key).leaves)
             if size_bytes > min(_MAX_OBJECT_BYTES, left_bytes):
-                digests[key] = _digest(state), size_bytes
+                digests[key] = digest_of(state), size_bytes
             else:
                 left_bytes -= size_bytes
                 _put(found, key, state)
@@ -164,7 +178,7 @@ def differing(everybody: list[RankState]) -> dict[str, Any]:
             if rank and digest != first.get(key):
                 raise ValueError(f"rank {rank} has not sent its {key}, which is not that of rank 0")
     return {
-        str(rank): {name: state for name, state in one.states.items() if _digest(state) != first.get(name)}
+        str(rank): {name: state for name, state in one.states.items() if digest_of(state) != first.get(name)}
         for rank, one in enumerate(everybody)
         if rank
     }
@@ -253,12 +267,13 @@ def _has_own_buffers(value: Any) -> bool:
 
 def _digests(one: RankState) -> dict[str, str]:
     """Return the digests of a rank's states, sent or not, by name; those of buffers also by module."""
-    found = {name: _digest(state) for name, state in one.states.items()}
-    found |= {f"{_BUFFERS_OF}{name}": _digest(own) for name, own in one.states.get(_BUFFERS, {}).items()}
+    found = {name: digest_of(state) for name, state in one.states.items()}
+    found |= {f"{_BUFFERS_OF}{name}": digest_of(own) for name, own in one.states.get(_BUFFERS, {}).items()}
     return found | {key: digest for key, (digest, _) in one.digests.items()}
 
 
-def _digest(state: Any) -> str:
+def digest_of(state: Any) -> str:
+    """Return a digest of a state: equal ones have the same values, shapes and dtypes."""
     packed = pack(state, "")
     whole = xxhash.xxh3_128(repr(packed.skeleton).encode("utf-8", "surrogatepass"))
     for leaf in packed.leaves:

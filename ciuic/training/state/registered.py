@@ -8,10 +8,11 @@ from typing import Any
 
 from ciuic.training.format.shards import TemplateLookup, are_sharded, contains_shards, template_lookup
 from ciuic.training.format.structure import check_values
-from ciuic.training.logs import log
+from ciuic.training.logs import log, warn_once
 from ciuic.training.state.boundaries import Boundaries, Passes
 from ciuic.training.state.data_position import Position, is_plain_loader
-from ciuic.training.state.stateful import state_access, state_of
+from ciuic.training.state.rank_state import digest_of
+from ciuic.training.state.stateful import copied, is_module, state_access, state_of
 
 
 class Registered:
@@ -31,6 +32,7 @@ class Registered:
         """Passes over the loader that tells its own position."""
         self.has_position = False
         """True if any object knows where the run is in its data."""
+        self._companions: set[str] = set()
         self._taken: set[str] = set()
         """Names of the objects that are not watched."""
         self._boundaries = boundaries
@@ -58,6 +60,7 @@ class Registered:
         before = self._originals.pop(name, None)
         if before is not None and all(one is not before for one in self._originals.values()):
             self._boundaries.forget(before)
+        self._companions.discard(name)
         self.objects[name] = self._watched(name, value)
         self._originals[name] = value
 
@@ -91,6 +94,34 @@ class Registered:
     def positions(self) -> dict[str, Any]:
         """Return the states of the positions that are counted here."""
         return {name: one.state_dict() for name, one in self.objects.items() if isinstance(one, Position)}
+
+    def drawn_from(self) -> dict[str, Any]:
+        """Return copies of the states of what the program may change for the next step before that begins: generators, positions, dicts and the like.
+
+        Not of modules, optimizers and their companions, which belong to the step before.
+        """
+        return {
+            name: copied(state_of(value, name))
+            for name, value in self.objects.items()
+            if name not in self._companions and not is_module(value) and not hasattr(value, "param_groups")
+        }
+
+    def warn_of_changes(self, earlier: Mapping[str, Any]) -> None:
+        """Warn of what has changed since `drawn_from` and may belong to the step before.
+
+        Not of generators, samplers and loaders: the program has drawn from them for the next step.
+        """
+        names = [
+            name
+            for name, state in earlier.items()
+            if not _is_drawn_from(value := self.objects[name])
+            and digest_of(state) != digest_of(state_of(value, name))
+        ]
+        if names:
+            warn_once(
+                f"{', '.join(names)}: changed between optimizer.step() and the next forward pass, and saved as after "
+                "optimizer.step(); if the change belongs to that step, call manager.boundary() after it"
+            )
 
     def epoch(self, given: int | None) -> int | None:
         """Return the current pass over the data, counted from 0.
@@ -133,9 +164,19 @@ class Registered:
             if boundaries.watch_loader(value, passes):
                 self.passes, self.has_position = passes, True
         # Averages of weights are modules with `update_parameters`; schedulers and scalers are no modules.
-        elif hasattr(value, "update_parameters") or not hasattr(value, "forward"):
-            boundaries.watch_companion(value)
+        elif (
+            hasattr(value, "update_parameters") or not hasattr(value, "forward")
+        ) and boundaries.watch_companion(value):
+            self._companions.add(name)
+        elif is_module(value):
+            boundaries.watch_module(value)
         return value
+
+
+def _is_drawn_from(value: Any) -> bool:
+    """Return whether a value is a generator of random numbers, or of samples."""
+    has_own = any(hasattr(value, name) for name in ("bit_generator", "getstate", "get_state", "__next__"))
+    return has_own or (hasattr(value, "__iter__") and not isinstance(value, dict | list))
 
 
 def _check_values(value: Any, name: str) -> None:

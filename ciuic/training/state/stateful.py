@@ -251,6 +251,7 @@ _LIKE_PARAMETER: Final = (
     "prev",
     "ax",
 )
+_MAX_WRAPPERS: Final = 4
 # Differences that a message names; a model of another size differs in all of its tensors.
 _NAMED: Final = 3
 # A copy of a state that only its own loading can check is held in memory up to this size. No object of torch
@@ -264,7 +265,7 @@ def renamed_as(value: Any, saved: Any) -> Any:
     Returns:
         The same object where the names agree, or differ by more than the prefixes of wrappers.
     """
-    if not _is_module(value) or not isinstance(saved, dict):
+    if not is_module(value) or not isinstance(saved, dict):
         return saved
     own = value.state_dict()
     if own.keys() == saved.keys():
@@ -296,7 +297,7 @@ def problem_of(value: Any, saved: Any) -> str:
     """
     if _is_keras_model(value):
         return _shapes_problem(state_of(value, ""), saved, "weights")
-    if _is_module(value):
+    if is_module(value):
         return _module_problem(value, saved)
     if hasattr(value, "param_groups") and isinstance(saved, dict) and "param_groups" in saved:
         return _optimizer_problem(value, saved)
@@ -330,7 +331,7 @@ class Undo:
             before = state_of(value, name)
             if _size_bytes(before) > _MAX_COPY_BYTES:
                 return
-            kept = _copied(before)
+            kept = copied(before)
         # An object may have no state, or none that can be copied, before it is loaded: then it is loaded
         # without a way back, which is better than no resume.
         except Exception as error:
@@ -345,7 +346,8 @@ class Undo:
                 self._steps.pop()()
 
 
-def _is_module(value: object) -> bool:
+def is_module(value: object) -> bool:
+    """Return whether a value is a module of torch, other than a Keras model."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module) and not _is_keras_model(value)
 
@@ -357,10 +359,9 @@ def is_checked_wholly(value: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    if _is_module(value):
+    if is_module(value):
         return not _loads_by_own_code(value)
-    own: bool = isinstance(value, torch.optim.Optimizer) and type(value).__module__.startswith("torch.optim")
-    return own
+    return _is_of_torch(value)
 
 
 def _loads_by_own_code(module: Any) -> bool:
@@ -430,20 +431,45 @@ def _optimizer_problem(optimizer: Any, saved: dict[str, Any]) -> str:
         if len(group["params"]) != len(old["params"]):
             return f"parameter group {at} has {len(group['params'])} parameters, and {len(old['params'])} were saved"
         parameters |= dict(zip(old["params"], group["params"], strict=True))
-    wrong = [
-        f"{key} of parameter {number} has the shape {list(tensor.shape)}, and the parameter {list(parameters[number].shape)}"
+    # The moments of a sharded parameter are sharded alike, and their whole shape is compared.
+    shapes = [
+        (key, number, tuple(tensor.shape), tuple(parameters[number].shape))
         for number, state in saved.get("state", {}).items()
         if number in parameters and isinstance(state, dict)
         for key, tensor in state.items()
-        if key in _LIKE_PARAMETER and _differs_in_shape(tensor, parameters[number])
+        if key in _LIKE_PARAMETER and hasattr(tensor, "shape")
     ]
-    return _named(wrong)
+    wrong = [one for one in shapes if one[2] != one[3]]
+    if not _is_of_torch(optimizer):
+        # It may keep moments of a lower rank. Those of the shapes of other parameters are of parameters in another order.
+        wrong = [one for one in wrong if _is_reordered([other for other in shapes if other[0] == one[0]])]
+    return _named(
+        [
+            f"{key} of parameter {number} has the shape {list(has)}, and the parameter {list(parameter)}"
+            for key, number, has, parameter in wrong
+        ]
+    )
 
 
-def _differs_in_shape(tensor: Any, parameter: Any) -> bool:
-    shape = getattr(tensor, "shape", None)
-    # The moments of a sharded parameter are sharded alike, and their whole shape is compared.
-    return shape is not None and tuple(shape) != tuple(parameter.shape)
+def _is_reordered(shapes: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]]) -> bool:
+    return sorted(one[2] for one in shapes) == sorted(one[3] for one in shapes)
+
+
+def _is_of_torch(optimizer: Any) -> bool:
+    torch = sys.modules.get("torch")
+    is_optimizer = torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+    return is_optimizer and type(optimizer).__module__.startswith("torch.optim")
+
+
+def optimizer_class(value: Any) -> str:
+    """Return the qualified name of an optimizer's class, without wrappers; empty for anything else."""
+    if not hasattr(value, "param_groups"):
+        return ""
+    # Those of Accelerate and DeepSpeed, of Lightning, and torch's ZeroRedundancyOptimizer.
+    for _ in range(_MAX_WRAPPERS):
+        inner = (getattr(value, name, None) for name in ("optimizer", "_optimizer", "optim"))
+        value = next((one for one in inner if hasattr(one, "param_groups")), value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _shapes_problem(own: Iterable[Any], saved: Any, what: str) -> str:
@@ -466,14 +492,14 @@ def _restore_attributes(value: Any, attributes: dict[str, Any]) -> None:
     vars(value).update(attributes)
 
 
-def _copied(state: Any) -> Any:
+def copied(state: Any) -> Any:
     """Return a deep copy with tensors on the CPU, where there is room for them."""
     if isinstance(state, dict):
         made = copy.copy(state)
-        made.update({key: _copied(item) for key, item in state.items()})
+        made.update({key: copied(item) for key, item in state.items()})
         return made
     if type(state) in (list, tuple):
-        return type(state)(_copied(item) for item in state)
+        return type(state)(copied(item) for item in state)
     if hasattr(state, "detach") and hasattr(state, "clone"):
         return state.detach().cpu().clone()
     return copy.deepcopy(state)
@@ -500,7 +526,7 @@ def unregistered(objects: Mapping[str, Any], *, has_position: bool) -> list[str]
     """Return a sentence for each missing object, with what to do; empty if none is known to be missing."""
     notes = []
     values = list(objects.values())
-    modules = [value for value in values if _is_module(value)]
+    modules = [value for value in values if is_module(value)]
     optimizers = [value for value in values if hasattr(value, "param_groups") and hasattr(value, "step")]
     if modules and not optimizers:
         notes.append("no optimizer is saved: a resumed run would start with fresh moments")

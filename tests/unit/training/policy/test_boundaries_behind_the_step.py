@@ -1,0 +1,152 @@
+"""Boundaries of programs that change what is registered behind `optimizer.step()`, without a loader."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import pytest
+from support.late_modules import torch
+
+from ciuic.training.state.boundaries import Boundaries
+from ciuic.training.state.registered import Registered
+
+_Follow = tuple[Any, Callable[[int], None]]
+_STEPS: Final = 9
+
+
+def _by_hand(model: Any, _: Any, *, every: int = 1) -> _Follow:
+    average = copy.deepcopy(model)
+
+    def update(step: int) -> None:
+        if step % every == 0:
+            with torch.no_grad():
+                for mine, new in zip(average.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(new, 0.1)
+
+    return average, update
+
+
+def _averaged(model: Any, _: Any) -> _Follow:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    return average, lambda step: average.update_parameters(model) if step > 2 else None
+
+
+def _scheduled(_: Any, optimizer: Any, *, every: int = 1) -> _Follow:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return scheduler, lambda step: scheduler.step() if step % every == 0 else None
+
+
+FOLLOWERS: Final[dict[str, Callable[[Any, Any], _Follow]]] = {
+    "average by hand": _by_hand,
+    "average every third step": partial(_by_hand, every=3),
+    "AveragedModel from the third step on": _averaged,
+    "scheduler": _scheduled,
+    "scheduler of epochs": partial(_scheduled, every=3),
+}
+
+
+def _train(
+    make: Callable[[Any, Any], _Follow], *, boundary: bool, norm: bool, forward: str = "seen"
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Train without a loader; return the states at the last boundary of each step, and at the ends of the steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4) if norm else torch.nn.Dropout()
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    follower, follow = make(model, optimizer)
+    drawn = torch.Generator().manual_seed(3)
+    found: dict[int, Any] = {}
+    ends: dict[int, Any] = {}
+    step: list[int] = [0]
+    aside: list[Any] = [None]
+
+    def states() -> Any:
+        return copy.deepcopy([one.state_dict() for one in (model, optimizer, follower)])
+
+    def stepped() -> None:
+        step[0] += 1
+
+    def over() -> None:
+        aside[0] = torch.get_rng_state(), registered.drawn_from()["drawn"]
+
+    def at_boundary() -> None:
+        now = torch.get_rng_state(), drawn.get_state()
+        found[step[0]] = states(), aside[0] if boundaries.is_late else now
+
+    boundaries = Boundaries(stepped, at_boundary, step_over=over)
+    registered = Registered(boundaries, lambda _: None)
+    objects = {"model": model, "optimizer": optimizer, "follower": follower, "drawn": drawn}
+    for name, value in objects.items():
+        registered.add(name, value)
+    for _ in range(_STEPS):
+        batch = torch.randn(8, 4) + torch.randn(8, 4, generator=drawn)
+        optimizer.zero_grad()
+        (model if forward == "seen" else model.forward)(batch).pow(2).mean().backward()
+        optimizer.step()
+        follow(step[0])
+        if boundary:
+            boundaries.explicit()
+        ends[step[0]] = states(), (torch.get_rng_state(), drawn.get_state())
+    boundaries.settle()
+    return found, ends
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("boundary", [False, True])
+@pytest.mark.parametrize("make", FOLLOWERS.values(), ids=FOLLOWERS)
+def test_each_step_has_a_boundary_with_what_changed_behind_it(
+    make: Callable[[Any, Any], _Follow], boundary: bool, norm: bool
+) -> None:
+    """With `explicit` and without, from the first step on, the last boundary of each step has the state of its end."""
+    found, ends = _train(make, boundary=boundary, norm=norm)
+    _assert_same(found, ends)
+
+
+@pytest.mark.parametrize("make", FOLLOWERS.values(), ids=FOLLOWERS)
+def test_a_step_whose_forward_pass_is_not_seen_begins_with_its_optimizer(
+    make: Callable[[Any, Any], _Follow],
+) -> None:
+    """Where a forward pass changes no buffer, the boundary is as exact without a sight of it."""
+    found, ends = _train(make, boundary=False, norm=False, forward="hidden")
+    _assert_same(found, ends)
+
+
+def test_with_explicit_every_other_boundary_is_gone() -> None:
+    """A program that calls `explicit` has no other boundary, not even in its first step."""
+    events: list[str] = []
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    boundaries = Boundaries(lambda: events.append("step"), lambda: events.append("boundary"))
+    assert boundaries.watch_optimizer(optimizer)
+    boundaries.watch_module(model)
+    for _ in range(2):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            events.append("behind")
+            boundaries.explicit()
+    assert events == ["step", "behind", "boundary"] * 6
+
+
+def test_an_evaluation_behind_the_step_is_not_the_next_step() -> None:
+    """A forward pass without gradients does not close the step."""
+    closed: list[int] = []
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    boundaries = Boundaries(lambda: None, lambda: closed.append(1))
+    assert boundaries.watch_optimizer(optimizer)
+    boundaries.watch_module(model)
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert not closed
+    model(torch.ones(1, 2))
+    assert closed == [1]
