@@ -12,6 +12,10 @@ many are ahead until the pass ends, and each step after its end trains with some
 out of sight (no optimizer of torch's) the steps alone are counted, and where those cannot tell, or the batches
 are fetched by another thread, the position is not sure: that is logged, and again at a resume. A program that tells
 (`consumed`) is believed.
+
+The same signs tell whether a pass trains at all: one in which no step was taken and no gradient was added is a look or
+an evaluation, not an epoch. Within another pass, and with gradients disabled, only a step between two fetches is such a
+sign; where no optimizer is watched, every pass is an epoch.
 Gradients are looked up in torch's own optimizers and those derived from them, at a few parameters of each. Another
 optimizer may keep its gradients anywhere: of it nothing is known.
 
@@ -26,6 +30,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -147,8 +153,9 @@ class Boundaries:
         self._stepped = stepped
         self._at_boundary = at_boundary
         self.gradients = Gradients(capturing)
-        self.read_ahead = ReadAhead(self.gradients)
-        """Batches that the program has fetched before it trains with them."""
+        self._read_ahead: list[ReadAhead] = []
+        """Batches that the program has fetched before it trains with them, for each loader."""
+        self._last_asked: ReadAhead | None = None
         self._optimizers: list[Any] = []
         self._by_loader = False
         self._uses_explicit = False
@@ -274,7 +281,7 @@ class Boundaries:
         number = id(value)
         for name in _COMPANION_METHODS:
             if callable(getattr(value, name, None)) and tell_after(
-                value, name, lambda: self._companion_called(number)
+                value, name, partial(self._companion_called, number, name)
             ):
                 self._expected.add(number)
                 return True
@@ -282,13 +289,13 @@ class Boundaries:
 
     def watch_loader(self, loader: object, passes: Passes) -> bool:
         """Watch a loader, whose iterators then report and count each fetch; return whether that is possible."""
-        boundaries = self
+        boundaries, read_ahead = self, self.watch_fetches()
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
                 inner = method(self)
-                passes.begun(boundaries.read_ahead)
-                return _ReportingIterator(inner, boundaries, passes)
+                passes.begun(read_ahead)
+                return _ReportingIterator(inner, boundaries, passes, read_ahead)
 
             return wrapped
 
@@ -297,10 +304,22 @@ class Boundaries:
         self._by_loader |= done
         return done
 
-    def asked(self) -> None:
+    def watch_fetches(self) -> ReadAhead:
+        """Return what is told of the fetches of one more loader, and learns of each step."""
+        self._read_ahead.append(
+            ReadAhead(self.gradients, lambda: bool(self._optimizers or self._uses_explicit))
+        )
+        return self._read_ahead[-1]
+
+    def consumed(self, batches: int) -> None:
+        """Believe the program, which trains with so many more batches of each loader."""
+        for one in self._read_ahead:
+            one.consumed(batches)
+
+    def asked(self, read_ahead: ReadAhead) -> None:
         """Close the open step: the next batch is about to be fetched."""
-        self.read_ahead.asked()
-        if self.read_ahead.is_foreign():
+        self._last_asked = read_ahead
+        if read_ahead.is_foreign():
             # The program may be anywhere in its step: the calls of companions tell boundaries.
             self._by_loader = self._in_batch = False
             return
@@ -318,7 +337,13 @@ class Boundaries:
         """Close the step because the program says that it is over."""
         self._uses_explicit = True
         self._open = self._in_batch = self._changed_since = False
+        for one in self._trained_with():
+            one.trained()
         self._at_boundary()
+
+    def _trained_with(self) -> list[ReadAhead]:
+        """Return the loaders whose batches the program may be training with now."""
+        return [one for one in self._read_ahead if one is self._last_asked or not one.now.is_over]
 
     def _before_step(self, *_: object) -> None:
         self._stepping = True
@@ -338,18 +363,22 @@ class Boundaries:
             self._expected &= self._seen
         self._open = True
         self._seen.clear()
-        self.read_ahead.stepped()
+        for one in self._trained_with():
+            one.stepped()
         self._stepped()
         self._close_if_whole()
 
     def _on_other(self) -> None:
         """Count a step of another optimizer as part of the same step of the run."""
         self._stepping, self._changed_since, self._open = False, True, True
+        for one in self._trained_with():
+            one.trained()
 
-    def _companion_called(self, number: int) -> None:
+    def _companion_called(self, number: int, method: str) -> None:
         self._changed_since = True
-        # A gradient scaler leaves out steps.
-        self.read_ahead.trained()
+        for one in self._trained_with():
+            # A gradient scaler leaves out steps, and a scheduler follows evaluations too.
+            one.trained(surely=method == "update")
         if self._open:
             self._seen.add(number)
             self._close_if_whole()
@@ -367,16 +396,18 @@ class Boundaries:
 class _ReportingIterator:
     """Iterator that reports each fetch before it happens, and the end."""
 
-    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes) -> None:
+    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes, read_ahead: ReadAhead) -> None:
         self._inner = inner
         self._boundaries = boundaries
         self._passes = passes
+        self._read_ahead = read_ahead
 
     def __iter__(self) -> _ReportingIterator:
         return self
 
     def __next__(self) -> Any:
-        self._boundaries.asked()
+        self._read_ahead.asked()
+        self._boundaries.asked(self._read_ahead)
         try:
             batch = next(self._inner)
         except StopIteration:
@@ -445,16 +476,54 @@ class Passes:
         self._read_ahead.exhausted()
 
 
-class ReadAhead:
-    """Batches of the current pass that were fetched and not trained with."""
+@dataclass(eq=False)
+class Fetches:
+    """What one pass has fetched, and what the program has trained with of it."""
 
-    def __init__(self, gradients: Gradients | None = None) -> None:
+    is_seen: bool = False
+    """Training would show: the steps of an optimizer are watched, and no other thread fetches."""
+    is_evaluation: bool = False
+    """The pass began with gradients disabled."""
+    mark: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Gradients at the last fetch before any training."""
+    fetched: int = 0
+    consumed: int = 0
+    ahead: int = 0
+    is_leading: bool = True
+    """The program has not trained in this pass yet."""
+    is_exhausted: bool = False
+    is_left: bool = False
+    """The program has left the pass before its end."""
+    steps_after_end: int = 0
+    at_steps: list[int] = field(default_factory=list)
+    """Numbers of batches fetched at the first two steps."""
+    trained: bool = False
+    """Trained, or called a companion, since the last fetch."""
+    stepped: bool = False
+    """Trained since the first fetch."""
+    trains: bool = False
+    """Trained between two fetches."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further batch is fetched."""
+        return self.is_exhausted or self.is_left
+
+
+class ReadAhead:
+    """Batches of the current pass that were fetched and not trained with, and whether the pass trains at all."""
+
+    def __init__(
+        self, gradients: Gradients | None = None, steps_are_seen: Callable[[], bool] = lambda: False
+    ) -> None:
         """Begin before the first pass.
 
         Args:
             gradients: Those of the training; None: the program does not train with the loader's manager.
+            steps_are_seen: Returns whether the steps of the training are reported.
         """
         self._gradients = gradients or Gradients()
+        self._steps_are_seen = steps_are_seen
         self._home = threading.get_ident()
         """Thread that has registered the loader."""
         self._steps_in: int | None = None
@@ -462,64 +531,72 @@ class ReadAhead:
         self._is_told = False
         self._is_doubtful = False
         """The position has been found unsure."""
-        self.begun()
-        self._mark: dict[int, tuple[Any, int]] = {}
+        self.now = Fetches()
+        """The current pass; another one may be put in its place."""
 
-    def begun(self) -> None:
+    def begun(self) -> Fetches:
         """Begin or continue a pass."""
-        self._fetched = 0
-        self._consumed = 0
-        self._ahead = 0
-        self._is_leading = True
-        """The program has not trained in this pass yet."""
-        self._is_exhausted = False
-        self._steps_after_end = 0
-        self._at_steps: list[int] = []
-        """Numbers of batches fetched at the first two steps."""
-        self._trained = False
+        torch = sys.modules.get("torch")
+        self.now = Fetches(
+            is_seen=self._steps_are_seen() and threading.get_ident() in (self._steps_in, self._home),
+            is_evaluation=torch is not None and not torch.is_grad_enabled(),
+            mark=self._gradients.mark(),
+        )
+        return self.now
 
     def asked(self) -> None:
         """Look at what has happened since the fetch before."""
-        if self._is_leading and self._fetched and not self._is_exhausted:
-            if self._trained or self._gradients.were_added(self._mark):
-                self._is_leading = False
+        now = self.now
+        if now.is_leading and now.fetched and not now.is_exhausted:
+            added = self._gradients.were_added(now.mark)
+            now.trains = now.trains or now.stepped or added
+            if now.trained or added:
+                now.is_leading = False
             elif self._gradients.are_known:
-                self._ahead += 1
-        if self._is_leading:
-            self._mark = self._gradients.mark()
-        self._trained = False
+                now.ahead += 1
+        now.trains = now.trains or (now.stepped and not now.is_exhausted)
+        if now.is_leading:
+            now.mark = self._gradients.mark()
+        now.trained = False
 
     def fetched(self) -> None:
         """Count a batch."""
-        self._fetched += 1
+        self.now.fetched += 1
 
     def exhausted(self) -> None:
         """Note that there was no further batch."""
-        self._is_exhausted = True
+        self.now.is_exhausted = True
 
-    def trained(self) -> None:
-        """Note that the batches fetched before are trained with, with or without a step."""
-        self._trained = True
+    def trained(self, *, surely: bool = True) -> None:
+        """Note that the batches fetched before are trained with, with or without a step.
+
+        Args:
+            surely: False for a call that also follows evaluations (a scheduler's).
+        """
+        self.now.trained = True
+        self.now.stepped = self.now.stepped or (surely and self.now.fetched > 0)
 
     def stepped(self) -> None:
         """Count a step of the run."""
+        now = self.now
         self.trained()
         self._steps_in = threading.get_ident()
-        self._steps_after_end += self._is_exhausted
-        if len(self._at_steps) < 2:
-            self._at_steps.append(self._fetched)
-        if self._is_told or not self._fetched:
+        now.steps_after_end += now.is_exhausted
+        if len(now.at_steps) < 2:
+            now.at_steps.append(now.fetched)
+        if self._is_told or not now.fetched:
             return
-        if self._ahead:
-            warn_once(_AHEAD % self._ahead)
+        if now.ahead:
+            warn_once(_AHEAD % now.ahead)
         # Where gradients are seen, this is a step with what was accumulated of the last batches.
-        if not self._gradients.are_known and (self._is_exhausted or self._ahead_by_steps() > 0):
+        if not self._gradients.are_known and (now.is_exhausted or self._ahead_by_steps() > 0):
             self._doubt()
 
     def consumed(self, batches: int) -> None:
         """Believe the program, which has trained with so many more batches of the pass or is about to."""
         self._is_told = True
-        self._consumed += batches
+        self.now.consumed += batches
+        self.now.stepped = True
 
     def is_foreign(self) -> bool:
         """Return whether batches are fetched by another thread than the one that trains; then none of its fetches is a boundary."""
@@ -530,26 +607,47 @@ class ReadAhead:
         self._doubt()
         return True
 
+    def is_look(self, *, beside: bool) -> bool:
+        """Return whether the program has only looked at the batches of the pass: nothing was trained with them.
+
+        Args:
+            beside: The pass began within another one, whose training may have gone on since.
+        """
+        now = self.now
+        if not now.is_seen or now.trains:
+            return False
+        return beside or now.is_evaluation or not (now.stepped or self._gradients.were_added(now.mark))
+
+    @property
+    def is_guess(self) -> bool:
+        """True if only steps tell of training, and gradients that were accumulated do not."""
+        return not self._gradients.are_known
+
     @property
     def is_sure(self) -> bool:
         """True if the position is that of the training."""
         if self._is_told:
             return True
         # Two batches before the first step: accumulated, or one read ahead?
-        first = not self._gradients.are_known and len(self._at_steps) == 1 and self._at_steps[0] > 1
+        first = not self._gradients.are_known and len(self.now.at_steps) == 1 and self.now.at_steps[0] > 1
         return not self._is_doubtful and not first
 
     @property
     def remaining(self) -> int:
         """Number of batches that were fetched and not trained with."""
+        return self.remaining_of(self.now)
+
+    def remaining_of(self, one: Fetches) -> int:
+        """Return the same of a pass."""
         if self._is_told:
-            return max(0, self._fetched - self._consumed)
-        per_step = self._at_steps[1] - self._at_steps[0] if len(self._at_steps) == 2 else 1
-        return max(0, min(self._fetched, self._ahead) - self._steps_after_end * max(1, per_step))
+            return max(0, one.fetched - one.consumed)
+        per_step = one.at_steps[1] - one.at_steps[0] if len(one.at_steps) == 2 else 1
+        return max(0, min(one.fetched, one.ahead) - one.steps_after_end * max(1, per_step))
 
     def _ahead_by_steps(self) -> int:
         """Return by how many batches the first step came later than the second."""
-        return 2 * self._at_steps[0] - self._at_steps[1] if len(self._at_steps) == 2 else 0
+        at = self.now.at_steps
+        return 2 * at[0] - at[1] if len(at) == 2 else 0
 
     def _doubt(self) -> None:
         self._is_doubtful = True

@@ -108,12 +108,12 @@ class Registered:
         boundaries = self._boundaries
         # An integration may have made the position itself.
         if isinstance(value, Position):
-            value.tell(boundaries.asked, boundaries.ended, boundaries.read_ahead)
+            value.watch(boundaries, name)
             self.position, self.has_position = value, True
             return value
         if is_plain_loader(value):
             self.position, self.has_position = Position(value), True
-            self.position.tell(boundaries.asked, boundaries.ended, boundaries.read_ahead)
+            self.position.watch(boundaries, name)
             return self.position
         # Raises for what has no state, before anything of the object is changed.
         state_access(value, name)
