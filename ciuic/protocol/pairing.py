@@ -29,7 +29,7 @@ import msgspec
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable, UsageError
 from ciuic.protocol.peer_socket import runtime_dir
 from ciuic.structs import msgpack_decoder
-from ciuic.system.poll import readable, receive_answer
+from ciuic.system.poll import readable, receive_queued
 from ciuic.types import Pair
 
 # A socket of its own: a user of the control socket can mount and stop, and is an administrator. Here every user can do one thing only.
@@ -184,7 +184,7 @@ def answer(connection: socket.socket, seconds: float) -> Taken | States:
     if not readable(connection.fileno(), max(0.0, seconds)):
         raise Unreachable("the daemon did not answer in time")
     try:
-        data = receive_answer(connection, MAX_MESSAGE_BYTES)
+        data = receive_queued(lambda: connection.recv(MAX_MESSAGE_BYTES))
         if not data:
             raise Unreachable("the daemon closed the connection without an answer")
         found = decode_answer(data)

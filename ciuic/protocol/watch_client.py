@@ -27,7 +27,7 @@ from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
 from ciuic.protocol.peer_socket import runtime_dir
 from ciuic.structs import msgpack_decoder
 from ciuic.system import service_manager
-from ciuic.system.poll import readable, receive_answer
+from ciuic.system.poll import readable, receive_queued
 
 SOCKET_NAME: Final = "watch.sock"
 MAX_MESSAGE_BYTES: Final = 16 << 10
@@ -99,7 +99,7 @@ def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: fl
         connection.settimeout(seconds)
         connection.connect(os.fspath(path))
         _send(connection, msgspec.msgpack.encode(hello), fds, time.monotonic() + seconds)
-        data = receive_answer(connection, MAX_MESSAGE_BYTES)
+        data = receive_queued(lambda: connection.recv(MAX_MESSAGE_BYTES))
         answer = _ANSWERS.decode(data) if data else None
     except PermissionError as error:
         connection.close()

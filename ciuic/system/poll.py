@@ -1,4 +1,4 @@
-"""Wait until a descriptor can be read, whatever its number; receive an answer whose sender has closed the connection.
+"""Wait until a descriptor can be read, whatever its number; receive what a peer sent before it closed the connection.
 
 select(2) refuses descriptors from 1024 on, and the process of a large training has such.
 """
@@ -6,7 +6,10 @@ select(2) refuses descriptors from 1024 on, and the process of a large training 
 from __future__ import annotations
 
 import select
-import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+_Received = TypeVar("_Received")
 
 
 def readable(fd: int, timeout_seconds: float = 0.0) -> bool:
@@ -16,13 +19,16 @@ def readable(fd: int, timeout_seconds: float = 0.0) -> bool:
     return bool(poll.poll(timeout_seconds * 1000))
 
 
-def receive_answer(connection: socket.socket, max_bytes: int) -> bytes:
-    """Receive the answer to a message that the peer may have refused unread. OSError.
+def receive_queued(receive: Callable[[], _Received]) -> _Received:
+    """Call a receiving function, again where the peer has closed: what it had sent before is still queued.
 
-    A peer that closes with our message unread leaves ECONNRESET, which Linux reports before the queued answer (SOCK_SEQPACKET,
-    __skb_try_recv_datagram).
+    A peer that closes with our message unread leaves ECONNRESET, which Linux reports once, before the queued messages
+    (SOCK_SEQPACKET, __skb_try_recv_datagram).
+
+    Raises:
+        OSError: nothing can be received.
     """
     try:
-        return connection.recv(max_bytes)
+        return receive()
     except ConnectionResetError:
-        return connection.recv(max_bytes)
+        return receive()

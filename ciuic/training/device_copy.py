@@ -123,7 +123,7 @@ def device_stream_of(value: Any) -> DeviceStream | None:
     There is none on the host, and on a device without streams.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+    if torch is None or not isinstance(value, torch.Tensor) or value.is_cpu or value.is_meta:
         return None
     device = value.device
     if device not in _STREAMS:

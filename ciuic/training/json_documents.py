@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import Any, Final
 
@@ -20,6 +21,19 @@ MALFORMED: Final = (
     RuntimeError,
 )
 """Exceptions of making values from a document that is not as it should be; RuntimeError is torch's."""
+# Of _thread.start_new_thread (CPython), and of torch's c10/core/impl/alloc_cpu.cpp.
+_SHORTAGES: Final = ("can't start new thread", "can't allocate memory")
+
+
+def raise_shortage(error: BaseException) -> None:
+    """Raise OSError where an exception tells that this process lacks memory or threads, and nothing of a document.
+
+    Taken for damage, it would let an older state be loaded.
+    """
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _SHORTAGES):
+        raise OSError(
+            errno.ENOMEM, f"there is not enough memory, or there are too many threads: {error}"
+        ) from error
 
 
 def decode_json(data: bytes | bytearray | str, what: str) -> Any:

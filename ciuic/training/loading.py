@@ -26,6 +26,7 @@ from ciuic.training.format.reading import (
     NoUsableSnapshot,
     PassedOver,
     SavedSnapshot,
+    check_unreadable,
     load,
     load_from,
     newest_good,
@@ -197,6 +198,8 @@ def load_latest(
     for more in reversed(range(_TRIES)):
         with Repository.open(save_dir) as repository:
             candidates = repository.snapshots.list(root=root)
+            if not candidates:
+                check_unreadable(repository.snapshots)
             if wanted is not None:
                 candidates = [one for one in candidates if _is_wanted(repository, one.id, wanted)]
         try:
@@ -319,7 +322,9 @@ def _load_on_all_ranks(
             state = find()
             return [] if state is None else [state.id]
         with Repository.open(save_dir) as repository:
-            return [info.id for info in repository.snapshots.list(root=root)]
+            if not (found := repository.snapshots.list(root=root)):
+                check_unreadable(repository.snapshots)
+            return [info.id for info in found]
 
     try:
         state = _first_on_all_ranks(

@@ -31,7 +31,7 @@ from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
 from ciuic.repository import Repository
 from ciuic.structs import decode_msgpack
 from ciuic.training.format.layout import SUFFIX, decode_header
-from ciuic.training.format.reading import NoUsableSnapshot, PassedOver, load_from
+from ciuic.training.format.reading import NoUsableSnapshot, PassedOver, check_unreadable, load_from
 from ciuic.training.format.shards import TemplateLookup, parse_piece
 from ciuic.training.format.stored_files import (
     ReadFrom,
@@ -200,6 +200,15 @@ def load_newest_whole(
         passed_over.append(PassedOver(candidate.id, reason))
     if passed_over:
         raise NoUsableSnapshot(passed_over)
+    problem = ""
+    if ranks is None or ranks.leads_directory:
+        with Repository.open(save_dir) as repository:
+            try:
+                check_unreadable(repository.snapshots)
+            except NoUsableSnapshot as error:
+                problem = error.message
+    if told := problem if ranks is None else ranks.first_problem(problem):
+        raise Damaged(told)
     return None
 
 
@@ -444,8 +453,8 @@ class _Loading:
         except MemoryError:
             problem = "the state does not fit into memory"
         # Before anything is sent: a rank that fails in between would let the others wait.
-        if problem := self._first_problem(problem):
-            return {}, problem
+        if found := self._first_problem(problem):
+            raise Damaged(f"{self._candidate.id} cannot be read by all ranks: {found}")
         with ExitStack() as opened:
             files = None
             if source == self._rank and ref is not None:

@@ -223,7 +223,7 @@ class SnapshotManager(TrainingSnapshots):
         """Save now; return when the state is copied, or with ``wait`` when the snapshot is durable.
 
         Without ``wait`` the snapshot is durable when ``wait()`` of the returned save has returned its id: it exists
-        whole by then, or not at all. Registered objects are saved too. While the writer still has both arenas
+        whole by then, or not at all. Registered objects are saved too. While the writer still has all arenas
         this waits until one is free. With several ranks all should call it, and none waits for another except with ``wait``; called on rank
         0 alone it saves the state of rank 0.
 

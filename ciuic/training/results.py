@@ -90,7 +90,7 @@ class Stats:
     saved: int = 0
     """Durable snapshots."""
     skipped: int = 0
-    """Saves that were due while both arenas were still being written."""
+    """Saves that were due while all arenas were still being written."""
     failed: int = 0
     """Saves that failed; `last_error` has the reason of the last one."""
     stall_seconds: float = 0.0
@@ -230,8 +230,9 @@ class SaveCallbacks:
         self._callbacks = (*self._callbacks, callback)
         if self._thread is None:
             # A daemon thread: a callback that hangs must not keep the interpreter from ending.
-            self._thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="ciuic-on-saved", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def notify(self, result: SaveResult) -> None:
         """Queue a result for the callbacks; costs the caller one append."""

@@ -313,7 +313,8 @@ class SavePipeline:
         # Logged for the 1st, 2nd, 4th, 8th ... skip: a writer that is too slow may go on so for days.
         if not is_logged and self.stats.skipped.bit_count() == 1:
             log.warning(
-                "ciuic: snapshot skipped: the writer is still storing the last two (%d skipped so far)",
+                "ciuic: snapshot skipped: the writer is still storing the last %d (%d skipped so far)",
+                self.pending,
                 self.stats.skipped,
             )
 

@@ -350,7 +350,7 @@ def _agree(
         )
     # All or none: the writer of a directory would wait for the missing part and then make no snapshot.
     if any(one.is_busy for one in all_ready):
-        log.warning("ciuic: snapshot skipped: the writer of one rank is still storing the last two")
+        log.warning("ciuic: snapshot skipped: the writer of one rank is still storing earlier ones")
         return None
     return AgreedSave(
         [one.mine for one in all_ready],

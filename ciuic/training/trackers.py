@@ -217,10 +217,9 @@ class _Feed:
             self._changed.notify()
             if self._thread is None:
                 # A daemon thread: a server that does not answer must not keep the interpreter from ending.
-                self._thread = threading.Thread(
-                    target=self._run, name=f"ciuic-to-{self.tracker.name}", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=f"ciuic-to-{self.tracker.name}", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def finish(self) -> None:
         """Log what waits without the pauses, and end."""

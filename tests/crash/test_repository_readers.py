@@ -38,6 +38,26 @@ with Repository.open(sys.argv[1]) as repository:
                     if dice.random() < 0.7:
                         writer.rewrite_pack(pack.number, live)
 """
+_OPENS = """
+import sys
+from ciuic.repository import Repository
+for number in range(1 << 40):
+    with Repository.open(sys.argv[1]) as repository:
+        listed = len(repository.snapshots.ids())
+    if not number:
+        print(listed, flush=True)
+"""
+_COMMITS = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from support.small_repository import content, make_snapshot
+from ciuic.repository import Repository
+with Repository.open(sys.argv[1]) as reader, Repository.open(sys.argv[1]) as repository:
+    for number in range(int(sys.argv[3])):
+        reader.snapshots.ids()
+        with repository.writer(wait_seconds=30) as writer:
+            make_snapshot(writer, f"cs-1{number:05x}", {b"a": content(number, 4)}, time_ns=number + 2)
+"""
 FILES = {b"a": content(100, 6), b"b": content(101, 30)}
 
 
@@ -50,6 +70,29 @@ def _start(top: Path, rounds: int, seed: int) -> subprocess.Popen[str]:
 def _make(top: Path) -> None:
     with Repository.create(top, block_size=BLOCK) as repository, repository.writer() as writer:
         make_snapshot(writer, "cs-000001", FILES)
+
+
+def test_a_process_that_reads_may_commit_while_others_open(tmp_path: Path) -> None:
+    """No commit is lost, and no process dies, where a process that reads commits beside others that open and list."""
+    top = tmp_path / "r"
+    _make(top)
+    tests = str(Path(__file__).parents[1])
+    opening = [
+        subprocess.Popen([sys.executable, "-c", _OPENS, str(top)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        listed = [int((one.stdout or sys.stdin).readline()) for one in opening]
+        assert listed == [1, 1]
+        process = subprocess.run([sys.executable, "-c", _COMMITS, str(top), tests, "150"], timeout=300)
+        assert process.returncode == 0
+        assert [one.poll() for one in opening] == [None, None]
+    finally:
+        for one in opening:
+            one.kill()
+            one.communicate()
+    with Repository.open(top) as reader:
+        assert len(reader.snapshots.ids()) == 151
 
 
 def test_readers_during_concurrent_writes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import array, encodings.idna, os, socket, struct, sys, time
 from pathlib import Path
 from ciuic.protocol import pairing
 from ciuic.errors import CiuicError
-from ciuic.system.poll import receive_answer
+from ciuic.system.poll import receive_queued
 from ciuic.protocol.watch_client import Hello, introduce
 sys.path.insert(0, sys.argv.pop())
 from support.socket_callers import connected, send_descriptors
@@ -34,7 +34,7 @@ fd = os.open(sys.argv[2], os.O_RDONLY)
 with connected(sys.argv[1]) as caller:
     sent = send_descriptors(caller, packed(), [os.pidfd_open(os.getpid()), fd])
     caller.settimeout(60)
-    print("sent" if sent else "not sent", receive_answer(caller, 1 << 16))
+    print("sent" if sent else "not sent", receive_queued(lambda: caller.recv(1 << 16)))
 """
 
 SEND_A_LINGERING_SOCKET = """

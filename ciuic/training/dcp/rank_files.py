@@ -253,7 +253,7 @@ class PartsWriter:
         )
         self.copies = RemoteCopies(str(save_dir), uploads)
         # Two for states and one for the commit (`_STATES`, `_METADATA`).
-        self._client = WriterClient(begin, arenas=3)
+        self._client = WriterClient(begin, arenas=3, small_arenas=0)
         # A save writes on a thread of its own while the training stages the next state.
         self.lock = threading.RLock()
         self._answers: dict[int, list[FromWriter]] = {}

@@ -23,6 +23,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
+from ciuic.repository.snapshots import CommittedSnapshots
 from ciuic.structs import json_decoder
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.layout import SUFFIX, TensorInFile
@@ -38,7 +39,8 @@ from ciuic.training.format.stored_files import (
     top_of,
 )
 from ciuic.training.format.tensors import safetensors_name, stored_shape
-from ciuic.training.json_documents import MALFORMED, decode_json
+from ciuic.training.json_documents import MALFORMED, decode_json, raise_shortage
+from ciuic.training.logs import log
 from ciuic.types import ChunkId, Pair, SnapshotId
 
 STATE_FILE: Final = "state.json"
@@ -132,6 +134,35 @@ def saved_snapshots(repository: Repository, root: bytes | None) -> list[SavedSna
     return found
 
 
+def check_unreadable(
+    snapshots: CommittedSnapshots, is_own: Callable[[str], bool | None] = lambda id_: None
+) -> None:
+    """Check that a training of which no snapshot can be listed has none that cannot be read.
+
+    What may be of another training, because there are snapshots of others, is logged and does not keep this one from
+    beginning.
+
+    Args:
+        snapshots: Snapshots of a repository or remote.
+        is_own: Tells of an id whether it is one of this training; None: unknown, as its file is what cannot be read.
+
+    Raises:
+        NoUsableSnapshot: One of the training cannot be read.
+    """
+    known = snapshots.infos()
+    # The files are read anew only where there are more of them than could be listed.
+    unreadable = snapshots.unreadable() if len(snapshots.names()) > len(known) else []
+    own: list[PassedOver] = []
+    possible: list[PassedOver] = []
+    for one in unreadable:
+        if (is_of_training := is_own(one.id)) is not False:
+            (own if is_of_training or not known else possible).append(PassedOver(one.id, one.reason))
+    for id_, reason in possible:
+        log.warning("ciuic: snapshot %s cannot be read, and may be one of this training: %s", id_, reason)
+    if own:
+        raise NoUsableSnapshot(own)
+
+
 def newest_good(
     path: str,
     candidates: Sequence[SavedSnapshot | SnapshotInfo],
@@ -223,6 +254,7 @@ def load_from(
         NotFound: There is no such snapshot, or it holds no training state.
         Damaged: Something is not as it was saved.
         ValueError: This version of ciuic or of the framework does not know what was saved.
+        OSError: It cannot be read, or does not fit into memory.
     """
     source = RangeReader(state_ref)
     try:
@@ -249,10 +281,9 @@ def load_from(
             return Loaded(id_, facts, objects, values, time_ns=files.time_ns)
     # Any process that can write the repository may have written these documents: whatever making values of
     # them raises is a ValueError, so that the snapshot is passed over and the one before it is tried.
-    except MALFORMED as error:
+    except (*MALFORMED, MemoryError) as error:
+        raise_shortage(error)
         raise ValueError(f"the state is malformed: {error!r}") from None
-    except MemoryError:
-        raise ValueError("the state does not fit into memory") from None
     finally:
         source.close()
 

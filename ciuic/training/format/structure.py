@@ -59,7 +59,7 @@ import msgspec
 
 from ciuic.training.format import shards, tensors
 from ciuic.training.format.tensors import Array, Unsaveable
-from ciuic.training.json_documents import MALFORMED
+from ciuic.training.json_documents import MALFORMED, raise_shortage
 
 Class = TypeVar("Class", bound=type)
 
@@ -168,6 +168,7 @@ def from_plain(name: str, plain: Any) -> Any:
     # A denominator of 0, a text that is no Decimal, a time zone that cannot be read, arguments that are not
     # those of the class.
     except (ValueError, ArithmeticError, OSError, *MALFORMED) as error:
+        raise_shortage(error)
         raise ValueError(f"a value of the class {name} cannot be made: {error!r}") from None
 
 
@@ -717,6 +718,7 @@ class _Unpacker:
         try:
             return self._kind(packed[KIND], packed)
         except (*MALFORMED, struct.error) as error:
+            raise_shortage(error)
             raise ValueError(f"a {packed[KIND]!r} is malformed: {error!r}") from None
 
     def _kind(self, kind: Json, packed: dict[str, Json]) -> Any:

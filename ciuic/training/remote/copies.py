@@ -10,17 +10,21 @@ to a remote; what is read is cached in the user's cache directory (`ciuic.remote
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.remote.upload_deadline import ExpectedState, announce
 from ciuic.repository import Repository, SnapshotInfo
+from ciuic.repository.snapshots import CommittedSnapshots
+from ciuic.training.format.reading import check_unreadable
 from ciuic.training.logs import quietly
 from ciuic.training.remote.uploads import (
     LOG_NAME,
@@ -300,17 +304,33 @@ class RemoteTraining:
         """Return the snapshots of the training as of the first call, newest first.
 
         Raises:
+            NoUsableSnapshot: All that the remotes have of it cannot be read.
             CiuicError: A remote cannot be reached or opened, so that nobody knows what is there.
         """
         if self._candidates is None:
-            found = [
-                RemoteCandidate(name, number, info.time_ns, str(info.id))
+            repositories = [
+                (name, number, repository.snapshots)
                 for name in self._remotes
                 for number, repository in enumerate(self._repositories(name))
-                for info in repository.snapshots.list(root=self._root)
             ]
+            found = [
+                RemoteCandidate(name, number, info.time_ns, str(info.id))
+                for name, number, snapshots in repositories
+                for info in snapshots.list(root=self._root)
+            ]
+            if not found:
+                for _, _, snapshots in repositories:
+                    check_unreadable(snapshots, partial(self._is_own, snapshots))
             self._candidates = sorted(found, key=lambda one: (-one.time_ns, one))
         return self._candidates
+
+    def _is_own(self, snapshots: CommittedSnapshots, id_: str) -> bool | None:
+        """Tell by the name of its manifest whether a snapshot is one of the training; None: that does not say."""
+        from ciuic.remote.object_names import as_label
+        from ciuic.remote.reading.remote_snapshots import RemoteSnapshots
+
+        label = snapshots.label(id_) if isinstance(snapshots, RemoteSnapshots) else None
+        return None if label is None else label.job == as_label(os.fsdecode(self._root).strip("/"))
 
     @property
     def names(self) -> Collection[str]:

@@ -1,8 +1,8 @@
 """Client of the writer process: start it on demand, restart it after a failure, hand arenas over.
 
-Guarantees: no call waits for the disk. The number of arenas is fixed (two by default); while the writer holds
-all of them, none can be filled, and the caller decides whether to wait. A save that the writer had not
-answered when it died counts as not saved.
+Guarantees: no call waits for the disk. The number of arenas is fixed (two, and more for small states); while the
+writer holds all of them, none can be filled, and the caller decides whether to wait. A save that the writer had not
+answered when it died is reported as not saved, by `poll` or by `close`; an answer that had been sent counts.
 """
 
 from __future__ import annotations
@@ -90,6 +90,10 @@ def detach(process: subprocess.Popen[bytes]) -> None:
 
 # Arenas of a manager: the writer stores one while the trainer fills the other.
 _ARENAS: Final = 2
+# A commit takes tens of milliseconds however small the state is: two arenas would skip saves of tiny states whose
+# steps are faster, and further ones cost next to no memory.
+_SMALL_ARENAS: Final = 6
+_SMALL_STATE_BYTES: Final = 4 << 20
 _GROWTH_FACTOR: Final = 1.125
 """Factor by which a new arena exceeds the requested size, so that a state that grows a little needs no second
 one.
@@ -130,19 +134,28 @@ class Slot:
 class WriterClient:
     """Connection to one writer process. Not safe for use by several threads at once."""
 
-    def __init__(self, begin: Begin, arenas: int = _ARENAS, *, begin_fds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        begin: Begin,
+        arenas: int = _ARENAS,
+        *,
+        small_arenas: int = _SMALL_ARENAS,
+        begin_fds: tuple[int, ...] = (),
+    ) -> None:
         """Prepare a client without starting the process.
 
         Args:
             begin: first message to every writer that is started.
-            arenas: number of arenas.
+            arenas: number of arenas for states of any size.
+            small_arenas: number of further arenas, for states of up to 4 MiB.
             begin_fds: descriptors that are sent with `begin`.
         """
         self._begin = begin
         self._begin_fds = begin_fds
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self.slots = [Slot(number) for number in range(arenas)]
+        self.slots = [Slot(number) for number in range(arenas + small_arenas)]
+        self._large = self.slots[:arenas]
         self._number = self._awaited = 0
         self._ended = False
         """True once the writer was told to end."""
@@ -168,8 +181,9 @@ class WriterClient:
 
     @property
     def can_take(self) -> bool:
-        """True if an arena is free to be filled."""
-        return any(slot.is_free for slot in self.slots)
+        """True if an arena is free for a state as large as those before it."""
+        sizes = (slot.arena.size_bytes for slot in self.slots if slot.arena is not None)
+        return any(slot.is_free for slot in self._slots_for(max(sizes, default=0)))
 
     @property
     def will_answer(self) -> bool:
@@ -203,6 +217,10 @@ class WriterClient:
             slot.known_to_writer = False
         self._send(self._begin, self._begin_fds)
 
+    def _slots_for(self, size_bytes: int) -> list[Slot]:
+        """Return the slots that may hold a state of this size."""
+        return self.slots if size_bytes <= _SMALL_STATE_BYTES else self._large
+
     def free_slot(self, size_bytes: int, among: slice = slice(None)) -> Slot | None:
         """Return a slot that may be filled with `size_bytes`, or None while the writer holds all of them.
 
@@ -225,7 +243,7 @@ class WriterClient:
         """
         if not self.is_ours:
             raise OSError(errno.EPERM, FORKED)
-        for slot in self.slots:
+        for slot in self._slots_for(size_bytes):
             if not slot.is_free:
                 continue
             # Reserved first and checked again: between any two bytecodes a signal handler of the program may
@@ -280,9 +298,13 @@ class WriterClient:
         with suppress(OSError):
             slot = self.reserve(size_bytes)
             if slot is not None:
-                if slot.arena is not None:
-                    arguments = slot.arena, also
-                    threading.Thread(target=_prepare, args=arguments, name="ciuic-arena", daemon=True).start()
+                # RuntimeError: no further thread can be started.
+                with suppress(RuntimeError):
+                    if slot.arena is not None:
+                        arguments = slot.arena, also
+                        threading.Thread(
+                            target=_prepare, args=arguments, name="ciuic-arena", daemon=True
+                        ).start()
                 # Although the thread still works: populating and locking pages changes nothing in them.
                 self.release(slot)
 
@@ -390,20 +412,25 @@ class WriterClient:
 
     def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:
         """Return the messages since the last call, waiting up to `timeout_seconds` for the first one."""
-        while self.is_ours and self._sock is not None:
-            # With something to return already, only what has arrived is added.
-            if not readable(self._sock.fileno(), 0 if self._unread else timeout_seconds):
-                break
-            message = receive_from_writer(self._sock)
-            if message is None:
-                self._handle_lost_writer()
-                break
-            # Kept in a member before anything else runs: an exception from a signal handler must not lose it.
-            self._unread.append(message)
-            if isinstance(message, (Saved, NotSaved, Put)):
-                self._answered(message.number)
+        # With something to return already, only what has arrived is added.
+        while self.is_ours and self._receive(0 if self._unread else timeout_seconds):
+            pass
         messages, self._unread = self._unread, []
         return messages
+
+    def _receive(self, timeout_seconds: float) -> bool:
+        """Receive the next message; return False where none has come, or where the writer is gone."""
+        if self._sock is None or not readable(self._sock.fileno(), timeout_seconds):
+            return False
+        message = receive_from_writer(self._sock)
+        if message is None:
+            self._report_lost_writer()
+            return False
+        # Kept in a member before anything else runs: an exception from a signal handler must not lose it.
+        self._unread.append(message)
+        if isinstance(message, (Saved, NotSaved, Put)):
+            self._answered(message.number)
+        return True
 
     def close(self, timeout_seconds: float, *, failed: bool = False) -> list[FromWriter]:
         """Tell the writer to end and wait for pending saves.
@@ -427,6 +454,8 @@ class WriterClient:
             end = time.monotonic() + timeout_seconds
             while self.pending and (left := end - time.monotonic()) > 0:
                 messages += self.poll(left)
+        # Also where nothing is pending: `Finish` may have met a writer that was killed, with all it was given.
+        messages += self.poll()
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -457,7 +486,14 @@ class WriterClient:
                 slot.save = 0
 
     def _handle_lost_writer(self) -> None:
-        """Report what the writer still held as not saved."""
+        """Receive what the writer had sent before it was lost, and report what it still held as not saved."""
+        while self._receive(0):
+            pass
+        if self._sock is not None:
+            self._report_lost_writer()
+
+    def _report_lost_writer(self) -> None:
+        """Report what the writer held as not saved, and disconnect."""
         reason = _GONE + self._ending()
         lost = [NotSaved(number=slot.save, reason=reason) for slot in self.slots if slot.save]
         self._unread.extend(lost or ([] if self._ended else [Note(LOST_WRITER, reason)]))

@@ -16,6 +16,7 @@ import msgspec
 from ciuic.protocol.watch_client import Hello
 from ciuic.structs import msgpack_decoder
 from ciuic.system.cloud_notices import MetadataService
+from ciuic.system.poll import receive_queued
 from ciuic.training.remote.uploads import UploadOrder
 from ciuic.training.rules import Keep
 from ciuic.types import Pair, SetMember
@@ -289,7 +290,9 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
     try:
         # Close-on-exec: children of the program must not inherit arenas. No message has more than two
         # descriptors.
-        data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = receive_queued(
+            lambda: socket.recv_fds(sock, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        )
     except OSError:
         return None
     return (data, fds) if data else None

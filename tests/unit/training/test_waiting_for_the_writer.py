@@ -12,7 +12,7 @@ import pytest
 
 from ciuic import SnapshotManager
 from ciuic.training.writer.client import WriterClient
-from ciuic.training.writer.messages import Awaited, Finish, SaveRequest, send
+from ciuic.training.writer.messages import Awaited, Finish, NotSaved, SaveRequest, send
 from ciuic.training.writer_process import _Trainer
 
 
@@ -54,6 +54,20 @@ def test_a_failing_trainer_is_known_before_its_process_ends(failed: bool) -> Non
     assert trainer.has_failed() is failed
     assert (trainer.next(), trainer.next()) == (save, Finish(failed))
     ours.close()
+    theirs.close()
+    os.close(trainer.pidfd)
+
+
+def test_saves_of_a_trainer_that_ended_with_answers_unread_are_made() -> None:
+    """What a trainer had handed over before it was killed is received, though it had not read the last answers."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    trainer = _Trainer(theirs, os.getpid())
+    saves = [SaveRequest(number=n, arena=0, manifest_offset=0, manifest_bytes=1) for n in (4, 5)]
+    for save in saves:
+        send(ours, save)
+    send(theirs, NotSaved(number=3, reason="unread"))
+    ours.close()
+    assert [trainer.next(), trainer.next(), trainer.next()] == [*saves, None]
     theirs.close()
     os.close(trainer.pidfd)
 

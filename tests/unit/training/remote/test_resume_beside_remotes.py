@@ -13,11 +13,17 @@ import pytest
 from ciuic import SnapshotManager
 from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError, Damaged
+from ciuic.remote.documents import LiveManifest
+from ciuic.remote.object_names import manifest_name
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
+from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshots
 from ciuic.repository import Repository
+from ciuic.repository.errors import DamagedSnapshot
 from ciuic.training import loading
+from ciuic.training.format import tensors
 from ciuic.training.format.reading import NoUsableSnapshot
-from ciuic.training.remote.copies import RemoteCandidate
+from ciuic.training.remote.copies import RemoteCandidate, RemoteTraining
+from ciuic.training.results import State
 
 _REMOTES = (RemoteConfig(name="r", url="file:///unused"),)
 
@@ -135,3 +141,89 @@ def test_a_run_does_not_begin_anew_beside_a_silent_or_damaged_remote(
     monkeypatch.setattr(remote, "candidates", Mock(side_effect=RemoteUnreachable("away")))
     with pytest.raises(RemoteUnreachable):
         loading.load_newest(tmp_path / "here", root, remotes=_REMOTES)
+
+
+def _damage(place: Path, *, of: bytes) -> None:
+    """Make the snapshot files of a training unreadable, and remove the index that has what they said."""
+    with Repository.open(place) as repository:
+        for info in repository.snapshots.list(root=of):
+            Path(repository.snapshots.path(info.id)).write_bytes(b"damaged")
+    for index in place.glob("index.sqlite*"):
+        index.unlink()
+
+
+@pytest.mark.parametrize("where", ["here", "in parts", "remote"])
+@pytest.mark.parametrize("others", [False, True])
+def test_a_run_does_not_begin_anew_where_its_snapshots_cannot_be_listed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    others: bool,
+) -> None:
+    """Unreadable snapshots alone are an error, and beside those of another training a warning, which names them."""
+    place = tmp_path / ("there" if where == "remote" else "here")
+    root = _save(place, 2)
+    _damage(place, of=root)
+    if others:
+        with SnapshotManager(place, name="another") as manager:
+            manager.save_snapshot(model={"w": np.zeros(1)}, wait=True)
+    monkeypatch.setattr(RemoteTraining, "_open", lambda *_: [Repository.open(tmp_path / "there")])
+    monkeypatch.setattr(loading, "are_in_parts", lambda *_: where == "in parts")
+    remotes = _REMOTES if where == "remote" else ()
+    if where == "remote":
+        Repository.create(tmp_path / "here").close()
+
+    def resume() -> State | None:
+        return loading.load_newest(tmp_path / "here", root, remotes=remotes)
+
+    if others:
+        assert resume() is None
+        assert "may be one of this training" in caplog.text
+    else:
+        with pytest.raises(Damaged, match="is damaged"):
+            resume()
+    _save(tmp_path / "here", 3)
+    assert (state := resume()) is not None
+    assert state.facts.step == 3
+
+
+@pytest.mark.parametrize(("job", "begins"), [("job", False), ("another", True)])
+def test_the_name_of_a_manifest_tells_of_which_training_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, begins: bool
+) -> None:
+    """A remote manifest that is missing keeps from a fresh start the training that its name has, and no other."""
+    live = LiveManifest("1" * 32, "cs-000001", manifest_name(job=job, epoch=1, step=2, host="h"), "d" * 64)
+    manifests = Mock()
+    manifests.read.side_effect = DamagedSnapshot("cs-000001", "it is missing")
+    snapshots = RemoteSnapshots({"cs-000001": CommittedEntry(live, manifests)})
+    monkeypatch.setattr(RemoteTraining, "_open", lambda *_: [SimpleNamespace(snapshots=snapshots)])
+    Repository.create(tmp_path / "here").close()
+    if begins:
+        assert loading.load_newest(tmp_path / "here", b"/job", remotes=_REMOTES) is None
+    else:
+        with pytest.raises(NoUsableSnapshot, match="it is missing"):
+            loading.load_newest(tmp_path / "here", b"/job", remotes=_REMOTES)
+
+
+@pytest.mark.parametrize("where", ["empty_buffer", "from_buffer"])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("can't allocate memory")]
+)
+def test_a_process_that_lacks_memory_loads_no_older_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    """Where memory or threads do not suffice for the newest state, that is an error, and the state is not damaged."""
+    root = _save(tmp_path, 1, 2)
+    enough, calls = getattr(tensors, where), iter([error])
+
+    def short(*args: object) -> object:
+        for one in calls:
+            raise one
+        return enough(*args)
+
+    monkeypatch.setattr(tensors, where, short)
+    with pytest.raises(OSError, match="not enough memory"):
+        loading.load_newest(tmp_path, root)
+    assert (state := loading.load_newest(tmp_path, root)) is not None
+    assert (state.facts.step, state.passed_over) == (2, [])
