@@ -36,6 +36,7 @@ from types import FrameType
 from typing import Any, Final
 
 from ciuic.training.logs import warn_once
+from ciuic.training.state import stateful
 
 # Descriptor of the true class: some wrappers define a property ``__class__`` to hide themselves.
 _CLASS: Final[Any] = object.__dict__["__class__"]
@@ -119,6 +120,11 @@ NOTHING_TELLS: Final = (
 _OWN_POSITION: Final = (
     "a resume would not be exact: the program fetches batches before it trains with the one before, and the loader's own state "
     "counts them as done: register a DataLoader without a state_dict, whose batches are counted here"
+)
+_WITHIN: Final = (
+    "a resume would not be exact: a registered loader with a state of its own is iterated within another pass over it, and its "
+    "state is that of the inner pass: for a look use a loader of its own, `look = DataLoader(loader.dataset, "
+    "batch_size=loader.batch_size)` and `batch = next(iter(look))`"
 )
 _NOT_SURE: Final = (
     "a resume would not be exact: the program seems to fetch batches before it trains with the one before, and how many "
@@ -293,13 +299,21 @@ class Boundaries:
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
+                passes.begun(read_ahead, self)
                 inner = method(self)
-                passes.begun(read_ahead)
                 return _ReportingIterator(inner, boundaries, passes, read_ahead)
 
             return wrapped
 
+        def remembering(method: Callable[..., Any]) -> Callable[..., Any]:
+            def load_state_dict(self: Any, state: Any) -> None:
+                method(self, state)
+                passes.state_of_loader = state
+
+            return load_state_dict
+
         done = override(loader, "__iter__", make)
+        override(loader, "load_state_dict", remembering)
         # From now on the loader tells boundaries, and the calls of companions do not.
         self._by_loader |= done
         return done
@@ -401,12 +415,14 @@ class _ReportingIterator:
         self._boundaries = boundaries
         self._passes = passes
         self._read_ahead = read_ahead
+        self._number = passes.iterators
 
     def __iter__(self) -> _ReportingIterator:
         return self
 
     def __next__(self) -> Any:
         self._read_ahead.asked()
+        self._passes.asked(self._number)
         self._boundaries.asked(self._read_ahead)
         try:
             batch = next(self._inner)
@@ -432,20 +448,33 @@ class Passes:
         self.batches = 0
         """Batches taken of the current pass."""
         self._is_over = True
+        self.iterators = 0
+        """Iterators begun by this process."""
+        self._current = 0
+        """The one that is counted."""
+        self.state_of_loader: Any = None
+        """State that the loader was restored into."""
         self._continues = False
         """The next iterator is of the pass that the loader was restored into."""
+        self._before: tuple[int, int, bool, bool] | None = None
+        """What the numbers were before the current pass, which may turn out to be no epoch."""
+        self._at_resume: dict[str, Any] | None = None
+        """Random generators before the restored pass was continued."""
         self._read_ahead = ReadAhead()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the pass and of its batches."""
         if self._read_ahead.remaining:
             warn_once(_OWN_POSITION)
-        return {"passes": self.passes, "batches": self.batches, "over": self._is_over}
+        passes, batches, over = self.passes, self.batches, self._is_over
+        if over and self._before is not None and self._is_look():
+            passes, batches, over, _ = self._before
+        return {"passes": passes, "batches": batches, "over": over}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iterator continue at a saved position, as the loader does that was restored with it."""
         self.passes, self.batches, self._is_over = state["passes"], state["batches"], state["over"]
-        self._continues = not self._is_over
+        self._continues, self._before, self._at_resume = not self._is_over, None, None
 
     @property
     def epoch(self) -> int:
@@ -457,13 +486,39 @@ class Passes:
         """Batches taken of pass `epoch`."""
         return 0 if self._is_over else self.batches
 
-    def begun(self, read_ahead: ReadAhead) -> None:
-        """Count a pass: the program has asked for an iterator."""
+    def begun(self, read_ahead: ReadAhead, loader: Any) -> None:
+        """Count a pass: the program asks the loader for an iterator."""
+        if self._before is not None and self._is_look():
+            self.passes, self.batches, self._is_over, self._continues = self._before
+            if self._continues:
+                # The look has used up what the loader was restored into.
+                loader.load_state_dict(self.state_of_loader)
+                if self._at_resume is not None:
+                    stateful.restore_random_states(self._at_resume)
+        self._before = (self.passes, self.batches, self._is_over, self._continues)
+        self._at_resume = stateful.random_states() if self._continues else None
         self._read_ahead = read_ahead
         read_ahead.begun()
+        self.iterators += 1
+        self._current = self.iterators
         if not self._continues:
             self.passes, self.batches = self.passes + 1, 0
         self._is_over = self._continues = False
+
+    def asked(self, iterator: int) -> None:
+        """Warn of an iterator that is used after another one was begun, whose place is then the loader's state."""
+        if iterator == self._current:
+            return
+        warn_once(_WITHIN)
+        self._current = iterator
+        if self._before is not None:
+            self.passes, self.batches, self._is_over, _ = self._before
+            self._before = None
+
+    def _is_look(self) -> bool:
+        # The rest of an epoch may be empty.
+        now = self._read_ahead.now
+        return not (now.is_exhausted and not now.fetched) and self._read_ahead.is_look(beside=False)
 
     def fetched(self) -> None:
         """Count a batch."""
