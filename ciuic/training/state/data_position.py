@@ -4,8 +4,8 @@ A `StatefulDataLoader` has a state_dict, which is better and is saved as that of
 counts only its passes). For any other loader the position consists of the number of passes begun, the number of
 batches taken in the current pass, and the states of the random generators when that pass began. To continue,
 restore those states, begin the same pass, skip the batches taken, and set the generators to their states at the snapshot. So the order is the same, and no batch
-comes twice or never. Random generators that the loader, its samplers or its data set hold are saved and
-restored together with those of the process. What the workers of a loader draw by themselves within a pass
+comes twice or never. Random generators that the loader, its samplers, data sets, transforms or `collate_fn` hold are
+saved and restored together with those of the process, as are numbers by which samplers count epochs. What the workers of a loader draw by themselves within a pass
 cannot be repeated.
 
 A pass that the program leaves by ``break`` is over when the next one begins. Until then it is unknown whether
@@ -26,9 +26,11 @@ import copy
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, Final
 
 from ciuic.training.logs import log, warn_once
@@ -36,9 +38,14 @@ from ciuic.training.state import stateful
 from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, override
 from ciuic.training.state.stateful import load_into, state_of
 
-# Attributes of a loader that may hold random generators, and how deep they may be nested.
-_PARTS: Final = ("sampler", "batch_sampler", "dataset", "data_source")
-_MAX_DEPTH: Final = 4
+# Attributes of a loader that may hold random generators. Not its iterator, which has queues and processes.
+_PARTS: Final = ("sampler", "batch_sampler", "dataset", "data_source", "collate_fn")
+_SAMPLERS: Final = ("sampler", "batch_sampler")
+# How deep generators may be nested, and how much is looked at: this is done at each boundary. A longer container
+# is taken for data.
+_MAX_DEPTH: Final = 10
+_MAX_OBJECTS: Final = 500
+_MAX_ITEMS: Final = 64
 
 
 _HINT: Final = (
@@ -60,6 +67,10 @@ _REPEATED: Final = (
     "not resumed exactly: the snapshot was taken at the end of an epoch, and the program has begun without the look at "
     "{0} that came first when it was new: one epoch comes too many; "
 ) + _HINT
+_IN_WORKERS: Final = (
+    "a resume would not be exact: persistent workers of {0} have random generators of their own ({1}), whose states cannot be "
+    "read: use persistent_workers=False, or draw from the global generators"
+)
 _UNKNOWN_LOOKS: Final = (
     "perhaps not resumed exactly: whether the program looks at {0} before each epoch or only at its start is not known "
     "after one epoch, and the order of the next epochs follows from it; "
@@ -133,6 +144,10 @@ class Position:
         self._ask = ask
         self._ended: Callable[[], None] = lambda: None
         self._read_ahead = ReadAhead()
+        self._numbers = {path: one.get_state() for path, one in _counts(_walk(loader)).items()}
+        """Numbers that the samplers held at first."""
+        self._counting: set[str] = set()
+        """Those that have changed since: others are settings, which a resumed program may choose anew."""
         position = self
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,9 +195,15 @@ class Position:
         if not self._read_ahead.is_sure:
             state["unsure"] = True
         # A loader with a generator of its own would otherwise be resumed in another order.
-        own = own_generators(self._loader)
+        own = self._own()
         if own:
-            state |= {"own": _states(own), "own_at_begin": shown.own_at_begin}
+            self._warn_of_workers(own)
+            self._counting |= {
+                path
+                for path, number in self._numbers.items()
+                if path in own and own[path].get_state() != number
+            }
+            state |= {"own": self._changing(_states(own)), "own_at_begin": self._changing(shown.own_at_begin)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -205,7 +226,8 @@ class Position:
                 "not known: call manager.consumed() for each batch that the program takes from its prefetcher",
                 state["batches"],
             )
-        _restore(own_generators(self._loader), state.get("own", {}))
+        self._counting |= state.get("own", {}).keys() & self._numbers.keys()
+        _restore(self._own(), state.get("own", {}))
 
     @property
     def passes(self) -> int:
@@ -221,6 +243,25 @@ class Position:
     def taken(self) -> int:
         """Batches taken of epoch `epoch`."""
         return self._now.batches if self._now.is_pending else 0
+
+    def _own(self) -> dict[str, Any]:
+        """Return what the loader holds and changes by itself: random generators, and numbers of samplers."""
+        parts = list(_walk(self._loader))
+        return {path: one for path, one in parts if _is_generator(one)} | _counts(parts)
+
+    def _changing(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            path: state
+            for path, state in states.items()
+            if path not in self._numbers or path in self._counting
+        }
+
+    def _warn_of_workers(self, own: Mapping[str, Any]) -> None:
+        """Warn of generators whose copies live in workers for longer than an epoch, out of reach."""
+        loader = self._loader
+        held = [one for one in own if one.split(".")[0] in ("dataset", "collate_fn")]
+        if held and getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
+            warn_once(_IN_WORKERS.format(self._name or "the loader", ", ".join(held[:3])))
 
     def _is_look(self, *, ends: bool) -> bool:
         """Return whether the program only looks at the batches of the current pass.
@@ -329,7 +370,7 @@ class Position:
 
     def _begin(self, begin: Callable[[], Iterator[Any]], base: _Pass) -> Iterator[Any]:
         """Begin a pass after the last epoch, or continue that."""
-        own, fetches = own_generators(self._loader), self._read_ahead.begun()
+        own, fetches = self._own(), self._read_ahead.begun()
         continues = self._continues(base, fetches)
         if base.is_loaded:
             self._rewind(base, own, continues=continues)
@@ -417,24 +458,90 @@ def _follows_left(one: _Pass) -> bool:
 
 
 def own_generators(loader: Any) -> dict[str, Any]:
-    """Return the random generators that a loader, its samplers and its data set hold, by attribute path."""
-    found: dict[str, Any] = {}
+    """Return the random generators that a loader, its samplers, data sets, transforms and `collate_fn` hold.
+
+    Returns:
+        Each generator by the path of attributes, items of containers and variables of closures that leads to it.
+    """
+    return {path: value for path, value in _walk(loader) if _is_generator(value)}
+
+
+def _walk(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the parts of a loader consist of, each object once, with its path."""
+    seen = {id(loader)}
+    for name, value in _members(loader):
+        if name.lstrip("_") in _PARTS or _is_generator(value):
+            # A large part leaves room for the others.
+            yield from _walk_within(name, value, 1, seen, len(seen) + _MAX_OBJECTS)
+
+
+def _walk_within(path: str, value: Any, depth: int, seen: set[int], limit: int) -> Iterator[tuple[str, Any]]:
     # Samplers refer to their data set, which may refer back.
-    seen: set[int] = set()
-    _find_generators(loader, "", 0, found, seen)
-    return found
-
-
-def _find_generators(holder: Any, path: str, depth: int, found: dict[str, Any], seen: set[int]) -> None:
-    if id(holder) in seen or depth > _MAX_DEPTH:
+    if id(value) in seen or len(seen) > limit or depth > _MAX_DEPTH:
         return
-    seen.add(id(holder))
-    for name, value in list(getattr(holder, "__dict__", {}).items()):
-        if id(value) not in seen and _is_generator(value):
-            seen.add(id(value))
-            found[f"{path}{name}"] = value
-        elif name.lstrip("_") in _PARTS:
-            _find_generators(value, f"{path}{name}.", depth + 1, found, seen)
+    seen.add(id(value))
+    yield path, value
+    if not _is_generator(value):
+        for name, member in _members(value):
+            yield from _walk_within(f"{path}.{name}", member, depth + 1, seen, limit)
+
+
+def _members(value: Any) -> list[tuple[str, Any]]:
+    """Return what an object holds, as far as that may lead to a random generator."""
+    found: list[tuple[str, Any]] = []
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        found = [(str(key), item) for key, item in items] if len(items) <= _MAX_ITEMS else []
+    elif isinstance(value, FunctionType):
+        # The cell of a variable that has no value yet is empty.
+        names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        found = [(name, cell.cell_contents) for name, cell in names if _is_filled(cell)]
+    elif isinstance(value, MethodType):
+        found = [("__self__", value.__self__)]
+    elif isinstance(value, partial):
+        found = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    else:
+        # Not by getattr, with which a proxy may load what it stands for.
+        with suppress(AttributeError):
+            found = list(object.__getattribute__(value, "__dict__").items())
+    return [(name, member) for name, member in found if not isinstance(member, _LEAVES)]
+
+
+# Modules and classes lead to the whole program.
+_LEAVES: Final = (int, float, complex, str, bytes, NoneType, ModuleType, type)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+class _Count:
+    """A number that a sampler may count its epochs with."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self._holder, self._name = holder, name
+
+    def get_state(self) -> int:
+        """Return the number."""
+        return int(vars(self._holder)[self._name])
+
+    def set_state(self, state: int) -> None:
+        """Replace the number."""
+        vars(self._holder)[self._name] = state
+
+
+def _counts(parts: Iterable[tuple[str, Any]]) -> dict[str, _Count]:
+    """Return the numbers that the samplers hold that are among the parts of a loader, by path."""
+    return {
+        f"{path}.{name}": _Count(holder, name)
+        for path, holder in parts
+        if path.split(".")[0] in _SAMPLERS
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if type(value) is int
+    }
 
 
 def _is_generator(value: Any) -> bool:
