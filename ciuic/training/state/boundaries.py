@@ -29,7 +29,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -299,21 +300,40 @@ class Boundaries:
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
-                passes.begun(read_ahead, self)
-                inner = method(self)
+                # Asked for its state before the first pass, a nodes.Loader begins one.
+                if passes.is_asked_for_state:
+                    passes.begun_early()
+                    return method(self)
+                continues = passes.begun(read_ahead, self)
+                with _as_begun(self, passes.at_begin) if continues else nullcontext():
+                    inner = method(self)
                 return _ReportingIterator(inner, boundaries, passes, read_ahead)
 
             return wrapped
 
         def remembering(method: Callable[..., Any]) -> Callable[..., Any]:
             def load_state_dict(self: Any, state: Any) -> None:
+                # A nodes.Loader would go on with the pass that it has begun for its state.
+                if getattr(self, "_iter_for_state_dict", False):
+                    self._iter_for_state_dict = False
                 method(self, state)
                 passes.state_of_loader = state
 
             return load_state_dict
 
+        def asking(method: Callable[..., Any]) -> Callable[..., Any]:
+            def state_dict(self: Any) -> Any:
+                passes.is_asked_for_state = True
+                try:
+                    return method(self)
+                finally:
+                    passes.is_asked_for_state = False
+
+            return state_dict
+
         done = override(loader, "__iter__", make)
         override(loader, "load_state_dict", remembering)
+        override(loader, "state_dict", asking)
         # From now on the loader tells boundaries, and the calls of companions do not.
         self._by_loader |= done
         return done
@@ -438,6 +458,24 @@ class _ReportingIterator:
         return getattr(self._inner, name)
 
 
+@contextmanager
+def _as_begun(loader: Any, at_begin: dict[str, Any] | None) -> Iterator[None]:
+    """Let a nodes.Loader draw the order of a restored pass again, and not begin the next where no batch is left."""
+    restarts, before = getattr(loader, "restart_on_stop_iteration", None), None
+    if restarts:
+        loader.restart_on_stop_iteration = False
+    if at_begin is not None:
+        before = stateful.random_states()
+        stateful.restore_random_states(at_begin)
+    try:
+        yield
+    finally:
+        if restarts:
+            loader.restart_on_stop_iteration = restarts
+        if before is not None:
+            stateful.restore_random_states(before)
+
+
 class Passes:
     """Passes over a loader that knows its own position and not the number of its pass."""
 
@@ -452,6 +490,11 @@ class Passes:
         """Iterators begun by this process."""
         self._current = 0
         """The one that is counted."""
+        self.at_begin: dict[str, Any] | None = None
+        """Random generators when the current pass began, of a loader whose samplers keep no state."""
+        self._early: dict[str, Any] | None = None
+        self.is_asked_for_state = False
+        """The loader is being asked for its state."""
         self.state_of_loader: Any = None
         """State that the loader was restored into."""
         self._continues = False
@@ -469,12 +512,14 @@ class Passes:
         passes, batches, over = self.passes, self.batches, self._is_over
         if over and self._before is not None and self._is_look():
             passes, batches, over, _ = self._before
-        return {"passes": passes, "batches": batches, "over": over}
+        state = {"passes": passes, "batches": batches, "over": over}
+        return state if over or self.at_begin is None else {**state, "at_begin": self.at_begin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iterator continue at a saved position, as the loader does that was restored with it."""
         self.passes, self.batches, self._is_over = state["passes"], state["batches"], state["over"]
         self._continues, self._before, self._at_resume = not self._is_over, None, None
+        self.at_begin, self._early = state.get("at_begin"), None
 
     @property
     def epoch(self) -> int:
@@ -486,8 +531,8 @@ class Passes:
         """Batches taken of pass `epoch`."""
         return 0 if self._is_over else self.batches
 
-    def begun(self, read_ahead: ReadAhead, loader: Any) -> None:
-        """Count a pass: the program asks the loader for an iterator."""
+    def begun(self, read_ahead: ReadAhead, loader: Any) -> bool:
+        """Count a pass: the program asks the loader for an iterator; return whether it continues a saved pass."""
         if self._before is not None and self._is_look():
             self.passes, self.batches, self._is_over, self._continues = self._before
             if self._continues:
@@ -501,9 +546,18 @@ class Passes:
         read_ahead.begun()
         self.iterators += 1
         self._current = self.iterators
-        if not self._continues:
+        continues = self._continues
+        if not continues:
             self.passes, self.batches = self.passes + 1, 0
+            # A loader of nodes, whose samplers may be torch's plain ones.
+            self.at_begin = (self._early or stateful.random_states()) if hasattr(loader, "root") else None
+        self._early = None
         self._is_over = self._continues = False
+        return continues
+
+    def begun_early(self) -> None:
+        """Note that the loader begins its first pass to tell its state."""
+        self._early = stateful.random_states()
 
     def asked(self, iterator: int) -> None:
         """Warn of an iterator that is used after another one was begun, whose place is then the loader's state."""

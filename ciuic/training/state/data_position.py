@@ -38,8 +38,8 @@ from ciuic.training.state import stateful
 from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, override
 from ciuic.training.state.stateful import load_into, state_of
 
-# Attributes of a loader that may hold random generators. Not its iterator, which has queues and processes.
-_PARTS: Final = ("sampler", "batch_sampler", "dataset", "data_source", "collate_fn")
+# Attributes of a loader that may hold random generators.
+_PARTS: Final = ("sampler", "batch_sampler", "dataset", "data_source", "collate_fn", "pipeline")
 _SAMPLERS: Final = ("sampler", "batch_sampler")
 # How deep generators may be nested, and how much is looked at: this is done at each boundary. A longer container
 # is taken for data.
@@ -504,7 +504,8 @@ def _members(value: Any) -> list[tuple[str, Any]]:
         # Not by getattr, with which a proxy may load what it stands for.
         with suppress(AttributeError):
             found = list(object.__getattribute__(value, "__dict__").items())
-    return [(name, member) for name, member in found if not isinstance(member, _LEAVES)]
+    # An iterator of a loader has queues and processes.
+    return [(name, one) for name, one in found if not isinstance(one, _LEAVES) and name != "_iterator"]
 
 
 # Modules and classes lead to the whole program.
@@ -584,5 +585,6 @@ def is_plain_loader(value: object) -> bool:
         hasattr(value, "__iter__")
         and not isinstance(value, (dict, list))
         and not callable(getattr(value, "state_dict", None))
-        and (hasattr(value, "dataset") or hasattr(value, "__len__"))
+        # A WebLoader has neither, and is an IterableDataset of torch's.
+        and (hasattr(value, "dataset") or hasattr(value, "__len__") or hasattr(value, "pipeline"))
     )

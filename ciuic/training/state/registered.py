@@ -11,7 +11,7 @@ from ciuic.training.format.structure import check_values
 from ciuic.training.logs import log
 from ciuic.training.state.boundaries import Boundaries, Passes
 from ciuic.training.state.data_position import Position, is_plain_loader
-from ciuic.training.state.stateful import state_access, state_of
+from ciuic.training.state.stateful import is_loader, state_access, state_of
 
 
 class Registered:
@@ -127,8 +127,8 @@ class Registered:
         if hasattr(value, "param_groups"):
             boundaries.watch_optimizer(value)
             self._watch_optimizer(value)
-        # A StatefulDataLoader, which has a state of its own.
-        elif hasattr(value, "__iter__") and hasattr(value, "dataset"):
+        # A StatefulDataLoader or nodes.Loader, which has a state of its own.
+        elif is_loader(value):
             passes = Passes()
             if boundaries.watch_loader(value, passes):
                 self.passes, self.has_position = passes, True
@@ -146,11 +146,7 @@ def _check_values(value: Any, name: str) -> None:
     """
     distributed = sys.modules.get("torch.distributed")
     together = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if (
-        together
-        or hasattr(value, "get_weights")
-        or (hasattr(value, "dataset") and hasattr(value, "__iter__"))
-    ):
+    if together or hasattr(value, "get_weights") or is_loader(value):
         return
     try:
         state = state_of(value, name)
