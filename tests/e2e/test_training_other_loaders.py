@@ -29,7 +29,7 @@ def web_loader() -> Any:
     """Return webdataset's loader over a data set that draws its order."""
     webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
-    class Drawn(torch.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
+    class Drawn(torch.utils.data.IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[int]:
             return iter(torch.randperm(SIZE).tolist())
 

@@ -249,7 +249,7 @@ def test_an_earlier_pass_decides_whether_an_abandoned_one_is_over() -> None:
 
 def test_settings_of_a_sampler_are_those_of_the_new_program() -> None:
     """Only numbers that have changed since they were watched are restored, not a size that a program chose anew."""
-    states = []
+    states: list[Any] = []
     for size in (2, 3):
         loader = data.DataLoader(range(_SIZE), batch_sampler=data.BatchSampler(Counting(), size, False))
         position = Position(loader)
