@@ -305,7 +305,7 @@ class SnapshotManager(TrainingSnapshots):
         training: called for each batch that is taken from the prefetcher, before its step. From the first call on
         these batches alone count in a pass, and the passes must not overlap.
         """
-        self._coordinator.boundaries.read_ahead.consumed(arguments.whole_number(batches, "batches"))
+        self._coordinator.boundaries.consumed(arguments.whole_number(batches, "batches"))
 
     def report(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report metrics of the current state, for rules that look at them and for the next snapshot.

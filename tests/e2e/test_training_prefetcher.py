@@ -69,7 +69,7 @@ class Run:
         self.states: dict[int, Any] = {}
         self.boundaries = Boundaries(lambda: None, self._save)
         self.position = Position(self.loader)
-        self.position.tell(self.boundaries.asked, self.boundaries.ended, self.boundaries.read_ahead)
+        self.position.watch(self.boundaries, "loader")
         self.model = torch.nn.Linear(1, 1)
         self.optimizer = (
             torch.optim.SGD(self.model.parameters(), lr=0.1) if torchs else Optimizer.__new__(Optimizer)
@@ -89,7 +89,7 @@ class Run:
         for _ in range(self.position.epoch, EPOCHS):
             for batch in take(self.loader):
                 if self._tells:
-                    self.boundaries.read_ahead.consumed(1)
+                    self.boundaries.consumed(1)
                 waiting.append(int(batch))
                 if self._torchs:
                     self.model(torch.ones(1, 1)).sum().backward()

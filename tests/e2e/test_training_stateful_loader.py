@@ -81,7 +81,20 @@ def test_a_resumed_loop_takes_each_batch_of_each_epoch_once(tmp_path: Path) -> N
             assert train(manager, one.id) == expected[one.facts.step :]
 
 
-def train(manager: SnapshotManager, id_: str | None) -> list[tuple[int, int]]:
+def test_a_look_before_each_epoch_is_no_epoch_and_takes_nothing(tmp_path: Path) -> None:
+    """A batch that is only looked at comes again, in the same epoch."""
+    expected = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
+    with SnapshotManager(tmp_path / "snapshots", every_steps=1) as manager:
+        assert train(manager, None, looks=True) == expected
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        for one in manager.list_snapshots():
+            assert one.facts.step is not None
+            # At the end of an epoch there is no batch to look at.
+            if one.facts.step % BATCHES:
+                assert train(manager, one.id, looks=True) == expected[one.facts.step :]
+
+
+def train(manager: SnapshotManager, id_: str | None, *, looks: bool = False) -> list[tuple[int, int]]:
     """Train as README does, with new objects, from a snapshot; return the epoch and the batch of each step."""
     model, loader, seen = Model(elements=3), StatefulDataLoader(), []
     optimizer = Optimizer(model)
@@ -92,6 +105,8 @@ def train(manager: SnapshotManager, id_: str | None) -> list[tuple[int, int]]:
     if resumed is not None:
         assert resumed.epoch == resumed.step // BATCHES or resumed.batch == BATCHES
     for epoch in range(resumed.epoch if resumed else 0, EPOCHS):  # type: ignore[arg-type]
+        if looks:
+            next(iter(loader))
         for batch in loader:
             assert manager.wait()
             optimizer.step()

@@ -18,6 +18,10 @@ many are ahead until the pass ends, and each step after its end trains with some
 out of sight (no optimizer of torch's) the steps alone are counted, and where those cannot tell, or the batches
 are fetched by another thread, the position is not sure: that is logged, and again at a resume. A program that tells
 (`consumed`) is believed.
+
+The same signs tell whether a pass trains at all: one in which no step was taken and no gradient was added is a look or
+an evaluation, not an epoch. Within another pass, and with gradients disabled, only a step between two fetches is such a
+sign; where no optimizer is watched, every pass is an epoch.
 Gradients are looked up in torch's own optimizers and those derived from them, at a few parameters of each. Another
 optimizer may keep its gradients anywhere: of it nothing is known.
 
@@ -31,13 +35,15 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
 from ciuic.training.logs import warn_once
+from ciuic.training.state import stateful
 
 # Descriptor of the true class: some wrappers define a property ``__class__`` to hide themselves.
 _CLASS: Final[Any] = object.__dict__["__class__"]
@@ -122,6 +128,11 @@ _OWN_POSITION: Final = (
     "a resume would not be exact: the program fetches batches before it trains with the one before, and the loader's own state "
     "counts them as done: register a DataLoader without a state_dict, whose batches are counted here"
 )
+_WITHIN: Final = (
+    "a resume would not be exact: a registered loader with a state of its own is iterated within another pass over it, and its "
+    "state is that of the inner pass: for a look use a loader of its own, `look = DataLoader(loader.dataset, "
+    "batch_size=loader.batch_size)` and `batch = next(iter(look))`"
+)
 _NOT_SURE: Final = (
     "a resume would not be exact: the program seems to fetch batches before it trains with the one before, and how many "
     "cannot be known here: call manager.consumed() for each batch that it takes from its prefetcher"
@@ -166,8 +177,9 @@ class Boundaries:
         self._at_boundary = at_boundary
         self._step_over = step_over
         self.gradients = Gradients(capturing)
-        self.read_ahead = ReadAhead(self.gradients)
-        """Batches that the program has fetched before it trains with them."""
+        self._read_ahead: list[ReadAhead] = []
+        """Batches that the program has fetched before it trains with them, for each loader."""
+        self._last_asked: ReadAhead | None = None
         self._optimizers: list[Any] = []
         self._by_loader = False
         self._uses_explicit = False
@@ -359,7 +371,7 @@ class Boundaries:
         number = id(value)
         for name in _COMPANION_METHODS:
             if callable(getattr(value, name, None)) and tell_after(
-                value, name, lambda: self._companion_called(number)
+                value, name, partial(self._companion_called, number, name)
             ):
                 self._expected.add(number)
                 self._companions.add(number)
@@ -368,25 +380,64 @@ class Boundaries:
 
     def watch_loader(self, loader: object, passes: Passes) -> bool:
         """Watch a loader, whose iterators then report and count each fetch; return whether that is possible."""
-        boundaries = self
+        boundaries, read_ahead = self, self.watch_fetches()
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
-                inner = method(self)
-                passes.begun(boundaries.read_ahead)
-                return _ReportingIterator(inner, boundaries, passes)
+                # Asked for its state before the first pass, a nodes.Loader begins one.
+                if passes.is_asked_for_state:
+                    passes.begun_early()
+                    return method(self)
+                continues = passes.begun(read_ahead, self)
+                with _as_begun(self, passes.at_begin) if continues else nullcontext():
+                    inner = method(self)
+                return _ReportingIterator(inner, boundaries, passes, read_ahead)
 
             return wrapped
 
+        def remembering(method: Callable[..., Any]) -> Callable[..., Any]:
+            def load_state_dict(self: Any, state: Any) -> None:
+                # A nodes.Loader would go on with the pass that it has begun for its state.
+                if getattr(self, "_iter_for_state_dict", False):
+                    self._iter_for_state_dict = False
+                method(self, state)
+                passes.state_of_loader = state
+
+            return load_state_dict
+
+        def asking(method: Callable[..., Any]) -> Callable[..., Any]:
+            def state_dict(self: Any) -> Any:
+                passes.is_asked_for_state = True
+                try:
+                    return method(self)
+                finally:
+                    passes.is_asked_for_state = False
+
+            return state_dict
+
         done = override(loader, "__iter__", make)
+        override(loader, "load_state_dict", remembering)
+        override(loader, "state_dict", asking)
         # From now on the loader tells boundaries, and the calls of companions do not.
         self._by_loader |= done
         return done
 
-    def asked(self) -> None:
+    def watch_fetches(self) -> ReadAhead:
+        """Return what is told of the fetches of one more loader, and learns of each step."""
+        self._read_ahead.append(
+            ReadAhead(self.gradients, lambda: bool(self._optimizers or self._uses_explicit))
+        )
+        return self._read_ahead[-1]
+
+    def consumed(self, batches: int) -> None:
+        """Believe the program, which trains with so many more batches of each loader."""
+        for one in self._read_ahead:
+            one.consumed(batches)
+
+    def asked(self, read_ahead: ReadAhead) -> None:
         """Close the open step: the next batch is about to be fetched."""
-        self.read_ahead.asked()
-        if self.read_ahead.is_foreign():
+        self._last_asked = read_ahead
+        if read_ahead.is_foreign():
             # The program may be anywhere in its step: the calls of companions tell boundaries.
             self._by_loader = self._in_batch = False
             return
@@ -404,12 +455,18 @@ class Boundaries:
         """Close the step because the program says that it is over."""
         self._uses_explicit = True
         self._in_batch = False
+        for one in self._trained_with():
+            one.trained()
         self._close()
 
     def settle(self) -> None:
         """Close the step whose boundary is the beginning of the next, which may never come: the program waits or ends."""
         if self._next_step.is_awaited_here:
             self._close(is_late=True)
+
+    def _trained_with(self) -> list[ReadAhead]:
+        """Return the loaders whose batches the program may be training with now."""
+        return [one for one in self._read_ahead if one is self._last_asked or not one.now.is_over]
 
     def _before_step(self, *_: object) -> None:
         if self._next_step.is_awaited_here and self._open:
@@ -438,7 +495,8 @@ class Boundaries:
             self._expected &= self._seen
         self._open = True
         self._seen.clear()
-        self.read_ahead.stepped()
+        for one in self._trained_with():
+            one.stepped()
         self._stepped()
         if self._ends_with_next:
             self._step_over()
@@ -448,11 +506,14 @@ class Boundaries:
     def _on_other(self) -> None:
         """Count a step of another optimizer as part of the same step of the run."""
         self._stepping, self._changed_since, self._open = False, True, True
+        for one in self._trained_with():
+            one.trained()
 
-    def _companion_called(self, number: int) -> None:
+    def _companion_called(self, number: int, method: str) -> None:
         self._changed_since = True
-        # A gradient scaler leaves out steps.
-        self.read_ahead.trained()
+        for one in self._trained_with():
+            # A gradient scaler leaves out steps, and a scheduler follows evaluations too.
+            one.trained(surely=method == "update")
         if self._open:
             self._seen.add(number)
             self._close_if_whole()
@@ -609,16 +670,20 @@ class _NextStep:
 class _ReportingIterator:
     """Iterator that reports each fetch before it happens, and the end."""
 
-    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes) -> None:
+    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes, read_ahead: ReadAhead) -> None:
         self._inner = inner
         self._boundaries = boundaries
         self._passes = passes
+        self._read_ahead = read_ahead
+        self._number = passes.iterators
 
     def __iter__(self) -> _ReportingIterator:
         return self
 
     def __next__(self) -> Any:
-        self._boundaries.asked()
+        self._read_ahead.asked()
+        self._passes.asked(self._number)
+        self._boundaries.asked(self._read_ahead)
         try:
             batch = next(self._inner)
         except StopIteration:
@@ -633,6 +698,24 @@ class _ReportingIterator:
         return getattr(self._inner, name)
 
 
+@contextmanager
+def _as_begun(loader: Any, at_begin: dict[str, Any] | None) -> Iterator[None]:
+    """Let a nodes.Loader draw the order of a restored pass again, and not begin the next where no batch is left."""
+    restarts, before = getattr(loader, "restart_on_stop_iteration", None), None
+    if restarts:
+        loader.restart_on_stop_iteration = False
+    if at_begin is not None:
+        before = stateful.random_states()
+        stateful.restore_random_states(at_begin)
+    try:
+        yield
+    finally:
+        if restarts:
+            loader.restart_on_stop_iteration = restarts
+        if before is not None:
+            stateful.restore_random_states(before)
+
+
 class Passes:
     """Passes over a loader that knows its own position and not the number of its pass."""
 
@@ -643,20 +726,40 @@ class Passes:
         self.batches = 0
         """Batches taken of the current pass."""
         self._is_over = True
+        self.iterators = 0
+        """Iterators begun by this process."""
+        self._current = 0
+        """The one that is counted."""
+        self.at_begin: dict[str, Any] | None = None
+        """Random generators when the current pass began, of a loader whose samplers keep no state."""
+        self._early: dict[str, Any] | None = None
+        self.is_asked_for_state = False
+        """The loader is being asked for its state."""
+        self.state_of_loader: Any = None
+        """State that the loader was restored into."""
         self._continues = False
         """The next iterator is of the pass that the loader was restored into."""
+        self._before: tuple[int, int, bool, bool] | None = None
+        """What the numbers were before the current pass, which may turn out to be no epoch."""
+        self._at_resume: dict[str, Any] | None = None
+        """Random generators before the restored pass was continued."""
         self._read_ahead = ReadAhead()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the pass and of its batches."""
         if self._read_ahead.remaining:
             warn_once(_OWN_POSITION)
-        return {"passes": self.passes, "batches": self.batches, "over": self._is_over}
+        passes, batches, over = self.passes, self.batches, self._is_over
+        if over and self._before is not None and self._is_look():
+            passes, batches, over, _ = self._before
+        state = {"passes": passes, "batches": batches, "over": over}
+        return state if over or self.at_begin is None else {**state, "at_begin": self.at_begin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iterator continue at a saved position, as the loader does that was restored with it."""
         self.passes, self.batches, self._is_over = state["passes"], state["batches"], state["over"]
-        self._continues = not self._is_over
+        self._continues, self._before, self._at_resume = not self._is_over, None, None
+        self.at_begin, self._early = state.get("at_begin"), None
 
     @property
     def epoch(self) -> int:
@@ -668,13 +771,48 @@ class Passes:
         """Batches taken of pass `epoch`."""
         return 0 if self._is_over else self.batches
 
-    def begun(self, read_ahead: ReadAhead) -> None:
-        """Count a pass: the program has asked for an iterator."""
+    def begun(self, read_ahead: ReadAhead, loader: Any) -> bool:
+        """Count a pass: the program asks the loader for an iterator; return whether it continues a saved pass."""
+        if self._before is not None and self._is_look():
+            self.passes, self.batches, self._is_over, self._continues = self._before
+            if self._continues:
+                # The look has used up what the loader was restored into.
+                loader.load_state_dict(self.state_of_loader)
+                if self._at_resume is not None:
+                    stateful.restore_random_states(self._at_resume)
+        self._before = (self.passes, self.batches, self._is_over, self._continues)
+        self._at_resume = stateful.random_states() if self._continues else None
         self._read_ahead = read_ahead
         read_ahead.begun()
-        if not self._continues:
+        self.iterators += 1
+        self._current = self.iterators
+        continues = self._continues
+        if not continues:
             self.passes, self.batches = self.passes + 1, 0
+            # A loader of nodes, whose samplers may be torch's plain ones.
+            self.at_begin = (self._early or stateful.random_states()) if hasattr(loader, "root") else None
+        self._early = None
         self._is_over = self._continues = False
+        return continues
+
+    def begun_early(self) -> None:
+        """Note that the loader begins its first pass to tell its state."""
+        self._early = stateful.random_states()
+
+    def asked(self, iterator: int) -> None:
+        """Warn of an iterator that is used after another one was begun, whose place is then the loader's state."""
+        if iterator == self._current:
+            return
+        warn_once(_WITHIN)
+        self._current = iterator
+        if self._before is not None:
+            self.passes, self.batches, self._is_over, _ = self._before
+            self._before = None
+
+    def _is_look(self) -> bool:
+        # The rest of an epoch may be empty.
+        now = self._read_ahead.now
+        return not (now.is_exhausted and not now.fetched) and self._read_ahead.is_look(beside=False)
 
     def fetched(self) -> None:
         """Count a batch."""
@@ -687,16 +825,54 @@ class Passes:
         self._read_ahead.exhausted()
 
 
-class ReadAhead:
-    """Batches of the current pass that were fetched and not trained with."""
+@dataclass(eq=False)
+class Fetches:
+    """What one pass has fetched, and what the program has trained with of it."""
 
-    def __init__(self, gradients: Gradients | None = None) -> None:
+    is_seen: bool = False
+    """Training would show: the steps of an optimizer are watched, and no other thread fetches."""
+    is_evaluation: bool = False
+    """The pass began with gradients disabled."""
+    mark: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Gradients at the last fetch before any training."""
+    fetched: int = 0
+    consumed: int = 0
+    ahead: int = 0
+    is_leading: bool = True
+    """The program has not trained in this pass yet."""
+    is_exhausted: bool = False
+    is_left: bool = False
+    """The program has left the pass before its end."""
+    steps_after_end: int = 0
+    at_steps: list[int] = field(default_factory=list)
+    """Numbers of batches fetched at the first two steps."""
+    trained: bool = False
+    """Trained, or called a companion, since the last fetch."""
+    stepped: bool = False
+    """Trained since the first fetch."""
+    trains: bool = False
+    """Trained between two fetches."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further batch is fetched."""
+        return self.is_exhausted or self.is_left
+
+
+class ReadAhead:
+    """Batches of the current pass that were fetched and not trained with, and whether the pass trains at all."""
+
+    def __init__(
+        self, gradients: Gradients | None = None, steps_are_seen: Callable[[], bool] = lambda: False
+    ) -> None:
         """Begin before the first pass.
 
         Args:
             gradients: Those of the training; None: the program does not train with the loader's manager.
+            steps_are_seen: Returns whether the steps of the training are reported.
         """
         self._gradients = gradients or Gradients()
+        self._steps_are_seen = steps_are_seen
         self._home = threading.get_ident()
         """Thread that has registered the loader."""
         self._steps_in: int | None = None
@@ -704,64 +880,72 @@ class ReadAhead:
         self._is_told = False
         self._is_doubtful = False
         """The position has been found unsure."""
-        self.begun()
-        self._mark: dict[int, tuple[Any, int]] = {}
+        self.now = Fetches()
+        """The current pass; another one may be put in its place."""
 
-    def begun(self) -> None:
+    def begun(self) -> Fetches:
         """Begin or continue a pass."""
-        self._fetched = 0
-        self._consumed = 0
-        self._ahead = 0
-        self._is_leading = True
-        """The program has not trained in this pass yet."""
-        self._is_exhausted = False
-        self._steps_after_end = 0
-        self._at_steps: list[int] = []
-        """Numbers of batches fetched at the first two steps."""
-        self._trained = False
+        torch = sys.modules.get("torch")
+        self.now = Fetches(
+            is_seen=self._steps_are_seen() and threading.get_ident() in (self._steps_in, self._home),
+            is_evaluation=torch is not None and not torch.is_grad_enabled(),
+            mark=self._gradients.mark(),
+        )
+        return self.now
 
     def asked(self) -> None:
         """Look at what has happened since the fetch before."""
-        if self._is_leading and self._fetched and not self._is_exhausted:
-            if self._trained or self._gradients.were_added(self._mark):
-                self._is_leading = False
+        now = self.now
+        if now.is_leading and now.fetched and not now.is_exhausted:
+            added = self._gradients.were_added(now.mark)
+            now.trains = now.trains or now.stepped or added
+            if now.trained or added:
+                now.is_leading = False
             elif self._gradients.are_known:
-                self._ahead += 1
-        if self._is_leading:
-            self._mark = self._gradients.mark()
-        self._trained = False
+                now.ahead += 1
+        now.trains = now.trains or (now.stepped and not now.is_exhausted)
+        if now.is_leading:
+            now.mark = self._gradients.mark()
+        now.trained = False
 
     def fetched(self) -> None:
         """Count a batch."""
-        self._fetched += 1
+        self.now.fetched += 1
 
     def exhausted(self) -> None:
         """Note that there was no further batch."""
-        self._is_exhausted = True
+        self.now.is_exhausted = True
 
-    def trained(self) -> None:
-        """Note that the batches fetched before are trained with, with or without a step."""
-        self._trained = True
+    def trained(self, *, surely: bool = True) -> None:
+        """Note that the batches fetched before are trained with, with or without a step.
+
+        Args:
+            surely: False for a call that also follows evaluations (a scheduler's).
+        """
+        self.now.trained = True
+        self.now.stepped = self.now.stepped or (surely and self.now.fetched > 0)
 
     def stepped(self) -> None:
         """Count a step of the run."""
+        now = self.now
         self.trained()
         self._steps_in = threading.get_ident()
-        self._steps_after_end += self._is_exhausted
-        if len(self._at_steps) < 2:
-            self._at_steps.append(self._fetched)
-        if self._is_told or not self._fetched:
+        now.steps_after_end += now.is_exhausted
+        if len(now.at_steps) < 2:
+            now.at_steps.append(now.fetched)
+        if self._is_told or not now.fetched:
             return
-        if self._ahead:
-            warn_once(_AHEAD % self._ahead)
+        if now.ahead:
+            warn_once(_AHEAD % now.ahead)
         # Where gradients are seen, this is a step with what was accumulated of the last batches.
-        if not self._gradients.are_known and (self._is_exhausted or self._ahead_by_steps() > 0):
+        if not self._gradients.are_known and (now.is_exhausted or self._ahead_by_steps() > 0):
             self._doubt()
 
     def consumed(self, batches: int) -> None:
         """Believe the program, which has trained with so many more batches of the pass or is about to."""
         self._is_told = True
-        self._consumed += batches
+        self.now.consumed += batches
+        self.now.stepped = True
 
     def is_foreign(self) -> bool:
         """Return whether batches are fetched by another thread than the one that trains; then none of its fetches is a boundary."""
@@ -772,26 +956,47 @@ class ReadAhead:
         self._doubt()
         return True
 
+    def is_look(self, *, beside: bool) -> bool:
+        """Return whether the program has only looked at the batches of the pass: nothing was trained with them.
+
+        Args:
+            beside: The pass began within another one, whose training may have gone on since.
+        """
+        now = self.now
+        if not now.is_seen or now.trains:
+            return False
+        return beside or now.is_evaluation or not (now.stepped or self._gradients.were_added(now.mark))
+
+    @property
+    def is_guess(self) -> bool:
+        """True if only steps tell of training, and gradients that were accumulated do not."""
+        return not self._gradients.are_known
+
     @property
     def is_sure(self) -> bool:
         """True if the position is that of the training."""
         if self._is_told:
             return True
         # Two batches before the first step: accumulated, or one read ahead?
-        first = not self._gradients.are_known and len(self._at_steps) == 1 and self._at_steps[0] > 1
+        first = not self._gradients.are_known and len(self.now.at_steps) == 1 and self.now.at_steps[0] > 1
         return not self._is_doubtful and not first
 
     @property
     def remaining(self) -> int:
         """Number of batches that were fetched and not trained with."""
+        return self.remaining_of(self.now)
+
+    def remaining_of(self, one: Fetches) -> int:
+        """Return the same of a pass."""
         if self._is_told:
-            return max(0, self._fetched - self._consumed)
-        per_step = self._at_steps[1] - self._at_steps[0] if len(self._at_steps) == 2 else 1
-        return max(0, min(self._fetched, self._ahead) - self._steps_after_end * max(1, per_step))
+            return max(0, one.fetched - one.consumed)
+        per_step = one.at_steps[1] - one.at_steps[0] if len(one.at_steps) == 2 else 1
+        return max(0, min(one.fetched, one.ahead) - one.steps_after_end * max(1, per_step))
 
     def _ahead_by_steps(self) -> int:
         """Return by how many batches the first step came later than the second."""
-        return 2 * self._at_steps[0] - self._at_steps[1] if len(self._at_steps) == 2 else 0
+        at = self.now.at_steps
+        return 2 * at[0] - at[1] if len(at) == 2 else 0
 
     def _doubt(self) -> None:
         self._is_doubtful = True

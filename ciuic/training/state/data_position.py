@@ -4,70 +4,150 @@ A `StatefulDataLoader` has a state_dict, which is better and is saved as that of
 counts only its passes). For any other loader the position consists of the number of passes begun, the number of
 batches taken in the current pass, and the states of the random generators when that pass began. To continue,
 restore those states, begin the same pass, skip the batches taken, and set the generators to their states at the snapshot. So the order is the same, and no batch
-comes twice or never. Random generators that the loader, its samplers or its data set hold are saved and
-restored together with those of the process. What the workers of a loader draw by themselves within a pass
+comes twice or never. Random generators that the loader, its samplers, data sets, transforms or `collate_fn` hold are
+saved and restored together with those of the process, as are numbers by which samplers count epochs. What the workers of a loader draw by themselves within a pass
 cannot be repeated.
 
 A pass that the program leaves by ``break`` is over when the next one begins. Until then it is unknown whether
 the program left the pass or the run ended: what happened after an earlier pass decides. Where there was none,
 or while an exception is being handled, the run is taken to have ended in the middle of the pass. Batches that the
 program has fetched and not trained with (`boundaries.ReadAhead`) count as not taken.
+
+A pass in which nothing is trained (a look at a batch, an evaluation on the training's data) is no epoch: it turns out
+when the next pass begins, and the position is again that of the epoch before. After a resume such a pass gets the
+next batches of the interrupted epoch, or, with gradients disabled, all batches; the epoch then continues as if it had
+not been, with the random generators of the snapshot. Between two epochs the looks that an undisturbed run would have
+made as well (those before or after each epoch) draw from the generators, and those at the start of the program do not.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, Final
 
-from ciuic.training.logs import log
+from ciuic.training.logs import log, warn_once
 from ciuic.training.state import stateful
-from ciuic.training.state.boundaries import ReadAhead, override
+from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, override
 from ciuic.training.state.stateful import load_into, state_of
 
-# Attributes of a loader that may hold random generators, and how deep they may be nested.
-_PARTS: Final = ("sampler", "batch_sampler", "dataset", "data_source")
-_MAX_DEPTH: Final = 4
+# Attributes of a loader that may hold random generators.
+_PARTS: Final = ("sampler", "batch_sampler", "dataset", "data_source", "collate_fn", "pipeline")
+_SAMPLERS: Final = ("sampler", "batch_sampler")
+# How deep generators may be nested, and how much is looked at: this is done at each boundary. A longer container
+# is taken for data.
+_MAX_DEPTH: Final = 10
+_MAX_OBJECTS: Final = 500
+_MAX_ITEMS: Final = 64
+
+
+_HINT: Final = (
+    "for a look or an evaluation use a loader of its own: `look = DataLoader({0}.dataset, batch_size={0}.batch_size)` "
+    "and `for batch in look: …`"
+)
+_COUNTED: Final = (
+    "a pass over {0} that ended after one batch counts as an epoch, which a resumed run does not repeat: no registered "
+    "optimizer shows whether the program trained; "
+) + _HINT
+_NOT_COUNTED: Final = (
+    "a pass over {0} in which no step was taken does not count as an epoch: if the program only accumulates gradients "
+    "in it, a resumed run repeats it; "
+) + _HINT
+_NESTED: Final = (
+    "a resume is not exact: {0} is iterated within another pass over it, in a way that a resume cannot repeat; "
+) + _HINT
+_REPEATED: Final = (
+    "not resumed exactly: the snapshot was taken at the end of an epoch, and the program has begun without the look at "
+    "{0} that came first when it was new: one epoch comes too many; "
+) + _HINT
+_IN_WORKERS: Final = (
+    "a resume would not be exact: persistent workers of {0} have random generators of their own ({1}), whose states cannot be "
+    "read: use persistent_workers=False, or draw from the global generators"
+)
+_UNKNOWN_LOOKS: Final = (
+    "perhaps not resumed exactly: whether the program looks at {0} before each epoch or only at its start is not known "
+    "after one epoch, and the order of the next epochs follows from it; "
+) + _HINT
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One iteration over a loader, or a saved one that is to be continued."""
+
+    number: int = 0
+    """Epochs begun so far, including this one."""
+    batches: int = 0
+    """Batches taken."""
+    at_begin: dict[str, Any] | None = None
+    own_at_begin: dict[str, Any] = field(default_factory=dict)
+    before: _Pass | None = None
+    """The position if this pass turns out to be no epoch."""
+    fetches: Fetches = field(default_factory=Fetches)
+    is_over: bool = True
+    """There is no further batch, or the program takes none."""
+    was_left: bool = False
+    """The program takes no more batches, and there may be more."""
+    handled: BaseException | None = None
+    """Exception that was being handled when the pass began."""
+    had_workers: bool = False
+    """Persistent workers had been created before the pass began."""
+    looks: int = 0
+    """Passes since this one that were no epochs."""
+    looks_before: int | None = None
+    """The same number for the epoch before this one; None: this one is the first."""
+    is_loaded: bool = False
+    at_resume: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """Of a saved pass: the generators right after the resume, those of the process and the loader's own."""
+    looks_here: int = 0
+    """Of a saved pass: those of its `looks` that came after the resume."""
+
+    @property
+    def is_pending(self) -> bool:
+        """True if the rest of a saved pass comes next."""
+        return self.is_loaded and not self.is_over
+
+    @property
+    def is_open(self) -> bool:
+        """True if the program may take a further batch from the iterator."""
+        return not (self.is_loaded or self.is_over)
 
 
 class Position:
     """Position in one loader, whose passes and batches are counted from now on."""
 
-    def __init__(
-        self, loader: Any, ask: Callable[[], None] = lambda: None, ended: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, loader: Any, ask: Callable[[], None] = lambda: None) -> None:
         """Count the passes and batches of a loader.
 
         Args:
             loader: The loader; its class is replaced by a subclass.
             ask: Called before each batch is fetched.
-            ended: Called when there is no further batch.
 
         Raises:
             TypeError: The class of the loader cannot be derived from.
         """
-        self.passes = 0
-        """Passes begun so far, including the current one."""
-        self.batches = 0
-        """Batches taken of the current pass."""
-        self._at_begin: dict[str, Any] | None = None
-        self._own_at_begin: dict[str, Any] = {}
-        self._broken_off = False
-        """The program takes no more batches of the current pass."""
+        self._now = _Pass()
         self._breaks_off = False
-        """The program has left an earlier pass before its end, and begun the next."""
-        self._handled_at_begin: BaseException | None = None
-        """Exception that was being handled when the pass began."""
+        """The program has left an earlier epoch before its end, and begun the next."""
+        self._begins = False
+        """The next pass is about to begin."""
+        self._first_looks = 0
+        """Passes before the first epoch."""
         self._loader = loader
-        self._resume: dict[str, Any] | None = None
+        self._name = ""
         self._ask = ask
-        self._ended = ended
+        self._ended: Callable[[], None] = lambda: None
         self._read_ahead = ReadAhead()
-        self._is_exhausted = False
-        """There was no further batch in the current pass."""
+        self._numbers = {path: one.get_state() for path, one in _counts(_walk(loader)).items()}
+        """Numbers that the samplers held at first."""
+        self._counting: set[str] = set()
+        """Those that have changed since: others are settings, which a resumed program may choose anew."""
         position = self
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,138 +159,390 @@ class Position:
         if not override(loader, "__iter__", make):
             raise TypeError(f"{type(loader).__qualname__} is a class that nothing can be derived from")
 
-    def tell(self, ask: Callable[[], None], ended: Callable[[], None], read_ahead: ReadAhead) -> None:
-        """Replace the callbacks of the constructor, and take the batches that are read ahead as not taken."""
-        self._ask, self._ended, self._read_ahead = ask, ended, read_ahead
+    def watch(self, boundaries: Boundaries, name: str) -> None:
+        """Report each fetch, and take the batches that are read ahead as not taken.
+
+        Args:
+            boundaries: Told of fetches; tells of steps.
+            name: What warnings call the loader.
+        """
+        read_ahead = boundaries.watch_fetches()
+        self._read_ahead, self._name, self._ended = read_ahead, name, boundaries.ended
+        self._ask = lambda: boundaries.asked(read_ahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; exact at a boundary of two steps."""
-        # Left by `break`, and so was a pass before: then the program goes on to the next pass. While an
+        shown = self._epoch()
+        leaves = self._breaks_off or _follows_left(shown) or (self._begins and shown.was_left)
+        # Left by `break`, and so was an epoch before: then the program goes on to the next one. While an
         # exception is handled, the run has ended in the middle.
-        over = self._broken_off and self._breaks_off and sys.exc_info()[1] is self._handled_at_begin
+        over = shown.was_left and (
+            self._begins or shown is not self._now or (leaves and sys.exc_info()[1] is shown.handled)
+        )
         # What was read ahead is trained with after the end of the pass.
-        remaining = self._read_ahead.remaining
-        over = over or (self._is_exhausted and not remaining)
+        remaining = self._read_ahead.remaining_of(shown.fetches)
+        over = over or (shown.is_over and not shown.was_left and not remaining)
         state = {
-            "passes": self.passes,
-            "batches": self.batches - remaining,
-            "at_begin": None if over else self._at_begin,
-            "leaves": self._breaks_off,
+            "passes": shown.number,
+            "batches": shown.batches - remaining,
+            "at_begin": None if over else shown.at_begin,
+            "leaves": leaves,
+            "workers": self._has_workers() if over else shown.had_workers,
+            "looks": shown.looks + (shown is not self._now and shown.is_over),
+            "looks_before": shown.looks_before,
+            "first_looks": self._first_looks,
         }
         if not self._read_ahead.is_sure:
             state["unsure"] = True
         # A loader with a generator of its own would otherwise be resumed in another order.
-        own = own_generators(self._loader)
+        own = self._own()
         if own:
-            state |= {"own": _states(own), "own_at_begin": self._own_at_begin}
+            self._warn_of_workers(own)
+            self._counting |= {
+                path
+                for path, number in self._numbers.items()
+                if path in own and own[path].get_state() != number
+            }
+            state |= {"own": self._changing(_states(own)), "own_at_begin": self._changing(shown.own_at_begin)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass continue at a saved position."""
-        self.passes, self.batches = state["passes"], state["batches"]
-        self._at_begin, self._own_at_begin = state["at_begin"], state.get("own_at_begin", {})
-        self._broken_off, self._breaks_off = False, state.get("leaves", False)
-        self._resume = state if state["at_begin"] is not None else None
+        self._now = _Pass(
+            number=state["passes"],
+            batches=state["batches"],
+            at_begin=state["at_begin"],
+            own_at_begin=state.get("own_at_begin", {}),
+            is_over=state["at_begin"] is None,
+            had_workers=state.get("workers", state["passes"] > (state["at_begin"] is not None)),
+            looks=state.get("looks", 0),
+            looks_before=state.get("looks_before"),
+            is_loaded=True,
+        )
+        self._breaks_off, self._first_looks = state.get("leaves", False), state.get("first_looks", 0)
         if state.get("unsure"):
             log.warning(
                 "ciuic: not resumed exactly: whether the run had trained with all of the %d batches that it had fetched is "
                 "not known: call manager.consumed() for each batch that the program takes from its prefetcher",
-                self.batches,
+                state["batches"],
             )
-        _restore(own_generators(self._loader), state.get("own", {}))
+        self._counting |= state.get("own", {}).keys() & self._numbers.keys()
+        _restore(self._own(), state.get("own", {}))
 
-    def _make_workers(
-        self, begin: Callable[[], Iterator[Any]], own: dict[str, Any], *, passes_before: int
-    ) -> None:
+    @property
+    def passes(self) -> int:
+        """Epochs begun so far, including the current one."""
+        return self._epoch().number
+
+    @property
+    def epoch(self) -> int:
+        """Epoch to continue with right after `load_state_dict`: the interrupted one, or the next."""
+        return self._now.number - 1 if self._now.is_pending else self._now.number
+
+    @property
+    def taken(self) -> int:
+        """Batches taken of epoch `epoch`."""
+        return self._now.batches if self._now.is_pending else 0
+
+    def _own(self) -> dict[str, Any]:
+        """Return what the loader holds and changes by itself: random generators, and numbers of samplers."""
+        parts = list(_walk(self._loader))
+        return {path: one for path, one in parts if _is_generator(one)} | _counts(parts)
+
+    def _changing(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            path: state
+            for path, state in states.items()
+            if path not in self._numbers or path in self._counting
+        }
+
+    def _warn_of_workers(self, own: Mapping[str, Any]) -> None:
+        """Warn of generators whose copies live in workers for longer than an epoch, out of reach."""
+        loader = self._loader
+        held = [one for one in own if one.split(".")[0] in ("dataset", "collate_fn")]
+        if held and getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
+            warn_once(_IN_WORKERS.format(self._name or "the loader", ", ".join(held[:3])))
+
+    def _is_look(self, *, ends: bool) -> bool:
+        """Return whether the program only looks at the batches of the current pass.
+
+        Args:
+            ends: No step can follow with its batches. Otherwise it may while the pass goes on.
+        """
+        now, before = self._now, self._now.before
+        if before is None:
+            return False
+        # The rest of a saved epoch may be empty.
+        is_rest = before.is_pending and now.number == before.number
+        if is_rest and now.fetches.is_exhausted and not now.fetches.fetched:
+            return False
+        if not (ends or now.is_over or before.is_open):
+            return False
+        return self._read_ahead.is_look(beside=before.is_open)
+
+    def _epoch(self) -> _Pass:
+        """Return the current pass, or the one before it while nothing is trained with the current one."""
+        now = self._now
+        return now.before if now.before is not None and self._is_look(ends=self._begins) else now
+
+    def _settle(self) -> _Pass:
+        """Return the last epoch, after which another pass begins."""
+        now = self._now
+        before = now.before
+        if before is None:
+            return now
+        if not self._is_look(ends=True):
+            if before.is_pending and now.number != before.number:
+                warn_once(_REPEATED.format(self._name))
+            self._breaks_off = self._breaks_off or _follows_left(now)
+            now.before = None
+            return now
+        if self._read_ahead.is_guess:
+            warn_once(_NOT_COUNTED.format(self._name))
+        if not before.is_open:
+            self._count_look(before, 1)
+        return before
+
+    def _count_look(self, before: _Pass, number: int) -> None:
+        before.looks, before.looks_here = before.looks + number, before.looks_here + number
+        if not before.number:
+            self._first_looks = before.looks
+
+    def _return_to(self, one: _Pass) -> None:
+        """Make a pass the current one again, after one that began within it."""
+        within, self._now = self._now, one
+        is_inexact, before = within.fetches.trains, one.before
+        if before is not None and before is within.before:
+            # Until its first step it was taken for a look before the other one.
+            self._count_look(before, -1)
+            is_inexact = is_inexact or before.is_pending
+        if self._name and is_inexact:
+            warn_once(_NESTED.format(self._name))
+        self._read_ahead.now = one.fetches
+        if within.fetches.stepped:
+            self._read_ahead.trained()
+
+    def _continues(self, base: _Pass, fetches: Fetches) -> bool:
+        """Return whether the pass that begins is the rest of a saved epoch."""
+        # An evaluation takes all batches, and leaves the rest to the training.
+        if not base.is_pending or (fetches.is_seen and fetches.is_evaluation):
+            return False
+        # Of an empty rest nobody can look at a batch, and the program is taken to begin as it did at first.
+        length: float = math.inf
+        with suppress(TypeError):
+            length = len(self._loader)
+        return base.batches < length or base.looks_here >= self._first_looks or not fetches.is_seen
+
+    def _has_workers(self) -> bool:
+        return getattr(self._loader, "_iterator", None) is not None
+
+    def _make_workers(self, begin: Callable[[], Iterator[Any]], own: dict[str, Any], base: _Pass) -> None:
         """Create persistent workers without a trace in the random generators."""
         loader = self._loader
         persist = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0)
         # Only the first pass of a loader with persistent workers creates them, and draws random numbers for
         # it. A resumed process does so in a later pass, which drew none in the original run.
-        if passes_before and persist and getattr(loader, "_iterator", loader) is None:
+        if base.is_loaded and base.had_workers and persist and not self._has_workers():
             before, own_before = stateful.random_states(), _states(own)
             begin()
             stateful.restore_random_states(before)
             _restore(own, own_before)
 
-    @property
-    def epoch(self) -> int:
-        """Pass to continue with right after `load_state_dict`: the interrupted one, or the next."""
-        return self.passes - 1 if self._resume is not None else self.passes
+    def _rewind(self, base: _Pass, own: dict[str, Any], *, continues: bool) -> None:
+        """Take back what was drawn since the resume for looks that the run had made before the snapshot."""
+        if base.at_resume is None:
+            base.at_resume = (stateful.random_states(), _states(own))
+            return
+        if continues or (not base.is_pending and 0 < base.looks_here == self._extra_looks(base)):
+            stateful.restore_random_states(base.at_resume[0])
+            _restore(own, base.at_resume[1])
 
-    @property
-    def taken(self) -> int:
-        """Batches taken of pass `epoch`."""
-        return self.batches if self._resume is not None else 0
+    def _extra_looks(self, base: _Pass) -> int:
+        """Return how many looks after a resume between two epochs an undisturbed run would not have made."""
+        looks_saved = base.looks - base.looks_here
+        if not base.number:
+            return looks_saved
+        if self._first_looks and base.looks_before is None:
+            warn_once(_UNKNOWN_LOOKS.format(self._name))
+        # A program begins with the same looks again, of which some come with every epoch.
+        to_come = 0 if base.looks_before is None else base.looks_before - looks_saved
+        return self._first_looks - to_come
+
+    def _begin(self, begin: Callable[[], Iterator[Any]], base: _Pass) -> Iterator[Any]:
+        """Begin a pass after the last epoch, or continue that."""
+        own, fetches = self._own(), self._read_ahead.begun()
+        continues = self._continues(base, fetches)
+        if base.is_loaded:
+            self._rewind(base, own, continues=continues)
+        now = self._now = _Pass(
+            number=base.number if continues else base.number + 1,
+            before=base,
+            fetches=fetches,
+            is_over=False,
+            handled=sys.exc_info()[1],
+            had_workers=base.had_workers if continues else self._has_workers(),
+            looks_before=base.looks_before if continues else (base.looks if base.number else None),
+        )
+        self._make_workers(begin, own, base)
+        at_now, own_now = stateful.random_states(), _states(own)
+        if not continues:
+            now.at_begin, now.own_at_begin = at_now, own_now
+            return begin()
+        now.batches, now.at_begin, now.own_at_begin = base.batches, base.at_begin, base.own_at_begin
+        assert base.at_begin is not None
+        # The order of a pass follows from the generators as they were at its beginning.
+        stateful.restore_random_states(base.at_begin)
+        _restore(own, base.own_at_begin)
+        batches = begin()
+        _skip(batches, base.batches)
+        # Now to the states of the snapshot, from which the run itself went on to draw.
+        stateful.restore_random_states(at_now)
+        _restore(own, own_now)
+        return batches
 
     def _pass(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        resume, self._resume = self._resume, None
-        own = own_generators(self._loader)
-        self._is_exhausted = False
-        if resume is None:
-            self._breaks_off = self._breaks_off or self._broken_off
+        around = self._now
+        base = self._now = self._settle()
+        is_announced = not base.is_pending
+        # Within another pass it may be a look, from which no program continues.
+        if is_announced and not base.is_open:
             # However the pass before ended, it is over; `ask` may take a snapshot that must know so.
-            self._at_begin = None
-            self._ask()
-            self._make_workers(begin, own, passes_before=self.passes)
-            self.passes += 1
-            self.batches, self._at_begin, self._own_at_begin = 0, stateful.random_states(), _states(own)
-            batches = begin()
-        else:
-            self._make_workers(begin, own, passes_before=self.passes - 1)
-            at_snapshot, own_at_snapshot = stateful.random_states(), _states(own)
-            # The order of a pass follows from the generators as they were at its beginning.
-            stateful.restore_random_states(resume["at_begin"])
-            _restore(own, resume.get("own_at_begin", {}))
-            batches = begin()
-            _skip(batches, resume["batches"])
-            # Now to the states of the snapshot, from which the run itself went on to draw.
-            stateful.restore_random_states(at_snapshot)
-            _restore(own, own_at_snapshot)
-        self._read_ahead.begun()
-        number, self._broken_off, self._handled_at_begin = self.passes, False, sys.exc_info()[1]
-        while True:
-            # The first batch of a pass was announced above, before the pass counted.
-            if self.batches or resume is not None:
+            self._begins = True
+            try:
                 self._ask()
+            finally:
+                self._begins = False
+        batches = self._begin(begin, base)
+        now = self._now
+        follows_one = bool(self._name) and base.was_left and base.batches == 1 and not base.fetches.is_seen
+        while True:
+            if self._now is not now:
+                self._return_to(now)
+            # The first batch of a pass was announced above, before the pass counted.
+            if not is_announced:
+                self._read_ahead.asked()
+                self._ask()
+            is_announced = False
             try:
                 batch = next(batches)
             except StopIteration:
                 # A snapshot from here on resumes into the next pass, unless batches were read ahead.
-                self._is_exhausted = True
+                now.is_over = True
                 self._read_ahead.exhausted()
-                self._ended()
+                if not self._leave(now, around):
+                    self._ended()
                 return
-            self.batches += 1
+            now.batches += 1
             self._read_ahead.fetched()
+            if follows_one and now.batches > 1:
+                warn_once(_COUNTED.format(self._name))
             try:
                 yield batch
             # `break`, or an exception, in the program's loop; a generator of an earlier pass may be closed
             # late.
             except GeneratorExit:
-                self._broken_off = self._broken_off or number == self.passes
+                now.is_over = now.was_left = now.fetches.is_left = True
+                self._leave(now, around)
                 raise
+
+    def _leave(self, one: _Pass, around: _Pass) -> bool:
+        """Return to the pass within which the program has looked at batches; return whether it has."""
+        if one is not self._now or not around.is_open or not self._is_look(ends=True):
+            return False
+        self._return_to(around)
+        return True
+
+
+def _follows_left(one: _Pass) -> bool:
+    return one.before is not None and one.before.was_left
 
 
 def own_generators(loader: Any) -> dict[str, Any]:
-    """Return the random generators that a loader, its samplers and its data set hold, by attribute path."""
-    found: dict[str, Any] = {}
+    """Return the random generators that a loader, its samplers, data sets, transforms and `collate_fn` hold.
+
+    Returns:
+        Each generator by the path of attributes, items of containers and variables of closures that leads to it.
+    """
+    return {path: value for path, value in _walk(loader) if _is_generator(value)}
+
+
+def _walk(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the parts of a loader consist of, each object once, with its path."""
+    seen = {id(loader)}
+    for name, value in _members(loader):
+        if name.lstrip("_") in _PARTS or _is_generator(value):
+            # A large part leaves room for the others.
+            yield from _walk_within(name, value, 1, seen, len(seen) + _MAX_OBJECTS)
+
+
+def _walk_within(path: str, value: Any, depth: int, seen: set[int], limit: int) -> Iterator[tuple[str, Any]]:
     # Samplers refer to their data set, which may refer back.
-    seen: set[int] = set()
-    _find_generators(loader, "", 0, found, seen)
-    return found
-
-
-def _find_generators(holder: Any, path: str, depth: int, found: dict[str, Any], seen: set[int]) -> None:
-    if id(holder) in seen or depth > _MAX_DEPTH:
+    if id(value) in seen or len(seen) > limit or depth > _MAX_DEPTH:
         return
-    seen.add(id(holder))
-    for name, value in list(getattr(holder, "__dict__", {}).items()):
-        if id(value) not in seen and _is_generator(value):
-            seen.add(id(value))
-            found[f"{path}{name}"] = value
-        elif name.lstrip("_") in _PARTS:
-            _find_generators(value, f"{path}{name}.", depth + 1, found, seen)
+    seen.add(id(value))
+    yield path, value
+    if not _is_generator(value):
+        for name, member in _members(value):
+            yield from _walk_within(f"{path}.{name}", member, depth + 1, seen, limit)
+
+
+def _members(value: Any) -> list[tuple[str, Any]]:
+    """Return what an object holds, as far as that may lead to a random generator."""
+    found: list[tuple[str, Any]] = []
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        found = [(str(key), item) for key, item in items] if len(items) <= _MAX_ITEMS else []
+    elif isinstance(value, FunctionType):
+        # The cell of a variable that has no value yet is empty.
+        names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        found = [(name, cell.cell_contents) for name, cell in names if _is_filled(cell)]
+    elif isinstance(value, MethodType):
+        found = [("__self__", value.__self__)]
+    elif isinstance(value, partial):
+        found = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    else:
+        # Not by getattr, with which a proxy may load what it stands for.
+        with suppress(AttributeError):
+            found = list(object.__getattribute__(value, "__dict__").items())
+    # An iterator of a loader has queues and processes.
+    return [(name, one) for name, one in found if not isinstance(one, _LEAVES) and name != "_iterator"]
+
+
+# Modules and classes lead to the whole program.
+_LEAVES: Final = (int, float, complex, str, bytes, NoneType, ModuleType, type)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+class _Count:
+    """A number that a sampler may count its epochs with."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self._holder, self._name = holder, name
+
+    def get_state(self) -> int:
+        """Return the number."""
+        return int(vars(self._holder)[self._name])
+
+    def set_state(self, state: int) -> None:
+        """Replace the number."""
+        vars(self._holder)[self._name] = state
+
+
+def _counts(parts: Iterable[tuple[str, Any]]) -> dict[str, _Count]:
+    """Return the numbers that the samplers hold that are among the parts of a loader, by path."""
+    return {
+        f"{path}.{name}": _Count(holder, name)
+        for path, holder in parts
+        if path.split(".")[0] in _SAMPLERS
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if type(value) is int
+    }
 
 
 def _is_generator(value: Any) -> bool:
@@ -253,5 +585,6 @@ def is_plain_loader(value: object) -> bool:
         hasattr(value, "__iter__")
         and not isinstance(value, (dict, list))
         and not callable(getattr(value, "state_dict", None))
-        and (hasattr(value, "dataset") or hasattr(value, "__len__"))
+        # A WebLoader has neither, and is an IterableDataset of torch's.
+        and (hasattr(value, "dataset") or hasattr(value, "__len__") or hasattr(value, "pipeline"))
     )

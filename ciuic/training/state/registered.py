@@ -12,7 +12,7 @@ from ciuic.training.logs import log, warn_once
 from ciuic.training.state.boundaries import Boundaries, Passes
 from ciuic.training.state.data_position import Position, is_plain_loader
 from ciuic.training.state.rank_state import digest_of
-from ciuic.training.state.stateful import copied, is_module, state_access, state_of
+from ciuic.training.state.stateful import copied, is_loader, is_module, state_access, state_of
 
 
 class Registered:
@@ -139,12 +139,12 @@ class Registered:
         boundaries = self._boundaries
         # An integration may have made the position itself.
         if isinstance(value, Position):
-            value.tell(boundaries.asked, boundaries.ended, boundaries.read_ahead)
+            value.watch(boundaries, name)
             self.position, self.has_position = value, True
             return value
         if is_plain_loader(value):
             self.position, self.has_position = Position(value), True
-            self.position.tell(boundaries.asked, boundaries.ended, boundaries.read_ahead)
+            self.position.watch(boundaries, name)
             return self.position
         # Raises for what has no state, before anything of the object is changed.
         state_access(value, name)
@@ -158,8 +158,8 @@ class Registered:
         if hasattr(value, "param_groups"):
             boundaries.watch_optimizer(value)
             self._watch_optimizer(value)
-        # A StatefulDataLoader, which has a state of its own.
-        elif hasattr(value, "__iter__") and hasattr(value, "dataset"):
+        # A StatefulDataLoader or nodes.Loader, which has a state of its own.
+        elif is_loader(value):
             passes = Passes()
             if boundaries.watch_loader(value, passes):
                 self.passes, self.has_position = passes, True
@@ -187,11 +187,7 @@ def _check_values(value: Any, name: str) -> None:
     """
     distributed = sys.modules.get("torch.distributed")
     together = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if (
-        together
-        or hasattr(value, "get_weights")
-        or (hasattr(value, "dataset") and hasattr(value, "__iter__"))
-    ):
+    if together or hasattr(value, "get_weights") or is_loader(value):
         return
     try:
         state = state_of(value, name)

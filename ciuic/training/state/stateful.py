@@ -134,6 +134,12 @@ def has_state(value: object) -> bool:
     return True
 
 
+def is_loader(value: object) -> bool:
+    """Return whether a value with a state is a loader of data: asking for its state may begin a pass."""
+    # torchdata's nodes.Loader has a root node in place of a data set.
+    return hasattr(value, "__iter__") and (hasattr(value, "dataset") or hasattr(value, "root"))
+
+
 def state_of(value: object, name: str) -> Any:
     """Return the state of an object, for `load_into`.
 
@@ -318,7 +324,7 @@ class Undo:
             return
         # A loader of data may start its workers when it is asked for its state, so its attributes are kept
         # instead: loading replaces them and changes none of them in place.
-        if hasattr(value, "__iter__") and hasattr(value, "dataset"):
+        if is_loader(value):
             attributes = dict(vars(value))
             self._steps.append(lambda: _restore_attributes(value, attributes))
             return

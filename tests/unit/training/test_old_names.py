@@ -14,6 +14,7 @@ from support.leftovers import training_writer
 import ciuic.training
 from ciuic import SnapshotManager
 from ciuic.training import ManagerOptions
+from ciuic.training.arguments import OldKeywords
 from ciuic.training.ranks import Ranks
 
 
@@ -90,7 +91,7 @@ def test_old_keywords_are_fields_of_the_options_and_warn(
     ):
         assert (_niceness_of_writer(manager), met) == (7, [])
     assert [one.filename for one in warned] == [__file__]
-    old = {name: getattr(ManagerOptions(), name) for name in ManagerOptions.__dataclass_fields__}
+    old = {name: getattr(ManagerOptions(), name) for name in OldKeywords.__annotations__}
     with (
         pytest.warns(
             DeprecationWarning, match="nice=…, distributed=…, agree=…, heartbeat_seconds=…, overlap="

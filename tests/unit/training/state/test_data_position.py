@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.late_modules import LateModule, torch
 
 from ciuic.training.format.structure import pack, unpack
 from ciuic.training.state import stateful
-from ciuic.training.state.data_position import Position
+from ciuic.training.state.data_position import Position, own_generators
 
 data: Any = LateModule("torch.utils.data")
 _SIZE = 11
@@ -50,6 +52,63 @@ class Noisy:
         return at + self.rng.random()
 
 
+class Jitter:
+    """Transform, or `collate_fn`, that draws."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, list):
+            value = torch.tensor(value)
+        return value + float(self.rng.random())
+
+
+class Transformed:
+    """Data set with a list of transforms."""
+
+    def __init__(self, *transforms: Callable[[Any], Any]) -> None:
+        self.transforms = list(transforms)
+
+    def __len__(self) -> int:
+        return _SIZE
+
+    def __getitem__(self, at: int) -> Any:
+        value: Any = float(at)
+        for one in self.transforms:
+            value = one(value)
+        return value
+
+
+class Counting:
+    """Sampler whose order follows from the number of its epoch, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(_SIZE), _SIZE))
+
+    def __len__(self) -> int:
+        return _SIZE
+
+
+def _in_closure(rng: random.Random) -> Callable[[list[float]], Any]:
+    def collate(values: list[float]) -> Any:
+        return torch.tensor(values) + rng.random()
+
+    return collate
+
+
+def _collated(collate: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: data.DataLoader(range(_SIZE), batch_size=2, collate_fn=collate())
+
+
+def _of(dataset: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: data.DataLoader(dataset(), batch_size=2, shuffle=True)
+
+
 def _generator() -> Any:
     return torch.Generator().manual_seed(5)
 
@@ -72,6 +131,16 @@ LOADERS: dict[str, Callable[[], Any]] = {
     ),
     "numpy's": lambda: data.DataLoader(range(_SIZE), batch_size=2, sampler=Shuffled(7)),
     "noisy data": lambda: data.DataLoader(Noisy(), batch_size=2, shuffle=True),
+    "transforms": _of(lambda: Transformed(abs, Jitter(np.random.default_rng(3)), Jitter(random.Random(4)))),
+    "a bound method": _of(lambda: Transformed(Jitter(random.Random(4)).__call__)),
+    "parts": _of(lambda: data.ConcatDataset([data.Subset(Noisy(), range(5)), Noisy()])),
+    "collate_fn": _collated(lambda: Jitter(random.Random(6))),
+    "collate_fn of partial": _collated(lambda: functools.partial(Jitter(random.Random(6)))),
+    "collate_fn in a closure": _collated(lambda: _in_closure(random.Random(7))),
+    "counts epochs": lambda: data.DataLoader(range(_SIZE), batch_size=2, sampler=Counting()),
+    "counts epochs within": lambda: data.DataLoader(
+        range(_SIZE), batch_sampler=data.BatchSampler(Counting(), 3, False)
+    ),
 }
 
 
@@ -176,6 +245,34 @@ def test_an_earlier_pass_decides_whether_an_abandoned_one_is_over() -> None:
             raise ValueError("the training fails")
     except ValueError:
         assert run.position.state_dict()["at_begin"] is not None
+
+
+def test_settings_of_a_sampler_are_those_of_the_new_program() -> None:
+    """Only numbers that have changed since they were watched are restored, not a size that a program chose anew."""
+    states: list[Any] = []
+    for size in (2, 3):
+        loader = data.DataLoader(range(_SIZE), batch_sampler=data.BatchSampler(Counting(), size, False))
+        position = Position(loader)
+        if states:
+            position.load_state_dict(states[0])
+        next(iter(loader))
+        states.append(position.state_dict())
+        assert (loader.batch_sampler.batch_size, loader.batch_sampler.sampler.epoch) == (size, 1)
+
+
+def test_generators_in_workers_that_persist_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Their states are out of reach, and the log names where they are."""
+    for workers in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
+        assert not caplog.records
+        Position(data.DataLoader(Noisy(), **workers)).state_dict()
+    assert "dataset.rng" in caplog.text
+
+
+def test_what_leads_back_or_is_large_is_no_burden() -> None:
+    """An object that refers to itself ends, and data is not searched."""
+    noisy: Any = Noisy()
+    noisy.itself, noisy.items = [noisy], [random.Random(at) for at in range(1000)]
+    assert set(own_generators(data.DataLoader(noisy))) == {"dataset.rng"}
 
 
 if __name__ == "__main__":
