@@ -14,6 +14,7 @@ NEEDED: Final = {
     "lightning_fit": "lightning",
     "keras_fit": "keras",
     "ddp": "torch",
+    "ddp@4": "torch",
     "fsdp": "torch",
 }
-"""The module of the framework that each case needs, by case."""
+"""The module of the framework that each case needs, by case; ``@`` and a number: the case on so many ranks."""
