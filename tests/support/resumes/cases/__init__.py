@@ -16,5 +16,7 @@ NEEDED: Final = {
     "ddp": "torch",
     "ddp@4": "torch",
     "fsdp": "torch",
+    "tensor_parallel": "torch",
+    "accelerate_loop": "accelerate",
 }
 """The module of the framework that each case needs, by case; ``@`` and a number: the case on so many ranks."""
