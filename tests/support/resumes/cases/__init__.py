@@ -15,6 +15,7 @@ NEEDED: Final = {
     "keras_fit": "keras",
     "ddp": "torch",
     "ddp@4": "torch",
+    "flax_loop": "flax",
     "fsdp": "torch",
     "tensor_parallel": "torch",
     "accelerate_loop": "accelerate",
