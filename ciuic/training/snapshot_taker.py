@@ -42,7 +42,7 @@ from ciuic.training.results import Save, SaveResult
 from ciuic.training.save_pipeline import GatheredState, NotStaged, SavePipeline
 from ciuic.training.save_schedule import SaveSchedule
 from ciuic.training.state import rank_state, stateful
-from ciuic.training.state.rank_state import BoundaryState, RankState, TooLarge
+from ciuic.training.state.rank_state import BoundaryState, RankState, TooDifferent
 from ciuic.training.state.registered import Registered
 from ciuic.training.state.stateful import unregistered
 from ciuic.training.trackers import TrackerFeeds
@@ -573,11 +573,11 @@ class SnapshotTaker:
                 raise RankMismatch(
                     "save_snapshot must be called on every rank, because each has a part of the state"
                 )
-        except (RankMismatch, TooLarge) as error:
+        except (RankMismatch, TooDifferent) as error:
             # Rank 0 alone still has a state to save, unless each rank has a part of it, or is there and has its own.
             if isinstance(error, PartLost):
                 return RanksApart(f"what is each rank's own cannot be had: {error}")
-            if self._is_sharded or isinstance(error, TooLarge):
+            if self._is_sharded or isinstance(error, TooDifferent):
                 return RanksApart(str(error))
             self._pipeline.outcome(str(error))
             return None
@@ -587,7 +587,7 @@ class SnapshotTaker:
         """Gather the ranks' states where rank 0 may be alone, as `gather_parts` does.
 
         Raises:
-            TooLarge: the ranks differ in more than can be sent.
+            TooDifferent: the ranks differ in more than can be sent.
             RankMismatch: another rank cannot be reached or sent something else.
         """
         objects = self._registered.objects
@@ -638,7 +638,7 @@ class SnapshotTaker:
                 wanted = rank_state.wanted(parts)
             except RankMismatch as error:
                 problem = f"the other ranks are gone: {error}"
-            except TooLarge as error:
+            except TooDifferent as error:
                 problem = str(error)
             # Also after an error: the other ranks come to it.
             asked = ranks.exchange([wanted.get(rank, []) for rank in range(ranks.world_size)])[0]
@@ -673,7 +673,7 @@ class SnapshotTaker:
                 self._pipeline.count_skip(is_logged=True)
                 self._skipped = _SkippedSave(self._run.step, SnapshotSpec(_AT_END), None)
             return found or []
-        except (RankMismatch, TooLarge, OSError) as error:
+        except (RankMismatch, TooDifferent, OSError) as error:
             return RanksApart(str(error))
 
     # -- snapshots

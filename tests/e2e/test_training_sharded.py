@@ -14,6 +14,7 @@ from ciuic import SnapshotManager
 from ciuic.repository import Repository
 from ciuic.training.writer.housekeeping import read_back
 
+pipelined_training: Any = LateModule("support.pipelined_training")
 sharded_training: Any = LateModule("support.sharded_training")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,3 +50,15 @@ def test_a_sharded_state_goes_through_a_compiled_model(tmp_path: Path) -> None:
         tmp_path / "ranks", 2, sharded_training.through_a_compiled_model, str(tmp_path / "s"), str(result)
     ).check()
     assert len(set(json.loads(result.read_text()))) == 1
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_stages_of_a_pipeline_train_on_and_are_not_saved(tmp_path: Path, alike: bool) -> None:
+    """Stages with equal or other parameters are refused at each save, and the training goes on to its end."""
+    result = tmp_path / "result"
+    Ranks(
+        tmp_path / "ranks", 2, pipelined_training.train, str(tmp_path / "snapshots"), str(result), alike
+    ).check()
+    found = [json.loads(Path(f"{result}-{rank}").read_text()) for rank in range(2)]
+    assert [(one["steps"], one["resumed"], one["saved"]) for one in found] == [(6, False, 0)] * 2
+    assert "on rank 1 than on rank 0" in found[0]["error"]

@@ -66,7 +66,11 @@ def test_a_pickle_in_the_store_is_refused(tmp_path: Path, payload: bytes | None,
     """Rank 0 refuses a pickle, or garbage, that an attacker put in the store or the file in the other rank's place."""
     mark = tmp_path / "mark"
     store, name = torch.distributed.HashStore(), f"ciuic/run/1/own/{('train.py:7', 1, 1)}"
-    data = pickle.dumps(RankState({"random": Payload(mark)}, digests={})) if payload is None else payload
+    data = (
+        pickle.dumps(RankState({"random": Payload(mark)}, digests={}, weights={}))
+        if payload is None
+        else payload
+    )
     own = first_rank(store, tmp_path)
     if in_file:
         own._file_of(1).parent.mkdir(parents=True)

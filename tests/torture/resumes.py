@@ -1,8 +1,8 @@
 """Trainings under every integration, each killed ten times and started anew, and one table of what differs.
 
-A loop with mixed precision and an average of the weights, Hugging Face, Lightning, Keras, DDP and FSDP2. Half of
-the kills come at a random instant of a random step, the others while the state is copied or written; of two ranks
-one or both are killed, with or without the writer process. The final state is compared bit by bit with that of
+A loop with mixed precision and an average of the weights, Hugging Face, Accelerate, Lightning, Keras, Flax, DDP,
+FSDP2 and tensor parallelism. Half of the kills come at a random instant of a random step, the others while the
+state is copied or written; of several ranks one or all are killed, with or without the writer process. The final state is compared bit by bit with that of
 an undisturbed run, and so is every value that any of the processes has reported.
 """
 

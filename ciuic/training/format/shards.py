@@ -111,10 +111,10 @@ def is_sharded(value: object) -> bool:
 
 def are_sharded(values: Iterable[object]) -> bool:
     """Return whether any of these modules or optimizers has sharded parameters."""
-    return any(is_sharded(one) for value in values for one in _parameters_of(value))
+    return any(is_sharded(one) for value in values for one in parameters_of(value))
 
 
-def _parameters_of(value: Any) -> list[Any]:
+def parameters_of(value: Any) -> list[Any]:
     """Return the parameters of a module or an optimizer.
 
     Those of an optimizer come in the order in which its state counts them.
@@ -252,7 +252,7 @@ def template_lookup(value: Any, current: Any) -> TemplateLookup:
         value: The object.
         current: Its state now.
     """
-    parameters = _parameters_of(value) if hasattr(value, "param_groups") else []
+    parameters = parameters_of(value) if hasattr(value, "param_groups") else []
     # The saved model may have been compiled and this one not, or the other way round.
     keys = list(current) if isinstance(current, dict) else []
     renamed = (by_bare_name(keys) or {}) if all(isinstance(key, str) for key in keys) else {}

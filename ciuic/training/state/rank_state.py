@@ -5,10 +5,14 @@ to rank 0's is stored for that rank. Of a large object a rank sends a digest fir
 differs. Weights, moments and schedules are the same on all ranks (DDP guarantees
 that), so rank 0's are stored for all; so is the state of an object whose ``alike_on_ranks`` is true. The
 buffers of modules are each rank's own, unless DDP broadcasts them.
+
+Whether ranks do have the same weights is looked at, so that stages of a pipeline are not saved as if they were
+replicas: names, shapes and dtypes, and a few elements.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -16,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
-from ciuic.training.format.shards import contains_shards, is_sharded
+from ciuic.training.format.shards import bare_names, contains_shards, is_sharded, parameters_of
 from ciuic.training.format.structure import Leaf, pack
 from ciuic.training.format.tensors import ArrayBuffer
 from ciuic.training.state import stateful
@@ -29,6 +33,11 @@ _MAX_SENT_BYTES: Final = 1 << 30
 _MAX_WANTED_BYTES: Final = 2 << 30
 _GRAIN_BYTES: Final = 16 << 20
 """Memory for the digest of a tensor."""
+_SAMPLES: Final = 16
+"""Elements of an object, each of another parameter, that are compared between ranks."""
+_SAMPLE_TOLERANCE: Final = 0.05
+"""Relative difference of replicas that is taken for rounding, of different devices in bfloat16."""
+_SAMPLE_FLOOR: Final = 1e-6
 _BUFFERS: Final = "buffers"
 _BUFFERS_OF: Final = "buffers "
 _RANDOM: Final = "random"
@@ -56,10 +65,12 @@ class RankState(NamedTuple):
     """Why this rank cannot tell its state; empty: it can."""
     digests: Mapping[str, tuple[str, int]] = MappingProxyType({})
     """Digest and size of what is too large to be sent unasked: ``object NAME``, or ``buffers NAME`` of one module."""
+    weights: Mapping[str, tuple[str, tuple[float, ...]]] = MappingProxyType({})
+    """Of each module and optimizer a digest of the names, shapes and dtypes of its parameters, and some elements."""
 
     def message(self) -> dict[str, Any]:
         """Return the plain value to send to other ranks."""
-        return {"states": self.states, "problem": self.problem, "digests": dict(self.digests)}
+        return {**self._asdict(), "digests": dict(self.digests), "weights": dict(self.weights)}
 
     @classmethod
     def of(cls, message: Any) -> RankState:
@@ -69,20 +80,25 @@ class RankState(NamedTuple):
             ValueError: The message is something else.
         """
         try:
-            states, problem, digests = message["states"], message["problem"], message["digests"]
+            states, problem, digests, weights = (message[field] for field in cls._fields)
         except (TypeError, LookupError):
-            states = problem = digests = None
+            states = problem = digests = weights = None
         # Checked in depth: any process that reaches the port of torch's store can send this.
         if (
             not isinstance(states, dict)
             or not isinstance(problem, str)
             or not isinstance(digests, dict)
-            or not all(isinstance(name, str) for name in (*states, *digests))
+            or not isinstance(weights, dict)
+            or not all(isinstance(name, str) for name in (*states, *digests, *weights))
             or not all(isinstance(one, tuple) and [*map(type, one)] == [str, int] for one in digests.values())
+            or not all(
+                isinstance(one, tuple) and [*map(type, one)] == [str, tuple] for one in weights.values()
+            )
+            or not all(type(element) is float for _, elements in weights.values() for element in elements)
             or not isinstance(states.get(_BUFFERS, {}), dict)
         ):
             raise ValueError(f"another rank must send its own state, got {type(message).__name__}")
-        return cls(states, problem, digests)
+        return cls(states, problem, digests, weights)
 
     def with_wanted(self, more: RankState) -> RankState:
         """Return the state with the content that this rank was asked for."""
@@ -90,11 +106,11 @@ class RankState(NamedTuple):
         for key, state in more.states.items():
             _put(states, key, state)
         left = {key: one for key, one in self.digests.items() if key not in more.states}
-        return RankState(states, self.problem or more.problem, left)
+        return RankState(states, self.problem or more.problem, left, self.weights)
 
 
-class TooLarge(ValueError):
-    """Error: ranks differ in more than can be sent."""
+class TooDifferent(ValueError):
+    """Error: ranks differ in more than can be saved."""
 
 
 def own_state(objects: Mapping[str, Any], at: BoundaryState | None = None) -> RankState:
@@ -121,7 +137,7 @@ def own_state(objects: Mapping[str, Any], at: BoundaryState | None = None) -> Ra
         # Packed here as a check, where an error becomes a problem that is sent: a rank that fails while it
         # sends lets the others wait in vain.
         pack(found, "state of one rank")
-        return RankState(found, digests=digests)
+        return RankState(found, digests=digests, weights=_weights(objects))
     except Exception as error:
         return RankState({}, str(error) or type(error).__name__)
 
@@ -140,8 +156,9 @@ def wanted(everybody: Sequence[RankState]) -> dict[int, list[str]]:
     """Return for each rank the keys of the digests that are not those of rank 0's content.
 
     Raises:
-        TooLarge: The content is too large to be sent; the message names it.
+        TooDifferent: The content is too large to be sent, or the ranks have different weights; the message names it.
     """
+    _check_weights(everybody)
     if not any(one.digests for one in everybody):
         return {}
     first = _digests(everybody[0])
@@ -153,7 +170,7 @@ def wanted(everybody: Sequence[RankState]) -> dict[int, list[str]]:
     sizes = {(rank, key): everybody[rank].digests[key][1] for rank, keys in found.items() for key in keys}
     if sum(sizes.values()) > _MAX_WANTED_BYTES:
         (rank, key), size_bytes = max(sizes.items(), key=lambda one: one[1])
-        raise TooLarge(
+        raise TooDifferent(
             f"the ranks differ in {sum(sizes.values()) >> 20} MiB of large objects, and at most "
             f"{_MAX_WANTED_BYTES >> 20} MiB can be saved: {key.replace(' ', ' of ', 1) if key.startswith(_BUFFERS) else key} "
             f"has {size_bytes >> 20} MiB on rank {rank} and is another on rank 0. Give an object for which rank 0's state "
@@ -215,6 +232,87 @@ def _put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
     for path, buffer in module.named_buffers():
         if path in buffers:
             buffer.copy_(buffers[path])
+
+
+def _weights(objects: Mapping[str, Any]) -> dict[str, tuple[str, tuple[float, ...]]]:
+    """Return `RankState.weights`."""
+    torch = sys.modules.get("torch")
+    found = {}
+    for name, value in objects.items():
+        if getattr(value, "alike_on_ranks", False):
+            continue
+        if torch is not None and isinstance(value, torch.nn.Module):
+            named = dict(value.named_parameters())
+            bare = bare_names(named)
+            parameters = {bare[key]: one for key, one in named.items()}
+        else:
+            parameters = {str(at): one for at, one in enumerate(parameters_of(value))}
+        # What is sharded is compared by `shards.outline`; a lazy parameter has no shape yet.
+        lazy = () if torch is None else torch.nn.parameter.UninitializedTensorMixin
+        parameters = {
+            key: one for key, one in parameters.items() if not is_sharded(one) and not isinstance(one, lazy)
+        }
+        if parameters:
+            texts = (f"{key} {tuple(one.shape)} {one.dtype}" for key, one in parameters.items())
+            digest = xxhash.xxh3_128("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+            found[name] = digest, _sample(list(parameters.values()))
+    return found
+
+
+def _sample(parameters: Sequence[Any]) -> tuple[float, ...]:
+    """Return an element of each of some parameters."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ()
+    readable = [
+        one
+        for one in parameters
+        if type(one) in (torch.Tensor, torch.nn.Parameter)
+        and one.is_floating_point()
+        and one.numel()
+        and one.device.type != "meta"
+    ]
+    chosen = readable[:: -(-len(readable) // _SAMPLES) or 1]
+    if not chosen:
+        return ()
+    # Put together on the device: each transfer waits for it.
+    where = chosen[0].device
+    elements = [one.detach()[_middle(one)].to(where, torch.float32) for one in chosen]
+    return tuple(torch.stack(elements).tolist())
+
+
+def _middle(tensor: Any) -> tuple[int, ...]:
+    """Return the index of an element."""
+    return tuple(size // 2 for size in tensor.shape)
+
+
+def _check_weights(everybody: Sequence[RankState]) -> None:
+    """Raise TooDifferent if a rank has other weights than rank 0, which cannot be saved for it."""
+    first = everybody[0].weights if everybody else {}
+    for rank, one in enumerate(everybody):
+        for name in one.weights.keys() & first.keys():
+            (outline, elements), (first_outline, first_elements) = one.weights[name], first[name]
+            if outline != first_outline:
+                what = "parameters of other names, shapes or dtypes"
+            elif _differ(elements, first_elements):
+                what = "other values in its parameters"
+            else:
+                continue
+            raise TooDifferent(
+                f"{name} has {what} on rank {rank} than on rank 0, and only replicas and DTensors can be saved: "
+                "save stages of a pipeline with torch.distributed.checkpoint and ciuic.training.dcp.storage, or give "
+                f"{name} the attribute alike_on_ranks = True if rank 0's state is right on all ranks"
+            )
+
+
+def _differ(elements: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether a quarter of the elements of two ranks differ, by more than rounding."""
+    different = sum(
+        not math.isclose(one, other, rel_tol=_SAMPLE_TOLERANCE, abs_tol=_SAMPLE_FLOOR)
+        and not (math.isnan(one) and math.isnan(other))
+        for one, other in zip(elements, others, strict=False)
+    )
+    return 4 * different > min(len(elements), len(others))
 
 
 def _own_states(objects: Mapping[str, Any], keys: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:

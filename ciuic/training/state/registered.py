@@ -6,7 +6,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ciuic.training.format.shards import TemplateLookup, are_sharded, contains_shards, template_lookup
+from ciuic.training.format.shards import (
+    TemplateLookup,
+    are_sharded,
+    contains_shards,
+    parameters_of,
+    template_lookup,
+)
 from ciuic.training.format.structure import check_values
 from ciuic.training.logs import log, warn_once
 from ciuic.training.state.boundaries import Boundaries, Passes
@@ -150,9 +156,10 @@ class Registered:
         state_access(value, name)
         _check_values(value, name)
         # FSDP1 has flat parameters: a rank's part of them is no block of any tensor of the model.
-        if type(value).__name__ == "FullyShardedDataParallel":
+        # Within another module, compiled, or known to an optimizer alone, too: torch marks each of its parameters.
+        if any(getattr(one, "_fsdp_flattened", False) for one in parameters_of(value)):
             raise TypeError(
-                f"{name} is a FullyShardedDataParallel, whose parts cannot be assigned to ranks: "
+                f"{name} has parameters of a FullyShardedDataParallel, whose parts cannot be assigned to ranks: "
                 "use fully_shard (FSDP2), or ciuic.training.dcp.storage"
             )
         if hasattr(value, "param_groups"):

@@ -81,8 +81,11 @@ class CaseRunner:
 
     def __init__(self, case: str, top: Path, choose: random.Random) -> None:
         self._case, self._top, self._choose = case, top, choose
-        module = importlib.import_module(f"support.resumes.cases.{case}")
-        self.world: int = module.WORLD
+        # A case with another number of ranks than its own is CASE@RANKS.
+        name, _, ranks = case.partition("@")
+        module = importlib.import_module(f"support.resumes.cases.{name}")
+        self._module = name
+        self.world: int = int(ranks or module.WORLD)
         self._by_design: dict[str, str] = module.BY_DESIGN
         for name in module.MODULES.split():
             importlib.import_module(name)
@@ -126,15 +129,15 @@ class CaseRunner:
         choose.shuffle(kinds)
         # No kill in the last steps: a snapshot must follow in which it can be, and a step after that.
         targets = sorted(choose.randrange(max(1, steps - _MAX_STEPS_TO_SAVE - 4)) for _ in range(kills))
-        sets: list[tuple[int, ...]] = [(rank,) for rank in range(self.world)]
-        if self.world > 1:
-            sets.append(tuple(range(self.world)))
+        everyone = tuple(range(self.world))
+        sets = [*((rank,) for rank in everyone), everyone]
         return [
             Kill(
                 kind,
                 max(1, step) if kind != "anywhere" else step,
                 choose.random(),
-                choose.choice(sets),
+                # Of what the ranks have alike rank 0 alone makes the snapshot.
+                choose.choice(sets if kind == "anywhere" else [(0,), everyone, choose.choice(sets)]),
                 choose.random() < 0.5,
                 choose.random() < 0.5,
             )
@@ -191,7 +194,7 @@ class CaseRunner:
         for rank, progress in enumerate(self._progress):
             child = os.fork()
             if not child:
-                run_child(self._case, where, (rank, self.world, port), progress)
+                run_child(self._module, where, (rank, self.world, port), progress)
             children.append(child)
         return children
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.late_modules import torch
 
+from ciuic import SnapshotManager
 from ciuic.integrations import preconditions
 
 INSTEAD = "torch.distributed.checkpoint and ciuic.training.dcp.storage"
@@ -34,6 +35,29 @@ def test_a_model_that_is_sharded(single_process_group: None) -> None:
     preconditions.refuse_sharded(model)
     with pytest.raises(NotImplementedError, match=INSTEAD):
         preconditions.refuse_sharded(fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,))))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("keeps_parameters", [False, True])
+def test_parameters_of_the_older_fsdp_are_refused_wherever_they_are(
+    single_process_group: None, tmp_path: Path, keeps_parameters: bool
+) -> None:
+    """A manager refuses a FullyShardedDataParallel, also within a module, compiled, or in an optimizer alone."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = FullyShardedDataParallel(
+        torch.nn.Linear(4, 4), use_orig_params=keeps_parameters, device_id=torch.device("cpu")
+    )
+    manager = SnapshotManager(tmp_path)
+    for one in (
+        sharded,
+        torch.nn.Sequential(torch.nn.Linear(4, 4), sharded),
+        torch.compile(sharded),
+        torch.optim.Adam(sharded.parameters()),
+    ):
+        with pytest.raises(TypeError, match=r"one has parameters of a FullyShardedDataParallel.*fully_shard"):
+            manager.register(one=one)
+    manager.close()
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])

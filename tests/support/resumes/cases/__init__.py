@@ -14,6 +14,10 @@ NEEDED: Final = {
     "lightning_fit": "lightning",
     "keras_fit": "keras",
     "ddp": "torch",
+    "ddp@4": "torch",
+    "flax_loop": "flax",
     "fsdp": "torch",
+    "tensor_parallel": "torch",
+    "accelerate_loop": "accelerate",
 }
-"""The module of the framework that each case needs, by case."""
+"""The module of the framework that each case needs, by case; ``@`` and a number: the case on so many ranks."""

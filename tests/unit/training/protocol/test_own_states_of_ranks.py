@@ -16,7 +16,7 @@ from support.late_modules import torch
 from ciuic.training import ranks
 from ciuic.training.ranks import PartLost, Ranks
 from ciuic.training.state import rank_state
-from ciuic.training.state.rank_state import RankState, TooLarge
+from ciuic.training.state.rank_state import RankState, TooDifferent
 
 pytestmark = pytest.mark.usefixtures("torch_distributed")
 
@@ -194,7 +194,7 @@ def test_a_rank_has_its_own_state_or_the_save_is_refused(
     assert not any(part.problem for part in parts)
     try:
         wanted = rank_state.wanted(parts)
-    except TooLarge:
+    except TooDifferent:
         with pytest.raises(ValueError, match=r"has not sent its (object own|buffers model)"):
             rank_state.differing(parts)
         return
@@ -208,3 +208,40 @@ def test_a_rank_has_its_own_state_or_the_save_is_refused(
         target = _module(states[0][1])
         rank_state.load_buffers({"model": target}, found, rank)
         assert [int(one[0]) for one in target.buffers()] == buffers
+
+
+def _layers(values: list[list[float]], dtype: Any) -> Any:
+    module = torch.nn.Module()
+    for at, value in enumerate(values):
+        module.register_parameter(f"p{at}", torch.nn.Parameter(torch.tensor(value, dtype=dtype)))
+    return module
+
+
+_ELEMENTS = st.floats(-4, 4, width=16).map(lambda one: one or 1.0)
+_LAYERS = st.lists(st.lists(_ELEMENTS, min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+def _told(module: Any) -> RankState:
+    objects = {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    return RankState.of(ranks.decode(ranks.encode(rank_state.own_state(objects).message())))
+
+
+@given(_LAYERS, _LAYERS, st.sampled_from(["float32", "bfloat16"]))
+def test_ranks_are_saved_together_only_if_they_are_replicas(
+    mine: list[list[float]], other: list[list[float]], dtype: str
+) -> None:
+    """Replicas pass, also compiled or rounded otherwise; ranks with other names, shapes or all other values do not."""
+    kind = getattr(torch, dtype)
+    first = _told(_layers(mine, kind))
+    wrapped = torch.nn.Module()
+    wrapped._orig_mod = _layers([[1.004 * one for one in layer] for layer in mine], kind)
+    rank_state.wanted([first, _told(wrapped)])
+    shapes_differ = [len(one) for one in mine] != [len(one) for one in other]
+    opposite = [[-one for one in layer] for layer in mine]
+    for layers in (opposite, *([other] if shapes_differ else [])):
+        different = _layers(layers, kind)
+        with pytest.raises(TooDifferent, match=r"(model|optimizer) has (parameters of other|other values)"):
+            rank_state.wanted([first, _told(different)])
+        different.alike_on_ranks = True
+        alone = RankState.of(rank_state.own_state({"model": different}).message())
+        rank_state.wanted([first, alone])
