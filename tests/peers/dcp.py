@@ -31,6 +31,10 @@ def _fsdp_on_cpu(module):
         return theirs(state, wrapped, ignored, sys.modules["torch"].device("cpu"))
     module._init_device_handle = on_cpu
 
+def _shards_on_cpu(module):
+    theirs = module.with_comms
+    module.with_comms = lambda func=None, init_rpc=True, backend="gloo": theirs(func, init_rpc, "gloo")
+
 os.environ["OMP_NUM_THREADS"] = "1"  # a fork loses OpenMP's threads
 
 def _ours(package):
@@ -43,6 +47,7 @@ def _ours(package):
 
 after_import({
     "torch.testing._internal.common_distributed": _on_cpu,
+    "torch.testing._internal.distributed._shard.sharded_tensor": _shards_on_cpu,
     "torch.distributed.fsdp._init_utils": _fsdp_on_cpu,
 })
 if VARIANT:

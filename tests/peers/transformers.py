@@ -25,9 +25,8 @@ def _ours(module):
 
     def snapshot_of(callback, trainer, checkpoint):
         from ciuic.errors import NotFound
-        if checkpoint is True:
-            checkpoint = module.get_last_checkpoint(trainer.args.output_dir)
-        framework, step = callback.manager.framework, str(checkpoint).rpartition("-")[2]
+        named = module.get_last_checkpoint(trainer.args.output_dir) if checkpoint is True else checkpoint
+        framework, step = callback.manager.framework, str(named).rpartition("-")[2]
         if not step.isdigit():
             return checkpoint
         newest = framework.load_state
