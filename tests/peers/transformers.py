@@ -24,17 +24,16 @@ def _ours(module):
     theirs, managers, repositories = module.Trainer.train, [], {}
 
     def snapshot_of(callback, trainer, checkpoint):
-        from ciuic.errors import NotFound
         named = module.get_last_checkpoint(trainer.args.output_dir) if checkpoint is True else checkpoint
         framework, step = callback.manager.framework, str(named).rpartition("-")[2]
-        if not step.isdigit():
+        # Newest first: a resumed run saves the steps again.
+        saved = [one.id for one in callback.manager.list_snapshots() if str(one.facts.step) == step]
+        if not saved:
             return checkpoint
         newest = framework.load_state
-        framework.load_state = lambda find: newest(lambda: callback.manager.load_snapshot(step=int(step)))
+        framework.load_state = lambda find: newest(lambda: callback.manager.load_snapshot(saved[0]))
         try:
             return callback.resume(trainer)
-        except NotFound:
-            return checkpoint
         finally:
             framework.load_state = newest
 
