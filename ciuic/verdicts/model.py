@@ -28,6 +28,13 @@ class Verdict(NamedTuple):
     """Name of the format; empty if it is not known."""
 
     @property
+    def is_foreign(self) -> bool:
+        """True if its content is of no format that is known: data or a cache of the program, perhaps."""
+        return (
+            self.state == "UNKNOWN" and not self.format and not self.reason.startswith((UNREADABLE, DEFECT))
+        )
+
+    @property
     def is_good(self) -> bool:
         """True for GOOD."""
         return self.state == "GOOD"
