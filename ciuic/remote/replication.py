@@ -90,7 +90,7 @@ from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files,
 from ciuic.system.precedence import IoPriority, place
 from ciuic.system.urgency import REQUESTED_MIN_SHARE, Urgency
 from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
-from ciuic.verdicts.records import VerdictRecords
+from ciuic.verdicts.records import VerdictRecords, newest_of
 
 _FACTS_NAME: Final = "facts"
 
@@ -1500,7 +1500,8 @@ def _host_status(
             newest_stored_ns=lag.newest_ns,
             error=host_status.limited(error),
             roots=tuple(
-                _root_status(path, info, verdicts) for path, info in roots[: host_status.MAX_ENTRIES]
+                _root_status(repository, path, info, verdicts)
+                for path, info in roots[: host_status.MAX_ENTRIES]
             ),
             trainings=tuple(
                 host_status.StatusTraining(
@@ -1537,9 +1538,15 @@ def _stored_state(state: StoredState | None) -> host_status.StatusState | None:
     )
 
 
-def _root_status(path: bytes, info: SnapshotInfo, verdicts: VerdictRecords) -> host_status.StatusRoot:
-    found = verdicts.summary(info.id)
-    verdict = None if found is None or found.newest is None else found.newest.checkpoint.verdict
+def _root_status(
+    repository: Repository, path: bytes, info: SnapshotInfo, verdicts: VerdictRecords
+) -> host_status.StatusRoot:
+    newest = None
+    with suppress(CiuicError):
+        record = verdicts.record(repository.snapshots.load(info.id))
+        # Of this root: the newest one of the snapshot may be another root's.
+        newest = None if record is None else newest_of(dict(record.roots).get(path, ()))
+    verdict = None if newest is None else newest.checkpoint.verdict
     return host_status.StatusRoot(
         path=host_status.limited(os.fsdecode(path)),
         snapshot=str(info.id),
