@@ -40,7 +40,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ciuic.training.logs import warn_once
 from ciuic.training.state import stateful
@@ -391,7 +391,7 @@ class Boundaries:
                 continues = passes.begun(read_ahead, self)
                 with _as_begun(self, passes.at_begin) if continues else nullcontext():
                     inner = method(self)
-                return _ReportingIterator(inner, boundaries, passes, read_ahead)
+                return ReportingIterator(inner, _OwnPass(boundaries, passes, read_ahead, passes.iterators))
 
             return wrapped
 
@@ -599,6 +599,11 @@ class _EarlierSteps:
     """Gradients that the last of them has used."""
 
 
+# All that exist. One hook for them, which stays: torch goes through its hooks while the garbage collector, which may run
+# there, would remove one.
+_told: weakref.WeakSet[Boundaries] = weakref.WeakSet()
+
+
 def _tell_every_step(boundaries: Boundaries) -> None:
     """Tell of the steps of all optimizers of torch's, as long as the boundaries exist; without effect before torch is imported."""
     torch = sys.modules.get("torch")
@@ -606,16 +611,21 @@ def _tell_every_step(boundaries: Boundaries) -> None:
     hook = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
     if torch is None or hook is None:
         return
-    found = weakref.ref(boundaries)
+    if not _hooked:
+        _hooked.append(hook(_stepped_anywhere))
+    _told.add(boundaries)
 
-    def stepped(optimizer: Any, *_: object) -> None:
-        # Constant while a step is compiled, so that nothing of this becomes part of its graph.
-        if not torch.compiler.is_compiling() and (alive := found()) is not None:
-            # Any optimizer of the process, of which nothing is known: what it may lack must not end its step.
-            with suppress(Exception):
-                alive.stepped_anywhere(optimizer)
 
-    weakref.finalize(boundaries, hook(stepped).remove)
+_hooked: list[Any] = []
+
+
+def _stepped_anywhere(optimizer: Any, *_: object) -> None:
+    # Constant while a step is compiled, so that nothing of this becomes part of its graph.
+    if not sys.modules["torch"].compiler.is_compiling():
+        # Any optimizer of the process, of which nothing is known: what it may lack must not end its step.
+        with suppress(Exception):
+            for one in list(_told):
+                one.stepped_anywhere(optimizer)
 
 
 class _NextStep:
@@ -667,35 +677,95 @@ class _NextStep:
         return (getattr, ({}, "get"))
 
 
-class _ReportingIterator:
-    """Iterator that reports each fetch before it happens, and the end."""
+class CountedPass(Protocol):
+    """What is told of the fetches of one iterator."""
 
-    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes, read_ahead: ReadAhead) -> None:
+    def asked(self) -> None:
+        """The next batch is about to be fetched."""
+
+    def fetched(self) -> None:
+        """A batch was fetched."""
+
+    def ended(self) -> None:
+        """There was no further batch."""
+
+    def left(self) -> None:
+        """The program has dropped the iterator before its end."""
+
+
+class ReportingIterator:
+    """Iterator of a loader, which goes on after an error as the loader's own does, and reports each fetch."""
+
+    def __init__(self, inner: Any, counted: CountedPass) -> None:
+        """Report the fetches from an iterator."""
         self._inner = inner
-        self._boundaries = boundaries
-        self._passes = passes
-        self._read_ahead = read_ahead
-        self._number = passes.iterators
+        self._counted: CountedPass | None = counted
 
-    def __iter__(self) -> _ReportingIterator:
+    def __iter__(self) -> ReportingIterator:
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> Any:
-        self._read_ahead.asked()
-        self._passes.asked(self._number)
-        self._boundaries.asked(self._read_ahead)
+        """Fetch a batch."""
+        counted = self._counted
+        if counted is not None:
+            counted.asked()
         try:
             batch = next(self._inner)
         except StopIteration:
-            self._passes.ended()
-            self._boundaries.ended()
+            if counted is not None:
+                self._counted = None
+                counted.ended()
             raise
-        self._passes.fetched()
+        if counted is not None:
+            counted.fetched()
         return batch
 
     def __getattr__(self, name: str) -> Any:
-        # Whatever else the program asks of the iterator is answered by the loader's own.
+        """Answer whatever else the program asks of the iterator by the loader's own."""
         return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        """Return the length that the loader's own iterator tells."""
+        return len(self._inner)
+
+    def __bool__(self) -> bool:
+        """Return True: not every iterator has a length."""
+        return True
+
+    def __del__(self) -> None:
+        """Report that the program takes no more batches."""
+        counted = self.__dict__.get("_counted")
+        if counted is not None:
+            counted.left()
+
+
+@dataclass
+class _OwnPass:
+    """Iterator of a loader that knows its own position."""
+
+    boundaries: Boundaries
+    passes: Passes
+    read_ahead: ReadAhead
+    number: int
+
+    def asked(self) -> None:
+        """Take the fetch for a boundary."""
+        self.read_ahead.asked()
+        self.passes.asked(self.number)
+        self.boundaries.asked(self.read_ahead)
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        self.passes.fetched()
+
+    def ended(self) -> None:
+        """Leave the pass."""
+        self.passes.ended()
+        self.boundaries.ended()
+
+    def left(self) -> None:
+        """Wait for the next pass, with which this one is over."""
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from typing import Any, Final
 
 from ciuic.training.logs import log, warn_once
 from ciuic.training.state import stateful
-from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, override
+from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, ReportingIterator, override
+from ciuic.training.state.rank_state import digest_of
 from ciuic.training.state.stateful import load_into, state_of
 
 # Attributes of a loader that may hold random generators.
@@ -87,6 +88,10 @@ class _Pass:
     """Batches taken."""
     at_begin: dict[str, Any] | None = None
     own_at_begin: dict[str, Any] = field(default_factory=dict)
+    at_first: dict[str, Any] | None = None
+    """The generators at the first fetch, those of the process and the loader's own; None: as the beginning left them."""
+    left_by_begin: str = ""
+    """Digest of what the beginning left them as."""
     before: _Pass | None = None
     """The position if this pass turns out to be no epoch."""
     fetches: Fetches = field(default_factory=Fetches)
@@ -152,7 +157,7 @@ class Position:
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Iterator[Any]:
-                return position._pass(lambda: method(self))
+                return position._iterate(lambda: method(self))
 
             return wrapped
 
@@ -204,6 +209,8 @@ class Position:
                 if path in own and own[path].get_state() != number
             }
             state |= {"own": self._changing(_states(own)), "own_at_begin": self._changing(shown.own_at_begin)}
+        if not over and shown.at_first is not None:
+            state["at_first"] = {**shown.at_first, "own": self._changing(shown.at_first["own"])}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,6 +220,7 @@ class Position:
             batches=state["batches"],
             at_begin=state["at_begin"],
             own_at_begin=state.get("own_at_begin", {}),
+            at_first=state.get("at_first"),
             is_over=state["at_begin"] is None,
             had_workers=state.get("workers", state["passes"] > (state["at_begin"] is not None)),
             looks=state.get("looks", 0),
@@ -387,25 +395,32 @@ class Position:
         at_now, own_now = stateful.random_states(), _states(own)
         if not continues:
             now.at_begin, now.own_at_begin = at_now, own_now
-            return begin()
+            batches = begin()
+            now.left_by_begin = digest_of(_draws(own))
+            return batches
         now.batches, now.at_begin, now.own_at_begin = base.batches, base.at_begin, base.own_at_begin
+        now.at_first = base.at_first
         assert base.at_begin is not None
         # The order of a pass follows from the generators as they were at its beginning.
         stateful.restore_random_states(base.at_begin)
         _restore(own, base.own_at_begin)
         batches = begin()
+        now.left_by_begin = digest_of(_draws(own))
+        if base.at_first is not None:
+            stateful.restore_random_states(base.at_first["random"])
+            _restore(own, base.at_first["own"])
         _skip(batches, base.batches)
         # Now to the states of the snapshot, from which the run itself went on to draw.
         stateful.restore_random_states(at_now)
         _restore(own, own_now)
         return batches
 
-    def _pass(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a pass at once, as the loader itself does: it may draw here, and at the first fetch."""
         around = self._now
         base = self._now = self._settle()
-        is_announced = not base.is_pending
         # Within another pass it may be a look, from which no program continues.
-        if is_announced and not base.is_open:
+        if not base.is_pending and not base.is_open:
             # However the pass before ended, it is over; `ask` may take a snapshot that must know so.
             self._begins = True
             try:
@@ -413,37 +428,13 @@ class Position:
             finally:
                 self._begins = False
         batches = self._begin(begin, base)
-        now = self._now
-        follows_one = bool(self._name) and base.was_left and base.batches == 1 and not base.fetches.is_seen
-        while True:
-            if self._now is not now:
-                self._return_to(now)
-            # The first batch of a pass was announced above, before the pass counted.
-            if not is_announced:
-                self._read_ahead.asked()
-                self._ask()
-            is_announced = False
-            try:
-                batch = next(batches)
-            except StopIteration:
-                # A snapshot from here on resumes into the next pass, unless batches were read ahead.
-                now.is_over = True
-                self._read_ahead.exhausted()
-                if not self._leave(now, around):
-                    self._ended()
-                return
-            now.batches += 1
-            self._read_ahead.fetched()
-            if follows_one and now.batches > 1:
-                warn_once(_COUNTED.format(self._name))
-            try:
-                yield batch
-            # `break`, or an exception, in the program's loop; a generator of an earlier pass may be closed
-            # late.
-            except GeneratorExit:
-                now.is_over = now.was_left = now.fetches.is_left = True
-                self._leave(now, around)
-                raise
+        return ReportingIterator(batches, _Counted(self, self._now, base, around))
+
+    def _note_first(self, now: _Pass) -> None:
+        """Note the random generators at the first fetch, if they are not as the beginning of the pass has left them."""
+        here = _draws(self._own())
+        if now.left_by_begin != digest_of(here):
+            now.at_first = here
 
     def _leave(self, one: _Pass, around: _Pass) -> bool:
         """Return to the pass within which the program has looked at batches; return whether it has."""
@@ -451,6 +442,50 @@ class Position:
             return False
         self._return_to(around)
         return True
+
+
+@dataclass(eq=False)
+class _Counted:
+    """Iterator over one pass."""
+
+    position: Position
+    one: _Pass
+    base: _Pass
+    """The epoch before, or the saved one that is continued."""
+    around: _Pass
+    """The pass within which the program may look at batches."""
+
+    def asked(self) -> None:
+        """Take the fetch for a boundary."""
+        position, one = self.position, self.one
+        if position._now is not one:
+            position._return_to(one)
+        position._read_ahead.asked()
+        if one.fetches.fetched or not self.base.is_open:
+            position._ask()
+        if not one.batches and one.left_by_begin:
+            position._note_first(one)
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        one, base = self.one, self.base
+        one.batches += 1
+        self.position._read_ahead.fetched()
+        name = self.position._name
+        if name and one.batches == 2 and base.was_left and base.batches == 1 and not base.fetches.is_seen:
+            warn_once(_COUNTED.format(name))
+
+    def ended(self) -> None:
+        """Leave the pass; a snapshot from here on resumes into the next, unless batches were read ahead."""
+        self.one.is_over = True
+        self.position._read_ahead.exhausted()
+        if not self.position._leave(self.one, self.around):
+            self.position._ended()
+
+    def left(self) -> None:
+        """Leave the pass by `break`, or an exception; the iterator of an earlier pass may be dropped late."""
+        self.one.is_over = self.one.was_left = self.one.fetches.is_left = True
+        self.position._leave(self.one, self.around)
 
 
 def _follows_left(one: _Pass) -> bool:
@@ -558,6 +593,11 @@ def _is_generator(value: Any) -> bool:
 
 def _states(generators: Mapping[str, Any]) -> dict[str, Any]:
     return {path: copy.deepcopy(state_of(one, path)) for path, one in generators.items()}
+
+
+def _draws(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of all random generators, those of the process and a loader's own."""
+    return {"random": stateful.random_states(), "own": _states(own)}
 
 
 def _restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
