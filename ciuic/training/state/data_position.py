@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, Final
 
@@ -67,6 +68,10 @@ _NESTED: Final = (
 _REPEATED: Final = (
     "not resumed exactly: the snapshot was taken at the end of an epoch, and the program has begun without the look at "
     "{0} that came first when it was new: one epoch comes too many; "
+) + _HINT
+_AFTER_LEFT: Final = (
+    "the snapshot after an epoch that the program leaves by `break` is taken before the pass over {0} that follows and trains "
+    "nothing: a resume is exact only if the program makes that pass before each epoch; evaluate under torch.no_grad(), or "
 ) + _HINT
 _IN_WORKERS: Final = (
     "a resume would not be exact: persistent workers of {0} have random generators of their own ({1}), whose states cannot be "
@@ -108,6 +113,10 @@ class _Pass:
     looks_before: int | None = None
     """The same number for the epoch before this one; None: this one is the first."""
     is_loaded: bool = False
+    ahead: int = 0
+    """Of a saved pass: batches that were read ahead."""
+    follows: _Pass | None = None
+    """Of a saved pass: the next one, of which batches were read ahead too."""
     at_resume: tuple[dict[str, Any], dict[str, Any]] | None = None
     """Of a saved pass: the generators right after the resume, those of the process and the loader's own."""
     looks_here: int = 0
@@ -127,7 +136,7 @@ class _Pass:
 class Position:
     """Position in one loader, whose passes and batches are counted from now on."""
 
-    def __init__(self, loader: Any, ask: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loader: Any, ask: Callable[[], object] = lambda: None) -> None:
         """Count the passes and batches of a loader.
 
         Args:
@@ -148,6 +157,7 @@ class Position:
         self._name = ""
         self._ask = ask
         self._ended: Callable[[], None] = lambda: None
+        self._ask_to_begin: Callable[[], object] = ask
         self._read_ahead = ReadAhead()
         self._numbers = {path: one.get_state() for path, one in _counts(_walk(loader)).items()}
         """Numbers that the samplers held at first."""
@@ -172,20 +182,31 @@ class Position:
             name: What warnings call the loader.
         """
         read_ahead = boundaries.watch_fetches()
-        self._read_ahead, self._name, self._ended = read_ahead, name, boundaries.ended
+        self._read_ahead, self._name = read_ahead, name
         self._ask = lambda: boundaries.asked(read_ahead)
+        self._ask_to_begin = lambda: boundaries.asked(read_ahead, begins=True)
+        self._ended = lambda: boundaries.ended(read_ahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; exact at a boundary of two steps."""
-        shown = self._epoch()
+        shown, now = self._epoch(), self._now
+        remaining = self._read_ahead.remaining_of(shown.fetches)
+        ahead = remaining
+        behind = now.fetches.carried - now.fetches.fetched
+        follows = None
+        if shown is now and now.before is not None and behind > 0:
+            # The program trains with the last batches of the pass before.
+            shown, follows, remaining, ahead = now.before, now, behind, now.fetches.carried
         leaves = self._breaks_off or _follows_left(shown) or (self._begins and shown.was_left)
         # Left by `break`, and so was an epoch before: then the program goes on to the next one. While an
         # exception is handled, the run has ended in the middle.
         over = shown.was_left and (
-            self._begins or shown is not self._now or (leaves and sys.exc_info()[1] is shown.handled)
+            self._begins
+            or shown.fetches.is_left_out
+            or shown is not now
+            or (leaves and sys.exc_info()[1] is shown.handled)
         )
         # What was read ahead is trained with after the end of the pass.
-        remaining = self._read_ahead.remaining_of(shown.fetches)
         over = over or (shown.is_over and not shown.was_left and not remaining)
         state = {
             "passes": shown.number,
@@ -193,10 +214,21 @@ class Position:
             "at_begin": None if over else shown.at_begin,
             "leaves": leaves,
             "workers": self._has_workers() if over else shown.had_workers,
-            "looks": shown.looks + (shown is not self._now and shown.is_over),
+            "looks": shown.looks + (shown is not now and follows is None and shown.is_over),
             "looks_before": shown.looks_before,
             "first_looks": self._first_looks,
         }
+        if ahead:
+            state["ahead"] = ahead
+        if follows is not None:
+            state["follows"] = {
+                "passes": follows.number,
+                "batches": 0,
+                "at_begin": follows.at_begin,
+                "own_at_begin": follows.own_at_begin,
+                "at_first": follows.at_first,
+                "ahead": follows.fetches.fetched,
+            }
         if not self._read_ahead.is_sure:
             state["unsure"] = True
         # A loader with a generator of its own would otherwise be resumed in another order.
@@ -215,18 +247,7 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass continue at a saved position."""
-        self._now = _Pass(
-            number=state["passes"],
-            batches=state["batches"],
-            at_begin=state["at_begin"],
-            own_at_begin=state.get("own_at_begin", {}),
-            at_first=state.get("at_first"),
-            is_over=state["at_begin"] is None,
-            had_workers=state.get("workers", state["passes"] > (state["at_begin"] is not None)),
-            looks=state.get("looks", 0),
-            looks_before=state.get("looks_before"),
-            is_loaded=True,
-        )
+        self._now = _saved(state)
         self._breaks_off, self._first_looks = state.get("leaves", False), state.get("first_looks", 0)
         if state.get("unsure"):
             log.warning(
@@ -280,9 +301,10 @@ class Position:
         now, before = self._now, self._now.before
         if before is None:
             return False
-        # The rest of a saved epoch may be empty.
+        # The rest of a saved epoch may be empty, as that of another loader with which it is taken, or read ahead.
         is_rest = before.is_pending and now.number == before.number
-        if is_rest and now.fetches.is_exhausted and not now.fetches.fetched:
+        fetches = now.fetches
+        if is_rest and (fetches.is_left_out or (fetches.is_exhausted and fetches.fetched <= before.ahead)):
             return False
         if not (ends or now.is_over or before.is_open):
             return False
@@ -305,6 +327,8 @@ class Position:
             self._breaks_off = self._breaks_off or _follows_left(now)
             now.before = None
             return now
+        if now.fetches.closes_step:
+            warn_once(_AFTER_LEFT.format(self._name))
         if self._read_ahead.is_guess:
             warn_once(_NOT_COUNTED.format(self._name))
         if not before.is_open:
@@ -376,9 +400,9 @@ class Position:
         to_come = 0 if base.looks_before is None else base.looks_before - looks_saved
         return self._first_looks - to_come
 
-    def _begin(self, begin: Callable[[], Iterator[Any]], base: _Pass) -> Iterator[Any]:
+    def _begin(self, begin: Callable[[], Iterator[Any]], base: _Pass, fetches: Fetches) -> Iterator[Any]:
         """Begin a pass after the last epoch, or continue that."""
-        own, fetches = self._own(), self._read_ahead.begun()
+        own = self._own()
         continues = self._continues(base, fetches)
         if base.is_loaded:
             self._rewind(base, own, continues=continues)
@@ -399,17 +423,21 @@ class Position:
             now.left_by_begin = digest_of(_draws(own))
             return batches
         now.batches, now.at_begin, now.own_at_begin = base.batches, base.at_begin, base.own_at_begin
-        now.at_first = base.at_first
+        now.at_first, now.follows = base.at_first, base.follows
         assert base.at_begin is not None
         # The order of a pass follows from the generators as they were at its beginning.
         stateful.restore_random_states(base.at_begin)
         _restore(own, base.own_at_begin)
         batches = begin()
-        now.left_by_begin = digest_of(_draws(own))
+        if not (base.batches or base.ahead):
+            now.left_by_begin = digest_of(_draws(own))
         if base.at_first is not None:
             stateful.restore_random_states(base.at_first["random"])
             _restore(own, base.at_first["own"])
         _skip(batches, base.batches)
+        if base.ahead and not base.batches:
+            # The first fetch decides the order.
+            batches = chain([*islice(batches, 1)], batches)
         # Now to the states of the snapshot, from which the run itself went on to draw.
         stateful.restore_random_states(at_now)
         _restore(own, own_now)
@@ -419,15 +447,21 @@ class Position:
         """Begin a pass at once, as the loader itself does: it may draw here, and at the first fetch."""
         around = self._now
         base = self._now = self._settle()
+        # In a look all batches of the pass before are trained with, or never.
+        after = base.fetches if base is around and base.fetches.is_exhausted else None
+        if base.follows is not None and after is not None:
+            base = self._now = base.follows
+        fetches = self._read_ahead.begin(within=base.is_open, after=after)
         # Within another pass it may be a look, from which no program continues.
-        if not base.is_pending and not base.is_open:
+        if not (base.is_pending or base.is_open or fetches.is_quiet):
             # However the pass before ended, it is over; `ask` may take a snapshot that must know so.
             self._begins = True
             try:
-                self._ask()
+                fetches.closes_step = bool(self._ask_to_begin())
             finally:
                 self._begins = False
-        batches = self._begin(begin, base)
+        self._read_ahead.now = fetches
+        batches = self._begin(begin, base, fetches)
         return ReportingIterator(batches, _Counted(self, self._now, base, around))
 
     def _note_first(self, now: _Pass) -> None:
@@ -442,6 +476,23 @@ class Position:
             return False
         self._return_to(around)
         return True
+
+
+def _saved(state: Mapping[str, Any]) -> _Pass:
+    return _Pass(
+        number=state["passes"],
+        batches=state["batches"],
+        at_begin=state["at_begin"],
+        own_at_begin=state.get("own_at_begin", {}),
+        at_first=state.get("at_first"),
+        is_over=state["at_begin"] is None,
+        had_workers=state.get("workers", state["passes"] > (state["at_begin"] is not None)),
+        looks=state.get("looks", 0),
+        looks_before=state.get("looks_before"),
+        ahead=state.get("ahead", 0),
+        follows=_saved(state["follows"]) if "follows" in state else None,
+        is_loaded=True,
+    )
 
 
 @dataclass(eq=False)
@@ -461,8 +512,7 @@ class _Counted:
         if position._now is not one:
             position._return_to(one)
         position._read_ahead.asked()
-        if one.fetches.fetched or not self.base.is_open:
-            position._ask()
+        position._ask()
         if not one.batches and one.left_by_begin:
             position._note_first(one)
 
