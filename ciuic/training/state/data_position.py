@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, Final
 
@@ -306,6 +306,9 @@ class Position:
         fetches = now.fetches
         if is_rest and (fetches.is_left_out or (fetches.is_exhausted and fetches.fetched <= before.ahead)):
             return False
+        # An iterator that a framework makes to see whether it can is no epoch.
+        if now.was_left and not fetches.fetched:
+            return True
         if not (ends or now.is_over or before.is_open):
             return False
         return self._read_ahead.is_look(beside=before.is_open)
@@ -329,7 +332,7 @@ class Position:
             return now
         if now.fetches.closes_step:
             warn_once(_AFTER_LEFT.format(self._name))
-        if self._read_ahead.is_guess:
+        if self._read_ahead.is_guess and now.fetches.fetched:
             warn_once(_NOT_COUNTED.format(self._name))
         if not before.is_open:
             self._count_look(before, 1)
@@ -429,19 +432,27 @@ class Position:
         stateful.restore_random_states(base.at_begin)
         _restore(own, base.own_at_begin)
         batches = begin()
+        at_first = base.at_first or _draws(own)
         if not (base.batches or base.ahead):
-            now.left_by_begin = digest_of(_draws(own))
-        if base.at_first is not None:
-            stateful.restore_random_states(base.at_first["random"])
-            _restore(own, base.at_first["own"])
-        _skip(batches, base.batches)
-        if base.ahead and not base.batches:
-            # The first fetch decides the order.
-            batches = chain([*islice(batches, 1)], batches)
+            now.left_by_begin = digest_of(at_first)
         # Now to the states of the snapshot, from which the run itself went on to draw.
         stateful.restore_random_states(at_now)
         _restore(own, own_now)
-        return batches
+        return self._rest(batches, base, at_first) if base.batches or base.ahead else batches
+
+    def _rest(self, batches: Iterator[Any], base: _Pass, at_first: dict[str, Any]) -> Iterator[Any]:
+        """Skip what was taken, at the first fetch: a sampler may be told its epoch until then."""
+        own = self._own()
+        here = _draws(own)
+        stateful.restore_random_states(at_first["random"])
+        _restore(own, at_first["own"])
+        _skip(batches, base.batches)
+        # The first fetch decides the order.
+        first = list(islice(batches, 0 if base.batches else 1))
+        stateful.restore_random_states(here["random"])
+        _restore(own, here["own"])
+        yield from first
+        yield from batches
 
     def _iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass at once, as the loader itself does: it may draw here, and at the first fetch."""
