@@ -40,7 +40,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ciuic.training.logs import warn_once
 from ciuic.training.state import stateful
@@ -409,7 +409,7 @@ class Boundaries:
                 continues = passes.begun(read_ahead, self)
                 with _as_begun(self, passes.at_begin) if continues else nullcontext():
                     inner = method(self)
-                return _ReportingIterator(inner, boundaries, passes, read_ahead)
+                return ReportingIterator(inner, _OwnPass(boundaries, passes, read_ahead, passes.iterators))
 
             return wrapped
 
@@ -452,22 +452,43 @@ class Boundaries:
         for one in self._read_ahead:
             one.consumed(batches)
 
-    def asked(self, read_ahead: ReadAhead) -> None:
-        """Close the open step: the next batch is about to be fetched."""
+    def asked(self, read_ahead: ReadAhead, *, begins: bool = False) -> bool:
+        """Close the open step: the next batch is about to be fetched, or a pass begins; return whether one was open."""
         self._last_asked = read_ahead
-        if read_ahead.is_foreign():
+        now = read_ahead.now
+        if begins:
+            # The program goes on: it has left the passes over other loaders that ended by `break`, too.
+            self._leave_out(read_ahead, lambda other: other.is_left and other.stepped)
+        else:
+            now.is_left_out = False
+        reads_ahead = now.ahead > 0 and (read_ahead.remaining > 0 or not now.is_over)
+        if read_ahead.is_foreign() or (reads_ahead and len(self._optimizers) == 1):
             # The program may be anywhere in its step: the calls of companions tell boundaries.
             self._by_loader = self._in_batch = False
-            return
+            return False
+        # What is drawn in an evaluation belongs to the step before.
+        if now.is_quiet:
+            return False
         # Also where a `Position` calls this, which watches the loader itself.
         self._by_loader = True
-        if self._open and not self._uses_explicit:
+        closes = self._open and not self._uses_explicit
+        if closes:
             self._close()
         self._in_batch = True
+        return closes
 
-    def ended(self) -> None:
+    def ended(self, read_ahead: ReadAhead) -> None:
         """Leave the pass: there was no further batch."""
         self._in_batch = False
+        now = read_ahead.now
+        if now.trains or now.stepped or not now.fetched:
+            # `zip` takes no more batches of the others, and may have taken one in vain.
+            self._leave_out(read_ahead, lambda other: not other.is_over)
+
+    def _leave_out(self, read_ahead: ReadAhead, which: Callable[[Fetches], bool]) -> None:
+        for one in self._read_ahead:
+            if one is not read_ahead and which(one.now):
+                one.now.is_left_out = True
 
     def explicit(self) -> None:
         """Close the step because the program says that it is over."""
@@ -731,35 +752,95 @@ def _is_transformed() -> bool:
     return False
 
 
-class _ReportingIterator:
-    """Iterator that reports each fetch before it happens, and the end."""
+class CountedPass(Protocol):
+    """What is told of the fetches of one iterator."""
 
-    def __init__(self, inner: Any, boundaries: Boundaries, passes: Passes, read_ahead: ReadAhead) -> None:
+    def asked(self) -> None:
+        """The next batch is about to be fetched."""
+
+    def fetched(self) -> None:
+        """A batch was fetched."""
+
+    def ended(self) -> None:
+        """There was no further batch."""
+
+    def left(self) -> None:
+        """The program has dropped the iterator before its end."""
+
+
+class ReportingIterator:
+    """Iterator of a loader, which goes on after an error as the loader's own does, and reports each fetch."""
+
+    def __init__(self, inner: Any, counted: CountedPass) -> None:
+        """Report the fetches from an iterator."""
         self._inner = inner
-        self._boundaries = boundaries
-        self._passes = passes
-        self._read_ahead = read_ahead
-        self._number = passes.iterators
+        self._counted: CountedPass | None = counted
 
-    def __iter__(self) -> _ReportingIterator:
+    def __iter__(self) -> ReportingIterator:
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> Any:
-        self._read_ahead.asked()
-        self._passes.asked(self._number)
-        self._boundaries.asked(self._read_ahead)
+        """Fetch a batch."""
+        counted = self._counted
+        if counted is not None:
+            counted.asked()
         try:
             batch = next(self._inner)
         except StopIteration:
-            self._passes.ended()
-            self._boundaries.ended()
+            if counted is not None:
+                self._counted = None
+                counted.ended()
             raise
-        self._passes.fetched()
+        if counted is not None:
+            counted.fetched()
         return batch
 
     def __getattr__(self, name: str) -> Any:
-        # Whatever else the program asks of the iterator is answered by the loader's own.
+        """Answer whatever else the program asks of the iterator by the loader's own."""
         return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        """Return the length that the loader's own iterator tells."""
+        return len(self._inner)
+
+    def __bool__(self) -> bool:
+        """Return True: not every iterator has a length."""
+        return True
+
+    def __del__(self) -> None:
+        """Report that the program takes no more batches."""
+        counted = self.__dict__.get("_counted")
+        if counted is not None:
+            counted.left()
+
+
+@dataclass
+class _OwnPass:
+    """Iterator of a loader that knows its own position."""
+
+    boundaries: Boundaries
+    passes: Passes
+    read_ahead: ReadAhead
+    number: int
+
+    def asked(self) -> None:
+        """Take the fetch for a boundary."""
+        self.read_ahead.asked()
+        self.passes.asked(self.number)
+        self.boundaries.asked(self.read_ahead)
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        self.passes.fetched()
+
+    def ended(self) -> None:
+        """Leave the pass."""
+        self.passes.ended()
+        self.boundaries.ended(self.read_ahead)
+
+    def left(self) -> None:
+        """Wait for the next pass, with which this one is over."""
 
 
 @contextmanager
@@ -847,7 +928,7 @@ class Passes:
         self._before = (self.passes, self.batches, self._is_over, self._continues)
         self._at_resume = stateful.random_states() if self._continues else None
         self._read_ahead = read_ahead
-        read_ahead.begun()
+        read_ahead.now = read_ahead.begin()
         self.iterators += 1
         self._current = self.iterators
         continues = self._continues
@@ -916,11 +997,24 @@ class Fetches:
     """Trained since the first fetch."""
     trains: bool = False
     """Trained between two fetches."""
+    is_within: bool = False
+    """The pass began within another one over the same loader."""
+    closes_step: bool = False
+    """The boundary of a step was the beginning of the pass."""
+    carried: int = 0
+    """Batches of the pass before that were read ahead when this one began."""
+    is_left_out: bool = False
+    """The program has gone on without a further batch: another loader, with whose batches it takes these, had none."""
 
     @property
     def is_over(self) -> bool:
         """True if no further batch is fetched."""
         return self.is_exhausted or self.is_left
+
+    @property
+    def is_quiet(self) -> bool:
+        """True while the pass seems to be a look or an evaluation, whose fetches are no boundaries."""
+        return self.is_seen and (self.is_evaluation or self.is_within) and not (self.stepped or self.is_over)
 
 
 class ReadAhead:
@@ -947,15 +1041,25 @@ class ReadAhead:
         self.now = Fetches()
         """The current pass; another one may be put in its place."""
 
-    def begun(self) -> Fetches:
-        """Begin or continue a pass."""
+    def begin(self, *, within: bool = False, after: Fetches | None = None) -> Fetches:
+        """Return what is counted of a pass that begins.
+
+        Args:
+            within: Another pass over the loader goes on.
+            after: The pass before, of which the program may not have trained with all batches yet.
+        """
         torch = sys.modules.get("torch")
-        self.now = Fetches(
+        carried = 0 if after is None else self.remaining_of(after)
+        return Fetches(
             is_seen=self._steps_are_seen() and threading.get_ident() in (self._steps_in, self._home),
             is_evaluation=torch is not None and not torch.is_grad_enabled(),
             mark=self._gradients.mark(),
+            is_within=within,
+            ahead=carried,
+            carried=carried,
+            consumed=-carried,
+            is_leading=after is None or not carried or after.is_leading,
         )
-        return self.now
 
     def asked(self) -> None:
         """Look at what has happened since the fetch before."""
@@ -1053,7 +1157,7 @@ class ReadAhead:
     def remaining_of(self, one: Fetches) -> int:
         """Return the same of a pass."""
         if self._is_told:
-            return max(0, one.fetched - one.consumed)
+            return min(one.fetched, max(0, one.fetched - one.consumed))
         per_step = one.at_steps[1] - one.at_steps[0] if len(one.at_steps) == 2 else 1
         return max(0, min(one.fetched, one.ahead) - one.steps_after_end * max(1, per_step))
 

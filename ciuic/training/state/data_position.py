@@ -30,12 +30,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, Final
 
 from ciuic.training.logs import log, warn_once
 from ciuic.training.state import stateful
-from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, override
+from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, ReportingIterator, override
+from ciuic.training.state.rank_state import digest_of
 from ciuic.training.state.stateful import load_into, state_of
 
 # Attributes of a loader that may hold random generators.
@@ -67,6 +69,10 @@ _REPEATED: Final = (
     "not resumed exactly: the snapshot was taken at the end of an epoch, and the program has begun without the look at "
     "{0} that came first when it was new: one epoch comes too many; "
 ) + _HINT
+_AFTER_LEFT: Final = (
+    "the snapshot after an epoch that the program leaves by `break` is taken before the pass over {0} that follows and trains "
+    "nothing: a resume is exact only if the program makes that pass before each epoch; evaluate under torch.no_grad(), or "
+) + _HINT
 _IN_WORKERS: Final = (
     "a resume would not be exact: persistent workers of {0} have random generators of their own ({1}), whose states cannot be "
     "read: use persistent_workers=False, or draw from the global generators"
@@ -87,6 +93,10 @@ class _Pass:
     """Batches taken."""
     at_begin: dict[str, Any] | None = None
     own_at_begin: dict[str, Any] = field(default_factory=dict)
+    at_first: dict[str, Any] | None = None
+    """The generators at the first fetch, those of the process and the loader's own; None: as the beginning left them."""
+    left_by_begin: str = ""
+    """Digest of what the beginning left them as."""
     before: _Pass | None = None
     """The position if this pass turns out to be no epoch."""
     fetches: Fetches = field(default_factory=Fetches)
@@ -103,6 +113,10 @@ class _Pass:
     looks_before: int | None = None
     """The same number for the epoch before this one; None: this one is the first."""
     is_loaded: bool = False
+    ahead: int = 0
+    """Of a saved pass: batches that were read ahead."""
+    follows: _Pass | None = None
+    """Of a saved pass: the next one, of which batches were read ahead too."""
     at_resume: tuple[dict[str, Any], dict[str, Any]] | None = None
     """Of a saved pass: the generators right after the resume, those of the process and the loader's own."""
     looks_here: int = 0
@@ -122,7 +136,7 @@ class _Pass:
 class Position:
     """Position in one loader, whose passes and batches are counted from now on."""
 
-    def __init__(self, loader: Any, ask: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loader: Any, ask: Callable[[], object] = lambda: None) -> None:
         """Count the passes and batches of a loader.
 
         Args:
@@ -143,6 +157,7 @@ class Position:
         self._name = ""
         self._ask = ask
         self._ended: Callable[[], None] = lambda: None
+        self._ask_to_begin: Callable[[], object] = ask
         self._read_ahead = ReadAhead()
         self._numbers = {path: one.get_state() for path, one in _counts(_walk(loader)).items()}
         """Numbers that the samplers held at first."""
@@ -152,7 +167,7 @@ class Position:
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Iterator[Any]:
-                return position._pass(lambda: method(self))
+                return position._iterate(lambda: method(self))
 
             return wrapped
 
@@ -167,20 +182,31 @@ class Position:
             name: What warnings call the loader.
         """
         read_ahead = boundaries.watch_fetches()
-        self._read_ahead, self._name, self._ended = read_ahead, name, boundaries.ended
+        self._read_ahead, self._name = read_ahead, name
         self._ask = lambda: boundaries.asked(read_ahead)
+        self._ask_to_begin = lambda: boundaries.asked(read_ahead, begins=True)
+        self._ended = lambda: boundaries.ended(read_ahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; exact at a boundary of two steps."""
-        shown = self._epoch()
+        shown, now = self._epoch(), self._now
+        remaining = self._read_ahead.remaining_of(shown.fetches)
+        ahead = remaining
+        behind = now.fetches.carried - now.fetches.fetched
+        follows = None
+        if shown is now and now.before is not None and behind > 0:
+            # The program trains with the last batches of the pass before.
+            shown, follows, remaining, ahead = now.before, now, behind, now.fetches.carried
         leaves = self._breaks_off or _follows_left(shown) or (self._begins and shown.was_left)
         # Left by `break`, and so was an epoch before: then the program goes on to the next one. While an
         # exception is handled, the run has ended in the middle.
         over = shown.was_left and (
-            self._begins or shown is not self._now or (leaves and sys.exc_info()[1] is shown.handled)
+            self._begins
+            or shown.fetches.is_left_out
+            or shown is not now
+            or (leaves and sys.exc_info()[1] is shown.handled)
         )
         # What was read ahead is trained with after the end of the pass.
-        remaining = self._read_ahead.remaining_of(shown.fetches)
         over = over or (shown.is_over and not shown.was_left and not remaining)
         state = {
             "passes": shown.number,
@@ -188,10 +214,21 @@ class Position:
             "at_begin": None if over else shown.at_begin,
             "leaves": leaves,
             "workers": self._has_workers() if over else shown.had_workers,
-            "looks": shown.looks + (shown is not self._now and shown.is_over),
+            "looks": shown.looks + (shown is not now and follows is None and shown.is_over),
             "looks_before": shown.looks_before,
             "first_looks": self._first_looks,
         }
+        if ahead:
+            state["ahead"] = ahead
+        if follows is not None:
+            state["follows"] = {
+                "passes": follows.number,
+                "batches": 0,
+                "at_begin": follows.at_begin,
+                "own_at_begin": follows.own_at_begin,
+                "at_first": follows.at_first,
+                "ahead": follows.fetches.fetched,
+            }
         if not self._read_ahead.is_sure:
             state["unsure"] = True
         # A loader with a generator of its own would otherwise be resumed in another order.
@@ -204,21 +241,13 @@ class Position:
                 if path in own and own[path].get_state() != number
             }
             state |= {"own": self._changing(_states(own)), "own_at_begin": self._changing(shown.own_at_begin)}
+        if not over and shown.at_first is not None:
+            state["at_first"] = {**shown.at_first, "own": self._changing(shown.at_first["own"])}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass continue at a saved position."""
-        self._now = _Pass(
-            number=state["passes"],
-            batches=state["batches"],
-            at_begin=state["at_begin"],
-            own_at_begin=state.get("own_at_begin", {}),
-            is_over=state["at_begin"] is None,
-            had_workers=state.get("workers", state["passes"] > (state["at_begin"] is not None)),
-            looks=state.get("looks", 0),
-            looks_before=state.get("looks_before"),
-            is_loaded=True,
-        )
+        self._now = _saved(state)
         self._breaks_off, self._first_looks = state.get("leaves", False), state.get("first_looks", 0)
         if state.get("unsure"):
             log.warning(
@@ -272,10 +301,14 @@ class Position:
         now, before = self._now, self._now.before
         if before is None:
             return False
-        # The rest of a saved epoch may be empty.
+        # The rest of a saved epoch may be empty, as that of another loader with which it is taken, or read ahead.
         is_rest = before.is_pending and now.number == before.number
-        if is_rest and now.fetches.is_exhausted and not now.fetches.fetched:
+        fetches = now.fetches
+        if is_rest and (fetches.is_left_out or (fetches.is_exhausted and fetches.fetched <= before.ahead)):
             return False
+        # An iterator that a framework makes to see whether it can is no epoch.
+        if now.was_left and not fetches.fetched:
+            return True
         if not (ends or now.is_over or before.is_open):
             return False
         return self._read_ahead.is_look(beside=before.is_open)
@@ -297,7 +330,9 @@ class Position:
             self._breaks_off = self._breaks_off or _follows_left(now)
             now.before = None
             return now
-        if self._read_ahead.is_guess:
+        if now.fetches.closes_step:
+            warn_once(_AFTER_LEFT.format(self._name))
+        if self._read_ahead.is_guess and now.fetches.fetched:
             warn_once(_NOT_COUNTED.format(self._name))
         if not before.is_open:
             self._count_look(before, 1)
@@ -368,9 +403,9 @@ class Position:
         to_come = 0 if base.looks_before is None else base.looks_before - looks_saved
         return self._first_looks - to_come
 
-    def _begin(self, begin: Callable[[], Iterator[Any]], base: _Pass) -> Iterator[Any]:
+    def _begin(self, begin: Callable[[], Iterator[Any]], base: _Pass, fetches: Fetches) -> Iterator[Any]:
         """Begin a pass after the last epoch, or continue that."""
-        own, fetches = self._own(), self._read_ahead.begun()
+        own = self._own()
         continues = self._continues(base, fetches)
         if base.is_loaded:
             self._rewind(base, own, continues=continues)
@@ -387,63 +422,64 @@ class Position:
         at_now, own_now = stateful.random_states(), _states(own)
         if not continues:
             now.at_begin, now.own_at_begin = at_now, own_now
-            return begin()
+            batches = begin()
+            now.left_by_begin = digest_of(_draws(own))
+            return batches
         now.batches, now.at_begin, now.own_at_begin = base.batches, base.at_begin, base.own_at_begin
+        now.at_first, now.follows = base.at_first, base.follows
         assert base.at_begin is not None
         # The order of a pass follows from the generators as they were at its beginning.
         stateful.restore_random_states(base.at_begin)
         _restore(own, base.own_at_begin)
         batches = begin()
-        _skip(batches, base.batches)
+        at_first = base.at_first or _draws(own)
+        if not (base.batches or base.ahead):
+            now.left_by_begin = digest_of(at_first)
         # Now to the states of the snapshot, from which the run itself went on to draw.
         stateful.restore_random_states(at_now)
         _restore(own, own_now)
-        return batches
+        return self._rest(batches, base, at_first) if base.batches or base.ahead else batches
 
-    def _pass(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _rest(self, batches: Iterator[Any], base: _Pass, at_first: dict[str, Any]) -> Iterator[Any]:
+        """Skip what was taken, at the first fetch: a sampler may be told its epoch until then."""
+        own = self._own()
+        here = _draws(own)
+        stateful.restore_random_states(at_first["random"])
+        _restore(own, at_first["own"])
+        _skip(batches, base.batches)
+        # The first fetch decides the order.
+        first = list(islice(batches, 0 if base.batches else 1))
+        stateful.restore_random_states(here["random"])
+        _restore(own, here["own"])
+        yield from first
+        yield from batches
+
+    def _iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a pass at once, as the loader itself does: it may draw here, and at the first fetch."""
         around = self._now
         base = self._now = self._settle()
-        is_announced = not base.is_pending
+        # In a look all batches of the pass before are trained with, or never.
+        after = base.fetches if base is around and base.fetches.is_exhausted else None
+        if base.follows is not None and after is not None:
+            base = self._now = base.follows
+        fetches = self._read_ahead.begin(within=base.is_open, after=after)
         # Within another pass it may be a look, from which no program continues.
-        if is_announced and not base.is_open:
+        if not (base.is_pending or base.is_open or fetches.is_quiet):
             # However the pass before ended, it is over; `ask` may take a snapshot that must know so.
             self._begins = True
             try:
-                self._ask()
+                fetches.closes_step = bool(self._ask_to_begin())
             finally:
                 self._begins = False
-        batches = self._begin(begin, base)
-        now = self._now
-        follows_one = bool(self._name) and base.was_left and base.batches == 1 and not base.fetches.is_seen
-        while True:
-            if self._now is not now:
-                self._return_to(now)
-            # The first batch of a pass was announced above, before the pass counted.
-            if not is_announced:
-                self._read_ahead.asked()
-                self._ask()
-            is_announced = False
-            try:
-                batch = next(batches)
-            except StopIteration:
-                # A snapshot from here on resumes into the next pass, unless batches were read ahead.
-                now.is_over = True
-                self._read_ahead.exhausted()
-                if not self._leave(now, around):
-                    self._ended()
-                return
-            now.batches += 1
-            self._read_ahead.fetched()
-            if follows_one and now.batches > 1:
-                warn_once(_COUNTED.format(self._name))
-            try:
-                yield batch
-            # `break`, or an exception, in the program's loop; a generator of an earlier pass may be closed
-            # late.
-            except GeneratorExit:
-                now.is_over = now.was_left = now.fetches.is_left = True
-                self._leave(now, around)
-                raise
+        self._read_ahead.now = fetches
+        batches = self._begin(begin, base, fetches)
+        return ReportingIterator(batches, _Counted(self, self._now, base, around))
+
+    def _note_first(self, now: _Pass) -> None:
+        """Note the random generators at the first fetch, if they are not as the beginning of the pass has left them."""
+        here = _draws(self._own())
+        if now.left_by_begin != digest_of(here):
+            now.at_first = here
 
     def _leave(self, one: _Pass, around: _Pass) -> bool:
         """Return to the pass within which the program has looked at batches; return whether it has."""
@@ -451,6 +487,66 @@ class Position:
             return False
         self._return_to(around)
         return True
+
+
+def _saved(state: Mapping[str, Any]) -> _Pass:
+    return _Pass(
+        number=state["passes"],
+        batches=state["batches"],
+        at_begin=state["at_begin"],
+        own_at_begin=state.get("own_at_begin", {}),
+        at_first=state.get("at_first"),
+        is_over=state["at_begin"] is None,
+        had_workers=state.get("workers", state["passes"] > (state["at_begin"] is not None)),
+        looks=state.get("looks", 0),
+        looks_before=state.get("looks_before"),
+        ahead=state.get("ahead", 0),
+        follows=_saved(state["follows"]) if "follows" in state else None,
+        is_loaded=True,
+    )
+
+
+@dataclass(eq=False)
+class _Counted:
+    """Iterator over one pass."""
+
+    position: Position
+    one: _Pass
+    base: _Pass
+    """The epoch before, or the saved one that is continued."""
+    around: _Pass
+    """The pass within which the program may look at batches."""
+
+    def asked(self) -> None:
+        """Take the fetch for a boundary."""
+        position, one = self.position, self.one
+        if position._now is not one:
+            position._return_to(one)
+        position._read_ahead.asked()
+        position._ask()
+        if not one.batches and one.left_by_begin:
+            position._note_first(one)
+
+    def fetched(self) -> None:
+        """Count a batch."""
+        one, base = self.one, self.base
+        one.batches += 1
+        self.position._read_ahead.fetched()
+        name = self.position._name
+        if name and one.batches == 2 and base.was_left and base.batches == 1 and not base.fetches.is_seen:
+            warn_once(_COUNTED.format(name))
+
+    def ended(self) -> None:
+        """Leave the pass; a snapshot from here on resumes into the next, unless batches were read ahead."""
+        self.one.is_over = True
+        self.position._read_ahead.exhausted()
+        if not self.position._leave(self.one, self.around):
+            self.position._ended()
+
+    def left(self) -> None:
+        """Leave the pass by `break`, or an exception; the iterator of an earlier pass may be dropped late."""
+        self.one.is_over = self.one.was_left = self.one.fetches.is_left = True
+        self.position._leave(self.one, self.around)
 
 
 def _follows_left(one: _Pass) -> bool:
@@ -558,6 +654,11 @@ def _is_generator(value: Any) -> bool:
 
 def _states(generators: Mapping[str, Any]) -> dict[str, Any]:
     return {path: copy.deepcopy(state_of(one, path)) for path, one in generators.items()}
+
+
+def _draws(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of all random generators, those of the process and a loader's own."""
+    return {"random": stateful.random_states(), "own": _states(own)}
 
 
 def _restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:

@@ -183,7 +183,12 @@ class Registered:
 def _is_drawn_from(value: Any) -> bool:
     """Return whether a value is a generator of random numbers, or of samples."""
     has_own = any(hasattr(value, name) for name in ("bit_generator", "getstate", "get_state", "__next__"))
-    return has_own or (hasattr(value, "__iter__") and not isinstance(value, dict | list))
+    # The position in a loader moves when a batch is read ahead.
+    return (
+        has_own
+        or isinstance(value, Position)
+        or (hasattr(value, "__iter__") and not isinstance(value, dict | list))
+    )
 
 
 def _check_values(value: Any, name: str) -> None:
