@@ -1,7 +1,8 @@
 """``ciuic verify`` and ``ciuic check``: can snapshots be restored exactly, and does a repository or remote agree with itself?
 
 Guarantees: damage is named with path, block and every snapshot that shares it; ``verify`` exits with 4 exactly when there is
-any. ``check --repair`` mends what can be mended; content is never deleted.
+any in what was to be verified: of single snapshots, in what they need. ``check --repair`` mends what can be mended; content is never
+deleted.
 
 With ``--checksum --max-duration`` one run verifies a slice, for a timer. The next run continues where this one stopped, however it
 ended. A slice yields to processes that wait for the disk (ciuic.system.io_throttle). Exit 4 exactly when this slice found damage, so
@@ -11,7 +12,7 @@ that a timer's unit fails on the day it is found.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ def as_document(result: VerifyResult) -> dict[str, Any]:
         "bytes_read": result.bytes_read,
         "index_missing": result.index_missing,
         "damages": [_damage(damage) for damage in result.damages],
+        "elsewhere": [_damage(damage) for damage in result.elsewhere],
     }
 
 
@@ -105,6 +107,11 @@ def _line(damage: Damage) -> str:
 
 _NAMED = 3
 """Snapshots that a note names; ``--json`` has all of them."""
+
+
+def _some(ids: Sequence[str]) -> str:
+    """Return the first of these ids in words."""
+    return f"{', '.join(ids[:_NAMED])}{', …' if len(ids) > _NAMED else ''}"
 
 
 @click.command("verify", cls=FrameCommand)
@@ -176,9 +183,8 @@ def verify_command(
                 f"{plural(len(archived), 'pack')} archived in the store: cold, not read; ciuic remote thaw ID"
             )
         if not_held:
-            named = f" ({', '.join(not_held[:_NAMED])}{', …' if len(not_held) > _NAMED else ''})"
             note(
-                f"{plural(len(not_held), 'snapshot')}{named} with files not held at the cut, whose content may be later; "
+                f"{plural(len(not_held), 'snapshot')} ({_some(not_held)}) with files not held at the cut, whose content may be later; "
                 "see: ciuic show ID"
             )
     for one in of_sets:
@@ -273,6 +279,7 @@ def _united(results: list[VerifyResult]) -> VerifyResult:
     for other in others:
         first.snapshots += other.snapshots
         first.damages += other.damages
+        first.elsewhere += other.elsewhere
         first.files += other.files
         first.chunks += other.chunks
         first.bytes_read += other.bytes_read
@@ -296,6 +303,11 @@ def _print_verified(result: VerifyResult, everything: bool, share: float | None)
             "every byte is right" if result.checksum else "everything is there (--checksum reads every byte)"
         )
     out_prose(f"{subject}: {verdict}; {looked}", 2, fg="red" if result.damaged else "green")
+    if result.elsewhere:
+        touched = list(dict.fromkeys(id_ for damage in result.elsewhere for id_ in damage.snapshots))
+        whose = f", in {_some(touched)}" if touched else ""
+        places = plural(len(result.elsewhere), "damaged place")
+        warn(f"elsewhere in the repository: {places}{whose}", hint="ciuic verify --all --checksum")
 
 
 def _verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool) -> int:

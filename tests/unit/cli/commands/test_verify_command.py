@@ -77,6 +77,23 @@ def test_verify_names_path_and_snapshots(repository: CliRepository) -> None:
     assert not (repository.root / "ckpt" / "a").exists()
 
 
+def test_damage_elsewhere_is_told_and_is_no_verdict_on_a_snapshot(repository: CliRepository) -> None:
+    """A snapshot that needs nothing damaged is right (0), and what is damaged in others is named beside it."""
+    noise = NOISE[::-1]
+    other = repository.snapshot({b"ckpt": {b"other": noise}})
+    pack = next(path for path in repository.path.rglob("*.pack") if noise[:1000] in path.read_bytes())
+    flip(pack, pack.read_bytes().index(noise[:1000]) + 5)
+    result = repository.run("verify", "cs-000001", "--checksum")
+    assert result.exit_code == 0, result.output
+    assert "cs-000001: every byte is right" in result.stdout
+    assert f"elsewhere in the repository: 1 damaged place, in {other}" in result.stderr
+    document = json.loads(repository.run("verify", "cs-000001", "--checksum", "--json").stdout)
+    assert (document["damaged"], document["damages"]) == (False, [])
+    assert [damage["snapshots"] for damage in document["elsewhere"]] == [[other]]
+    assert repository.run("verify", other, "--checksum").exit_code == 4
+    assert repository.run("verify", "--all", "--checksum").exit_code == 4
+
+
 def test_verify_wants_ids_or_all(repository: CliRepository) -> None:
     """Neither ids nor --all, or both, is wrong usage."""
     assert repository.run("verify").exit_code == 2
