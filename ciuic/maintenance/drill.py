@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SAMPLE_BYTES: Final = 1 << 30
 DEFAULT_SAMPLE_FILES: Final = 1000
+_FILE_BYTES: Final = 256 << 10
+"""Content that takes as long as a file without any: by bytes alone, a sample of small files would make days of seconds."""
 _BATCH_BYTES: Final = 64 << 20
 _BATCH_FILES: Final = 64
 # Directories that are searched for the newest checkpoint: those with the newest files that may be one.
@@ -88,19 +90,21 @@ class DrillResult(NamedTuple):
 
     @property
     def estimated_seconds(self) -> float:
-        """Time that a restore of the whole snapshot would take at this rate."""
-        if self.bytes_read:
-            return self.seconds * max(1.0, self.bytes_total / self.bytes_read)
-        return self.seconds * max(1.0, self.files_total / max(self.files, 1))
+        """Time that a restore of the whole snapshot would take: of files and of bytes, whichever of them the sample has more of."""
+        done = self.bytes_read + self.files * _FILE_BYTES
+        return self.seconds * max(1.0, (self.bytes_total + self.files_total * _FILE_BYTES) / max(done, 1))
 
 
 def choose_snapshots(store: CommittedSnapshots, seed: int) -> list[Snapshot]:
-    """Return the snapshots that a drill restores from: the newest, and another at random.
+    """Return the snapshots with files that a drill restores from: the newest, and another at random.
 
     Raises:
-        NotFound: there is no snapshot.
+        NotFound: there is no snapshot, or none of them has a file: to restore nothing exactly proves nothing.
     """
-    found = store.list(safety=False)
+    snapshots = store.list(safety=False)
+    found = [one for one in snapshots if one.files]
+    if snapshots and not found:
+        raise NotFound("no snapshot has a file to restore: a drill of nothing proves nothing")
     if not found:
         raise NotFound("the repository has no snapshot to restore from", hint="ciuic snapshot takes one")
     ids = [found[0].id]
