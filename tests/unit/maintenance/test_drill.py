@@ -349,6 +349,19 @@ assert drilled().files == 3
     assert (done.stdout.strip() != "[]") == damaged, done.stdout
 
 
+def test_a_newer_file_of_unknown_format_is_no_checkpoint_to_prove(tmp_path: Path) -> None:
+    """The newest checkpoint of a known format is restored whole; one of no known format only where there is no other."""
+    made = CliRepository(tmp_path / "repository", tmp_path / "root")
+    weights = make_safetensors(random.Random(1))
+    late = {"mtime_ns": FIRST_NS + 10**9}
+    made.snapshot({b"step-1.safetensors": weights, b"notes.bin": (b"not the weights", late)})
+    (document,) = drill_document(made, "latest")["drills"]
+    assert document["checkpoint"] == f"{made.root}/step-1.safetensors"
+    made.snapshot({b"notes.bin": (b"not the weights", late)})
+    (document,) = drill_document(made, "latest")["drills"]
+    assert document["checkpoint"] == f"{made.root}/notes.bin"
+
+
 def test_a_drill_of_nothing_is_none(tmp_path: Path) -> None:
     """A snapshot without a file is not chosen, and refused where it is named; nothing is noted."""
     made = CliRepository(tmp_path / "repository", tmp_path / "root")
