@@ -866,7 +866,7 @@ def step_of(path: bytes) -> int | None:
 
 
 def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> LastGood:
-    """Return the newest snapshot whose newest checkpoint at or below a path is GOOD.
+    """Return the newest snapshot whose newest checkpoint at or below a path is GOOD, whatever files of no known format are beside it.
 
     Where the newest one of every snapshot is torn, as of a program that was killed at each save, the choice is the snapshot with
     the newest GOOD one. The newest checkpoint is the one with the latest change of a file, of several
@@ -901,11 +901,14 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
             passed_over.append(PassedOver(snapshot, one_line(error.message), None))
             continue
         found.sort(key=age_of, reverse=True)
-        newest = found[0] if found else None
+        # What nothing can be said of, a cache or data of the program perhaps, is no reason to give up a whole one before it.
+        newest = _newest_known(found)
         if newest is None:
             passed_over.append(PassedOver(snapshot, "it has no checkpoint of a known format there", None))
         elif newest.checkpoint.verdict.is_good:
-            return LastGood(repository, snapshot, newest, tuple(passed_over))
+            return LastGood(
+                repository, snapshot, newest, tuple(passed_over), tuple(found[: found.index(newest)])
+            )
         else:
             verdict = newest.checkpoint.verdict
             reason = f"{one_line(newest.checkpoint.path)} is {verdict.state}: {one_line(verdict.reason)}"
@@ -924,12 +927,18 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     )
 
 
+def _newest_known(found: Sequence[StoredCheckpoint]) -> StoredCheckpoint | None:
+    """Return the newest checkpoint of those in a format that is known, or of all where there are no others."""
+    known = [one for one in found if not one.checkpoint.verdict.is_foreign]
+    return max(known or found, key=age_of, default=None)
+
+
 def _judged_again(
     repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes
 ) -> list[StoredCheckpoint]:
     """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared."""
     found = list(checkpoints(repository, timeline, snapshot, path=path))
-    newest = max(found, key=age_of, default=None)
+    newest = _newest_known(found)
     if newest is None or not newest.checkpoint.verdict.is_good:
         return found
     names = {posixpath.basename(name) for name in newest.checkpoint.files}

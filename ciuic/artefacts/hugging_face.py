@@ -258,16 +258,28 @@ def _described(tensors: FileTensors, key: str) -> _Tensor:
 
 
 def _of_model(found: Mapping[str, _Tensor]) -> tuple[dict[str, _Tensor], list[str]]:
-    """Return the tensors of the model under their names in it, and the names of others."""
-    for key in _MODEL_KEYS:
-        below = {
-            name.removeprefix(f"{key}."): one for name, one in found.items() if name.startswith(f"{key}.")
-        }
-        others = [name for name in found if not name.startswith(f"{key}.")]
-        # A flat state may have a part called `model`: it has no state of an optimizer beside it.
-        if below and (key != "model" or (others and all(map(_OTHER_STATE.match, others)))):
-            return _bare(below), others
-    return _bare(dict(found)), []
+    """Return the tensors of the model under their names in it, and the names of others.
+
+    Raises:
+        UsageError: there are several states, and none has the name of a model's.
+    """
+    states = {name: one.tensors.state(one.name) for name, one in found.items()}
+    # A flat state may have a part called `model`: what holds its tensors is the file itself.
+    tops = dict.fromkeys(state.partition(".")[0] for state in states.values())
+    key: str | None = next((key for key in _MODEL_KEYS if key in tops), None)
+    if key is None:
+        named = [top for top in tops if top and not _OTHER_STATE.match(top)]
+        if "" in tops or not named:
+            return _bare(dict(found)), []
+        if len(named) > 1:
+            raise UsageError(
+                f"the file has several states: {', '.join(map(one_line, named[:5]))}",
+                hint=f"the model's is the one called {', '.join(_MODEL_KEYS)}",
+            )
+        key = named[0]
+    own = {name for name, state in states.items() if state.partition(".")[0] == key}
+    model = {name.removeprefix(f"{key}."): one for name, one in found.items() if name in own}
+    return _bare(model), [name for name in found if name not in own]
 
 
 def _bare(found: dict[str, _Tensor]) -> dict[str, _Tensor]:

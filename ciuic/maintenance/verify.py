@@ -202,7 +202,9 @@ class Verification:
 
     def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
         """Verify these snapshots, or with None all of them."""
-        snapshots = self._load(self.repository.snapshots.ids() if ids is None else ids)
+        snapshots = self._load(
+            self.repository.snapshots.ids() if ids is None else ids, are_named=ids is not None
+        )
         if self.result.checksum or ids is None:
             self._verify_repository_files()
         scrubbed = self.result.checksum and (
@@ -232,14 +234,18 @@ class Verification:
             is_own = bool(asked & set(damage.snapshots)) or damage.chunk in nameless
             (self.result.damages if is_own else self.result.elsewhere).append(damage)
 
-    def _load(self, ids: Sequence[SnapshotId]) -> list[Snapshot]:
+    def _load(self, ids: Sequence[SnapshotId], *, are_named: bool) -> list[Snapshot]:
+        """Return these snapshots; those that somebody named must be there."""
         loaded = []
         for id_ in dict.fromkeys(ids):
             self.result.snapshots.append(id_)
             try:
                 loaded.append(self.repository.snapshots.load(id_))
             except NotFound:
-                raise
+                # One that was removed since all were listed needs no verdict.
+                if are_named:
+                    raise
+                self.result.snapshots.remove(id_)
             except CiuicError as error:
                 self._unreadable(str(id_), error.message)
         return loaded
@@ -500,6 +506,9 @@ class Verification:
         for chunk, reason in self._bad.items():
             if chunk not in needed:
                 is_base = chunk.hex() in bases
+                if not (is_base or self._file(chunk)):
+                    # In no pack, and of no snapshot: it went with one that was removed during the verification.
+                    continue
                 whose = "others are stored as differences from it" if is_base else "no snapshot needs it"
                 reason = f"{reason}; {whose}"
                 self.result.damages.append(Damage("pack", reason, chunk=chunk, file=self._file(chunk)))
@@ -581,7 +590,9 @@ class _Sample(Verification):
 
     def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
         """Verify these snapshots, or with None all of them."""
-        snapshots = self._load(self.repository.snapshots.ids() if ids is None else ids)
+        snapshots = self._load(
+            self.repository.snapshots.ids() if ids is None else ids, are_named=ids is not None
+        )
         if ids is None:
             self._verify_repository_files()
         self._verify_snapshots(snapshots, read=True)
@@ -740,7 +751,7 @@ class _Slice(Verification):
             # Content was read with the packs, so snapshots need no second read: only lookups.
             known = set(state.checked)
             left = [id_ for id_ in self.repository.snapshots.ids() if str(id_) not in known]
-            self._verify_snapshots(self._load(left), read=False, goes_on=snapshot_done)
+            self._verify_snapshots(self._load(left, are_named=False), read=False, goes_on=snapshot_done)
         self._report_damage()
         state.damages += len(self.result.damages)
         if not over:

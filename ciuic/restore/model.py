@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ciuic.errors import CiuicError, Damaged, Partial
 from ciuic.repository.lookup import Located
@@ -27,7 +27,7 @@ class Overwrite(str, Enum):
     ALWAYS = "always"
     """Replace it by the snapshot's. A file that is the same to the byte is not written again."""
     IF_CHANGED = "if-changed"
-    """Replace it like ALWAYS, but believe that the same type, size and modification time mean the same content."""
+    """Replace it like ALWAYS, but do not read one that its size and times show to be as it was at the snapshot."""
     IF_NEWER = "if-newer"
     """Replace it only if the snapshot's modification time is later."""
     NEVER = "never"
@@ -219,12 +219,24 @@ class Result:
         return kind("\n  ".join([head, *lines]), hint=hint)
 
 
-class OverwriteRules:
-    """Decisions of one overwrite mode. ``resumed``: the same restore was begun here before and cut short."""
+# Distance from the snapshot within which the time of the last change may hide a later one: clocks of file systems tick coarsely.
+_RACY_NS: Final = 1_000_000_000
 
-    def __init__(self, mode: Overwrite | None, *, resumed: bool) -> None:
+
+class OverwriteRules:
+    """Decisions of one overwrite mode."""
+
+    def __init__(self, mode: Overwrite | None, *, resumed: bool, cut_ns: int = 0) -> None:
+        """Take the mode.
+
+        Args:
+            mode: The mode; None: nothing that exists may be replaced.
+            resumed: The same restore was begun here before and cut short.
+            cut_ns: Time of the snapshot; 0: no times are believed.
+        """
         self._mode = mode
         self._resumed = resumed
+        self._settled_before_ns = cut_ns - _RACY_NS
 
     def may_replace(self, entry: Entry, existing: os.stat_result) -> bool:
         """Return whether the mode allows to replace what exists."""
@@ -241,9 +253,12 @@ class OverwriteRules:
 
     def believes_content(self, entry: Entry, existing: os.stat_result) -> bool:
         """Return whether what exists is believed to have the right content, without reading it."""
-        # A resumed run has set these times itself, after the content was whole and synced.
-        believes = self._mode is Overwrite.IF_CHANGED or self._resumed
-        return believes and believed_equal(entry, existing)
+        if not believed_equal(entry, existing):
+            return False
+        # A resumed run has set these times itself, after the content was whole and synced. Otherwise any program can set
+        # the modification time (cp -p, rsync, touch), and none the time of the last change.
+        is_untouched = recorded_time(existing.st_ctime_ns) == entry.ctime_ns <= self._settled_before_ns
+        return self._resumed or (self._mode is Overwrite.IF_CHANGED and is_untouched)
 
     def sets_directory_attributes(self, entry: Entry, existing: os.stat_result) -> bool:
         """Return whether an existing directory gets the recorded attributes."""

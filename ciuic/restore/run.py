@@ -600,7 +600,7 @@ class RestoreRun:
             target,
             self._keep_open(parent, posixpath.dirname(target.path)),
             journals.new_run(),
-            OverwriteRules(self._plan.overwrite, resumed=False),
+            OverwriteRules(self._plan.overwrite, resumed=False, cut_ns=self._plan.snapshot.time_ns),
         )
         entry = msgspec.structs.replace(target.source.entry, name=posixpath.basename(target.path))
         try:
@@ -667,7 +667,9 @@ class RestoreRun:
             if journal is not None:
                 attempt.run, resumed = journal.mark.run, journal.resumed
                 attempt.unchecked = resumed and journal.mark.unchecked
-        attempt.rules = OverwriteRules(self._plan.overwrite, resumed=resumed)
+        attempt.rules = OverwriteRules(
+            self._plan.overwrite, resumed=resumed, cut_ns=self._plan.snapshot.time_ns
+        )
         return journal
 
     def _end_journal(self, journal: journals.Journal, folder: Folder) -> None:

@@ -197,12 +197,12 @@ class SaveCoordinator:
         self.pipeline.advance()
         if self.taker.ranks is not None:
             return  # The others hear of it at the next boundary: this rank must not act on it alone.
-        if self.boundaries.awaits_next and self._step_end is None:
-            # Made due by the metrics, at the boundary of the step that was measured.
-            self._step_over()
         saves = not self._closed and self.registered.objects and self.pipeline.client.is_ours
         if saves and self.boundaries.whole:
             self._save_if_due()
+        elif saves:
+            # Made due by the metrics, at the boundary of the step that was measured.
+            self.boundaries.await_next()
 
     def track(self, tracker: Tracker) -> None:
         """Log the saves that begin from now on to a tracker, in place of one of the same name."""
@@ -353,20 +353,26 @@ class SaveCoordinator:
             self._last_save.stepped()
         self.schedule.warn_without_boundaries(self.boundaries)
 
-    def _step_over(self) -> None:
-        """Set aside what the program may change for the next step before the boundary comes, where it may be saved."""
+    def _step_over(self) -> bool:
+        """Set aside what the program may change for the next step before the boundary comes; return whether it may be saved."""
         self._step_end = None
         if self._closed or capturing():
-            return
-        # Only where it may be needed: copies of what programs register take time.
-        looks = self.boundaries.is_uncertain or self._last_save is not None
-        if looks or self.schedule.may_be_due(self.run.step, self.pipeline.costs):
+            return False
+        # Only where it may be needed: copies of what programs register take time, and hooks are seen by programs.
+        wanted = (
+            self.boundaries.is_uncertain
+            or bool(self._deferred)
+            or (self._last_save is not None and self._last_save.watch.is_pending)
+            or self.schedule.may_be_due(self.run.step, self.pipeline.costs)
+        )
+        if wanted:
             with quietly("generators and positions could not be set aside for a snapshot"):
                 self._step_end = BoundaryState(
                     stateful.random_states(),
                     self.registered.drawn_from(),
                     self.registered.epoch(self.run.epoch),
                 )
+        return wanted
 
     def settle(self) -> None:
         """Let the boundary of the last step come, if it waits for a next one: the program waits for saves, or ends."""
@@ -381,7 +387,8 @@ class SaveCoordinator:
             with quietly("changes behind a step could not be looked for"):
                 self.registered.warn_of_changes(self.taker.step_end.positions)
         try:
-            self._boundary(may_take=not is_late or self.taker.step_end is not None)
+            may_take = self.taker.step_end is not None if is_late else not self.boundaries.is_early
+            self._boundary(may_take=may_take)
         finally:
             self.taker.step_end = None
 

@@ -295,7 +295,7 @@ class SnapshotManager(TrainingSnapshots):
         """
         self._coordinator.boundaries.explicit()
         # Later a run goes on without snapshots rather than end in the middle.
-        if not self.stats.saved:
+        if not (self.stats.saved or self._coordinator.pipeline.pending):
             self._coordinator.pipeline.raise_refusal()
 
     def consumed(self, batches: int = 1) -> None:

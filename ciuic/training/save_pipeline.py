@@ -568,17 +568,16 @@ class SavePipeline:
                 self._finish(timeout_seconds)
                 # The training stands still from here on: codecs may use its processors.
                 self.client.awaited()
-        while self.pending if number is None else number in self._under_way:
+        while True:
+            with self.guard:
+                self.process_messages()
+            if not (self.pending if number is None else number in self._under_way):
+                return True
             left = end - time.monotonic()
             if left <= 0 or not self.client.will_answer:
                 return False
             # Waits outside of the guard: another thread may save meanwhile.
             self.client.listen(min(left, POLL_SECONDS))
-            with self.guard:
-                self.process_messages()
-        with self.guard:
-            self.process_messages()
-        return True
 
     def wait_remote(self, id_: str, timeout_seconds: float) -> bool:
         """Wait until every remote has stored a snapshot; return whether that came in time.

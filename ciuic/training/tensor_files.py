@@ -108,6 +108,8 @@ class _Found(NamedTuple):
     start: int
     size_bytes: int
     is_dense: bool = True
+    state: str = ""
+    """Path of the dict or list that holds it in a checkpoint of torch."""
 
 
 class FileTensors:
@@ -167,6 +169,10 @@ class FileTensors:
         shape = tuple(found.shape[at] for at in found.order)
         place = FileRange((0,) * len(shape), shape, entry, found.start, found.size_bytes)
         return StoredTensor(found.kind, shape, (place,))
+
+    def state(self, name: str) -> str:
+        """Return the path of the dict or list that holds the tensor; "" for one at the top."""
+        return self._tensors[name][1].state
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape as the program has it."""
@@ -347,11 +353,11 @@ def _of_torch(
     if pickle.file_size > _MAX_PICKLE_BYTES or pickle.compress_type != zipfile.ZIP_STORED:
         raise NotTensors(f"its pickle is compressed, or has more than {_MAX_PICKLE_BYTES >> 20} MiB")
     places: dict[str, _Member] = {}
-    for name, made in _rebuilt(read_pickle(archive.read(pickle))):
+    for state, name, made in _rebuilt(read_pickle(archive.read(pickle))):
         found = _TorchTensor(made)
         if found.key not in places:
             places[found.key] = _place(raw, members[f"{top}data/{found.key}"], raw._entry)
-        yield name, found.located(places[found.key])
+        yield name, found.located(places[found.key])._replace(state=state)
 
 
 _REBUILD: Final = {
@@ -363,14 +369,17 @@ _WRAPPED: Final = {
 _SUBCLASS: Final = Name("torch._tensor", "_rebuild_from_type_v2")
 
 
-def _rebuilt(value: Any) -> Iterator[tuple[str, Made]]:
-    """Yield path and description of each tensor, in their order. What stands in several places is met once."""
+def _rebuilt(value: Any) -> Iterator[tuple[str, str, Made]]:
+    """Yield of each tensor the path of what holds it, its own path, and its description, in their order.
+
+    What stands in several places is met once.
+    """
     seen: set[int] = set()
     # One iterator for each level, and no path before it is needed: a list may have as many items as the pickle has bytes.
-    stack: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter(((None, value),)))]
+    stack: list[tuple[str, str, Iterator[tuple[Any, Any]]]] = [("", "", iter(((None, value),)))]
     tensors, containers = _MAX_TENSORS, _MAX_CONTAINERS
     while stack:
-        above, items = stack[-1]
+        state, above, items = stack[-1]
         for key, one in items:
             # What is no container and no tensor has none below it.
             if type(one) not in (dict, list, tuple, Made) or id(one) in seen:
@@ -381,7 +390,7 @@ def _rebuilt(value: Any) -> Iterator[tuple[str, Made]]:
                 raise ValueError("its values are nested too deeply, or are too many")
             if type(one) is not Made:
                 seen.add(id(one))
-                stack.append((path, iter(one.items() if type(one) is dict else enumerate(one))))
+                stack.append((path, path, iter(one.items() if type(one) is dict else enumerate(one))))
                 break
             # Only names are looked up in tables: a tuple that holds another one twice, which does so again, is hashed for years.
             if type(one.function) is not Name or type(one.arguments) is not tuple:
@@ -390,14 +399,15 @@ def _rebuilt(value: Any) -> Iterator[tuple[str, Made]]:
                 tensors -= 1
                 if tensors < 0:
                     raise ValueError(f"it has more than {_MAX_TENSORS} tensors")
-                yield path or "tensor", one
+                yield state, path or "tensor", one
                 continue
             inner = one.state
             if one.function in _WRAPPED:
                 inner = one.arguments[0]
             elif one.function == _SUBCLASS:
                 inner = Made(one.arguments[0], one.arguments[2])
-            stack.append((path, iter(((None, inner),))))
+            # A parameter is a tensor of what holds it.
+            stack.append((state, path, iter(((None, inner),))))
             break
         else:
             stack.pop()

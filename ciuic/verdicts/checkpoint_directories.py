@@ -188,6 +188,10 @@ def _tensor_files(directory: DirectorySource, names: list[bytes]) -> Iterator[by
 
 
 _DEEPSPEED_LATEST: Final = b"latest"
+# The tag that save_checkpoint chooses, and the script that it copies beside `latest`.
+_DEEPSPEED_TAG: Final = re.compile(rb"global_step\d+\Z")
+_DEEPSPEED_SCRIPT: Final = b"zero_to_fp32.py"
+_TAGS_LOOKED_AT: Final = 8
 _DEEPSPEED_MODEL: Final = re.compile(rb"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt\Z")
 _DEEPSPEED_OPTIMIZER: Final = re.compile(
     rb"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt\Z"
@@ -195,38 +199,55 @@ _DEEPSPEED_OPTIMIZER: Final = re.compile(
 
 
 def _recognise_deepspeed(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
-    """Yield the checkpoint that ``latest`` names."""
-    if _DEEPSPEED_LATEST not in names:
+    """Yield the checkpoint that ``latest`` names.
+
+    Other programs have a ``latest`` too, a link, a directory, or a file with anything in it: it is DeepSpeed's only beside
+    what else DeepSpeed writes.
+    """
+    source = directory.file(_DEEPSPEED_LATEST) if _DEEPSPEED_LATEST in names else None
+    if source is None:
         return
     taken = frozenset({_DEEPSPEED_LATEST})
     try:
-        tag = (_document_of(directory, _DEEPSPEED_LATEST, "the file latest") or b"").strip()
+        tag = read_document(source, "the file latest").strip()
     except NotJudged:
         return
     except TornContent as error:
-        yield PartsNeeded("deepspeed", _DEEPSPEED_LATEST, torn=str(error), taken=taken)
+        if _is_of_deepspeed(directory, names):
+            yield PartsNeeded("deepspeed", _DEEPSPEED_LATEST, torn=str(error), taken=taken)
         return
     # A file that happens to have this name, and is no tag.
     if b"/" in tag or b"\n" in tag or len(tag) > 255 or tag in (b".", b".."):
         return
     below = directory.directory(tag)
+    files = [] if below is None else _rank_states(below)
+    if not (files or _DEEPSPEED_TAG.match(tag) or _is_of_deepspeed(directory, names)):
+        return
     if below is None:
         reason = f"latest names {shown_name(tag)}, which is not there"
         yield PartsNeeded("deepspeed", _DEEPSPEED_LATEST, torn=reason, taken=taken)
         return
-    yield _deepspeed_parts(below, tag, taken)
-
-
-def _deepspeed_parts(below: DirectorySource, tag: bytes, taken: frozenset[bytes]) -> PartsNeeded:
-    inside = below.names()
-    files = [name for name in inside if _DEEPSPEED_MODEL.match(name) or _DEEPSPEED_OPTIMIZER.match(name)]
     torn = "" if files else f"{shown_name(tag)} has no states of ranks"
     ranks = {(int(found[1]), int(found[2])) for name in files if (found := _DEEPSPEED_OPTIMIZER.match(name))}
     lacking = _lacking_ranks(ranks)
     if lacking:
         torn = f"the states of {plural(len(lacking), 'rank')} are missing"
     relative = tuple(tag + b"/" + name for name in files)
-    return PartsNeeded("deepspeed", tag, relative, torn=torn, taken=taken.union((tag,)))
+    yield PartsNeeded("deepspeed", tag, relative, torn=torn, taken=taken.union((tag,)))
+
+
+def _is_of_deepspeed(directory: DirectorySource, names: list[bytes]) -> bool:
+    """Return whether there is something beside ``latest`` that DeepSpeed alone writes."""
+    if _DEEPSPEED_SCRIPT in names:
+        return True
+    tags = [name for name in names if _DEEPSPEED_TAG.match(name)][-_TAGS_LOOKED_AT:]
+    return any(below is not None and _rank_states(below) for below in map(directory.directory, tags))
+
+
+def _rank_states(below: DirectorySource) -> list[bytes]:
+    return [
+        name for name in below.names() if _DEEPSPEED_MODEL.match(name) or _DEEPSPEED_OPTIMIZER.match(name)
+    ]
 
 
 def _lacking_ranks(ranks: set[tuple[int, int]]) -> set[tuple[int, int]]:

@@ -13,7 +13,7 @@ DEFECT: Final = "its reader failed, which is a defect in ciuic"
 """Beginning of the reason of a file that a reader has not refused as it should."""
 UNREADABLE: Final = "it cannot be read"
 """Beginning of the reason of a file that the repository or the disk cannot give."""
-RULES: Final = 1
+RULES: Final = 2
 """Number of the rules by which files and directories are judged. Raised with each change that may lead to another verdict, so that
 those that were stored (`ciuic.verdicts.records`) are made anew."""
 
@@ -26,6 +26,13 @@ class Verdict(NamedTuple):
     """Finding, or the reason why nothing can be said."""
     format: str = ""
     """Name of the format; empty if it is not known."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if its content is of no format that is known: data or a cache of the program, perhaps."""
+        return (
+            self.state == "UNKNOWN" and not self.format and not self.reason.startswith((UNREADABLE, DEFECT))
+        )
 
     @property
     def is_good(self) -> bool:

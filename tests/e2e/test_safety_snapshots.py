@@ -191,3 +191,13 @@ def test_undo_removes_nothing_that_its_snapshot_did_not_see(protected: Live, roo
     assert b"could not be read" in protected.run("undo", "cs-fafafa").stderr
     assert (root / "data" / "unreadable then").read_text() == "precious"
     assert (root / "data" / "file").read_text() == "old"
+
+
+def test_a_restore_that_changes_nothing_offers_no_undo(protected: Live, root: Path) -> None:
+    """Where everything is as the snapshot has it, the restore says so, and `undo` finds no restore."""
+    (root / "file").write_text("same")
+    snapshot = protected.snapshot()
+    done = protected.run("restore", "-s", snapshot, "-p", str(root), "--overwrite")
+    assert "nothing was changed" in done.stderr.decode()
+    assert "ciuic undo" not in done.stderr.decode()
+    assert b"no restore to undo" in protected.run("undo", expect=3).stderr

@@ -17,10 +17,17 @@ from support.leftovers import training_writer
 from support.rank_processes import Ranks
 
 from ciuic import SnapshotManager
+from ciuic.training.writer import client
 
 sharded_training: Any = LateModule("support.sharded_training")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _two_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give small states the room that large ones have."""
+    monkeypatch.setattr(client, "_SMALL_ARENAS", 0)
 
 
 def _train(manager: SnapshotManager, steps: int, *, more_steps: int = 0) -> Any:
@@ -86,6 +93,7 @@ def test_an_uncaught_error_saves_nothing_more(tmp_path: Path, monkeypatch: pytes
 
 def train_sharded(rank: int, world: int, save_dir: str, result: str) -> None:
     """Take 20 steps of a sharded training whose writer on rank 0 stands still; RESULT gets the digest."""
+    client._SMALL_ARENAS = 0  # type: ignore[misc]
     trained = sharded_training.Sharded(world)
     with SnapshotManager(save_dir, every_steps=5) as manager:
         manager.register(model=trained.model, optimizer=trained.optimizer)

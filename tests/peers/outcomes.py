@@ -13,7 +13,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ VARIANT: Final = "PEERS_VARIANT"
 _TIMEOUT_SECONDS: Final = 3600
 # `site` imports it before anything else, in every process of the tests, those that they start included.
 _SITE: Final = """
-import importlib.abc, importlib.util, os, sys
+import importlib.abc, importlib.util, os, sys, tempfile
 
 VARIANT = os.environ["PEERS_VARIANT"]
 
@@ -84,7 +84,9 @@ class Suite:
             "TMPDIR": str(scratch),
             VARIANT: variant,
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q"]
+        # The plugin of kmock, which is among our tools, does not load alone.
+        command += ["-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:kmock"]
         command += ["-c", os.devnull, "--rootdir", str(self.directory), f"--junitxml={report}"]
         with open(report.with_suffix(".log"), "wb") as output:
             subprocess.run(
@@ -158,13 +160,21 @@ def command_line(description: str | None) -> Iterator[Command]:
         yield Command([one.resolve() for one in chosen.tests], options, logs)
 
 
-def compare_files(description: str | None, hooks: str) -> int:
-    """Compare the outcomes of each file on the command line; return the exit status."""
+def compare_files(
+    description: str | None, hooks: str, prepare: Callable[[Path, Path], Path] = lambda file, logs: file
+) -> int:
+    """Compare the outcomes of each file on the command line; return the exit status.
+
+    Args:
+        description: Text of ``--help``.
+        hooks: As of `Suite`.
+        prepare: Returns the file that runs in place of one, given that one and the directory for logs.
+    """
     with command_line(description) as command:
         worse = [
             Suite(file.stem, (file,), file.parent, hooks, options=command.options).compare(
                 ["ciuic"], command.logs
             )
-            for file in command.tests
+            for file in (prepare(one, command.logs) for one in command.tests)
         ]
     return int(any(worse))

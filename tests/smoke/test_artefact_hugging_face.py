@@ -268,6 +268,30 @@ def test_an_interrupted_export_is_repeated(place: Place, monkeypatch: pytest.Mon
     assert len(place.digests()) == len(found) + 2
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+@pytest.mark.parametrize("key", ["", "model", "state_dict", "model_state_dict", "net"])
+@pytest.mark.parametrize(
+    "beside", [{}, {"step": 3}, {"optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}]
+)
+def test_tensors_have_the_names_that_the_model_gives_them(
+    place: Place, prefix: str, key: str, beside: dict[str, Any]
+) -> None:
+    """Whatever a checkpoint calls the model's state, and whatever stands beside it, names are those of the model."""
+    # A model with a part that is called as states are.
+    names = ("model.weight", "model.bias", "head.weight")
+    own = {f"{prefix}{name}": torch.nn.Parameter(torch.ones(at + 1)) for at, name in enumerate(names)}
+    torch.save({key: own, **beside} if key else own, place.root / "last.pt")
+    place.export()
+    assert sorted(safetensors_torch.load_file(place.destination / "model.safetensors")) == sorted(names)
+
+
+def test_several_states_are_refused(place: Place) -> None:
+    """A checkpoint of two models, neither of which has the usual name, is refused by the names of both."""
+    torch.save({"gen": {"w": torch.ones(1)}, "disc": {"w": torch.ones(1)}}, place.root / "gan.pt")
+    with pytest.raises(UsageError, match="several states: gen, disc"):
+        place.export()
+
+
 @pytest.mark.full
 def test_what_has_no_weights_or_several_is_refused(place: Place) -> None:
     """Without weights, or with several files that may be them, the export says so and writes nothing."""

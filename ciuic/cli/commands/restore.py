@@ -9,9 +9,10 @@ snapshot is taken first, so that an undo can be undone. Nothing else is touched.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -562,7 +563,7 @@ def carry_out(
     # A name for each path, of which a restore may have millions: collected only where they are printed.
     items: list[RestoreItem] = []
     on_item = items.append if dry_run or session.verbosity > 0 else None
-    with _recorded(session, plan, again, dry_run, check_after) as owe_check:
+    with _undoable(safety), _recorded(session, plan, again, dry_run, check_after) as owe_check:
 
         def usable(files: int) -> None:
             nonlocal usable_seconds
@@ -667,6 +668,10 @@ def _cut_off(
     return [one for one in files if one.path in changed or is_gone(one.path)]
 
 
+# Time to count what a restore would remove.
+_COUNT_SECONDS: Final = 5.0
+
+
 class _Room(NamedTuple):
     """Free space of a file system that is restored to."""
 
@@ -676,12 +681,40 @@ class _Room(NamedTuple):
     free_bytes: int
 
 
+class _Below(NamedTuple):
+    """Files that are removed with names."""
+
+    files: int
+    """Anything but directories."""
+    size_bytes: int
+    is_complete: bool
+    """False where there were too many to count, or some could not be looked at."""
+
+
+def _all_below(paths: Sequence[bytes]) -> _Below:
+    """Count what lies at and below paths, without following links."""
+    waiting, files, size_bytes, is_complete = list(paths), 0, 0, True
+    end = time.monotonic() + _COUNT_SECONDS
+    while waiting and time.monotonic() < end:
+        path = waiting.pop()
+        try:
+            st = os.lstat(path)
+            if stat.S_ISDIR(st.st_mode):
+                waiting += [os.path.join(path, name) for name in os.listdir(path)]
+            else:
+                files, size_bytes = files + 1, size_bytes + st.st_size
+        except OSError:
+            is_complete = False
+    return _Below(files, size_bytes, is_complete and not waiting)
+
+
 class _Forecast(NamedTuple):
     """Changes that a restore would make, and the room that it needs."""
 
     made: list[RestoreItem]
     replaced: list[RestoreItem]
     removed: Sequence[bytes]
+    below: _Below
     rooms: list[_Room]
 
     def document(self) -> dict[str, Any]:
@@ -691,7 +724,12 @@ class _Forecast(NamedTuple):
                 name: {"files": len(items), "bytes": sum(item.size_bytes for item in items)}
                 for name, items in (("made", self.made), ("replaced", self.replaced))
             },
-            "removed": {"names": len(self.removed)},
+            "removed": {
+                "names": len(self.removed),
+                "files": self.below.files,
+                "bytes": self.below.size_bytes,
+                "counted": self.below.is_complete,
+            },
             "room": [
                 {
                     **json_name("path", room.place),
@@ -713,8 +751,10 @@ class _Forecast(NamedTuple):
                 names = _first_names([item.path for item in items])
                 note(f"  {verb}: {plural(len(items), 'file')}, {size}: {names}")
         if self.removed:
+            size = f"{plural(self.below.files, 'file')}, {human_size(self.below.size_bytes)}"
+            least = "" if self.below.is_complete else "at least "
             note(
-                f"  removed, with all below: {plural(len(self.removed), 'name')}: {_first_names(self.removed)}"
+                f"  removed, with all below: {plural(len(self.removed), 'name')}, {least}{size}: {_first_names(self.removed)}"
             )
         for room in self.rooms:
             words = f"{human_size(room.needed_bytes)} at most, {human_size(room.free_bytes)} free at {shown(room.place)}"
@@ -746,7 +786,7 @@ def _forecast(plan: RestorePlan, items: Sequence[RestoreItem], removed: Sequence
             needed_bytes + (0 if known is None else known.needed_bytes),
             writable_bytes(place),
         )
-    return _Forecast(made, replaced, removed, [*places.values()])
+    return _Forecast(made, replaced, removed, _all_below(removed), [*places.values()])
 
 
 _USES: Final = {
@@ -895,6 +935,12 @@ def _may_have_changed(
         )
     except (CiuicError, OSError):
         return True
+
+
+def _undoable(taken: str | None) -> AbstractContextManager[None]:
+    from ciuic.cli.shared import safety_snapshot as safety
+
+    return safety.undoable(taken)
 
 
 def _safety_is_over(session: Session, taken: str, *, changed: bool) -> None:

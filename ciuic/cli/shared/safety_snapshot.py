@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -85,8 +85,24 @@ def take(
         raise
     # Before anything is restored: a restore that is killed can be undone for as long.
     _note_restore(session, taken, roots, targets, first)
-    note(f"safety snapshot {taken}; to undo this restore: ciuic undo {taken}")
+    note(f"safety snapshot {taken}")
     return taken
+
+
+@contextlib.contextmanager
+def undoable(taken: str | None) -> Iterator[None]:
+    """Tell how to undo a restore that does not come to its end."""
+    try:
+        yield
+    except BaseException:
+        if taken is not None:
+            tell_undo(taken)
+        raise
+
+
+def tell_undo(taken: str) -> None:
+    """Tell how to undo the restore for which this safety snapshot was taken."""
+    note(f"to undo this restore: ciuic undo {taken}")
 
 
 def _note_restore(
@@ -107,7 +123,14 @@ def _note_restore(
 
 
 def is_over(session: Session, taken: str, *, changed: bool) -> None:
-    """Note that the restore for which this safety snapshot was taken has ended, and whether it may have changed something."""
+    """Note that the restore for which this safety snapshot was taken has ended, and whether it may have changed something.
+
+    Tell how to undo it, or that there is nothing to undo.
+    """
+    if changed:
+        tell_undo(taken)
+    else:
+        note("nothing was changed: there is nothing to undo")
     from ciuic.compare.restore_records import record_end
 
     try:

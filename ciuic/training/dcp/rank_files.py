@@ -165,12 +165,12 @@ class RankFiles(Layout):
         if others or len(header) != HEADER_BYTES or not leaf.value.is_contiguous():
             return None
         address = leaf.value.data_ptr()
-        offset, size_bytes = self._staged.get(address, (0, 0))
-        if size_bytes != leaf.array.size_bytes:
+        placed = self._staged.get(address)
+        if placed is None or placed[1] != leaf.array.size_bytes:
             return None
         # Only once: a tensor with two names becomes two files.
         del self._staged[address]
-        return offset - HEADER_BYTES
+        return placed[0] - HEADER_BYTES
 
 
 def _leaf(item: WriteItem, tensor: torch.Tensor) -> Leaf:

@@ -141,6 +141,10 @@ _AHEAD: Final = (
     "the program fetches %d batch(es) before it trains with the first: they count as read ahead, and come again after a "
     "resume. If it has left them out instead, call manager.consumed() for each batch that it has done with"
 )
+_INNER_STEPS: Final = (
+    "no automatic snapshots are taken: step() of the registered {0} is not called, and that of a {1} with its parameters is; "
+    "register that one as well, before it, as register(inner=…, …)"
+)
 _CHANGES_UNSEEN: Final = (
     "a resume may not be exact: objects that are registered may change between optimizer.step() and the next step, which "
     "nothing here tells: call manager.boundary() when a step is over"
@@ -163,7 +167,7 @@ class Boundaries:
         stepped: Callable[[], None],
         at_boundary: Callable[[], None],
         capturing: Callable[[], bool] = lambda: False,
-        step_over: Callable[[], None] = lambda: None,
+        step_over: Callable[[], bool] = lambda: True,
     ) -> None:
         """Watch nothing yet.
 
@@ -171,7 +175,8 @@ class Boundaries:
             stepped: Called at each step of the first optimizer that is watched.
             at_boundary: Called once after each step that is whole.
             capturing: Returns whether nothing on a device may be read now.
-            step_over: Called after a step whose boundary is the beginning of the next.
+            step_over: Called after a step whose boundary may be the beginning of the next; returns whether it matters
+                there, because something may be saved.
         """
         self._stepped = stepped
         self._at_boundary = at_boundary
@@ -181,6 +186,8 @@ class Boundaries:
         """Batches that the program has fetched before it trains with them, for each loader."""
         self._last_asked: ReadAhead | None = None
         self._optimizers: list[Any] = []
+        self._has_stepped = False
+        """A registered optimizer has taken a step."""
         self._by_loader = False
         self._uses_explicit = False
         """The program calls `explicit`."""
@@ -203,6 +210,8 @@ class Boundaries:
         self._modules: dict[int, Any] = {}
         self._known_trained: list[Any] | None = None
         self._next_step = _NextStep(self._next_begins)
+        self.is_early = False
+        """The last boundary came with the step, behind which something that is saved may change."""
         self.is_late = False
         """The last boundary came with the next step, for which the program may have changed what `step_over` set aside."""
         self._uncertain_steps = _UNCERTAIN_STEPS
@@ -230,9 +239,9 @@ class Boundaries:
 
         It is so too between two passes over the data, and in an evaluation after a step.
         """
-        is_open = self._open and (
-            not self._next_step.is_awaited or self._changes_behind or self._is_expecting
-        )
+        is_open = (
+            self._open and (not self._next_step.is_awaited or self._changes_behind or self._is_expecting)
+        ) or (self.is_early and self._changes_behind)
         return bool(self._optimizers or self._by_loader) and not is_open and not self._in_batch
 
     @property
@@ -344,7 +353,16 @@ class Boundaries:
                     [weakref.ref(one) for one in _sample(optimizer)]
                 )
             earlier.steps += 1
+            if earlier.steps == _MAX_UNCLOSED_STEPS and not self._has_stepped:
+                self._warn_of_inner(optimizer)
             earlier.used = _marked([one for ref in earlier.sample if (one := ref()) is not None])
+
+    def _warn_of_inner(self, optimizer: Any) -> None:
+        """Warn if an optimizer steps the parameters of a registered one that never steps itself (SAM and others that wrap one)."""
+        inner = set(map(id, _sample(optimizer)))
+        for one in self._optimizers:
+            if inner and inner <= {id(value) for group in one.param_groups for value in group["params"]}:
+                warn_once(_INNER_STEPS.format(type(one).__qualname__, type(optimizer).__qualname__))
 
     def forget(self, value: object) -> None:
         """Stop watching an object that is no longer registered."""
@@ -481,6 +499,7 @@ class Boundaries:
         self._stepping = True
 
     def _after_step(self, optimizer: Any) -> None:
+        self._has_stepped = True
         self.gradients.stepped(optimizer)
         if self._optimizers and optimizer is self._optimizers[0]:
             self._on_first()
@@ -498,10 +517,15 @@ class Boundaries:
         for one in self._trained_with():
             one.stepped()
         self._stepped()
-        if self._ends_with_next:
-            self._step_over()
-            self._next_step.expect(self._trained)
+        self.is_early = self._ends_with_next
+        self.await_next()
         self._close_if_whole()
+
+    def await_next(self) -> None:
+        """Let the beginning of the next step be one more boundary of a step that was over early, if that matters by now."""
+        if self.is_early and self._step_over():
+            self.is_early, self._open = False, True
+            self._next_step.expect(self._trained)
 
     def _on_other(self) -> None:
         """Count a step of another optimizer as part of the same step of the run."""
@@ -599,36 +623,48 @@ class _EarlierSteps:
     """Gradients that the last of them has used."""
 
 
+_told_of_every_step: weakref.WeakSet[Boundaries] = weakref.WeakSet()
+_hooks: list[Any] = []
+"""Hook for the steps of all optimizers. It stays: one that the garbage collector removes while torch iterates over its hooks
+raises out of the program's step.
+"""
+
+
 def _tell_every_step(boundaries: Boundaries) -> None:
     """Tell of the steps of all optimizers of torch's, as long as the boundaries exist; without effect before torch is imported."""
-    torch = sys.modules.get("torch")
     # Not by attributes: torch.optim has removed the name of this module.
     hook = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
-    if torch is None or hook is None:
+    if hook is None:
         return
-    found = weakref.ref(boundaries)
+    _told_of_every_step.add(boundaries)
+    if not _hooks:
+        _hooks.append(hook(_stepped_anywhere))
 
-    def stepped(optimizer: Any, *_: object) -> None:
-        # Constant while a step is compiled, so that nothing of this becomes part of its graph.
-        if not torch.compiler.is_compiling() and (alive := found()) is not None:
-            # Any optimizer of the process, of which nothing is known: what it may lack must not end its step.
-            with suppress(Exception):
-                alive.stepped_anywhere(optimizer)
 
-    weakref.finalize(boundaries, hook(stepped).remove)
+def _stepped_anywhere(optimizer: Any, *_: object) -> None:
+    # Constant while a step is compiled, so that nothing of this becomes part of its graph.
+    if sys.modules["torch"].compiler.is_compiling():
+        return
+    for boundaries in list(_told_of_every_step):
+        # Any optimizer of the process, of which nothing is known: what it may lack must not end its step.
+        with suppress(Exception):
+            boundaries.stepped_anywhere(optimizer)
 
 
 class _NextStep:
     """Beginning of the next step: a forward pass, with gradients, of a module that is trained.
 
-    The hooks are in the modules only until then. A copy of a module that is made meanwhile, or its pickle, gets one
-    without effect.
+    A hook of all modules waits for it: one of its own would make torch.jit.script refuse the module. Only in programs
+    that compile modules, which such a hook would make torch warn of, it is in the modules; a copy of a module that is
+    made meanwhile, or its pickle, then gets one without effect.
     """
 
     def __init__(self, begins: Callable[[], None]) -> None:
         self._begins = begins
         self._handles: list[Any] = []
         self._thread = 0
+        self._parameters: dict[int, list[int]] = {}
+        """Identities of the parameters, by that of the module."""
 
     @property
     def is_awaited(self) -> bool:
@@ -642,7 +678,13 @@ class _NextStep:
         """Wait for a forward pass of any of them."""
         self.dismiss()
         self._thread = threading.get_ident()
-        self._handles = [module.register_forward_pre_hook(self, prepend=True) for module in modules]
+        known = list(modules)
+        self._parameters = {id(module): [*map(id, module.parameters())] for module in known}
+        if _compiles_modules():
+            self._handles = [module.register_forward_pre_hook(self, prepend=True) for module in known]
+        elif known:
+            hooks = sys.modules["torch.nn.modules.module"]
+            self._handles = [hooks.register_module_forward_pre_hook(self)]
 
     def dismiss(self) -> None:
         """Wait no longer."""
@@ -654,9 +696,14 @@ class _NextStep:
         torch = sys.modules["torch"]
         # Constant while a module is compiled, so that nothing of this becomes part of its graph. A pass without gradients
         # is an evaluation.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.is_awaited_here:
             return
-        if self.is_awaited_here:
+        # A pass that is recorded, transformed (vmap, grad) or has other tensors in place of the parameters
+        # (functional_call) has no state that could be saved.
+        expected = self._parameters.get(id(module))
+        if expected is None or torch.jit.is_tracing() or _is_transformed():
+            return
+        if [*map(id, module.parameters())] == expected:
             self._begins()
 
     def __deepcopy__(self, memo: Any) -> _NextStep:
@@ -665,6 +712,23 @@ class _NextStep:
     def __reduce__(self) -> Any:
         # Returns the inputs of a pass as they are, and unpickles where ciuic is not installed.
         return (getattr, ({}, "get"))
+
+
+def _compiles_modules() -> bool:
+    """Return whether this program has compiled something."""
+    try:
+        return bool(sys.modules["torch._dynamo.utils"].counters["frames"])  # type: ignore[attr-defined, unused-ignore]
+    except KeyError:
+        return False
+    except AttributeError:
+        return True
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of torch.func calls the program."""
+    with suppress(AttributeError):
+        return sys.modules["torch"]._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined, unused-ignore]
+    return False
 
 
 class _ReportingIterator:

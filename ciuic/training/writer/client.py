@@ -139,7 +139,7 @@ class WriterClient:
         begin: Begin,
         arenas: int = _ARENAS,
         *,
-        small_arenas: int = _SMALL_ARENAS,
+        small_arenas: int | None = None,
         begin_fds: tuple[int, ...] = (),
     ) -> None:
         """Prepare a client without starting the process.
@@ -147,14 +147,15 @@ class WriterClient:
         Args:
             begin: first message to every writer that is started.
             arenas: number of arenas for states of any size.
-            small_arenas: number of further arenas, for states of up to 4 MiB.
+            small_arenas: number of further arenas, for states of up to 4 MiB; None: six.
             begin_fds: descriptors that are sent with `begin`.
         """
         self._begin = begin
         self._begin_fds = begin_fds
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self.slots = [Slot(number) for number in range(arenas + small_arenas)]
+        further = _SMALL_ARENAS if small_arenas is None else small_arenas
+        self.slots = [Slot(number) for number in range(arenas + further)]
         self._large = self.slots[:arenas]
         self._number = self._awaited = 0
         self._ended = False

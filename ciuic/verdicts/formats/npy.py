@@ -25,7 +25,8 @@ def read_npy(reader: BoundedReader) -> Structure:
     """Return the structure; raise TornContent, OtherFormat or NotJudged."""
     head = reader.up_to(0, 10, "the beginning")
     if head[:6] != _MAGIC:
-        if reader.has_suffix(".npy"):
+        # numpy writes its head first: another beginning is that of raw numbers, which memmap gives this name too.
+        if reader.has_suffix(".npy") and (not head.strip(b"\0") or _MAGIC.startswith(head)):
             raise TornContent("it does not begin as an array of numpy")
         raise OtherFormat
     width = 2 if reader.at(6, 1, "its header")[0] == 1 else 4

@@ -19,16 +19,19 @@ from ciuic.history import last_good, step_of, timelines
 from ciuic.repository import Repository
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))
+OTHER = b"\x93\x17 numbers of a program" * 40
 
-_CHECKPOINT = st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 5), st.booleans())
+_CHECKPOINT = st.tuples(
+    st.sampled_from(["a", "b"]), st.integers(0, 5), st.sampled_from(["whole", "torn", "other"])
+)
 
 
 # Two checkpoints of one time, of which the later by name is torn.
-@example([[("a", 3, True), ("b", 3, False)]], "")
+@example([[("a", 3, "whole"), ("b", 3, "torn")]], "")
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(_CHECKPOINT, max_size=4), min_size=1, max_size=6), st.sampled_from(["", "a", "b"]))
 def test_choice_is_the_newest_with_a_good_newest_checkpoint(
-    history: list[list[tuple[str, int, bool]]], below: str
+    history: list[list[tuple[str, int, str]]], below: str
 ) -> None:
     """In random histories the chosen snapshot and those passed over are the ones that the rule names."""
     with tempfile.TemporaryDirectory() as top:
@@ -39,13 +42,14 @@ def test_choice_is_the_newest_with_a_good_newest_checkpoint(
             tree: dict[bytes, Any] = {b"a": {b"log": b"x"}, b"b": {}}
             newest: tuple[int, str, bool] | None = None
             whole: list[int] = []
-            for directory, step, is_whole in checkpoints:
-                content = WHOLE if is_whole else WHOLE[:-1]
-                name = f"step-{step}.safetensors"
+            for directory, step, kind in checkpoints:
+                content = {"whole": WHOLE, "torn": WHOLE[:-1], "other": OTHER}[kind]
+                # Of a time, the last by name; what is of no known format stands aside.
+                name = f"cache-{step}.bin" if kind == "other" else f"step-{step}.safetensors"
                 tree[directory.encode()][name.encode()] = content, {"mtime_ns": FIRST_NS + step * SECOND_NS}
             for directory, files in tree.items():
                 for name, what in files.items():
-                    if isinstance(what, tuple) and directory.decode().startswith(below):
+                    if isinstance(what, tuple) and what[0] != OTHER and directory.decode().startswith(below):
                         own = step_of(name) or 0, directory.decode(), what[0] == WHOLE
                         newest = max(newest or own, own)
                         whole += [own[0]] if own[2] else []
@@ -69,7 +73,7 @@ def test_choice_is_the_newest_with_a_good_newest_checkpoint(
                 assert all(one.mtime_ns >= found.checkpoint.mtime_ns for one in found.not_good)
                 assert found.not_good
                 return
-            assert not found.not_good
+            assert all(one.checkpoint.path.endswith(b".bin") for one in found.not_good)
             assert str(found.snapshot.id) == wanted
             newer = [one.id for one in snapshots[: [one.id for one in snapshots].index(found.snapshot.id)]]
             assert [one.snapshot.id for one in found.passed_over] == newer

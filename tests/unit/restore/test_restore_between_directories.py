@@ -261,7 +261,7 @@ def test_a_directory_that_cannot_be_opened_keeps_its_error(
     ("mode", "older", "same_time", "newer"),
     [
         (Overwrite.ALWAYS, b"snap", b"snap", b"snap"),
-        (Overwrite.IF_CHANGED, b"snap", b"mine", b"snap"),
+        (Overwrite.IF_CHANGED, b"snap", b"snap", b"snap"),
         (Overwrite.IF_NEWER, b"snap", b"mine", b"mine"),
         (Overwrite.NEVER, b"mine", b"mine", b"mine"),
     ],

@@ -89,6 +89,30 @@ def test_deepspeed_needs_all_ranks_of_the_latest_step() -> None:
     assert not checkpoints_in(MemoryDirectory({b"latest": b"a file with\nother content"}))
 
 
+@pytest.mark.parametrize(
+    "latest",
+    [
+        *(b"step-400.safetensors", b"400", b"runs", b"absent", b"", b"\0\0\0\0", b"../x", b"/abs/step-400"),
+        b"a file with\nother content",
+        {b"model.txt": b"x"},
+        {},
+        None,
+    ],
+)
+def test_a_latest_of_another_program_is_no_checkpoint(latest: Any) -> None:
+    """A file, a directory, or a link of this name takes no part in the verdict on what lies beside it."""
+    tree = {b"latest": latest, b"step-400.safetensors": WHOLE, b"runs": {b"log": b"x"}}
+    assert only(tree).path == b"/d/step-400.safetensors"
+    assert only(tree).verdict.is_good
+
+
+@pytest.mark.parametrize("latest", [b"", b"\0\0\0\0", b"absent", b"global_step6"])
+def test_a_latest_beside_what_deepspeed_writes_is_its_own(latest: bytes) -> None:
+    """Beside states of ranks, or the script that DeepSpeed copies there, one that names nothing is TORN."""
+    for beside in (deepspeed(2), {b"zero_to_fp32.py": b"#!/usr/bin/env python"}):
+        assert only(beside | {b"latest": latest}).verdict.state == "TORN"
+
+
 def test_a_hostile_number_of_ranks_costs_nothing() -> None:
     """A rank number in the name of a file does not decide how much is computed."""
     tree = deepspeed(1)

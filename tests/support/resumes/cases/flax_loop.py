@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import jax
+import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy
-import optax
-from flax import linen
+import optax  # type: ignore[import-not-found, unused-ignore]
+from flax import linen  # type: ignore[import-not-found, unused-ignore]
 from support.resumes.child import ResumedRun, generators
 
 from ciuic import SnapshotManager

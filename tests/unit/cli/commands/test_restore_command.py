@@ -422,7 +422,7 @@ def test_plan_says_what_would_be_done(repository: CliRepository) -> None:
     assert (place / "a").read_bytes() == b"changed"
     assert planned["plan"]["made"] == {"files": 1, "bytes": len(b"bbb")}
     assert planned["plan"]["replaced"] == {"files": 1, "bytes": len(NOISE)}
-    assert planned["plan"]["removed"] == {"names": 1}
+    assert planned["plan"]["removed"] == {"names": 1, "files": 1, "bytes": 1, "counted": True}
     (room,) = planned["plan"]["room"]
     assert (room["needed_bytes"], room["enough"]) == (len(NOISE) + len(b"bbb"), True)
     uses = [(one["path"], one["how"], one["pid"], one["user"]) for one in planned["open_files"]]

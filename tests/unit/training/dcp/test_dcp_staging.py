@@ -84,6 +84,17 @@ def test_large_staged_tensors_are_not_copied_again(tmp_path: Path, monkeypatch: 
         assert loaded["small"] == number
 
 
+def test_a_state_of_an_empty_tensor_alone_is_saved(tmp_path: Path) -> None:
+    """A tensor without elements is saved and loaded where it is the only one: a rank's empty shard."""
+    writer = storage.CiuicStorageWriter(tmp_path / "snapshots")
+    dcp.save({"empty": torch.empty(0, 4)}, checkpoint_id="n", storage_writer=writer, no_dist=True)
+    writer.close()
+    loaded = {"empty": torch.empty(0, 4)}
+    reader = storage.CiuicStorageReader(tmp_path / "snapshots", "n")
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert loaded["empty"].shape == (0, 4)
+
+
 def test_a_device_copy_is_complete_when_staging_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy from a device follows what the program has queued, and is complete when staging returns."""
     calls: list[str] = []

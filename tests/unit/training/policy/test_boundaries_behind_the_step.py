@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -10,6 +11,8 @@ from typing import Any, Final
 import pytest
 from support.late_modules import torch
 
+from ciuic.training import logs
+from ciuic.training.state import boundaries as module
 from ciuic.training.state.boundaries import Boundaries
 from ciuic.training.state.registered import Registered
 
@@ -70,8 +73,9 @@ def _train(
     def stepped() -> None:
         step[0] += 1
 
-    def over() -> None:
+    def over() -> bool:
         aside[0] = torch.get_rng_state(), registered.drawn_from()["drawn"]
+        return True
 
     def at_boundary() -> None:
         now = torch.get_rng_state(), drawn.get_state()
@@ -150,3 +154,80 @@ def test_an_evaluation_behind_the_step_is_not_the_next_step() -> None:
     assert not closed
     model(torch.ones(1, 2))
     assert closed == [1]
+
+
+def _watching(model: Any, events: list[str], *, matters: bool = True) -> tuple[Boundaries, Any]:
+    """Return the boundaries of a model, and its optimizer, which has taken a step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    boundaries = Boundaries(lambda: None, lambda: events.append("boundary"), step_over=lambda: matters)
+    assert boundaries.watch_optimizer(optimizer)
+    boundaries.watch_module(model)
+    boundaries.watch_module(copy.deepcopy(model))
+    optimizer.step()
+    return boundaries, optimizer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_pass_that_is_no_training_begins_no_step(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traced, transformed or functional forward pass, in which a state cannot be saved, closes no step."""
+    monkeypatch.setattr(module, "_compiles_modules", lambda: compiles)
+    events: list[str] = []
+    model, batch = torch.nn.Linear(2, 2), torch.ones(3, 2)
+    boundaries, _ = _watching(model, events)
+    noisy = {name: value + 1 for name, value in model.named_parameters()}
+    torch.func.functional_call(model, noisy, (batch,))
+    torch.func.vmap(model)(batch)
+    torch.func.grad(lambda values: torch.func.functional_call(model, values, (batch,)).sum())(noisy)
+    if not compiles:
+        # With a hook of its own a module cannot be scripted.
+        torch.jit.script(model)
+        torch.jit.trace(model, (batch,))
+        assert not model._forward_pre_hooks
+    assert (events, boundaries.awaits_next) == ([], True)
+    model(batch)
+    assert events == ["boundary"]
+
+
+def test_where_nothing_is_saved_the_step_is_over_at_once() -> None:
+    """Where no snapshot may be due, no hook is left behind the step, and the boundary tells that it came early."""
+    events: list[str] = []
+    boundaries, optimizer = _watching(torch.nn.Linear(2, 2), events, matters=False)
+    assert (events, boundaries.awaits_next, boundaries.is_early) == (["boundary"], False, True)
+    # What is saved may change now.
+    assert not boundaries.whole
+    optimizer.step()
+    assert events == ["boundary"] * 2
+
+
+def test_a_manager_that_is_gone_leaves_the_hooks_of_torch_as_they_are() -> None:
+    """Boundaries that the garbage collector removes within a step of an optimizer do not end it."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    dropped = [Boundaries(lambda: None, lambda: None) for _ in range(3)]
+    handle = optimizer.register_step_post_hook(lambda *_: dropped.clear())
+    hooks = dict(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks)
+    optimizer.step()
+    handle.remove()
+    assert dict(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks) == hooks
+
+
+def test_an_optimizer_within_a_registered_one_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the program steps the inner optimizer and never the registered one, one warning names both."""
+    monkeypatch.setattr(logs, "_warned", set())
+    parameter = torch.nn.Parameter(torch.ones(1))
+    inner = torch.optim.SGD([parameter], 0.1)
+    outer = torch.optim.Adam([parameter], 0.1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    boundaries = Boundaries(lambda: None, lambda: None)
+    assert boundaries.watch_optimizer(outer)
+    for _ in range(9):
+        other.step()
+    assert not caplog.messages
+    for _ in range(9):
+        inner.step()
+    (told,) = caplog.messages
+    assert "registered Adam" in told
+    assert "SGD" in told
