@@ -40,7 +40,7 @@ from ciuic.types import FLAG_MOUNTPOINT, Entry, Snapshot
 from ciuic.units import human_size
 from ciuic.verdicts.model import Checkpoint, Verdict
 from ciuic.verdicts.sources import SnapshotDirectory
-from ciuic.verdicts.verdict import OTHER_FORMAT, checkpoints_in, judge_file, may_hold_checkpoints
+from ciuic.verdicts.verdict import checkpoints_in, judge_file, may_hold_checkpoints
 
 if TYPE_CHECKING:
     from ciuic.repository.snapshots import CommittedSnapshots
@@ -444,7 +444,7 @@ def _is_of_known_format(checkpoint: Checkpoint, directory: SnapshotDirectory) ->
         return True
     source = directory.file(checkpoint.files[0])
     # One that cannot be read stays: that is what a drill finds.
-    return source is None or judge_file(source).reason != OTHER_FORMAT
+    return source is None or not judge_file(source).is_foreign
 
 
 def _is_restorable(entry: Entry) -> bool:

@@ -64,9 +64,6 @@ _MAX_HOLES: Final = 1 << 16
 _KEY_BYTES: Final = 16
 
 
-OTHER_FORMAT: Final = "its format is not known here"
-
-
 def judge_file(source: FileSource, *, thorough: bool = False) -> Verdict:
     """Return the verdict on a file, without its directory.
 
@@ -82,7 +79,7 @@ def judge_file(source: FileSource, *, thorough: bool = False) -> Verdict:
                     return Verdict("TORN", "a part of its data does not match its checksum", structure.format)
         return found
     except OtherFormat:
-        return Verdict("UNKNOWN", OTHER_FORMAT)
+        return Verdict("UNKNOWN", "its format is not known here")
     except TornContent as error:
         return Verdict("TORN", str(error))
     except NotJudged as error:
