@@ -901,8 +901,7 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
             passed_over.append(PassedOver(snapshot, one_line(error.message), None))
             continue
         found.sort(key=age_of, reverse=True)
-        # What nothing can be said of, a cache or data of the program perhaps, is no reason to give up a whole one before it.
-        newest = _newest_known(found)
+        newest = newest_of(found)
         if newest is None:
             passed_over.append(PassedOver(snapshot, "it has no checkpoint of a known format there", None))
         elif newest.checkpoint.verdict.is_good:
@@ -927,18 +926,12 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     )
 
 
-def _newest_known(found: Sequence[StoredCheckpoint]) -> StoredCheckpoint | None:
-    """Return the newest checkpoint of those in a format that is known, or of all where there are no others."""
-    known = [one for one in found if not one.checkpoint.verdict.is_foreign]
-    return max(known or found, key=age_of, default=None)
-
-
 def _judged_again(
     repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes
 ) -> list[StoredCheckpoint]:
     """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared."""
     found = list(checkpoints(repository, timeline, snapshot, path=path))
-    newest = _newest_known(found)
+    newest = newest_of(found)
     if newest is None or not newest.checkpoint.verdict.is_good:
         return found
     names = {posixpath.basename(name) for name in newest.checkpoint.files}

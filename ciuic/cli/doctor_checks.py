@@ -653,6 +653,15 @@ def repository_state(repository: Repository | CiuicError, config: Config, now_ns
     yield from _roots_left_behind(repository, config, now_ns, newest.id)
 
 
+def known_damage(repository: Path) -> Iterator[Finding]:
+    """Return damage that is known."""
+    from ciuic.protocol.known_damage import DAMAGE_HINT, damage_status, damage_words, read_damage
+
+    damage = damage_status(read_damage(repository))
+    if damage is not None:
+        yield problem("damage", damage_words(damage), DAMAGE_HINT)
+
+
 def _dated_in_the_future(repository: Repository, newest: SnapshotId, now_ns: int) -> Iterator[Finding]:
     """Return the older snapshots that a clock which was ahead has dated later than now."""
     for info in repository.snapshots.list(since_ns=now_ns + _CLOCK_SECONDS * _NS):

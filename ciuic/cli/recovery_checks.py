@@ -77,6 +77,17 @@ def retention_reaches_back(config: Config) -> Iterator[Finding]:
         yield ok("recovery: retention", text)
 
 
+def nothing_is_damaged(repository: Path) -> Iterator[Finding]:
+    """No damage is known that would be met by a restore."""
+    from ciuic.protocol.known_damage import DAMAGE_HINT, damage_status, damage_words, read_damage
+
+    damage = damage_status(read_damage(repository))
+    if damage is None:
+        yield ok("recovery: damage", "none is known")
+    else:
+        yield problem("recovery: damage", damage_words(damage), DAMAGE_HINT)
+
+
 def last_drill_is_good(
     drills: Sequence[LastDrill], every_seconds: int | None, now_ns: int
 ) -> Iterator[Finding]:

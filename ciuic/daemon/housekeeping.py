@@ -19,14 +19,15 @@ import structlog
 import trio
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.base.events import KEY_MISSING
+from ciuic.daemon.base.events import KEY_MISSING, Alerts
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.daemon.snapshots.snapshot_ages import boot_ns, overdue_after_seconds
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
-from ciuic.protocol.control_types import RepositoryStatus, rfc3339
+from ciuic.protocol.control_types import DamageStatus, RepositoryStatus, rfc3339
+from ciuic.protocol.known_damage import DAMAGE_HINT, KEY_DAMAGE, damage_status, damage_words, read_damage
 from ciuic.repository import Repository
 from ciuic.units import human_duration, human_size, plural
 
@@ -78,6 +79,14 @@ class ClockWatch:
         return moved if abs(moved) >= _STEP_SECONDS else 0.0
 
 
+def tell_damage(alerts: Alerts, damage: DamageStatus | None) -> None:
+    """Report damage of the repository that is known."""
+    if damage is None:
+        alerts.clear(KEY_DAMAGE)
+    else:
+        alerts.report(KEY_DAMAGE, damage_words(damage), hint=DAMAGE_HINT)
+
+
 class DaemonHousekeeping:
     """Task of the periodic checks."""
 
@@ -114,6 +123,7 @@ class DaemonHousekeeping:
         await self._look_at_ages()
         self._look_at_checkpoints()
         await self._look_at_space()
+        await self._look_at_damage()
         await self._look_at_remotes()
         self._parts.notifier.status(self.status_line())
 
@@ -246,6 +256,12 @@ class DaemonHousekeeping:
             self._parts.upkeep.suggest()
         else:
             alerts.clear("space")
+
+    async def _look_at_damage(self) -> None:
+        place = self._parts.settings.repository
+        if place is not None:
+            known = await trio.to_thread.run_sync(read_damage, place)
+            tell_damage(self._parts.alerts, damage_status(known))
 
     def _tell_forecast(self, facts: RepositoryStatus) -> None:
         """Report a file system that will soon be full."""

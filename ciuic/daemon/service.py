@@ -38,7 +38,7 @@ from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.base.systemd import Notifier, is_restarting, take_stored_fds
 from ciuic.daemon.control_api import Api
 from ciuic.daemon.drills import next_drill_ns
-from ciuic.daemon.housekeeping import DaemonHousekeeping
+from ciuic.daemon.housekeeping import DaemonHousekeeping, tell_damage
 from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import end_orphaned_captures
@@ -48,6 +48,7 @@ from ciuic.daemon.snapshots.schedule import last_cut_ns
 from ciuic.errors import CiuicError, NotFound, NotPermitted
 from ciuic.protocol.control_types import (
     BesideStatus,
+    DamageStatus,
     DrillStatus,
     FlushReport,
     HoldRequest,
@@ -65,6 +66,7 @@ from ciuic.protocol.control_types import (
     rfc3339,
 )
 from ciuic.protocol.http_server import serve_http
+from ciuic.protocol.known_damage import damage_status, read_damage
 from ciuic.protocol.last_drill import LastDrill, drill_status, read_drills, standing_drill
 from ciuic.protocol.metrics_file import METRICS_NAME
 from ciuic.system import logs
@@ -101,6 +103,8 @@ async def status_document(parts: DaemonParts) -> StatusDocument:
         remotes = parts.settings.remotes
         facts = await trio.to_thread.run_sync(_ask_store, parts.store, parts.space, paths, remotes, now_ns)
     parts.forecast.apply(facts.repository)
+    # Also at each look of the housekeeping, half a minute apart.
+    tell_damage(parts.alerts, facts.damage)
     parts.ages.note(facts.by_root, is_readable=facts.is_readable)
     now_ns = parts.now_ns()
     due = parts.schedule.next_due()
@@ -121,6 +125,7 @@ async def status_document(parts: DaemonParts) -> StatusDocument:
         repository=facts.repository,
         remotes=facts.remotes,
         drill=_drill(parts, facts.drills, now_ns),
+        damage=facts.damage,
         last_snapshot=summary(facts.newest) if facts.newest is not None else None,
         next_snapshot=next_snapshot,
         seconds_since_last=_risk_seconds(
@@ -170,6 +175,7 @@ class _StoreFacts(NamedTuple):
     by_root: Mapping[str, LastSnapshot | None]
     remotes: list[RemoteStatus]
     drills: list[LastDrill]
+    damage: DamageStatus | None
     is_readable: bool
 
 
@@ -188,8 +194,9 @@ def _ask_store(
         log.warning("store_unreadable", error=str(error))
         newest, is_readable = None, False
     drills = [] if store.path is None else read_drills(store.path)
+    damage = None if store.path is None else damage_status(read_damage(store.path))
     repository = space.measure()
-    return _StoreFacts(repository, newest, by_root, lags, drills, is_readable and repository.exists)
+    return _StoreFacts(repository, newest, by_root, lags, drills, damage, is_readable and repository.exists)
 
 
 def _age_seconds(snapshot: LastSnapshot | None, now_ns: int) -> float | None:

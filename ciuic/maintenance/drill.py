@@ -40,17 +40,21 @@ from ciuic.types import FLAG_MOUNTPOINT, Entry, Snapshot
 from ciuic.units import human_size
 from ciuic.verdicts.model import Checkpoint, Verdict
 from ciuic.verdicts.sources import SnapshotDirectory
-from ciuic.verdicts.verdict import checkpoints_in, may_hold_checkpoints
+from ciuic.verdicts.verdict import checkpoints_in, judge_file, may_hold_checkpoints
 
 if TYPE_CHECKING:
     from ciuic.repository.snapshots import CommittedSnapshots
 
 DEFAULT_SAMPLE_BYTES: Final = 1 << 30
 DEFAULT_SAMPLE_FILES: Final = 1000
+_FILE_BYTES: Final = 256 << 10
+"""Content that takes as long as a file without any: by bytes alone, a sample of small files would make days of seconds."""
 _BATCH_BYTES: Final = 64 << 20
 _BATCH_FILES: Final = 64
 # Directories that are searched for the newest checkpoint: those with the newest files that may be one.
 _CHECKPOINT_DIRECTORIES: Final = 8
+_CANDIDATES: Final = 16
+"""Newest files of these that are asked for their format."""
 _PREFIX: Final = "ciuic-drill-"
 
 
@@ -88,19 +92,21 @@ class DrillResult(NamedTuple):
 
     @property
     def estimated_seconds(self) -> float:
-        """Time that a restore of the whole snapshot would take at this rate."""
-        if self.bytes_read:
-            return self.seconds * max(1.0, self.bytes_total / self.bytes_read)
-        return self.seconds * max(1.0, self.files_total / max(self.files, 1))
+        """Time that a restore of the whole snapshot would take: of files and of bytes, whichever of them the sample has more of."""
+        done = self.bytes_read + self.files * _FILE_BYTES
+        return self.seconds * max(1.0, (self.bytes_total + self.files_total * _FILE_BYTES) / max(done, 1))
 
 
 def choose_snapshots(store: CommittedSnapshots, seed: int) -> list[Snapshot]:
-    """Return the snapshots that a drill restores from: the newest, and another at random.
+    """Return the snapshots with files that a drill restores from: the newest, and another at random.
 
     Raises:
-        NotFound: there is no snapshot.
+        NotFound: there is no snapshot, or none of them has a file: to restore nothing exactly proves nothing.
     """
-    found = store.list(safety=False)
+    snapshots = store.list(safety=False)
+    found = [one for one in snapshots if one.files]
+    if snapshots and not found:
+        raise NotFound("no snapshot has a file to restore: a drill of nothing proves nothing")
     if not found:
         raise NotFound("the repository has no snapshot to restore from", hint="ciuic snapshot takes one")
     ids = [found[0].id]
@@ -397,8 +403,8 @@ class _Choice:
                 stack.append(iter([one for one in below if one.entry.is_dir and one.entry.content]))
 
     def _find_checkpoint(self, places: Iterable[Located]) -> None:
-        """Set the newest checkpoint in these directories."""
-        newest: tuple[int, bytes, tuple[bytes, ...], Located] | None = None
+        """Set the newest checkpoint in these directories, of a format that is known if there is one."""
+        candidates: list[tuple[int, Checkpoint, Located, SnapshotDirectory]] = []
         for place in places:
             directory = SnapshotDirectory(self._repository, self._snapshot, place, lambda time_ns: None)
             try:
@@ -409,11 +415,14 @@ class _Choice:
                 continue
             for one in found:
                 latest = max((times.get(name.split(b"/")[0], 0) for name in one.files), default=0)
-                if newest is None or (latest, one.path) > newest[:2]:
-                    newest = latest, one.path, one.files, place
-        if newest is None:
+                candidates.append((latest, one, place, directory))
+        if not candidates:
             return
-        _, self.checkpoint, names, place = newest
+        candidates.sort(key=lambda one: (one[0], one[1].path), reverse=True)
+        # Any file may be called NAME.bin. Few are judged: the newest is one as a rule, and judging reads some kilobytes.
+        known = (one for one in candidates[:_CANDIDATES] if _is_of_known_format(one[1], one[3]))
+        _, found_checkpoint, place, _ = next(known, candidates[0])
+        self.checkpoint, names = found_checkpoint.path, found_checkpoint.files
         tops = []
         for name in names:
             # A part may be missing in a torn checkpoint: nothing there to restore.
@@ -427,6 +436,15 @@ class _Choice:
                     self._of_checkpoint += files
         # A part may be named beside the directory that has it.
         self._of_checkpoint = list({one.path: one for one in self._of_checkpoint}.values())
+
+
+def _is_of_known_format(checkpoint: Checkpoint, directory: SnapshotDirectory) -> bool:
+    """Return whether a checkpoint has several files, which its index names, or is a file of a known format."""
+    if len(checkpoint.files) != 1:
+        return True
+    source = directory.file(checkpoint.files[0])
+    # One that cannot be read stays: that is what a drill finds.
+    return source is None or not judge_file(source).is_foreign
 
 
 def _is_restorable(entry: Entry) -> bool:

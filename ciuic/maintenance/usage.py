@@ -3,7 +3,8 @@
 Guarantees: exact, as of the moment of the call: the stored bytes of every chunk, in all its copies, that the named snapshots refer to
 and no other does, bases of chunks stored as differences included. The structure of packs, and the snapshot files, are not counted.
 The cost follows the distinct nodes of trees and block maps, each read once, and again each time that one more grouping is found to share it; memory is
-about 20 bytes a distinct chunk. Read-only, without a lock. Nothing is estimated: what cannot be read ends the count with an error.
+about 20 bytes a distinct chunk. Read-only, without a lock. Nothing is estimated: what cannot be read ends the count with an error, or is
+named, if the caller asks for that. What only unreadable parts refer to then counts as needed by nothing.
 
 Each chunk has a label: for every way of grouping (by snapshot, root, period, and the set asked about) the one group that refers to it,
 or that several do. The walk passes a chunk over if its label already covers the one with which it is reached.
@@ -22,6 +23,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.chunkset import ChunkTable, fingerprint
 from ciuic.maintenance.sweep import StopCheck, SweepStopped
 from ciuic.repository import PackRecord, Repository, Walker
+from ciuic.repository.snapshot_walk import OnDamage
 from ciuic.types import ChunkId, SnapshotId, is_safety
 
 _SHARED: Final = -1
@@ -157,6 +159,7 @@ def measure_usage(
     tz: tzinfo | None = None,
     progress: Callable[[int, int], None] | None = None,
     should_stop: StopCheck | None = None,
+    unread: Callable[[str], None] | None = None,
 ) -> Usage:
     """Return the space that each snapshot, root and period takes alone, and the snapshots ``together``.
 
@@ -167,13 +170,18 @@ def measure_usage(
         tz: time zone of the periods; None: the machine's.
         progress: called with the number of snapshots walked, and of all.
         should_stop: asked after each snapshot.
+        unread: called with a sentence for each snapshot, tree, block map and pack that cannot be read, and the count goes on. A
+            damaged part that three snapshots share or more is named of two of them at least.
 
     Raises:
-        Damaged: a snapshot, a tree, a block map or the list of a pack cannot be read.
+        Damaged: one of them cannot be read, and ``unread`` is None.
         SweepStopped: ``should_stop`` returned True.
     """
     snapshots, unreadable = repository.snapshots.load_all()
-    if unreadable:
+    if unread is not None:
+        for bad in unreadable:
+            unread(f"{bad.id}: {bad.reason}")
+    elif unreadable:
         raise Damaged(
             f"space cannot be counted: snapshot {unreadable[0].id} cannot be read: {unreadable[0].reason}",
             hint="ciuic check says more",
@@ -201,10 +209,11 @@ def measure_usage(
                     int(snapshot.id in together),
                 )
             )
-            for _ in walker.walk(msgspec.structs.replace(snapshot, roots=(root,))):
+            told = None if unread is None else _naming(snapshot.id, unread)
+            for _ in walker.walk(msgspec.structs.replace(snapshot, roots=(root,)), on_damage=told):
                 pass
-    labels.close_over(_bases(repository))
-    stored = _Stored(repository, labels)
+    labels.close_over(_bases(repository, unread))
+    stored = _Stored(repository, labels, unread)
     return Usage(
         [
             SnapshotUse(
@@ -257,7 +266,13 @@ def _period(time_ns: int, period: str, tz: tzinfo | None) -> str:
     return (day if period == "day" else day - timedelta(days=day.weekday())).isoformat()
 
 
-def _each_record(repository: Repository, take: Callable[[PackRecord], None]) -> None:
+def _naming(id_: SnapshotId, unread: Callable[[str], None]) -> OnDamage:
+    return lambda reached, error: unread(f"{id_}: {error.message}")
+
+
+def _each_record(
+    repository: Repository, take: Callable[[PackRecord], None], unread: Callable[[str], None] | None
+) -> None:
     for pack in repository.packs():
         try:
             for record in repository.pack_records(pack.number):
@@ -265,9 +280,13 @@ def _each_record(repository: Repository, take: Callable[[PackRecord], None]) -> 
         except NotFound:
             # Pruned meanwhile: what was live in it lies in a newer pack.
             continue
+        except Damaged as error:
+            if unread is None:
+                raise
+            unread(error.message)
 
 
-def _bases(repository: Repository) -> array[int]:
+def _bases(repository: Repository, unread: Callable[[str], None] | None) -> array[int]:
     found = array("Q")
     if repository.may_have_bases:
 
@@ -276,18 +295,18 @@ def _bases(repository: Repository) -> array[int]:
                 found.append(fingerprint(record.id))
                 found.append(fingerprint(record.base))
 
-        _each_record(repository, take)
+        _each_record(repository, take, unread)
     return found
 
 
 class _Stored:
     """Sizes of the chunks in the packs, by label."""
 
-    def __init__(self, repository: Repository, labels: _Labels) -> None:
+    def __init__(self, repository: Repository, labels: _Labels, unread: Callable[[str], None] | None) -> None:
         self.raw_bytes = self.stored_bytes = self.garbage_bytes = 0
         self._labels = labels
         self._alone: dict[tuple[int, int], int] = {}
-        _each_record(repository, self._add)
+        _each_record(repository, self._add, unread)
 
     def alone(self, grouping: int, group: int) -> int:
         """Return the stored bytes that only this group needs."""

@@ -138,6 +138,8 @@ class VerifyResult:
     snapshots: list[SnapshotId] = field(default_factory=list)
     checksum: bool = False
     damages: list[Damage] = field(default_factory=list)
+    elsewhere: list[Damage] = field(default_factory=list)
+    """Damage that was met besides, and that the verified snapshots do not need to be whole."""
     files: int = 0
     """Number of names of non-directories that were verified, each shared subtree once."""
     chunks: int = 0
@@ -148,7 +150,7 @@ class VerifyResult:
 
     @property
     def damaged(self) -> bool:
-        """True if any damage was found."""
+        """True if damage was found in what was to be verified."""
         return bool(self.damages)
 
 
@@ -162,7 +164,7 @@ def verify_snapshots(
     """Verify these snapshots, or with None all of them. Damage is returned, never raised.
 
     With ``checksum`` every byte that they need is read. With None, or in a small repository, every byte of the packs is read,
-    needed or not.
+    needed or not; what these snapshots do not need is then reported apart, as ``elsewhere``.
 
     Raises:
         NotFound: a snapshot does not exist.
@@ -186,6 +188,8 @@ class Verification:
         self._progress = progress
         self._bad: dict[ChunkId, str] = {}
         """Chunks without a good copy, with the reason."""
+        self._met: set[ChunkId] = set()
+        """Those of them that the verified snapshots refer to, as far as verifying these has met them."""
         self._bytes_total = 0
         self._batch: list[tuple[ChunkId, int]] = []
         """Chunks to be read, each with the length that it must have."""
@@ -208,12 +212,27 @@ class Verification:
         )
         if scrubbed:
             self._scrub()
-        # The scrub reads what the index covers; if that is not all, the chunks of snapshots are read one by one.
-        read = self.result.checksum and not (scrubbed and self._index_covers_all)
-        self._verify_snapshots(snapshots, read=read)
+        # The scrub reads what the index covers; if that is not all, the chunks of snapshots are read one by one. Likewise where it
+        # found damage and some snapshots are asked about: a damaged table hides chunks from it.
+        trusted = self._index_covers_all and (ids is None or not (self._bad or self.result.damages))
+        self._verify_snapshots(snapshots, read=self.result.checksum and not (scrubbed and trusted))
         self._report_damage()
+        self._set_apart(ids)
         self._show_progress(b"")
         return self.result
+
+    def _set_apart(self, ids: Sequence[SnapshotId] | None) -> None:
+        """Move damage that these snapshots do not touch to ``elsewhere``."""
+        if ids is None:
+            return
+        asked, found = set(ids), self.result.damages
+        named = {damage.chunk for damage in found if asked & set(damage.snapshots)}
+        # A snapshot that names no file of a chunk that it needs, because its trees are damaged, too, is no whole one.
+        nameless = self._met - named
+        self.result.damages, self.result.elsewhere = [], []
+        for damage in found:
+            is_own = bool(asked & set(damage.snapshots)) or damage.chunk in nameless
+            (self.result.damages if is_own else self.result.elsewhere).append(damage)
 
     def _load(self, ids: Sequence[SnapshotId], *, are_named: bool) -> list[Snapshot]:
         """Return these snapshots; those that somebody named must be there."""
@@ -323,7 +342,12 @@ class Verification:
                 raise
 
     def _node_damaged(self, reached: Reached, error: Damaged) -> None:
-        self._bad.setdefault(reached.id, error.message)
+        self._meet(reached.id, error.message)
+
+    def _meet(self, chunk: ChunkId, reason: str) -> None:
+        """Note a bad chunk that a verified snapshot refers to."""
+        self._bad.setdefault(chunk, reason)
+        self._met.add(chunk)
 
     def _verify_chunk(self, snapshot: Snapshot, reached: Reached, pool: Pool | None) -> None:
         self.result.chunks += 1
@@ -335,7 +359,7 @@ class Verification:
             elif reached.kind == "data" and reached.entry is not None:
                 self._verify_data(reached.id, self._length(reached), pool)
         except Damaged as error:
-            self._bad.setdefault(getattr(error, "chunk", reached.id), error.message)
+            self._meet(getattr(error, "chunk", reached.id), error.message)
 
     def _verify_node(self, snapshot: Snapshot, reached: Reached) -> None:
         self._between()
@@ -362,7 +386,7 @@ class Verification:
             if not problem:
                 return
             problems.append(problem)
-        self._bad.setdefault(reached.id, f"inode {entry.link}: {problems[-1]}")
+        self._meet(reached.id, f"inode {entry.link}: {problems[-1]}")
 
     def _link_problem(self, root: RootRecord, entry: Entry) -> str:
         try:
@@ -402,7 +426,7 @@ class Verification:
                 try:
                     self._look_up_alone(chunk, length)
                 except Damaged as error:
-                    self._bad.setdefault(getattr(error, "chunk", chunk), error.message)
+                    self._meet(getattr(error, "chunk", chunk), error.message)
 
     def _look_up_alone(self, chunk: ChunkId, length: int) -> None:
         located = self.repository.chunks.locate_all(chunk)
@@ -438,7 +462,7 @@ class Verification:
             with pool.changed:
                 self.result.bytes_read += length
                 if problem:
-                    self._bad.setdefault(chunk, problem)
+                    self._meet(chunk, problem)
         with pool.changed:
             self._show_progress(b"")
 
@@ -573,6 +597,7 @@ class _Sample(Verification):
             self._verify_repository_files()
         self._verify_snapshots(snapshots, read=True)
         self._report_damage()
+        self._set_apart(ids)
         self._show_progress(b"")
         return self.result
 

@@ -279,6 +279,22 @@ class DrillStatus(_Document):
     """Time of the next drill; empty if the daemon does none."""
 
 
+class DamageStatus(_Document):
+    """Damage of the repository that is known: what was found, and not refuted since."""
+
+    places: int
+    """Number of files and directories of snapshots, and of the repository's own files."""
+    found: str
+    """Time at which the first of them was found."""
+    where: str
+    """The one that was found last."""
+    reason: str
+    by: str = ""
+    """Command that found it."""
+    snapshots: list[str] = []
+    """Snapshots that need one of them, as far as they are known."""
+
+
 class RepositoryStatus(_Document):
     """The repository and its file system."""
 
@@ -393,6 +409,8 @@ class StatusDocument(_Document):
     remotes: list[RemoteStatus] = []
     drill: DrillStatus | None = None
     """None: there was no drill, and none is configured."""
+    damage: DamageStatus | None = None
+    """None: none is known."""
     last_snapshot: SnapshotSummary | None = None
     next_snapshot: str | None = None
     seconds_since_last: float | None = None

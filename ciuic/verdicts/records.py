@@ -80,16 +80,24 @@ class VerdictRecord(VerdictSummary, frozen=True, kw_only=True):
 _Record = TypeVar("_Record", bound=VerdictSummary)
 
 
-def newest_of(found: Iterable[DatedCheckpoint]) -> DatedCheckpoint | None:
-    """Return the checkpoint with the latest change of a file; of several at one time the last by name."""
-    return max(found, key=age_of, default=None)
-
-
 class _Dated(Protocol):
     @property
     def checkpoint(self) -> Checkpoint: ...
     @property
     def mtime_ns(self) -> int: ...
+
+
+_AnyDated = TypeVar("_AnyDated", bound=_Dated)
+
+
+def newest_of(found: Iterable[_AnyDated]) -> _AnyDated | None:
+    """Return the checkpoint with the latest change of a file; of several at one time the last by name.
+
+    What nothing can be said of, a cache or data of the program perhaps, counts only where there are no others.
+    """
+    everything = list(found)
+    known = [one for one in everything if not one.checkpoint.verdict.is_foreign]
+    return max(known or everything, key=age_of, default=None)
 
 
 def age_of(found: _Dated) -> tuple[int, bytes]:

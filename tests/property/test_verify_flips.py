@@ -16,9 +16,9 @@ from support.stored import IDENTITIES, flip
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.maintenance.verify import VerifyResult, verify_snapshots
-from ciuic.repository import Repository
+from ciuic.repository import Repository, Walker
 from ciuic.repository.lookup import children
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import ChunkId, Snapshot, SnapshotId
 
 
 class Made(NamedTuple):
@@ -95,6 +95,38 @@ def test_every_flipped_byte_is_found(
         assert result.damaged, f"{file.name} at {offset}"
     finally:
         shutil.rmtree(copy.parent)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_snapshot_is_right_exactly_when_it_reads_back(
+    made: Made, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever byte of the packs is flipped: verify ID --checksum calls a snapshot damaged exactly when some file does not read back."""
+    copy = tmp_path_factory.mktemp("flip") / "repository"
+    shutil.copytree(made.path, copy)
+    file = data.draw(st.sampled_from(sorted((copy / "packs").iterdir())))
+    flip(file, data.draw(st.integers(0, file.stat().st_size - 1)), data.draw(st.integers(1, 255)))
+    try:
+        for snapshot in (made.first, made.second):
+            result = verify(copy, ids=[snapshot.id])
+            assert result.damaged is not _reads_back(copy, snapshot), result
+            assert result.damaged or result.elsewhere
+    finally:
+        shutil.rmtree(copy.parent)
+
+
+def _reads_back(path: Path, snapshot: Snapshot) -> bool:
+    """Return whether every chunk of a snapshot can be read, by a reader of its own."""
+    with Repository.open(path) as repository:
+        broken: list[ChunkId] = []
+        walk = Walker(repository).walk(snapshot, on_damage=lambda reached, error: broken.append(reached.id))
+        for reached in walk:
+            try:
+                repository.chunks.get(reached.id)
+            except Damaged:
+                broken.append(reached.id)
+        return not broken
 
 
 @settings(max_examples=40)

@@ -84,6 +84,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/writer_process.py": ("manifest of a save",),
     "ciuic/protocol/heartbeat_page.py": ("heartbeat page",),
     "ciuic/protocol/span_spool.py": ("span of a snapshot",),
+    "ciuic/protocol/known_damage.py": ("record of damage",),
     "ciuic/protocol/last_drill.py": ("record of a drill", "records of drills"),
     "ciuic/daemon/space_forecast.py": ("history of space",),
     "ciuic/number_files.py": ("lines with numbers", "TensorBoard events"),

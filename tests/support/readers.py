@@ -61,6 +61,7 @@ from ciuic.maintenance.verify import Pass
 from ciuic.number_files import NumberPlace, NumbersRead, json_lines, tensorboard_events
 from ciuic.protocol import control_types
 from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_losses, read_page
+from ciuic.protocol.known_damage import DamagedPlace, decode_damage, encode_damage
 from ciuic.protocol.last_drill import LastDrill, decode_drill, decode_drills, encode_drill
 from ciuic.protocol.pairing import Cut, Files, Taken, decode_answer, decode_question
 from ciuic.protocol.span_spool import Span, decode_span
@@ -706,6 +707,7 @@ def more_readers() -> list[Reader]:
         Reader("record of verdicts", lambda data: verdict_records.decode_record(_signed(data), b"k", VerdictRecord), msgspec.json.encode(_VERDICTS)),
         Reader("span of a snapshot", decode_span, msgspec.json.encode(Span(name="cut", repository="0f", snapshot="cs-abcdef", start_ns=1, end_ns=2, attributes={"n": 1.5, "roots": ["/d"]}))),
         Reader("record of a drill", decode_drill, encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
+        Reader("record of damage", decode_damage, encode_damage([DamagedPlace(where="/r/a", reason="bad", snapshots=("cs-abcdef",))])),
         Reader("records of drills", decode_drills, b"[" + encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
         Reader("lines with numbers", lambda data: json_lines(data, "loss"), b'{"loss": 1.5, "step": 3}\n{"loss": NaN}\n'),
         Reader("TensorBoard events", _refusing(lambda data: tensorboard_events(data, "loss"), ValueError), _EVENTS),

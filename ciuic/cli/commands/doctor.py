@@ -135,6 +135,7 @@ def examine_recovery(session: Session) -> Iterator[Finding]:
         "recovery: work at risk", lambda: checks.snapshots_are_young(repository, config, now_ns)
     )
     yield from checks.retention_reaches_back(config)
+    yield from checks.nothing_is_damaged(session.repository_dir)
     drills = read_drills(session.repository_dir)
     yield from checks.last_drill_is_good(drills, config.drill.every_seconds, now_ns)
     yield from checks.there_is_another_place(config)
@@ -172,6 +173,9 @@ def _places(
             "owners", lambda: places.owners(config, repository, trusted=session.trusts_repository)
         )
         yield from _safely("repository", lambda: _repository(session, config))
+        # The daemon's alert of it is a finding already.
+        if status is None or status.damage is None:
+            yield from _safely("damage", lambda: places.known_damage(repository))
         absent = _absent(session, config, repository, inquiry)
         yield from _safely("file system", lambda: places.file_systems(config, repository, mounts, absent))
         yield from _safely(

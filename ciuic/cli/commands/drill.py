@@ -189,6 +189,10 @@ def _drill(
             between=_pace(session),
             progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
         )
+    if not result.files and not result.damages:
+        raise NotFound(
+            f"{snapshot.id} has no file to restore{' there' if paths else ''}: a drill of nothing proves nothing"
+        )
     return {**drills.result_document(session, snapshot, result), "seconds": time.monotonic() - began}
 
 

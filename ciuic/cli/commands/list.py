@@ -222,6 +222,7 @@ def command(
     elif as_json:
         verdicts = _verdicts(session, infos)
         found = pairs.halves(session, infos)
+        damaged = _damaged(session)
         out_json(
             {
                 "repository": session.place,
@@ -231,6 +232,7 @@ def command(
                         **_label_document(session, info),
                         "pair": _pair(found.get(info.id)),
                         "checkpoint": _verdict_document(verdicts.get(info.id)),
+                        "damaged": info.id in damaged,
                     }
                     for info in infos
                 ],
@@ -457,6 +459,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     judged = any(verdicts.values())
     if judged:
         columns.append(Column("CHECKPOINT"))
+    damaged = _damaged(session)
     found = pairs.halves(session, infos)
     if found:
         columns.append(Column("PAIR"))
@@ -476,7 +479,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             human_size(info.new_bytes),
             str(info.files),
             shown_text(", ".join(info.tags)),
-            _state_cell(info),
+            _state_cell(info, is_damaged=info.id in damaged),
             *([verdicts.get(info.id, "")] if judged else []),
             *([pairs.cell(found.get(info.id))] if found else []),
             *([shown_text(info.set_name)] if of_sets else []),
@@ -511,8 +514,21 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
         )
 
 
-def _state_cell(info: SnapshotInfo) -> Cell:
-    """``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
+def _damaged(session: Session) -> set[str]:
+    """Return the ids of the snapshots that are known to be damaged."""
+    # As a rule there is no record, and what reads it is not loaded.
+    if session.remote_url is not None or not os.path.lexists(session.repository_dir / "damage"):
+        return set()
+    from ciuic.protocol.known_damage import read_damage, touched_snapshots
+
+    return touched_snapshots(read_damage(session.repository_dir))
+
+
+def _state_cell(info: SnapshotInfo, *, is_damaged: bool) -> Cell:
+    """``damaged``, ``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
+    if is_damaged:
+        lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE, TAG_SAFETY) if tag in info.tags]
+        return Cell(", ".join(["damaged", *lacks, *(["held"] if info.held else [])]), "red")
     if is_safety(info.tags, info.message):
         return Cell("safety, held" if info.held else "safety", "cyan")
     lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE) if tag in info.tags]

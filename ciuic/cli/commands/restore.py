@@ -577,6 +577,8 @@ def carry_out(
             plan, dry_run, on_item, _runtime_dir(session), check_after=check_after, usable=usable
         )
         afterwards(result)
+    if not dry_run:
+        _note_damage(session, plan, result)
     if check_after and usable_seconds is None and not dry_run:
         detail("--check=after: no content could be shared unread, all of it was checked before")
     open_files = _cut_off(open_before, items, result.removed) if dry_run else replaced(open_before)
@@ -1037,6 +1039,32 @@ def _document(
         "items": [{**json_name("path", item.path), "action": item.action} for item in items],
         "code": _exit_code(plan, result),
     }
+
+
+def _note_damage(session: Session, plan: RestorePlan, result: Result) -> None:
+    """Keep which files the snapshot does not have whole."""
+    # A file that was wrong once it was in place may have been written to by a program.
+    aside = {one.path for one in result.put_aside}
+    damaged = [failure for failure in result.failed if failure.damaged and failure.path not in aside]
+    if not damaged:
+        return
+    from ciuic.cli.shared.damage import note as note_damage
+    from ciuic.protocol.known_damage import DamagedPlace
+
+    note_damage(
+        session,
+        [
+            DamagedPlace(
+                where=shown(failure.path),
+                reason=shown_text(failure.reason),
+                snapshots=(str(plan.snapshot.id),),
+                by="restore",
+                found_ns=session.now_ns,
+                seen_ns=session.now_ns,
+            )
+            for failure in damaged
+        ],
+    )
 
 
 def _exit_code(plan: RestorePlan, result: Result) -> int:

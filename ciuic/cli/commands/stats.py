@@ -1,6 +1,6 @@
 """``ciuic stats``: the space that each snapshot, root and period takes, and what forgetting it would free.
 
-Guarantees: those of ciuic.maintenance.usage; nothing is changed. A remote is counted as it is stored there.
+Guarantees: those of ciuic.maintenance.usage; nothing is changed. What cannot be read is named, and the exit code is 4. A remote is counted as it is stored there.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import json_name, plural, shown_text
+from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import current
 from ciuic.cli.shared.sets import resolve_all
+from ciuic.errors import Damaged
 from ciuic.maintenance.usage import PERIODS, GroupUse, SnapshotUse, Usage
 
 
@@ -44,6 +45,8 @@ def command(ids: tuple[str, ...], root: bytes | None, period: str, as_json: bool
 
     session = current()
     chosen = resolve_all(session, ids)
+    # Ordered, and each once: a damaged pack is read twice, and a damaged file may be met in several roots.
+    unread: dict[str, None] = {}
     with progress("stats") as reporter:
         used = [
             measure_usage(
@@ -51,9 +54,18 @@ def command(ids: tuple[str, ...], root: bytes | None, period: str, as_json: bool
                 frozenset(chosen),
                 period=period,
                 progress=lambda done, total: reporter.step("counting", done, total),
+                unread=unread.setdefault,
             )
             for repository in session.repositories
         ]
+    for words in unread:
+        warn(f"cannot be counted: {shown_text(words)}")
+    if unread:
+        warn(
+            "what only these parts need counts as needed by nothing, and what they share as not shared",
+            hint="ciuic verify --all --checksum names the damage",
+        )
+        session.exit_code = Damaged.exit_code
     usage = used[0] if len(used) == 1 else _sum(used)
     rows = [
         one
@@ -62,7 +74,8 @@ def command(ids: tuple[str, ...], root: bytes | None, period: str, as_json: bool
     ]
     roots = [one for one in usage.roots if root is None or one.name == os.fsdecode(root)]
     if as_json:
-        out_json(_document(session.place, usage, rows, roots, period, len(chosen) > 1))
+        document = _document(session.place, usage, rows, roots, period, len(chosen) > 1)
+        out_json({**document, "unread": list(unread)})
         return session.exit_code
     if not usage.snapshots:
         note("no snapshots yet")

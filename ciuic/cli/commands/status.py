@@ -25,6 +25,7 @@ from ciuic.units import human_duration, human_size
 if TYPE_CHECKING:
     from ciuic.protocol.control_types import (
         BesideStatus,
+        DamageStatus,
         DrillStatus,
         Incident,
         RemoteStatus,
@@ -149,6 +150,7 @@ def _print(status: StatusDocument) -> None:
             _say(f"           {shown_text(store.missing_hint)}")
     else:
         _say(f"store      {shown_text(store.path) or 'none'}: not made yet")
+    _print_damage(status.damage)
     _print_drill(status.drill)
     for remote in status.remotes:
         _say(_remote_line(remote))
@@ -253,6 +255,15 @@ def _print_roots(status: StatusDocument) -> None:
             )
 
 
+def _print_damage(damage: DamageStatus | None) -> None:
+    """Print what is known to be damaged."""
+    if damage is not None:
+        from ciuic.protocol.known_damage import DAMAGE_HINT, damage_words
+
+        _say(f"damage     {damage_words(damage)}", fg="red")
+        _say(f"           {DAMAGE_HINT}")
+
+
 def _print_drill(drill: DrillStatus | None) -> None:
     """Print the last drill of a restore, if there was one or one is due."""
     if drill is None:
@@ -322,6 +333,9 @@ def _capture_line(capture: SnapshotState) -> str:
 
 def _print_alerts(status: StatusDocument) -> None:
     for alert in status.alerts:
+        # Each thing is said once: above, with the store.
+        if alert.key == "damage" and status.damage is not None:
+            continue
         colour = "red" if alert.severity == "problem" else "yellow"
         _say(
             f"{alert.severity:<10} {shown_text(alert.message)} (since {times.clock_of(alert.since)})",
@@ -358,7 +372,14 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
                 f"store      {shown_text(facts['repository']['path'])}: "
                 f"{human_size(facts['repository']['free_bytes'])} free"
             )
+        _print_damage(_damage(session))
         _print_drill(_last_drill(session))
+
+
+def _damage(session: Session) -> DamageStatus | None:
+    from ciuic.protocol.known_damage import damage_status, read_damage
+
+    return damage_status(read_damage(session.repository_dir))
 
 
 def _last_drill(session: Session) -> DrillStatus | None:
@@ -376,7 +397,7 @@ def _store_facts(session: Session) -> dict[str, Any]:
 
     # A safety snapshot has what a restore replaced, and is no answer to what is at risk.
     last = next(iter(session.repository.snapshots.list(limit=1, safety=False)), None)
-    drill = _last_drill(session)
+    drill, damage = _last_drill(session), _damage(session)
     # f_bavail as in df(1) and in the daemon's document, and not what root alone may use.
     space = os.statvfs(session.repository_dir)
     return {
@@ -384,6 +405,7 @@ def _store_facts(session: Session) -> dict[str, Any]:
         "seconds_since_last": None if last is None else _age_seconds(session, last),
         "roots": _roots_facts(session),
         "drill": None if drill is None else msgspec.to_builtins(drill),
+        "damage": None if damage is None else msgspec.to_builtins(damage),
         "repository": {
             "path": str(session.repository_dir),
             "free_bytes": space.f_bavail * space.f_frsize,

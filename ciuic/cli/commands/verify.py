@@ -1,7 +1,8 @@
 """``ciuic verify`` and ``ciuic check``: can snapshots be restored exactly, and does a repository or remote agree with itself?
 
 Guarantees: damage is named with path, block and every snapshot that shares it; ``verify`` exits with 4 exactly when there is
-any. ``check --repair`` mends what can be mended; content is never deleted.
+any in what was to be verified: of single snapshots, in what they need. ``check --repair`` mends what can be mended; content is never
+deleted.
 
 With ``--checksum --max-duration`` one run verifies a slice, for a timer. The next run continues where this one stopped, however it
 ended. A slice yields to processes that wait for the disk (ciuic.system.io_throttle). Exit 4 exactly when this slice found damage, so
@@ -11,13 +12,14 @@ that a timer's unit fails on the day it is found.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ciuic.cli.shared import sets, times
+from ciuic.cli.shared.damage import note as note_damage
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose, wrapped
@@ -29,6 +31,7 @@ from ciuic.units import human_duration, human_size, parse_duration, parse_share
 if TYPE_CHECKING:
     from ciuic.maintenance.check import CheckFinding, CheckReport
     from ciuic.maintenance.verify import Damage, Pass, VerifyProgress, VerifyResult
+    from ciuic.protocol.known_damage import DamagedPlace
     from ciuic.remote.reading.versions import SoundObjects
     from ciuic.remote.upkeep.version_repair import LockRenewal
     from ciuic.repository import Repository
@@ -65,6 +68,7 @@ def as_document(result: VerifyResult) -> dict[str, Any]:
         "bytes_read": result.bytes_read,
         "index_missing": result.index_missing,
         "damages": [_damage(damage) for damage in result.damages],
+        "elsewhere": [_damage(damage) for damage in result.elsewhere],
     }
 
 
@@ -80,6 +84,23 @@ def _damage(damage: Damage) -> dict[str, Any]:
         "snapshots": [str(snapshot_id) for snapshot_id in damage.snapshots],
         "file": damage.file or None,
     }
+
+
+def damaged_places(session: Session, result: VerifyResult, by: str) -> list[DamagedPlace]:
+    """Return what was found as the record of known damage has it."""
+    from ciuic.protocol.known_damage import DamagedPlace
+
+    return [
+        DamagedPlace(
+            where=shown(damage.path) if damage.path else shown_text(damage.file) or "the repository",
+            reason=f"{f'block {damage.block}: ' if damage.block >= 0 else ''}{shown_text(damage.reason)}",
+            snapshots=tuple(map(str, damage.snapshots)),
+            by=by,
+            found_ns=session.now_ns,
+            seen_ns=session.now_ns,
+        )
+        for damage in (*result.damages, *result.elsewhere)
+    ]
 
 
 def print_damages(result: VerifyResult) -> None:
@@ -105,6 +126,11 @@ def _line(damage: Damage) -> str:
 
 _NAMED = 3
 """Snapshots that a note names; ``--json`` has all of them."""
+
+
+def _some(ids: Sequence[str]) -> str:
+    """Return the first of these ids in words."""
+    return f"{', '.join(ids[:_NAMED])}{', …' if len(ids) > _NAMED else ''}"
 
 
 @click.command("verify", cls=FrameCommand)
@@ -162,6 +188,16 @@ def verify_command(
     # All ids are resolved before the first byte is read: a typing error shows at once, and not after hours.
     chosen, of_sets = ([], []) if everything else sets.expanded(session, ids)
     result = _verify(session, None if everything else chosen, checksum, share)
+    whole = set() if result.damaged or not checksum else set(result.snapshots)
+    note_damage(
+        session,
+        damaged_places(session, result, "verify"),
+        # A read of everything speaks for all places, that of a snapshot for those that it has.
+        lambda known: (
+            (everything and checksum and known.seen_ns < session.now_ns)
+            or (bool(known.snapshots) and whole.issuperset(known.snapshots))
+        ),
+    )
     not_held = _not_held(session, result)
     archived = _archived(session)
     if as_json:
@@ -176,9 +212,8 @@ def verify_command(
                 f"{plural(len(archived), 'pack')} archived in the store: cold, not read; ciuic remote thaw ID"
             )
         if not_held:
-            named = f" ({', '.join(not_held[:_NAMED])}{', …' if len(not_held) > _NAMED else ''})"
             note(
-                f"{plural(len(not_held), 'snapshot')}{named} with files not held at the cut, whose content may be later; "
+                f"{plural(len(not_held), 'snapshot')} ({_some(not_held)}) with files not held at the cut, whose content may be later; "
                 "see: ciuic show ID"
             )
     for one in of_sets:
@@ -273,6 +308,7 @@ def _united(results: list[VerifyResult]) -> VerifyResult:
     for other in others:
         first.snapshots += other.snapshots
         first.damages += other.damages
+        first.elsewhere += other.elsewhere
         first.files += other.files
         first.chunks += other.chunks
         first.bytes_read += other.bytes_read
@@ -296,6 +332,11 @@ def _print_verified(result: VerifyResult, everything: bool, share: float | None)
             "every byte is right" if result.checksum else "everything is there (--checksum reads every byte)"
         )
     out_prose(f"{subject}: {verdict}; {looked}", 2, fg="red" if result.damaged else "green")
+    if result.elsewhere:
+        touched = list(dict.fromkeys(id_ for damage in result.elsewhere for id_ in damage.snapshots))
+        whose = f", in {_some(touched)}" if touched else ""
+        places = plural(len(result.elsewhere), "damaged place")
+        warn(f"elsewhere in the repository: {places}{whose}", hint="ciuic verify --all --checksum")
 
 
 def _verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool) -> int:
@@ -315,6 +356,7 @@ def _verify_for(session: Session, seconds: float, *, restart: bool, as_json: boo
         if restart:
             # 0: no pass has begun, so that this slice begins one.
             book.state.began_ns = 0
+        began_ns = book.state.began_ns or session.now_ns
         result = verify_slice(
             repository,
             book,
@@ -323,6 +365,13 @@ def _verify_for(session: Session, seconds: float, *, restart: bool, as_json: boo
             progress=report,
         )
         state = book.state
+        # Before the state: it counts the packs as verified. A pass of several slices reads each pack once, so only a clean one refutes.
+        is_clean = not state.began_ns and not state.damages
+        note_damage(
+            session,
+            damaged_places(session, result, "verify"),
+            lambda known: is_clean and known.seen_ns < began_ns,
+        )
         book.save()
     stored = repository.stored_bytes()
     if as_json:
@@ -397,6 +446,7 @@ def check_command(
     # module.
     from ciuic.cli.shared.progress import progress
     from ciuic.maintenance.check import check
+    from ciuic.protocol.known_damage import DamagedPlace
 
     session = current()
     if use_remote(session, remote, name):
@@ -418,6 +468,22 @@ def check_command(
             wait_seconds=LOCK_WAIT_SECONDS,
             progress=reporter.step,
         )
+    note_damage(
+        session,
+        [
+            DamagedPlace(
+                where=shown_text(finding.message),
+                reason=finding.kind,
+                snapshots=(finding.snapshot,) if finding.snapshot else (),
+                by="check",
+                found_ns=session.now_ns,
+                seen_ns=session.now_ns,
+            )
+            for finding in report.findings
+            if finding.severity == "error" and not finding.repaired
+        ],
+        lambda known: read_data and not report.damaged and known.seen_ns < session.now_ns,
+    )
     return _report(report, as_json)
 
 

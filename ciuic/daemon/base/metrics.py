@@ -130,6 +130,9 @@ class Metrics:
             ["path"],
         )
         self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")
+        self._damaged = self._gauge(
+            "ciuic_store_damaged_places", "Files and directories that are known to be damaged in the store"
+        )
         self._remotes = {field: self._gauge(name, text, ["remote"]) for field, name, text in _REMOTE_GAUGES}
         self._drill = self._gauge(
             "ciuic_remote_last_drill_timestamp_seconds",
@@ -211,6 +214,7 @@ class Metrics:
         if status.repository.full_in_seconds is not None:
             self._full.labels(status.repository.path).set(status.repository.full_in_seconds)
         self._count.set(status.repository.snapshots)
+        self._damaged.set(0 if status.damage is None else status.damage.places)
         for severity in ("problem", "warning"):
             self._alerts.labels(severity).set(sum(alert.severity == severity for alert in status.alerts))
         self._alert.clear()

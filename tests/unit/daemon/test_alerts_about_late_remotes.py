@@ -1,4 +1,4 @@
-"""Periodic checks of the daemon: alerts about remotes that fall behind."""
+"""Periodic checks of the daemon: alerts about remotes that fall behind, and about known damage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.housekeeping import DaemonHousekeeping
+from ciuic.protocol.known_damage import DamagedPlace, note_damage
 from ciuic.protocol.stored_remotely import STATE_VARIABLE, StoredRecord, write_record
 from ciuic.repository import Repository
 
@@ -24,7 +25,7 @@ class Checked:
         self.now_ns = FIRST_NS
         self.made = CliRepository(top / "repository", top / "root")
         self.alerts = Alerts(EventBus(lambda: self.now_ns), lambda: self.now_ns)
-        self.settings = SimpleNamespace(max_lags=(("nas", 60),))
+        self.settings = SimpleNamespace(max_lags=(("nas", 60),), repository=self.made.path)
         daemon: Any = SimpleNamespace(
             settings=self.settings,
             alerts=self.alerts,
@@ -37,6 +38,11 @@ class Checked:
     def look_at_worker(self) -> Any:
         """Check of one worker."""
         return self._housekeeping._look_at_worker
+
+    def look_at_damage(self) -> list[str]:
+        """Return the messages of the alerts that stand after a look at the record of known damage."""
+        trio.run(self._housekeeping._look_at_damage)
+        return [alert.message for alert in self.alerts.standing()]
 
     def keys(self, seconds: float) -> list[str]:
         """Return the keys of the alerts that stand so long after the first snapshot."""
@@ -60,6 +66,17 @@ def test_state_that_another_program_deleted_is_one_alert(checked: Checked) -> No
     (alert,) = checked.alerts.standing()
     assert ".ciuic-state" in alert.message
     assert "git clean" in alert.hint
+
+
+def test_known_damage_is_an_alert_until_it_is_refuted(checked: Checked) -> None:
+    """A scrub that finds damage is told as a problem at the next look, by what it found and where; so is its end."""
+    assert checked.look_at_damage() == []
+    note_damage(checked.made.path, [DamagedPlace(where="/r/model.pt", reason="bad", by="verify")])
+    (message,) = checked.look_at_damage()
+    assert message.endswith("1 damaged place; found last by ciuic verify: /r/model.pt: bad")
+    assert checked.alerts.standing()[0].severity == "problem"
+    note_damage(checked.made.path, [], refuted=lambda known: True)
+    assert checked.look_at_damage() == []
 
 
 @pytest.fixture

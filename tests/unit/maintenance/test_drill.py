@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.checkpoint_files import make_safetensors
 from support.cli_repository import FIRST_NS, CliRepository
 from support.damage import Made, make, plant
@@ -345,6 +347,52 @@ assert drilled().files == 3
     done = run_as(NOBODY, "print([one.reason for one in drilled().damages])", imports=imports)
     assert done.returncode == 0, done.stderr
     assert (done.stdout.strip() != "[]") == damaged, done.stdout
+
+
+def test_a_newer_file_of_unknown_format_is_no_checkpoint_to_prove(tmp_path: Path) -> None:
+    """The newest checkpoint of a known format is restored whole; one of no known format only where there is no other."""
+    made = CliRepository(tmp_path / "repository", tmp_path / "root")
+    weights = make_safetensors(random.Random(1))
+    late = {"mtime_ns": FIRST_NS + 10**9}
+    made.snapshot({b"step-1.safetensors": weights, b"notes.bin": (b"not the weights", late)})
+    (document,) = drill_document(made, "latest")["drills"]
+    assert document["checkpoint"] == f"{made.root}/step-1.safetensors"
+    made.snapshot({b"notes.bin": (b"not the weights", late)})
+    (document,) = drill_document(made, "latest")["drills"]
+    assert document["checkpoint"] == f"{made.root}/notes.bin"
+
+
+def test_a_drill_of_nothing_is_none(tmp_path: Path) -> None:
+    """A snapshot without a file is not chosen, and refused where it is named; nothing is noted."""
+    made = CliRepository(tmp_path / "repository", tmp_path / "root")
+    empty = made.snapshot({b"below": {}})
+    for words in ((), (empty,)):
+        result = made.run("drill", *words)
+        assert (result.exit_code, "proves nothing" in result.stderr) == (3, True), result.output
+    assert read_drills(made.path) == []
+    full = made.snapshot({b"file": b"content", b"below": {}})
+    made.snapshot({b"below": {}})
+    assert [one["snapshot"] for one in drill_document(made)["drills"]] == [full]
+    assert made.run("drill", full, "-p", f"{made.root}/below").exit_code == 3
+
+
+@given(
+    files=st.integers(1, 10**6),
+    size=st.integers(0, 10**12),
+    more=st.integers(0, 10**6),
+    rest=st.integers(0, 10**12),
+)
+def test_the_estimate_is_of_files_and_of_bytes(files: int, size: int, more: int, rest: int) -> None:
+    """It grows with both, is the time that was taken where nothing is left, and never that of all bytes at the rate of files without any."""
+
+    def estimated(files_total: int, bytes_total: int) -> float:
+        return DrillResult(1, b"", files, size, files_total, bytes_total, 1.0, ()).estimated_seconds
+
+    assert estimated(files, size) == 1.0
+    found = estimated(files + more, size + rest)
+    assert found >= max(estimated(files + more, size), estimated(files, size + rest), 1.0)
+    # However little the sample has: a file counts as 256 KiB.
+    assert found <= 1 + more / files + rest / (files * (256 << 10)) + 1e-6 * found
 
 
 def test_nothing_to_drill(tmp_path: Path) -> None:

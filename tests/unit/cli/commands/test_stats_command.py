@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 from support.cli_repository import CliRepository
+from support.stored import flip
+
+from ciuic.repository import Repository
+from ciuic.types import ChunkId, SnapshotId
 
 MIB = 1 << 20
 SHARED, OWN = os.urandom(3 * MIB), os.urandom(MIB)
@@ -67,10 +71,28 @@ def test_rows_of_one_root(repository: CliRepository) -> None:
     assert (other["snapshots"], other["roots"]) == ([], [])
 
 
-def test_what_cannot_be_read_is_not_estimated(repository: CliRepository) -> None:
-    """A damaged snapshot ends the count with the code of damage: nothing is told that would not be exact."""
+def test_a_snapshot_that_cannot_be_read_is_named(repository: CliRepository) -> None:
+    """A damaged snapshot file is named with the code of damage, and the others are counted."""
     (repository.path / "snapshots" / "cs-000002").write_bytes(b"damaged")
     result = repository.run("stats")
     assert result.exit_code == 4
-    assert "cs-000002" in result.stderr
-    assert "ciuic check" in result.stderr
+    assert "cannot be counted: cs-000002: " in result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["cs-000003", "cs-000001"]
+
+
+def test_one_damaged_directory_does_not_end_the_count(repository: CliRepository) -> None:
+    """The snapshot whose directory cannot be read is named (exit 4), and all that is whole is counted as before."""
+    whole = document(repository)
+    with Repository.open(repository.path) as opened:
+        (root,) = opened.snapshots.load(SnapshotId("cs-000001")).roots
+        place = opened.chunks.locate(ChunkId(root.entry.content))
+        flip(Path(opened.pack_path(place.pack)), place.offset)
+    result = repository.run("stats", "--json")
+    assert result.exit_code == 4
+    found = json.loads(result.stdout)
+    (words,) = found["unread"]
+    assert words.startswith("cs-000001: ")
+    assert found["snapshots"][:2] == whole["snapshots"][:2]
+    # What the directory names is known from there alone.
+    assert found["garbage_bytes"] > MIB
+    assert "cannot be counted: cs-000001: " in repository.run("stats", "cs-000003").stderr

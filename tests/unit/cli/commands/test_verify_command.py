@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from support.cli_repository import NOISE, CliRepository
@@ -75,6 +76,68 @@ def test_verify_names_path_and_snapshots(repository: CliRepository) -> None:
     assert "ckpt/a" in restored.stderr
     assert (repository.root / "ckpt" / "b").read_bytes() == b"bbb"
     assert not (repository.root / "ckpt" / "a").exists()
+
+
+def test_damage_elsewhere_is_told_and_is_no_verdict_on_a_snapshot(repository: CliRepository) -> None:
+    """A snapshot that needs nothing damaged is right (0), and what is damaged in others is named beside it."""
+    noise = NOISE[::-1]
+    other = repository.snapshot({b"ckpt": {b"other": noise}})
+    pack = next(path for path in repository.path.rglob("*.pack") if noise[:1000] in path.read_bytes())
+    flip(pack, pack.read_bytes().index(noise[:1000]) + 5)
+    result = repository.run("verify", "cs-000001", "--checksum")
+    assert result.exit_code == 0, result.output
+    assert "cs-000001: every byte is right" in result.stdout
+    assert f"elsewhere in the repository: 1 damaged place, in {other}" in result.stderr
+    document = json.loads(repository.run("verify", "cs-000001", "--checksum", "--json").stdout)
+    assert (document["damaged"], document["damages"]) == (False, [])
+    assert [damage["snapshots"] for damage in document["elsewhere"]] == [[other]]
+    assert repository.run("verify", other, "--checksum").exit_code == 4
+    assert repository.run("verify", "--all", "--checksum").exit_code == 4
+
+
+@pytest.mark.parametrize(
+    "finder",
+    [
+        ("verify", "--checksum", "--max-duration", "1h"),
+        ("verify", "--all", "--checksum"),
+        ("check", "--read-data"),
+        ("restore", "-s", "cs-000002", "--all", "-d"),
+    ],
+)
+def test_damage_that_is_found_is_told_until_it_is_gone(
+    repository: CliRepository, tmp_path: Path, finder: tuple[str, ...]
+) -> None:
+    """Whoever finds it: list marks the snapshot, status and doctor tell; a later look at everything that finds none ends it."""
+    noise = NOISE[::-1]
+    repository.snapshot({b"ckpt": {b"other": noise}})
+    pack = next(path for path in repository.path.rglob("*.pack") if noise[:1000] in path.read_bytes())
+    assert _told(repository) == (set(), False, False)
+    flip(pack, pack.read_bytes().index(noise[:1000]) + 5)
+    words = [*finder, *([str(tmp_path / "to")] if finder[0] == "restore" else [])]
+    assert repository.run(*words).exit_code in (4, 8)
+    assert _told(repository) == (set() if finder[0] == "check" else {"cs-000002"}, True, True)
+    # A snapshot that is whole says nothing of another one.
+    assert repository.run("verify", "cs-000001", "--checksum").exit_code == 0
+    assert _told(repository)[1:] == (True, True)
+    flip(pack, pack.read_bytes().index(noise[6:1000]) - 1)
+    last = finder if finder[0] != "restore" else ("verify", "cs-000002", "--checksum")
+    assert repository.run(*last).exit_code == 0
+    assert _told(repository) == (set(), False, False)
+
+
+def _told(repository: CliRepository) -> tuple[set[str], bool, bool]:
+    """Return the snapshots that list calls damaged, and whether status and doctor tell of damage."""
+    listed = json.loads(repository.run("list", "--json").stdout)["snapshots"]
+    damaged = {one["id"] for one in listed if one["damaged"]}
+    assert damaged == {
+        line.split()[0] for line in repository.run("list").stdout.splitlines() if "damaged" in line
+    }
+    status = json.loads(repository.run("status", "--json").stdout)
+    plain = "damaged place" in repository.run("status").stdout
+    assert plain is (status["damage"] is not None)
+    doctor = ["damaged place" in repository.run("doctor", *how).stdout for how in ((), ("--recovery",))]
+    assert doctor[0] == doctor[1]
+    return damaged, plain, doctor[0]
 
 
 def test_verify_wants_ids_or_all(repository: CliRepository) -> None:

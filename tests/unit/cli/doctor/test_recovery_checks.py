@@ -96,6 +96,7 @@ def test_the_whole_list_on_a_host_with_a_remote(short_tmp: Path) -> None:
     assert {name: one.level for name, one in before.items()} == {
         "recovery: work at risk": "ok",
         "recovery: retention": "ok",
+        "recovery: damage": "ok",
         "recovery: drill": "warning",
         "recovery: remote": "warning",
         "recovery: room": "ok",
