@@ -123,7 +123,9 @@ def test_verify_names_the_bad_member(sets: Sets) -> None:
     assert f"  a  {sets.ids[NEW, 'a']}  right" in printed
     assert f"  b  {sets.ids[NEW, 'b']}  damaged" in printed
     # Damage beside them, in the same pack, is told, and of none of them.
-    assert sets.json("verify", "set:0a", "--checksum", code=4)["sets"][0]["damaged"] == []
+    other = sets.json("verify", "set:0a", "--checksum")
+    assert (other["sets"][0]["damaged"], other["damages"]) == ([], [])
+    assert [one["snapshots"] for one in other["elsewhere"]] == [[str(sets.ids[NEW, "b"])]]
 
 
 def test_diff_compares_member_by_member(sets: Sets) -> None:
