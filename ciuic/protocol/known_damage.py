@@ -1,7 +1,6 @@
 """Record of damage that was found in a repository and not refuted since: the file `damage` beside the repository's own files.
 
-Written by whoever finds damage (`verify`, the scrub, `check`, `restore`), read by `status`, `doctor`, `list`, the metrics and the
-daemon's alerts. A place leaves the record when a complete read of everything finds no damage there any more, when all snapshots that
+`verify`, the scrub, `check` and `restore` write it; `status`, `doctor`, `list`, the metrics and the daemon's alerts read it. A place leaves the record when a complete read of everything finds no damage there any more, when all snapshots that
 need it are proved whole, or when these are gone. Drills have records of their own (ciuic.protocol.last_drill).
 
 Guarantees: the record is replaced atomically and durably, and two writers lose nothing of each other. It is no part of the repository:
@@ -201,9 +200,6 @@ def _read(home: Path) -> list[DamagedPlace]:
     except FileNotFoundError:
         return []
     except (StoredRecordDamaged, OSError) as error:
-        return [_unreadable(home, str(error))]
-
-
-def _unreadable(home: Path, reason: str) -> DamagedPlace:
-    # Never refuted by a single snapshot; a complete read of everything writes the record anew.
-    return DamagedPlace(where=str(home / NAME), reason=f"the record of known damage cannot be read: {reason}")
+        # No single snapshot refutes it; a complete read of everything writes the record anew.
+        reason = f"the record of known damage cannot be read: {error}"
+        return [DamagedPlace(where=str(home / NAME), reason=reason)]

@@ -101,7 +101,7 @@ class SaveCoordinator:
         self._closed = False
         self._last_save: LastSave | None = None
         self._step_end: BoundaryState | None = None
-        """What may change for the next step, as it was after the last one, whose boundary is yet to come."""
+        """Generators and positions right after the last step, until its boundary comes."""
         self._deferred: list[Callable[[], object]] = []
         """Saves that were asked for within a step, for its boundary."""
         # Nothing calls these methods before the first object is registered, when all parts are there.

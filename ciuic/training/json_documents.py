@@ -30,7 +30,9 @@ def raise_shortage(error: BaseException) -> None:
 
     Taken for damage, it would let an older state be loaded.
     """
-    if isinstance(error, MemoryError) or any(text in str(error) for text in _SHORTAGES):
+    # By type as well: the texts of other errors have content of the document, which its writer chooses.
+    is_short = isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES)
+    if is_short or isinstance(error, MemoryError):
         raise OSError(
             errno.ENOMEM, f"there is not enough memory, or there are too many threads: {error}"
         ) from error

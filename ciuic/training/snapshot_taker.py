@@ -449,7 +449,7 @@ class SnapshotTaker:
         self._prepared = self._checked_completeness = self._ranks_met = self._is_silent = False
         self._skipped: _SkippedSave | None = None
         self.step_end: BoundaryState | None = None
-        """At a boundary that is the beginning of the next step: what may have changed for that, from before."""
+        """Generators and positions right after the step, at a boundary that comes with the next one."""
 
     @property
     def ranks(self) -> Ranks | None:

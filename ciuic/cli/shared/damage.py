@@ -1,4 +1,4 @@
-"""What a command found damaged in the repository of this host, and the record of it (ciuic.protocol.known_damage)."""
+"""Recording of damage that a command finds in the repository of this host (ciuic.protocol.known_damage)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def note(
     found: Sequence[DamagedPlace],
     refuted: Callable[[DamagedPlace], bool] = lambda known: False,
 ) -> None:
-    """Keep what was found for status, alerts and `list`, and forget what was refuted; nothing of remotes and of other users' repositories."""
+    """Record damage for status, alerts and `list`, and remove what is refuted; ignores remotes and other users' repositories."""
     from ciuic.protocol.known_damage import note_damage
     from ciuic.repository.trust import foreign_flaw
 

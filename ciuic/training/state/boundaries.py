@@ -753,7 +753,7 @@ def _is_transformed() -> bool:
 
 
 class CountedPass(Protocol):
-    """What is told of the fetches of one iterator."""
+    """Receiver of the fetches of one iterator."""
 
     def asked(self) -> None:
         """The next batch is about to be fetched."""
@@ -885,7 +885,7 @@ class Passes:
         self._continues = False
         """The next iterator is of the pass that the loader was restored into."""
         self._before: tuple[int, int, bool, bool] | None = None
-        """What the numbers were before the current pass, which may turn out to be no epoch."""
+        """Numbers before the current pass, restored if that turns out to be no epoch."""
         self._at_resume: dict[str, Any] | None = None
         """Random generators before the restored pass was continued."""
         self._read_ahead = ReadAhead()
@@ -972,7 +972,7 @@ class Passes:
 
 @dataclass(eq=False)
 class Fetches:
-    """What one pass has fetched, and what the program has trained with of it."""
+    """Batches of one pass that were fetched, and those that the program has trained with."""
 
     is_seen: bool = False
     """Training would show: the steps of an optimizer are watched, and no other thread fetches."""

@@ -114,13 +114,13 @@ class _Pass:
     """The same number for the epoch before this one; None: this one is the first."""
     is_loaded: bool = False
     ahead: int = 0
-    """Of a saved pass: batches that were read ahead."""
+    """Batches of a saved pass that were read ahead."""
     follows: _Pass | None = None
-    """Of a saved pass: the next one, of which batches were read ahead too."""
+    """Pass after a saved one, if batches of it were read ahead too."""
     at_resume: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """Of a saved pass: the generators right after the resume, those of the process and the loader's own."""
+    """Generators right after the resume of a saved pass: those of the process, and the loader's own."""
     looks_here: int = 0
-    """Of a saved pass: those of its `looks` that came after the resume."""
+    """Number of the `looks` of a saved pass that came after the resume."""
 
     @property
     def is_pending(self) -> bool:

@@ -45,7 +45,7 @@ _OBJECT: Final = "object "
 
 
 class BoundaryState(NamedTuple):
-    """What changes for the next step, or within an evaluation, as it was at the last boundary."""
+    """Generators, positions and epoch at the last boundary, which the next step or an evaluation changes."""
 
     random: dict[str, Any]
     positions: dict[str, Any]
@@ -66,7 +66,7 @@ class RankState(NamedTuple):
     digests: Mapping[str, tuple[str, int]] = MappingProxyType({})
     """Digest and size of what is too large to be sent unasked: ``object NAME``, or ``buffers NAME`` of one module."""
     weights: Mapping[str, tuple[str, tuple[float, ...]]] = MappingProxyType({})
-    """Of each module and optimizer a digest of the names, shapes and dtypes of its parameters, and some elements."""
+    """Digest of names, shapes and dtypes of the parameters, and some elements, by module and optimizer."""
 
     def message(self) -> dict[str, Any]:
         """Return the plain value to send to other ranks."""

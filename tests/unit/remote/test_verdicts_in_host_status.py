@@ -23,7 +23,7 @@ WHOLE = FORMATS["safetensors"].make(random.Random(1))
 def test_each_root_has_the_verdict_of_its_own_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one snapshot of three roots, each is published with the verdict of what lies in it."""
+    """A host publishes each root of a snapshot with the verdict of that root's checkpoint."""
     monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "key"))
     roots = [tmp_path / name for name in ("torn", "whole", "none")]
     for at, (root, content) in enumerate(zip(roots, (WHOLE[:-5], WHOLE, b""), strict=True)):

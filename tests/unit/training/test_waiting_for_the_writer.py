@@ -59,7 +59,7 @@ def test_a_failing_trainer_is_known_before_its_process_ends(failed: bool) -> Non
 
 
 def test_saves_of_a_trainer_that_ended_with_answers_unread_are_made() -> None:
-    """What a trainer had handed over before it was killed is received, though it had not read the last answers."""
+    """The writer receives saves of a killed trainer that had not read the last answers."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     trainer = _Trainer(theirs, os.getpid())
     saves = [SaveRequest(number=n, arena=0, manifest_offset=0, manifest_bytes=1) for n in (4, 5)]

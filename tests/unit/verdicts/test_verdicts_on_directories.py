@@ -108,7 +108,7 @@ def test_a_latest_of_another_program_is_no_checkpoint(latest: Any) -> None:
 
 @pytest.mark.parametrize("latest", [b"", b"\0\0\0\0", b"absent", b"global_step6"])
 def test_a_latest_beside_what_deepspeed_writes_is_its_own(latest: bytes) -> None:
-    """Beside states of ranks, or the script that DeepSpeed copies there, one that names nothing is TORN."""
+    """A `latest` that names nothing is TORN beside states of ranks or the script that DeepSpeed copies."""
     for beside in (deepspeed(2), {b"zero_to_fp32.py": b"#!/usr/bin/env python"}):
         assert only(beside | {b"latest": latest}).verdict.state == "TORN"
 

@@ -109,7 +109,7 @@ def _assert_same(found: Any, expected: Any) -> None:
 def test_each_step_has_a_boundary_with_what_changed_behind_it(
     make: Callable[[Any, Any], _Follow], boundary: bool, norm: bool
 ) -> None:
-    """With `explicit` and without, from the first step on, the last boundary of each step has the state of its end."""
+    """The last boundary of each step has the state of its end, from the first step on, with and without `explicit`."""
     found, ends = _train(make, boundary=boundary, norm=norm)
     _assert_same(found, ends)
 

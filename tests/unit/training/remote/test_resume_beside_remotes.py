@@ -22,6 +22,7 @@ from ciuic.repository.errors import DamagedSnapshot
 from ciuic.training import loading
 from ciuic.training.format import tensors
 from ciuic.training.format.reading import NoUsableSnapshot
+from ciuic.training.json_documents import raise_shortage
 from ciuic.training.remote.copies import RemoteCandidate, RemoteTraining
 from ciuic.training.results import State
 
@@ -227,3 +228,9 @@ def test_a_process_that_lacks_memory_loads_no_older_state(
         loading.load_newest(tmp_path, root)
     assert (state := loading.load_newest(tmp_path, root)) is not None
     assert (state.facts.step, state.passed_over) == (2, [])
+
+
+@pytest.mark.parametrize("error", [KeyError("can't start new thread"), ValueError("can't allocate memory")])
+def test_text_of_a_document_is_no_shortage(error: Exception) -> None:
+    """A malformed document cannot pass for a lack of memory, which would keep an older state from being loaded."""
+    raise_shortage(error)

@@ -105,7 +105,7 @@ class Run:
 def test_a_resumed_run_sees_what_the_undisturbed_one_sees(
     habits: frozenset[str], own_generator: bool
 ) -> None:
-    """From each boundary: the same batches, epochs and random numbers, whatever looks at the loader beside."""
+    """A resume from any boundary gives the same batches, epochs and random numbers, whatever else looks at the loader."""
     run = Run(habits, own_generator=own_generator)
     expected = run.go()
     assert len(expected) == EPOCHS * (3 if "leaves" in habits else BATCHES)
@@ -123,7 +123,7 @@ def test_a_resumed_run_sees_what_the_undisturbed_one_sees(
 
 @given(st.frozensets(st.sampled_from(HABITS), max_size=2))
 def test_a_run_resumed_between_two_epochs_sees_the_same(habits: frozenset[str]) -> None:
-    """From each snapshot after an epoch, once two epochs have shown which looks belong to each."""
+    """A resume from any snapshot between epochs is exact once two epochs have shown which looks belong to each."""
     run = Run(habits)
     expected = run.go()
     for number, state in run.after_epochs.items():
