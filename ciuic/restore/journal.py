@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+from contextlib import closing
 from dataclasses import dataclass
 
 from ciuic.errors import Busy
@@ -133,29 +134,31 @@ class Journal:
             os.pwrite(fd, data, 0)
             # Durable before the first file: after a power cut, files of an unknown run would be conflicts.
             os.fsync(fd)
+            return cls(folder, fd, mark, resumed)
         except OSError:
             # A full disk, for instance: the restore meets the same error with the first file and reports it.
-            unlink_if_there(folder, JOURNAL_NAME)
-            os.close(fd)
+            try:
+                unlink_if_there(folder, JOURNAL_NAME)
+            finally:
+                os.close(fd)
             return None
-        return cls(folder, fd, mark, resumed)
 
     def finish(self) -> None:
-        """Remove the journal: everything is restored."""
-        unlink_if_there(self._folder, JOURNAL_NAME)
-        self.close()
+        """Remove the journal, as everything is restored, and close it in any case. OSError."""
+        with closing(self):
+            unlink_if_there(self._folder, JOURNAL_NAME)
 
     def finish_later(self) -> None:
-        """Remove the journal from a directory that has its attributes already, and keep these. OSError."""
-        mode = lift_mode(self._folder)
-        before = os.fstat(self._folder)
-        unlink_if_there(self._folder, JOURNAL_NAME)
-        os.utime(self._folder, ns=(before.st_atime_ns, before.st_mtime_ns))
-        if mode is not None:
-            os.chmod(self._folder, mode)
-        # Durable: after a power cut the check would be owed again.
-        os.fsync(self._folder)
-        self.close()
+        """Remove the journal from a directory that has its attributes already, keep these, and close it in any case. OSError."""
+        with closing(self):
+            mode = lift_mode(self._folder)
+            before = os.fstat(self._folder)
+            unlink_if_there(self._folder, JOURNAL_NAME)
+            os.utime(self._folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+            if mode is not None:
+                os.chmod(self._folder, mode)
+            # Durable: after a power cut the check would be owed again.
+            os.fsync(self._folder)
 
     def close(self) -> None:
         """Close the journal and leave it for the next run."""

@@ -678,10 +678,14 @@ class RestoreRun:
             self._journals.append(journal)
             return
         # Everything else comes before the journal goes: killed right after it, only the directory's mtime is missing.
-        if folder.entry is not None:
-            attributes.apply(folder.fd, os.fstat(folder.fd), folder.entry, folder.xattrs)
-            # The mode may withhold the removal of the journal; it is put back when the directory is released.
-            folder.lift()
+        try:
+            if folder.entry is not None:
+                attributes.apply(folder.fd, os.fstat(folder.fd), folder.entry, folder.xattrs)
+                # The mode may withhold the removal of the journal; it is put back when the directory is released.
+                folder.lift()
+        except BaseException:
+            journal.close()
+            raise
         journal.finish()
 
     def _is_to_be_resumed(self) -> bool:

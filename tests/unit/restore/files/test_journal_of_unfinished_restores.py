@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.leftovers import descriptors
 
 from ciuic.errors import Busy
 from ciuic.restore import journal as journals
@@ -79,3 +80,18 @@ def test_name_that_never_stays_is_busy(folder: int, monkeypatch: pytest.MonkeyPa
     with pytest.raises(Busy):
         _begin(folder)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("end", [Journal.finish, Journal.finish_later])
+def test_journal_is_closed_when_it_cannot_be_removed(tmp_path: Path, end: Callable[[Journal], None]) -> None:
+    """Another user who puts a directory in the journal's place keeps no descriptor of the run open."""
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    before = descriptors()
+    journal = _begin(folder)
+    name = tmp_path / os.fsdecode(JOURNAL_NAME)
+    name.unlink()
+    name.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        end(journal)
+    assert descriptors() == before
+    os.close(folder)
