@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Final
 
+from ciuic.system.interrupts import raise_interrupts
+
 # 128 + SIGINT, as shells report it. One code for all three signals: each is a request to end in good order.
 INTERRUPTED: Final = 130
 """Exit code of a command that ^C, SIGTERM or SIGHUP ended."""
@@ -19,6 +21,8 @@ COMPLETE_VARIABLE: Final = "_CIUIC_COMPLETE"
 
 def main() -> None:
     """Run the installed ``ciuic`` or ``ciuric``."""
+    # Before anything is imported: the interpreter's own handler raises within the locks of an import, too.
+    raise_interrupts()
     try:
         _open_missing_streams()
         _run()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -340,11 +339,6 @@ def run() -> None:
         # A name or message outside the locale's character set must not end a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    # SIGTERM and SIGHUP end a command as ^C does, so that temporary files go and locks are released.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Not where it is ignored: nohup(1) ignores SIGHUP for its command.
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
     name = os.path.basename(sys.argv[0])
     # One variable for both names of the program: the completion code serves them together.
     cli.main(prog_name="ciuic" if name in ("__main__.py", "-c", "") else name, complete_var=COMPLETE_VARIABLE)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TextIO, cast
@@ -66,10 +65,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int | None:
     except (CiuicError, UnicodeEncodeError):
         # Nothing was asked yet: the whole program says what is wrong.
         return None
-    # As in app.run.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
     if not request.wait:
         return _ask(connection, request, body)
 

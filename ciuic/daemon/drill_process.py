@@ -13,14 +13,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import ErrorDocument
 from ciuic.structs import decode_json
+from ciuic.system.interrupts import interrupt
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.urgency import MIN_SHARE, Urgency
 
@@ -77,17 +76,13 @@ def run_job(job: DrillJob, pace: Pace) -> None:
     add_drill(Path(job.repository), outcome)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # Through all `finally` clauses, which remove what was restored.
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     """Run the process and return its exit status."""
     from ciuic.system import syscall_profiles
     from ciuic.system.privileges import limit_drill
 
-    signal.signal(signal.SIGTERM, _end)
+    # Through all `finally` clauses, which remove what was restored.
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         job = decode_json(sys.stdin.buffer.readline(), DrillJob)
         yield_to_others(job.io_priority, job.min_share)

@@ -59,6 +59,7 @@ from ciuic.restore.destination_directories import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
+from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
 from ciuic.system.xattrs import read_xattrs
@@ -346,7 +347,6 @@ _LEAVE_SECONDS: Final = 0.5
 _SWITCH_INTERVAL_SECONDS: Final = 0.002
 """Less than the usual 5 ms, so that requests do not wait for threads that fetch. With 0.5 ms, as in an overlay's worker, a fifth of
 the time of a restore went into switching."""
-_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Writing removes file capabilities, also when root writes (capabilities(7)).
 _LOST_BY_WRITING: Final = b"security.capability"
@@ -470,7 +470,7 @@ class MountedRestore:
     def _end(self, core: LazyCore, outcome: LazyOutcome) -> None:
         """Put the tree in the destination's place while no request is under way; the mount shows it from then on."""
         # An interrupt in between would leave requests waiting for ever.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             with self._gate.closed():
                 self._remove_damaged(outcome)

@@ -18,11 +18,11 @@ from types import FrameType
 
 from ciuic.repository import Repository
 from ciuic.restore.content import BlockWorker
+from ciuic.system.interrupts import SIGNALS
 
 Task = Callable[[BlockWorker], None]
 _MAX_QUEUED_TASKS = 32
 _MAX_THREADS = 8
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunStopped(Exception):
@@ -102,7 +102,7 @@ class Pool:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in _INTERRUPTS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         interrupted = []
 
         def note(number: int, frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.timelines import PassedOver, all_timelines
 from ciuic.errors import CiuicError, NotFound, Partial, UsageError
+from ciuic.system.interrupts import SIGNALS
 
 if TYPE_CHECKING:
     from ciuic.bisection import Trial
@@ -78,9 +79,7 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
         nonlocal stopped
         stopped = True
 
-    before = {
-        number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         note(f"{shown(path)} shows {'the snapshots' if only is None else only}; Ctrl-C, or umount, ends it")
         while not stopped and not view.wait(_WAIT_SECONDS):
