@@ -20,7 +20,7 @@ from support.live import module_tmp
 from support.remote_host import RemoteHost, new_remote
 from support.site import Site, ended, running_site
 from support.until import until
-from support.web_page import WebPage, open_page, place, web_page
+from support.web_page import WebPage, action, href, open_page, place, web_page
 
 from ciuic.remote.access import add_slot
 from ciuic.remote.object_names import status_name
@@ -226,6 +226,9 @@ def test_a_remote_is_shown_without_its_hosts(short_tmp: Path) -> None:
         assert page.ask("/").status == page.ask("/alerts").status == 200
         csrf = page.ask("/").csrf
         assert page.ask("/act", {"csrf": csrf, "kind": "snapshot"}).status == 403
+        # The page of the repository runs beside it, from the same configuration.
+        with open_page(site) as own:
+            assert own.ask("/snapshots").status in (200, 404)
 
 
 def test_what_fails_says_why_and_how_to_go_back(page: WebPage, site: Site) -> None:
@@ -292,13 +295,19 @@ def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:
 
 
 def test_a_training_is_led_to_its_own_checkpoint(short_tmp: Path) -> None:
-    """With two roots, what a training that died may restore is the last good checkpoint of the root that it works in."""
+    """Of two roots the last good checkpoint of that of the training is offered, restored with what lies beside it, and taken back.
+
+    What is passed over is named in the plan; from the overview, the log and the safety snapshot a way leads to the undo.
+    """
     with running_site(short_tmp, "one", "other") as site:
         one, other = site.roots
         whole = FORMATS["safetensors"].make(random.Random(1))
         (one / "step-1.safetensors").write_bytes(whole)
-        site.snapshot()
+        state = one / "trainer_state.json"
+        state.write_text('{"step": 1}')
+        good = site.snapshot()
         (one / "step-2.safetensors").write_bytes(whole[:-9])
+        state.write_text('{"step": 2}')
         (other / "newer.safetensors").write_bytes(whole)
         site.snapshot()
         with open_page(site, "--actions") as page:
@@ -310,6 +319,24 @@ def test_a_training_is_led_to_its_own_checkpoint(short_tmp: Path) -> None:
             banner = shown.partition("mine died")[2].partition("</section>")[0]
             assert "step-1.safetensors" in banner
             assert "step-2" not in shown
+            form = page.ask(href(banner, "/restore"))
+            plan = page.follow(page.ask(action(form.text, "/plan"), {"csrf": form.csrf, "dest": ""}))
+            assert "step-2.safetensors" in plan.text
+            done = page.act("restore", action(plan.text, "/act").partition("?")[2], typed="one")
+            assert f"snapshot={good}" in done.text
+            assert state.read_text() == '{"step": 1}'
+            at = href(page.ask("/").text, "/action")
+            assert at == href(page.ask("/log").text, "/action")
+            undo = action(page.ask(at).text, "/act").partition("?")[2]
+            assert undo in page.ask(f"/snapshot?{undo.partition('&')[0]}").text.replace("&amp;", "&")
+            assert "is done" in page.act("undo", undo).text
+            assert state.read_text() == '{"step": 2}'
+            # A daemon that hangs keeps no page.
+            assert site.process is not None
+            site.process.send_signal(signal.SIGSTOP)
+            for view in ("/", "/alerts", "/drills"):
+                assert "does not answer" in page.ask(view).text
+            site.process.send_signal(signal.SIGCONT)
 
 
 def test_a_repository_that_is_gone_is_named(page: WebPage, site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import os
 import re
@@ -57,7 +58,8 @@ class WebPage:
 
     def __init__(self, site: Site, options: list[str], global_options: list[str]) -> None:
         self.site = site
-        self.socket = site.top / "run-web/web.sock"
+        self._global_options = global_options
+        self.socket = site.top / f"run-web{'-remote' * bool(global_options)}/web.sock"
         self.log = site.top / "web.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -141,7 +143,7 @@ class WebPage:
 
     def link(self) -> str:
         """Return a login link's address on the page."""
-        made = self.run("web", "--login")
+        made = self.run(*self._global_options, "web", "--login")
         assert made.returncode == 0, made.stderr
         return made.stdout.strip().removeprefix(f"http://127.0.0.1:{self.port}")
 
@@ -199,3 +201,19 @@ def open_page(site: Site, *options: str) -> Iterator[WebPage]:
     with web_page(site, *options) as page:
         page.log_in()
         yield page
+
+
+def href(text: str, path: str) -> str:
+    """Return the first link on a page that leads to the path."""
+    return _first(text, "href", path)
+
+
+def action(text: str, path: str) -> str:
+    """Return the first target of a form on a page that is the path."""
+    return _first(text, "action", path)
+
+
+def _first(text: str, attribute: str, path: str) -> str:
+    found = re.search(rf'{attribute}="({path}\?[^"]*)"', text)
+    assert found is not None, text
+    return html.unescape(found.group(1))

@@ -63,7 +63,7 @@ def command(
         raise click.UsageError("--history shows all snapshots: not with -s")
     passed_over = PassedOver()
     with ExitStack() as closing:
-        found = _versions(session, path, snapshot_id, pattern, passed_over, _cache(closing))
+        found = tensor_versions(session, path, snapshot_id, pattern, passed_over, _cache(closing))
         shown_versions = list(islice(found, limit if over_time else 1))
     code = passed_over.tell()
     if not shown_versions:
@@ -96,7 +96,7 @@ def _cache(closing: ExitStack) -> CacheDirectory | None:
         return None
 
 
-def _versions(
+def tensor_versions(
     session: Session,
     path: bytes,
     snapshot_id: str | None,

@@ -46,7 +46,7 @@ def web_command(listen: str | None, login: bool, actions: bool | None) -> None:
     """
     session = current()
     config = session.config
-    directory = web_directory(config)
+    directory = web_directory(session)
     if login:
         _print_link(directory)
         return
@@ -64,9 +64,13 @@ def web_command(listen: str | None, login: bool, actions: bool | None) -> None:
     _serve(session, config, directory, place, config.web.actions if actions is None else actions)
 
 
-def web_directory(config: Config) -> Path:
-    """Return the runtime directory of the page, beside the daemon's: that is gone while the daemon does not run."""
-    return config.runtime_dir.with_name(f"{config.runtime_dir.name}-web")
+def web_directory(session: Session) -> Path:
+    """Return the runtime directory of the page, beside the daemon's: that is gone while the daemon does not run.
+
+    The page of a remote has one of its own, so that it runs beside that of the repository.
+    """
+    daemon = session.config.runtime_dir
+    return daemon.with_name(f"{daemon.name}-web{'-remote' * (session.remote_url is not None)}")
 
 
 def _serve(session: Session, config: Config, directory: Path, listen: str | None, may_act: bool) -> None:

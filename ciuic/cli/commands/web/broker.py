@@ -39,6 +39,7 @@ Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "forget
 CHANGES: Final = frozenset({"restore", "undo", "snapshot", "hold", "release", "forget"})
 """Actions that change something, and are in the log."""
 _MAX_ACTIONS: Final = 8
+_STATUS_SECONDS: Final = 1.5
 _MAX_OUTPUT_BYTES: Final = 256 << 20
 _MAX_TEXT: Final = 1000
 _MAX_DIGITS: Final = 16
@@ -62,6 +63,8 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dest: str = ""
     """Directory that gets it, encoded likewise; empty to put it in its place, over what is there."""
     message: str = ""
+    last_good: bool = False
+    """Of a plan: the newest snapshot in which the newest checkpoint below the path is GOOD, in place of ``snapshot``."""
 
 
 class LogLine(msgspec.Struct, kw_only=True):
@@ -143,11 +146,13 @@ def words_of(order: Order) -> list[str | bytes]:
     if order.kind == "snapshot":
         _check_text(order.message)
         return ["snapshot", "--wait", "--json", f"--message={order.message}"]
-    id_ = str(_id(order.snapshot))
+    is_plan = order.kind == "plan"
+    id_ = "" if is_plan and order.last_good else str(_id(order.snapshot))
     if order.kind in ("plan", "restore"):
+        which = f"--snapshot={id_}" if id_ else "--last-good"
         beside = [b"--dest=" + _path(order.dest)] if order.dest else ["--overwrite=always"]
-        last = ["--plan"] if order.kind == "plan" else []
-        return ["restore", f"--snapshot={id_}", b"--path=" + _path(order.path), *beside, *last, "--json"]
+        last = ["--plan"] if is_plan else []
+        return ["restore", which, b"--path=" + _path(order.path), *beside, *last, "--json"]
     if order.kind == "undo":
         return ["undo", id_, "--json"]
     if order.kind == "hold":
@@ -222,6 +227,10 @@ class Action:
         self.progress = progress
         self._changed = trio.Event()
 
+    def summary(self) -> Progress:
+        """Return the progress without what the command printed."""
+        return msgspec.structs.replace(self.progress, document=None, said="")
+
     def change(self) -> None:
         """Tell those who watch that the progress is another."""
         self._changed.set()
@@ -266,7 +275,8 @@ class Broker:
         self._looks = looks
         self._nursery = nursery
         self._actions: dict[int, Action] = {}
-        self._count = 0
+        # Not from 0: an action of the log that this process did not run must not get the number of one that it did.
+        self._count = int(time.time())
 
     async def answer(self, request: Request) -> Reply:
         """Answer a request of the front. Raises nothing but cancellation."""
@@ -284,6 +294,8 @@ class Broker:
             return Reply(200, media_type="text/event-stream", lines=self._events())
         if (request.method, request.path) == ("GET", "/log"):
             return document(await trio.to_thread.run_sync(self._log.lines))
+        if (request.method, request.path) == ("GET", "/actions"):
+            return document([one.summary() for one in self._actions.values()])
         if (request.method, request.path) == ("GET", "/look"):
             return await self._looks.reply(question_of(request.query))
         if (request.method, request.path) == ("POST", "/actions"):
@@ -302,7 +314,8 @@ class Broker:
         return refusal(UsageError(f"there is no {request.path}"))
 
     def _status(self) -> object:
-        with ControlClient(self._control) as client:
+        # A page must come although the daemon hangs.
+        with ControlClient(self._control, timeout_seconds=_STATUS_SECONDS) as client:
             return client.status()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -401,6 +414,9 @@ class Broker:
 
 def _shortened(document: dict[str, Any]) -> dict[str, Any]:
     """Leave of the paths in a plan those that would change, as many as the page shows, and their number."""
+    if len(restores := document.pop("restores", ())) == 1:
+        # Of `restore --last-good`: the document of the restore, beside which snapshot was chosen.
+        document |= {**restores[0], "last_good": document["last_good"][0]}
     items = document.get("items")
     if isinstance(items, list):
         changing = [item for item in items if isinstance(item, dict) and item.get("action") != "skipped"]

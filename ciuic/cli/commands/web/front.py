@@ -49,7 +49,7 @@ from ciuic.cli.commands.web.jobs import (
     TrainingQuestion,
 )
 from ciuic.cli.commands.web.live import Live, SocketClient
-from ciuic.cli.commands.web.reading import PIECE_BYTES, Readers, Reading, path_of
+from ciuic.cli.commands.web.reading import PIECE_BYTES, LastGoodCheckpoint, Readers, Reading, path_of
 from ciuic.cli.commands.web.training import chart_of, value_at, with_before
 from ciuic.cli.shared import times
 from ciuic.errors import CiuicError, NotFound, NotPermitted, UsageError
@@ -60,9 +60,8 @@ from ciuic.protocol.last_drill import standing_drill
 from ciuic.repository.lookup import is_within, join
 from ciuic.structs import convert, decode_json
 from ciuic.system.shell_quoting import word
-from ciuic.types import Snapshot, is_safety
+from ciuic.types import is_safety
 from ciuic.units import human_duration, human_size, plural
-from ciuic.verdicts.records import DatedCheckpoint
 from ciuic.verdicts.verdict import SUFFIXES
 
 _HERE: Final = Path(__file__).parent
@@ -119,7 +118,7 @@ class Asked(NamedTuple):
     def number(self, name: str) -> int:
         """Return a field that is a number from 0 on; 0 if it is missing or none."""
         text = self.get(name)
-        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 _Handler = Callable[[Asked], Awaitable[Reply]]
@@ -303,8 +302,14 @@ class Front:
         except CiuicError as error:
             return None, error
 
+    async def _actions(self) -> list[Progress]:
+        """Return the actions that the broker remembers and that change something, newest first, without what they printed."""
+        found = decode_json(await self._broker.ask("/actions"), list[Progress])
+        return [one for one in reversed(found) if one.kind in CHANGES]
+
     async def _overview(self, asked: Asked) -> Reply:
         status, trouble = await self._status()
+        actions = await self._actions()
 
         def question(reading: Reading) -> dict[str, Any]:
             infos = reading.infos
@@ -324,9 +329,10 @@ class Front:
                 "infos": ordinary[:8],
                 "count": len(ordinary),
                 "held": sum(info.held for info in infos),
-                "goods": sorted(goods.values(), key=lambda good: good[1].mtime_ns, reverse=True),
+                "goods": sorted(goods.values(), key=lambda good: good.newest.mtime_ns, reverse=True),
                 "incidents": [(one, _goods_of(one, goods)) for one in incidents[:_MAX_INCIDENTS]],
                 "alerts": alerts,
+                "actions": [one for one in actions if one.code is None or one.kind in ("restore", "undo")],
                 "verdicts": reading.summaries(ordinary[:8]),
                 "changed": lately_changed(
                     self._counts, reading, "1h", most=MAX_PATHS_OF_OVERVIEW, height=110
@@ -396,6 +402,7 @@ class Front:
                 "snapshot": snapshot,
                 "checkpoints": reading.stored_checkpoints(snapshot),
                 "before": reading.before(snapshot),
+                "is_safety": is_safety(snapshot.tags, snapshot.message),
             }
 
         return await self._rendered("snapshot.html", asked, question)
@@ -568,7 +575,9 @@ class Front:
 
     async def _log(self, asked: Asked) -> Reply:
         lines = decode_json(await self._broker.ask("/log"), list[LogLine])
-        return self._page("log.html", asked.person, {"asked": asked, "lines": lines[::-1][:_MAX_ROWS]})
+        known = {one.action for one in await self._actions()}
+        values = {"asked": asked, "lines": lines[::-1][:_MAX_ROWS], "known": known}
+        return self._page("log.html", asked.person, values)
 
     async def _events(self, asked: Asked) -> Reply:
         lines = self._live.lines(asked.request.headers.get("last-event-id", ""))
@@ -601,6 +610,7 @@ class Front:
                     "path": quote_from_bytes(asked.path()) if asked.get("p") else "",
                     "dest": quote_from_bytes(asked.path("dest")) if asked.get("dest") else "",
                     "message": asked.get("message"),
+                    "last_good": kind == "plan" and bool(asked.get("good")),
                 },
                 Order,
             )
@@ -614,9 +624,14 @@ class Front:
         """Begin a plan: it compares all that is below the path, which may take a while."""
         order = self._order(asked, "plan")
         begun = await self._begin(order)
-        query = urlencode(
-            {"n": begun.action, "s": order.snapshot, "pq": order.path, "destq": order.dest}, quote_via=quote
-        )
+        fields = {
+            "n": begun.action,
+            "s": order.snapshot,
+            "pq": order.path,
+            "destq": order.dest,
+            "good": asked.get("good"),
+        }
+        query = urlencode(fields, quote_via=quote)
         # Most are there at once.
         with trio.move_on_after(_PATIENCE_SECONDS):
             async for progress in self._states(begun.action):
@@ -632,9 +647,11 @@ class Front:
             raise UsageError("this is not the plan of that restore", hint="ask for the plan again")
 
         def question(reading: Reading) -> dict[str, Any]:
-            repository, snapshot = reading.snapshot(asked.get("s"))
+            document = progress.document or {}
+            chosen = document.get("last_good", {}).get("snapshot") or asked.get("s")
+            repository, snapshot = reading.snapshot(chosen)
             located = reading.located(repository, snapshot, path)
-            plan = (progress.document or {}).get("plan")
+            plan = document.get("plan")
             return {
                 "snapshot": snapshot,
                 "path": located.path,
@@ -716,9 +733,7 @@ def _to_be_typed(reading: Reading, order: Order) -> str:
     return ""
 
 
-def _goods_of(
-    incident: Incident, goods: Mapping[bytes, tuple[Snapshot, DatedCheckpoint]]
-) -> list[tuple[Snapshot, DatedCheckpoint]]:
+def _goods_of(incident: Incident, goods: Mapping[bytes, LastGoodCheckpoint]) -> list[LastGoodCheckpoint]:
     """Return the last good checkpoints that may be of this training: of the root that it works in, otherwise of each."""
     where = incident.trainer.where.encode("utf-8", "surrogateescape")
     own = [good for root, good in goods.items() if where and is_within(where, root)]

@@ -55,8 +55,7 @@ def _answer(job: LookJob) -> object:
         if isinstance(job.question, CompareQuestion):
             return contents_differ(reading, job.question)
         if isinstance(job.question, TensorsQuestion):
-            found = reading.tensors(job.question.snapshot, unquote_to_bytes(job.question.path))
-            return Tensors(lines=tuple(line.text for line in found))
+            return Tensors(lines=reading.tensors(job.question.snapshot, unquote_to_bytes(job.question.path)))
         return training_numbers(reading)
 
 

@@ -7,6 +7,7 @@ are bytes, and text for a page is of printable characters, whatever is in a snap
 from __future__ import annotations
 
 import itertools
+import posixpath
 import queue
 import threading
 import time
@@ -28,6 +29,7 @@ from ciuic.protocol.last_drill import LastDrill, read_drills
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository.lookup import Located, find, is_within, normalise, resolve
 from ciuic.types import Entry, Snapshot, SnapshotId, is_safety, order_of
+from ciuic.units import plural
 from ciuic.verdicts.records import DatedCheckpoint, VerdictRecords, age_of, newest_of
 from ciuic.verdicts.sources import SnapshotFile
 
@@ -190,6 +192,15 @@ class Catalogue:
             while len(self._checkpoints) > 2 * _MAX_LOOKED_BACK:
                 del self._checkpoints[next(iter(self._checkpoints))]
         return known
+
+
+class LastGoodCheckpoint(NamedTuple):
+    """The newest checkpoint of a root that is GOOD."""
+
+    snapshot: Snapshot
+    newest: DatedCheckpoint
+    directory: bytes
+    """What is restored: the checkpoint, or, where it is a file, the directory with what belongs to it."""
 
 
 class Listing(NamedTuple):
@@ -382,19 +393,34 @@ class Reading:
         """Return the lines of a preview of a file: its text, or its first bytes. No format is parsed."""
         return list(answers.first_lines(self._version(text, path)))
 
-    def tensors(self, text: str, path: bytes) -> list[answers.Line]:
-        """Return the names, types and shapes of the tensors in a file; for `look_process`: what it parses is a user's.
+    def tensors(self, text: str, path: bytes) -> tuple[str, ...]:
+        """Return what `ciuic tensors` shows, a line for each tensor, first those with NaN or infinities.
+
+        For `look_process`: what it parses is a user's.
 
         Raises:
-            NotFound: there is no such file.
-            UsageError: it is no file, or it has no tensors that are known.
+            NotFound: there is no such path.
+            UsageError: it has no tensors that are known, or they cannot be read.
         """
-        version = self._version(text, path)
-        entry = version.found.entry
-        found = list(answers.tensor_lines(version)) if entry is not None and entry.is_file else []
-        if not found:
-            raise UsageError(f"{one_line(path)} has no tensors that are known here")
-        return found
+        from ciuic.cli.commands.tensors import tensor_versions
+        from ciuic.cli.shared.timelines import PassedOver
+
+        one = next(iter(tensor_versions(self.session, path, text or None, "*", PassedOver(), None)), None)
+        if one is None:
+            raise NotFound(f"no snapshot has {one_line(path)}")
+        if not one.tensors:
+            other = one.is_other or not one.problem
+            raise UsageError(f"{one_line(path)} has no tensors that are known here" if other else one.problem)
+        figures = sorted(one.tensors.items(), key=lambda pair: not (pair[1].nan or pair[1].inf))
+        lines = [f"{plural(len(figures), 'tensor')}, norm {one.norm:.4g}, {_not_finite(one.nan, one.inf)}"]
+        for name, tensor in figures[:MAX_NAMES]:
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            norm = "" if tensor.norm is None else f"norm {tensor.norm:.4g}"
+            bad = _not_finite(tensor.nan, tensor.inf) if tensor.nan or tensor.inf else ""
+            lines.append("  ".join(filter(None, (one_line(name), one_line(tensor.dtype), shape, norm, bad))))
+        if len(figures) > MAX_NAMES:
+            lines.append(f"and {len(figures) - MAX_NAMES:,} more: ciuic tensors shows all")
+        return (*lines, *(f"left out: {one_line(reason)}" for reason in one.left_out))
 
     def _version(self, text: str, path: bytes) -> Version:
         repository, snapshot = self.snapshot(text)
@@ -432,7 +458,7 @@ class Reading:
         ]
         return str(found[-1].id) if found else ""
 
-    def last_goods(self) -> dict[bytes, tuple[Snapshot, DatedCheckpoint]]:
+    def last_goods(self) -> dict[bytes, LastGoodCheckpoint]:
         """Return, by root, the newest snapshot whose newest checkpoint there is GOOD by its stored verdict, and that checkpoint.
 
         Of a remote there are none: verdicts are stored on the host.
@@ -441,14 +467,23 @@ class Reading:
             return {}
         repository = self.session.repository
         records = VerdictRecords(repository, self._verdict_key)
-        found: dict[bytes, tuple[Snapshot, DatedCheckpoint]] = {}
+        found: dict[bytes, LastGoodCheckpoint] = {}
         ordinary = [one for one in self._catalogue.loaded(repository) if not is_safety(one.tags, one.message)]
         # A repository may have snapshots of different roots, so that the newest one tells nothing of the others.
         for snapshot in ordinary[:_MAX_LOOKED_BACK]:
             for path, newest in self._catalogue.newest_checkpoints(records, snapshot).items():
-                if newest.checkpoint.verdict.state == "GOOD":
-                    found.setdefault(path, (snapshot, newest))
+                if newest.checkpoint.verdict.state == "GOOD" and path not in found:
+                    place = self._directory_of(repository, snapshot, newest.checkpoint.path)
+                    found[path] = LastGoodCheckpoint(snapshot, newest, place)
         return found
+
+    def _directory_of(self, repository: Repository, snapshot: Snapshot, path: bytes) -> bytes:
+        try:
+            is_dir = self.located(repository, snapshot, path).entry.is_dir
+        except NotFound:
+            # The prefix of a TensorFlow checkpoint.
+            is_dir = False
+        return path if is_dir else posixpath.dirname(path)
 
     def stored_checkpoints(self, snapshot: Snapshot) -> list[DatedCheckpoint]:
         """Return the checkpoints of a snapshot with their stored verdicts, newest first; none where none are stored."""
@@ -466,6 +501,10 @@ class Reading:
             return None
         kind = image_kind(file.read(0, 16))
         return None if kind is None else (kind, file.read(0, file.size_bytes))
+
+
+def _not_finite(nan: int, inf: int) -> str:
+    return f"{nan:,} NaN, {inf:,} infinite"
 
 
 def _is_ordinary(info: SnapshotInfo) -> bool:

@@ -96,7 +96,8 @@ def tcp_listener(listen: str) -> socket.socket:
         ) from error
     except OSError as error:
         raise Busy(
-            f"cannot listen at {listen}: {error.strerror}", hint="choose another `web.listen`"
+            f"cannot listen at {listen}: {error.strerror}",
+            hint="choose another `web.listen`, or give this one --listen",
         ) from error
     return listener
 
