@@ -6,6 +6,7 @@ an HTTP status once, at the edge. The classes are nouns.
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 
@@ -18,6 +19,16 @@ class CiuicError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+def pip_install(*words: str) -> str:
+    """Return the command that installs packages where this program finds them: ``/opt/ciuic/bin/python -m pip install WORDS``."""
+    # Imported where it is asked for: a snapshot on command loads this module and nothing that it can do without.
+    import shlex
+
+    return shlex.join(
+        (sys.executable or "python3", "-m", "pip", "install", *(words or ("--upgrade", "ciuic")))
+    )
 
 
 class UsageError(CiuicError):

@@ -23,7 +23,7 @@ from ciuic.cli.shared.messages import complain, redirect_to_null, shown_text, st
 from ciuic.cli.shared.options import FrameGroup, global_options, version_option
 from ciuic.cli.shared.output import abandon_stdout, out
 from ciuic.cli.shared.session import Session
-from ciuic.errors import CiuicError, NotPermitted
+from ciuic.errors import CiuicError, NotPermitted, pip_install
 
 _SUDO_DIRS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 """What sudoers(5) of the distributions has as secure_path."""
@@ -293,7 +293,7 @@ def explain(error: Exception) -> tuple[str, str, int]:
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("ciuic"):
         # Wrong usage and not a failure: a service that ends with it is not started again until something is changed.
         package = error.name.partition(".")[0]
-        return f"the Python package {package} is not installed here", "pip install --upgrade ciuic", 2
+        return f"the Python package {package} is not installed here", pip_install(), 2
     text = f"unexpected failure, a defect in ciuic: {type(error).__name__}: {error}"
     return text, "run it again with -vv for the details, and report them", 1
 

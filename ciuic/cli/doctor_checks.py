@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
 from ciuic.cli.shared.messages import shown, shown_text
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, pip_install
 from ciuic.system import service_manager
 from ciuic.system.disk_space import Reserve, available_bytes, measurable, reserve_of, total_bytes
 from ciuic.system.mountinfo import Mount, first_border
@@ -278,7 +278,7 @@ def libraries(names: Sequence[str] = ("obstore", "blake3", "cryptography")) -> I
         yield problem(
             "libraries",
             f"remotes need {', '.join(missing)}, not installed here",
-            "pip install --upgrade ciuic",
+            pip_install(),
         )
     else:
         yield ok("libraries", "what remotes need is installed")

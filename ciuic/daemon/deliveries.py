@@ -19,7 +19,7 @@ from ciuic.config import AlertConfig
 from ciuic.daemon.base.alert_hook import AlertNotice, NoticeFilter, prepare, run_prepared
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.notify_process import EXIT_WITHOUT_APPRISE, NotifyJob
-from ciuic.errors import NotPermitted
+from ciuic.errors import NotPermitted, pip_install
 from ciuic.protocol.control_types import Event
 from ciuic.system.child_process import environment, module_command
 
@@ -161,8 +161,6 @@ class Deliveries:
             key,
             f"a message to alert.{kind} was not delivered"
             + (": apprise is not installed" if lacking else ""),
-            hint="pip install 'ciuic[notify]'"
-            if lacking
-            else "the log of the daemon says which place failed",
+            hint=pip_install("ciuic[notify]") if lacking else "the log of the daemon says which place failed",
             severity="warning",
         )

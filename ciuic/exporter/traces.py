@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from ciuic import __version__
-from ciuic.errors import CiuicError, NotFound, UsageError
+from ciuic.errors import CiuicError, NotFound, UsageError, pip_install
 from ciuic.protocol.span_spool import Span, SpoolPosition, parent_id, read_spans, span_id, trace_id
 from ciuic.structs import decode_json
 from ciuic.system.state_home import state_home
@@ -207,7 +207,7 @@ def open_sender(url: str, headers: Mapping[str, str]) -> tuple[Send, Callable[[]
     except ImportError as error:
         raise NotFound(
             f"traces need the OpenTelemetry SDK, of which {error.name} is not installed",
-            hint="pip install 'ciuic[otlp]'",
+            hint=pip_install("ciuic[otlp]"),
         ) from error
     # It would repeat for each attempt what the metrics say.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from ciuic.errors import pip_install
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.kernel import negotiation
 from ciuic.system import privileges
@@ -29,7 +30,7 @@ WITHOUT_PASSTHROUGH: Final = "CIUIC_WITHOUT_PASSTHROUGH"
 # The same numbers on every architecture.
 _FSOPEN, _FSCONFIG = 430, 431
 _FSOPEN_CLOEXEC, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 1, 6
-INSTALL_PYFUSE3: Final = "pip install 'ciuic[pyfuse3]' (needs libfuse3-dev, pkg-config, gcc)"
+INSTALL_PYFUSE3: Final = f"{pip_install('ciuic[pyfuse3]')} (needs libfuse3-dev, pkg-config, gcc)"
 _PASSTHROUGH_KERNEL: Final = (6, 9)
 _INIT_SECONDS: Final = 5.0
 _MAX_STACK_DEPTH: Final = 2

@@ -18,7 +18,7 @@ from typing import Final
 
 import structlog
 
-from ciuic.errors import CiuicError, UsageError
+from ciuic.errors import CiuicError, UsageError, pip_install
 
 _USAGE: Final = "usage: ciuic-operator [agent | configure]\n"
 _LOST: Final = 75
@@ -36,7 +36,7 @@ def main() -> None:
         import kopf  # noqa: F401, its absence is said in words
     except ImportError:
         sys.stderr.write(
-            "ciuic-operator: error: Kopf is not installed: pip install 'ciuic[operator]' (Python 3.11 or later)\n"
+            f"ciuic-operator: error: Kopf is not installed: {pip_install('ciuic[operator]')} (Python 3.11 or later)\n"
         )
         sys.exit(2)
     from ciuic.operator.api import ApiError

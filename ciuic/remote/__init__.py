@@ -3,5 +3,5 @@
 `docs/remote-format.md` has the bytes and the protocol. Guarantees: a snapshot that some log commits can be
 restored exactly, whatever uploaders and collectors do or fail to do at the same time; nothing that was not
 verified is returned. The package may import repository, maintenance, config and what lies below them; it
-needs the packages of the extra `ciuic[remote]`, which nothing else imports.
+needs obstore, blake3 and cryptography, which nothing else imports.
 """

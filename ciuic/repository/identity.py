@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Container
 from typing import Final, Literal
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, pip_install
 from ciuic.types import CHUNK_ID_BYTES, ChunkId, SnapshotId
 
 Bytes = bytes | bytearray | memoryview
@@ -123,7 +123,7 @@ def _blake3(key: bytes) -> Callable[[Bytes], ChunkId]:
     except ImportError:
         raise MissingHash(
             "chunks of this repository are named by BLAKE3, and the package blake3 is not installed",
-            hint="pip install --upgrade ciuic",
+            hint=pip_install(),
         ) from None
 
     def chunk_id(data: Bytes) -> ChunkId:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, pip_install
 from ciuic.training.format.tensors import safetensors_name
 
 Array = Any
@@ -63,7 +63,7 @@ def numpy() -> Any:
         import numpy as np
     except ImportError:
         raise CiuicError(
-            "tensors can be compared only with NumPy, which is not installed", hint="pip install numpy"
+            "tensors can be compared only with NumPy, which is not installed", hint=pip_install("numpy")
         ) from None
     return np
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import click
 
 from ciuic.cli.shared.messages import complain
-from ciuic.errors import CiuicError, NotFound, UsageError
+from ciuic.errors import CiuicError, NotFound, UsageError, pip_install
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -30,7 +30,7 @@ _STORE_HINT: Final = (
     "check the URL and the network; the server of an S3-compatible store is AWS_ENDPOINT_URL, or endpoint under [remote]; "
     "credentials are where the store's own tools have them"
 )
-_INSTALL_HINT: Final = "pip install --upgrade ciuic"
+_INSTALL_HINT: Final = pip_install()
 
 
 class EveryVersion(NamedTuple):

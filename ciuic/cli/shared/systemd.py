@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from ciuic.errors import CiuicError, NotPermitted
+from ciuic.errors import CiuicError, NotPermitted, pip_install
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system.child_process import find_program, program_environment
 
@@ -244,7 +244,8 @@ def this_program() -> Path:
         if found:
             return Path(os.path.abspath(found)).with_name("ciuic")
     raise CiuicError(
-        "the installed `ciuic` command is not to be found", hint="install the package: pip install ciuic"
+        "the installed `ciuic` command is not to be found",
+        hint=f"install the package: {pip_install('ciuic')}",
     )
 
 

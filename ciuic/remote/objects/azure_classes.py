@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any, Final
 
-from ciuic.errors import CiuicError, UsageError
+from ciuic.errors import CiuicError, UsageError, pip_install
 from ciuic.remote.objects.credentials import NoCredentials
 from ciuic.remote.objects.model import (
     ArchivedObject,
@@ -100,7 +100,7 @@ def _container(url: RemoteUrl, settings: StoreSettings, environment: Mapping[str
         from azure.storage.blob import BlobServiceClient
     except ImportError:
         raise UsageError(
-            "access tiers of Azure need azure-storage-blob", hint="pip install 'ciuic[remote-versions]'"
+            "access tiers of Azure need azure-storage-blob", hint=pip_install("ciuic[remote-versions]")
         ) from None
     text = environment.get("AZURE_STORAGE_CONNECTION_STRING", "")
     if text:

@@ -26,7 +26,7 @@ from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ciuic.errors import CiuicError, UsageError
+from ciuic.errors import CiuicError, UsageError, pip_install
 from ciuic.remote.objects.credentials import (
     AlibabaProvider,
     aws_keys,
@@ -88,9 +88,7 @@ def _import_obstore() -> ModuleType:
         import obstore
         import obstore.store
     except ImportError:
-        raise UsageError(
-            "remotes in an object store need obstore", hint="pip install --upgrade ciuic"
-        ) from None
+        raise UsageError("remotes in an object store need obstore", hint=pip_install()) from None
     return obstore
 
 

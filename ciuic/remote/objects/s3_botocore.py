@@ -16,7 +16,7 @@ from datetime import datetime, timedelta, timezone
 from types import ModuleType
 from typing import Any, Final
 
-from ciuic.errors import CiuicError, UsageError
+from ciuic.errors import CiuicError, UsageError, pip_install
 from ciuic.remote.objects.credentials import (
     AlibabaProvider,
     AwsProvider,
@@ -49,7 +49,7 @@ def _import_botocore() -> ModuleType:
     except ImportError:
         raise UsageError(
             "versions, locks and storage classes of an object store need botocore",
-            hint="pip install 'ciuic[remote-versions]'",
+            hint=pip_install("ciuic[remote-versions]"),
         ) from None
     module: ModuleType = botocore.session
     return module

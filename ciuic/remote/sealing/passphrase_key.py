@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, pip_install
 from ciuic.system.child_process import environment, module_command
 
 KEY_BYTES: Final = 32
@@ -54,7 +54,7 @@ def derive_key(passphrase: bytes, salt: bytes, cost: Argon2Cost) -> bytes:
     except UnsupportedAlgorithm as error:
         raise CiuicError(
             f"the package cryptography has no argon2id here: {error}",
-            hint="install its wheel: pip install --upgrade ciuic",
+            hint=f"install its wheel: {pip_install()}",
         ) from None
 
 

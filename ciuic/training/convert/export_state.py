@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ciuic.errors import CiuicError, NotFound, UsageError
+from ciuic.errors import CiuicError, NotFound, UsageError, pip_install
 from ciuic.repository import Repository
 from ciuic.training.format import structure
 from ciuic.training.format.reading import STATE_FILE, Facts, load_from, read_facts
@@ -383,4 +383,4 @@ def _with_optimizer_numbers(found: Any) -> Any:
 
 def missing_package(name: str, what: str) -> UsageError:
     """Return the error for a package that is not installed."""
-    return UsageError(f"{what} needs the package {name}, which is not installed", hint=f"pip install {name}")
+    return UsageError(f"{what} needs the package {name}, which is not installed", hint=pip_install(name))

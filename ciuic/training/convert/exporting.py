@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
-from ciuic.errors import UsageError
+from ciuic.errors import UsageError, pip_install
 from ciuic.repository import Repository
 from ciuic.training.convert.destination import new_directory, new_file
 from ciuic.training.convert.export_state import RANDOM, ExportState, as_plain, missing_package, read_snapshot
@@ -255,7 +255,7 @@ def _dense(value: Any, name: str) -> Any:
     if torch is None or not isinstance(value, torch.Tensor):
         if value.dtype.kind not in "biufc":
             raise UsageError(
-                f"{name} has numbers of {value.dtype}, which NumPy has not", hint="pip install torch"
+                f"{name} has numbers of {value.dtype}, which NumPy has not", hint=pip_install("torch")
             )
         return value.astype(value.dtype.newbyteorder("="), copy=False)
     if tensors.is_sparse(value):

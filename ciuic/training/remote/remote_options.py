@@ -20,7 +20,7 @@ from ciuic.config import RemoteConfig, load_config
 from ciuic.config.keys import REMOTE_KEYS
 from ciuic.config.load import ReadRemote
 from ciuic.config.model import DEFAULT
-from ciuic.errors import CiuicError, UsageError
+from ciuic.errors import CiuicError, UsageError, pip_install
 from ciuic.remote.access import configured_settings
 from ciuic.remote.objects.urls import parse_url
 from ciuic.retention import RetentionPolicy
@@ -153,6 +153,4 @@ def _check_packages() -> None:
     # Found and not imported: together they take a tenth of a second, which only the uploader needs to spend.
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise CiuicError(
-            f"a remote needs {', '.join(missing)}, not installed here", hint="pip install --upgrade ciuic"
-        )
+        raise CiuicError(f"a remote needs {', '.join(missing)}, not installed here", hint=pip_install())

@@ -91,7 +91,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert [info.id for info in repository.snapshots.list()] == ["cs-000001"]
         with pytest.raises(MissingHash) as caught:
             repository.chunks  # noqa: B018
-    assert caught.value.hint == "pip install --upgrade ciuic"
+    assert caught.value.hint == f"{sys.executable} -m pip install --upgrade ciuic"
 
 
 def test_blake3_is_imported_for_its_repositories_alone(tmp_path: Path) -> None:

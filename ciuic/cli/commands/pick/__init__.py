@@ -17,7 +17,7 @@ from ciuic.cli.shared.messages import complain
 from ciuic.cli.shared.options import SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import Session
-from ciuic.errors import UsageError
+from ciuic.errors import UsageError, pip_install
 
 
 @click.command("pick", cls=FrameCommand)
@@ -36,7 +36,7 @@ def command(context: click.Context, path: bytes | None) -> int:
             raise
         raise UsageError(
             f"ciuic pick needs the Python package {error.name}, which is not installed",
-            hint="pip install 'ciuic[tui]'",
+            hint=pip_install("ciuic[tui]"),
         ) from None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(

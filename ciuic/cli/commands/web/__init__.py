@@ -21,7 +21,7 @@ from ciuic.cli.shared.output import Column, json_option, note, out, out_json, sh
 from ciuic.cli.shared.session import Session, current
 from ciuic.config import Config
 from ciuic.config.values import listen_value
-from ciuic.errors import CiuicError, Unreachable, UsageError
+from ciuic.errors import CiuicError, Unreachable, UsageError, pip_install
 
 if TYPE_CHECKING:
     from ciuic.cli.commands.web.broker import ActionLog
@@ -55,7 +55,7 @@ def web_command(listen: str | None, login: bool, actions: bool | None) -> None:
     except ModuleNotFoundError as error:
         raise UsageError(
             "ciuic web needs the Python package jinja2, which is not installed",
-            hint="pip install 'ciuic[web]'",
+            hint=pip_install("ciuic[web]"),
         ) from error
     try:
         place = config.web.listen if listen is None else listen_value(listen)

@@ -529,7 +529,7 @@ def test_the_missing_extra_is_named(repository: CliRepository, monkeypatch: pyte
         monkeypatch.delitem(sys.modules, name)
     result = repository.run("pick")
     assert result.exit_code == 2
-    assert "pip install 'ciuic[tui]'" in result.stderr
+    assert f"{sys.executable} -m pip install 'ciuic[tui]'" in result.stderr
 
 
 def test_a_terminal_is_needed(repository: CliRepository) -> None:
