@@ -35,6 +35,7 @@ from ciuic.repository import Repository, Writer
 from ciuic.system.io_throttle import Pace
 from ciuic.system.spill import Spill
 from ciuic.types import LeftOut, RootMode, RootRecord
+from ciuic.units import plural
 
 _log = structlog.get_logger(__name__)
 # Pause between two progress messages.
@@ -440,6 +441,13 @@ def capture_roots(job: CaptureJob, repository: Repository, writer: Writer, repor
         before = len(report.errors), report.errors_total
         try:
             record, builds_on = capture_root(root, repository, writer, report)
+            unread = report.errors_total - before[1]
+            if unread and not record.entry.total_files:
+                # Listed, it would be taken for a snapshot of the root, and its chunks would be all that is kept.
+                reason = f": {report.errors[before[0]].error}" if len(report.errors) > before[0] else ""
+                raise RootUnreadable(
+                    f"nothing in {os.fsdecode(root.path)} could be read: {plural(unread, 'name')} failed{reason}"
+                )
         except Exception as error:
             if not _costs_one_root(error):
                 raise

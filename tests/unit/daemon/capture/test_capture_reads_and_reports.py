@@ -19,6 +19,7 @@ from support.stored import read_file
 from support.trees import assert_same, make_everything, manifest
 from support.until import until
 
+from ciuic.daemon.capture import content
 from ciuic.daemon.capture import process as capture
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
@@ -34,7 +35,7 @@ from ciuic.daemon.capture.job import (
     decode_message,
     encode_job,
 )
-from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.roots import Report, RootUnreadable
 from ciuic.daemon.capture.space import NoRoom
 from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
@@ -367,4 +368,21 @@ def test_a_full_repository_fails_with_a_hint(stage: Stage, monkeypatch: pytest.M
     assert job.repository in reported.error
     assert "[repository] path" in reported.hint
     assert reported.code == EXIT_NO_ROOM
+    assert stage.snapshots() == []
+
+
+def test_a_root_of_which_nothing_can_be_read_is_no_snapshot(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every file fails with EIO the job fails and names why; nothing is committed."""
+    (stage.root / "file").write_text("x")
+    job = stage.job()
+
+    def pread(fd: int, size: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(content.os, "pread", pread)
+    with pytest.raises(RootUnreadable, match=r"could be read: 1 name failed: Input/output error"):
+        capture.run_job(job, Report(lambda _: None))
+    monkeypatch.undo()
     assert stage.snapshots() == []
