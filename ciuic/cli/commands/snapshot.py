@@ -29,6 +29,7 @@ from ciuic.units import human_duration
 if TYPE_CHECKING:
     from ciuic.cli.shared.progress import Reporter
     from ciuic.protocol.control_types import SnapshotState
+    from ciuic.remote.replication import UploadStatus
     from ciuic.remote.sets import SetRequest
     from ciuic.types import SetMember
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 _POLL_SECONDS: Final = 0.2
 # Time after which it is said that nothing uploads, or what the upload waits for.
 _PATIENCE_SECONDS: Final = 5.0
+_UNSERVED_SECONDS: Final = 60.0
+"""Longer than systemd takes to start a service again."""
+_UPLOAD_HINT: Final = "ciuic remote upload, or ciuic service install"
 
 
 class RemoteWait:
@@ -51,19 +55,30 @@ class RemoteWait:
         """Return when every remote has committed the snapshot.
 
         Raises:
-            CiuicError: a remote does not want it.
+            CiuicError: a remote does not want it, or nothing has uploaded to one for a minute.
         """
         try:
-            began, told = time.monotonic(), False
+            began = served = time.monotonic()
+            told = False
             repository = self._session.repository.id
             for name in self._names:
                 while not _is_stored(name, repository, snapshot_id):
-                    if not told and time.monotonic() - began > _PATIENCE_SECONDS:
-                        told = True
-                        _tell(name)
+                    now = time.monotonic()
+                    if now - began > _PATIENCE_SECONDS:
+                        status = _upload_status(name)
+                        if not told:
+                            told = True
+                            _tell(name, status)
+                        if status is not None and status.runs:
+                            served = now
+                        elif now - served > _UNSERVED_SECONDS:
+                            raise CiuicError(
+                                f"{snapshot_id} is committed on this host; nothing uploads to the remote {name}",
+                                hint=_UPLOAD_HINT,
+                            )
                     time.sleep(_POLL_SECONDS)
         except KeyboardInterrupt:
-            complain(f"{snapshot_id} is committed on this host, and its upload goes on")
+            complain(f"{snapshot_id} is committed on this host; what uploads goes on")
             raise
 
     def until_end(self, snapshot_id: str, deadline: float) -> list[str]:
@@ -100,10 +115,7 @@ class RemoteWait:
 
 def _left_out(name: str, snapshot_id: str) -> str:
     """Return why an upload does not begin this snapshot before this machine ends; empty if it may come."""
-    from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.replication import read_status
-
-    status = read_status(name, upload_state_dir())
+    status = _upload_status(name)
     forecast = status.forecast if status is not None else None
     if forecast is None or forecast.by_seconds <= time.monotonic():
         return ""
@@ -139,17 +151,17 @@ def _is_stored(name: str, repository: str, snapshot_id: str) -> bool:
     return False
 
 
-def _tell(name: str) -> None:
-    """Say why a remote may take long."""
+def _upload_status(name: str) -> UploadStatus | None:
     from ciuic.protocol.stored_remotely import upload_state_dir
     from ciuic.remote.replication import read_status
 
-    status = read_status(name, upload_state_dir())
+    return read_status(name, upload_state_dir())
+
+
+def _tell(name: str, status: UploadStatus | None) -> None:
+    """Say why a remote may take long."""
     if status is None or not status.runs:
-        warn(
-            f"nothing seems to upload to the remote {name}",
-            hint="ciuic remote upload, or ciuic service install",
-        )
+        warn(f"nothing seems to upload to the remote {name}", hint=_UPLOAD_HINT)
     elif status.waits_for:
         warn(f"the upload to the remote {name} waits: {shown_text(status.waits_for)}")
 
