@@ -11,7 +11,9 @@ manifest is read.
 
 from __future__ import annotations
 
+import heapq
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -326,7 +328,10 @@ def _lines(session: Session, infos: list[SnapshotInfo], *, with_pairs: bool, mar
 def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None:
     lost = _lost(session, asked)
     if infos or lost:
-        _table(session, infos, lost)
+        # Both kinds count: -n 1 shows the newest of all.
+        newest = heapq.nlargest(asked.limit or sys.maxsize, _times(infos) + _times(lost))[-1]
+        shown_infos = [info for info in infos if info.time_ns >= newest]
+        _table(session, shown_infos, [one for one in lost if one.time_ns >= newest])
     else:
         note("no snapshots" + (" match" if asked.is_set else " yet"))
     # With -n the difference would count what the limit left out.
@@ -335,6 +340,10 @@ def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None
     hidden = len(session.snapshots.list(**asked._replace(safety=True)._asdict())) - len(infos)
     if hidden:
         note(f"{plural(hidden, 'safety snapshot')} not shown: ciuic list --all")
+
+
+def _times(found: Sequence[SnapshotInfo] | Sequence[Promise]) -> list[int]:
+    return [one.time_ns for one in found]
 
 
 def _lost(session: Session, asked: _Filter) -> list[Promise]:
@@ -505,12 +514,19 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     # Committed and lost ones together, newest first as ever.
     dated.sort(key=lambda row: row[0], reverse=True)
     show_table(columns, [row[1:] for row in dated])
-    if len(lost) == 1:
-        warn(f"{lost[0].id} was lost: {shown_text(lost[0].reason)}")
-    elif lost:
+    # What was lost is in a later snapshot of its roots, if there is one: then its row says enough.
+    later = {os.fsdecode(root): info.time_ns for info in reversed(infos) for root in info.roots}
+    costly = [one for one in lost if any(later.get(root, 0) < one.time_ns for root in one.roots or ("",))]
+    if costly:
+        newest = costly[0]
+        what = (
+            f"{newest.id} was lost"
+            if len(costly) == 1
+            else (f"{plural(len(costly), 'snapshot')} were lost, the newest ({newest.id})")
+        )
         warn(
-            f"{plural(len(lost), 'snapshot')} were lost, the newest ({lost[0].id}): {shown_text(lost[0].reason)}",
-            hint="list --json has every reason; ciuic forget ID takes one off the list",
+            f"{what}: {shown_text(newest.reason)}",
+            hint="the next snapshot has its changes; list --json has every reason, ciuic forget ID takes one off the list",
         )
 
 

@@ -123,6 +123,21 @@ def test_lost_snapshot_is_shown_with_the_reason(repository: CliRepository) -> No
     assert LOST.id not in repository.run("list", "--machine-readable").stdout
 
 
+def test_a_loss_that_a_later_snapshot_makes_good_is_a_row_alone(repository: CliRepository) -> None:
+    """A later snapshot of the same root has the changes: no warning stands. -n counts lost snapshots as well."""
+    repository.snapshot({b"a": b"x"})
+    lost = msgspec.structs.replace(LOST, roots=(os.fspath(repository.root),), time_ns=FIRST_NS + SECOND_NS)
+    record_loss(repository.path, lost)
+    assert "was lost" in repository.run("list").stderr
+    only = repository.run("list", "-n", "1")
+    assert [line.split()[0] for line in only.stdout.splitlines()[1:]] == [LOST.id]
+    there = repository.snapshot({b"a": b"y"})
+    result = repository.run("list")
+    assert (result.stdout.count("lost"), "lost" in result.stderr) == (1, False)
+    only = repository.run("list", "-n", "1")
+    assert [line.split()[0] for line in only.stdout.splitlines()[1:]] == [there]
+
+
 def test_several_lost_snapshots_take_one_line(repository: CliRepository) -> None:
     """The warning of many lost snapshots is one line with their number and the newest reason; JSON has all."""
     for number in range(1, 6):
