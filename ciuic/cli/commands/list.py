@@ -33,7 +33,7 @@ from ciuic.cli.shared.output import (
     show_table,
 )
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import UsageError
+from ciuic.errors import Damaged, UsageError
 from ciuic.repository.snapshot_sets import shown_members
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
@@ -332,7 +332,7 @@ def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None
         newest = heapq.nlargest(asked.limit or sys.maxsize, _times(infos) + _times(lost))[-1]
         shown_infos = [info for info in infos if info.time_ns >= newest]
         _table(session, shown_infos, [one for one in lost if one.time_ns >= newest])
-    else:
+    elif asked.is_set or not session.snapshots.names():
         note("no snapshots" + (" match" if asked.is_set else " yet"))
     # With -n the difference would count what the limit left out.
     if asked.safety or asked.limit is not None:
@@ -554,12 +554,18 @@ def _state_cell(info: SnapshotInfo, *, is_damaged: bool) -> Cell:
 
 
 def _warn_of_unreadable(session: Session, listed: int) -> None:
-    """Warn of snapshot files that no listing shows. They are read only if the count says that there are some, because it is slow."""
+    """Warn of snapshot files that no listing shows. They are read only if the count says that there are some, because it is slow.
+
+    Raises:
+        Damaged: none can be read, which must not look like a repository without snapshots.
+    """
     store = session.snapshots
-    if listed == len(store.names()):
+    if listed == (count := len(store.names())):
         return
     for bad in store.unreadable():
         warn(
             f"snapshot file {shown_text(bad.path)} cannot be read: {shown_text(bad.reason)}",
             hint="it cannot be restored, and nothing is pruned while it is there; see: ciuic check",
         )
+    if not listed:
+        raise Damaged(f"none of the {plural(count, 'snapshot file')} can be read", hint="ciuic check")

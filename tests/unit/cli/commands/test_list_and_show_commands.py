@@ -244,6 +244,14 @@ def test_unreadable_snapshot_is_not_passed_over(repository: CliRepository) -> No
     assert "cs-bad000" in result.stderr
 
 
+def test_a_list_without_any_readable_snapshot_is_a_failure(repository: CliRepository) -> None:
+    """Where no snapshot file can be read, the list says so with exit code 4 and is not that of a new repository."""
+    (repository.path / "snapshots" / "cs-bad000").write_bytes(b"garbage")
+    for options in ((), ("--machine-readable",), ("--json",)):
+        result = repository.run("list", *options)
+        assert (result.exit_code, "cs-bad000" in result.stderr, "yet" in result.stderr) == (4, True, False)
+
+
 def test_a_listed_snapshot_whose_file_was_damaged_is_not_called_unlisted(repository: CliRepository) -> None:
     """The warning of a listed snapshot damaged since does not call it unlisted; restore gives a remedy."""
     repository.snapshot({b"a": b"1"})
