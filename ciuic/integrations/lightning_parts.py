@@ -589,7 +589,7 @@ class SnapshotIOBase:
 
         Raises:
             Damaged: there are snapshots, and none is whole.
-            NotFound: none was logged to ``tracker_run``.
+            NotFound: none that was logged to ``tracker_run`` is left.
         """
         # Before the Trainer exists only the environment tells the first process.
         if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":

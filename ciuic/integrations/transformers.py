@@ -76,7 +76,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
         Raises:
             Damaged: there are snapshots, and none is whole.
-            NotFound: none was logged to ``tracker_run``.
+            NotFound: none that was logged to ``tracker_run`` is left.
             NotImplementedError: the state is sharded (DeepSpeed, FSDP).
         """
         for kind in ("deepspeed", "fsdp"):

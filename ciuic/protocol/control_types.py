@@ -374,6 +374,12 @@ class TrainerStatus(_Document):
     """Time of the last heartbeat; empty: none yet."""
     heartbeat_seconds: float = 0.0
     """Time without a heartbeat after which it counts as hung; 0: never."""
+    failed_saves: int = 0
+    """Saves that failed in a row; 0: the last one is durable, or there was none."""
+    failing_since: str = ""
+    """Time of the first of them."""
+    save_error: str = ""
+    """Why the last of them failed."""
 
 
 IncidentKind = Literal["died", "failed", "hung", "lost", "recovered"]

@@ -26,6 +26,9 @@ _TEXT_AT: Final = 256
 _TEXT_BYTES: Final = 512
 _LOSSES: Final = 5
 """Word with the number of losses so far; the last ones are in a ring."""
+_FAILED_SAVES, _FAILING_SINCE = 6, 7
+_SAVE_ERROR_AT: Final = _TEXT_AT + _TEXT_BYTES
+_SAVE_ERROR_BYTES: Final = 256
 _RING_AT: Final = 1024
 _RING_PLACES: Final = 128
 _RING_BYTES: Final = 16 * _RING_PLACES
@@ -34,7 +37,7 @@ _RING_BYTES: Final = 16 * _RING_PLACES
 _ADD_SEALS: Final = getattr(fcntl, "F_ADD_SEALS", 1033)
 _GET_SEALS: Final = getattr(fcntl, "F_GET_SEALS", 1034)
 _SEAL_SHRINK: Final = 2
-_WORDS: Final = struct.Struct("<5Q")
+_WORDS: Final = struct.Struct("<8Q")
 _WORD: Final = struct.Struct("<Q")
 _LOSS: Final = struct.Struct("<Qd")
 
@@ -61,6 +64,12 @@ class HeartbeatReading(NamedTuple):
     """Time of the last beat on the monotonic clock."""
     goodbye: Goodbye = Goodbye.NONE
     reason: str = ""
+    failed_saves: int = 0
+    """Saves that failed since the last one that succeeded; 0 on a page of an earlier version."""
+    failing_since_ns: int = 0
+    """Wall clock of the first of them, as the trainer claims."""
+    save_error: str = ""
+    """Why the last of them failed."""
 
 
 # A page, not messages: a message could be lost, late, or forged at the end of a process, and sending one can wait. The last word of
@@ -112,10 +121,24 @@ class HeartbeatPage:
         if os.getpid() != self._pid:
             return
         # The text first, then the number that announces it.
-        # The cut may split a character, which the reader replaces.
-        text = reason.encode("utf-8", "replace")[: _TEXT_BYTES - 1]
-        self._map[_TEXT_AT : _TEXT_AT + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
+        self._put_text(_TEXT_AT, _TEXT_BYTES, reason)
         self._words[_GOODBYE] = how
+
+    def report_save(self, error: str = "") -> None:
+        """Report the end of a save: durable, or failed with this reason."""
+        if os.getpid() != self._pid:
+            return
+        failed = self._words[_FAILED_SAVES] + 1 if error else 0
+        if failed:
+            self._put_text(_SAVE_ERROR_AT, _SAVE_ERROR_BYTES, error)
+        if failed == 1:
+            self._words[_FAILING_SINCE] = time.time_ns()
+        self._words[_FAILED_SAVES] = failed
+
+    def _put_text(self, at: int, size_bytes: int, text: str) -> None:
+        # The cut may split a character, which the reader replaces.
+        data = text.encode("utf-8", "replace")[: size_bytes - 1]
+        self._map[at : at + size_bytes] = data.ljust(size_bytes, b"\0")
 
     def close(self) -> None:
         """Close the descriptor. Later beats are seen through the descriptors of others."""
@@ -180,13 +203,18 @@ def read_page(fd: int) -> HeartbeatReading:
         ValueError: the page does not begin with the magic number.
     """
     # pread(2) instead of a mapping: no access of the reader can fault, whatever the trainer does with the memory.
-    data = os.pread(fd, _TEXT_AT + _TEXT_BYTES, 0)
-    magic, beats, step, beat_ns, goodbye = _WORDS.unpack_from(data)
+    data = os.pread(fd, _SAVE_ERROR_AT + _SAVE_ERROR_BYTES, 0)
+    magic, beats, step, beat_ns, goodbye, _, failed_saves, failing_since_ns = _WORDS.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError("the memory does not begin like a heartbeat page")
-    text = data[_TEXT_AT:].partition(b"\0")[0].decode("utf-8", "replace")
-    # Shown in logs and alerts: any user may have written it.
-    reason = "".join(character if character.isprintable() else " " for character in text).strip()
     # A newer trainer may report an end that this version does not know.
     known = Goodbye(goodbye) if goodbye <= max(Goodbye) else Goodbye.NONE
-    return HeartbeatReading(beats, step, beat_ns, known, reason)
+    reason = _text(data[_TEXT_AT:_SAVE_ERROR_AT])
+    error = _text(data[_SAVE_ERROR_AT:]) if failed_saves else ""
+    return HeartbeatReading(beats, step, beat_ns, known, reason, failed_saves, failing_since_ns, error)
+
+
+def _text(data: bytes) -> str:
+    text = data.partition(b"\0")[0].decode("utf-8", "replace")
+    # Shown in logs and alerts: any user may have written it.
+    return "".join(character if character.isprintable() else " " for character in text).strip()

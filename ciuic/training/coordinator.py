@@ -125,6 +125,7 @@ class SaveCoordinator:
             self.callbacks,
             RemoteCopies(begin.repository, begin.uploads),
             self._preemption_noticed,
+            save_ended=self.heartbeat.save_ended,
             overlap=settings.options.overlap,
         )
         self.registered = Registered(self.boundaries, self.pipeline.overlap.watch)

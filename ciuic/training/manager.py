@@ -393,7 +393,7 @@ class SnapshotManager(TrainingSnapshots):
 
         Raises:
             NoUsableSnapshot: There are snapshots, and none is whole (a `Damaged`).
-            NotFound: None was logged to ``tracker_run``; the message names runs to which some were.
+            NotFound: None that was logged to ``tracker_run`` is left; the message names runs to which some were.
             CiuicError: The local directory has none, and a remote cannot be read.
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: The state of an object does not fit it: other names, shapes, dtypes or parameter

@@ -113,6 +113,7 @@ class SavePipeline:
         copies: RemoteCopies,
         noticed: Callable[[PreemptionNotice], None],
         *,
+        save_ended: Callable[[str], None] = lambda error: None,
         overlap: bool = True,
     ) -> None:
         """Create the pipeline; the writer process starts with the first save.
@@ -123,6 +124,7 @@ class SavePipeline:
             callbacks: told of each save that ends.
             copies: copies of snapshots on remotes.
             noticed: called with the notice of a metadata service that the writer passed on.
+            save_ended: called at the end of each save with the reason of its failure, or "".
             overlap: whether device copies may run beside the next training step.
         """
         self.client = client
@@ -133,6 +135,7 @@ class SavePipeline:
         self.costs = SaveCosts()
         self.overlap = Overlap(device_stream_of, before_step=self.settle, enabled=overlap)
         self._noticed = noticed
+        self._save_ended = save_ended
         self._size_bytes = 0
         self._changed = False
         self._has_void_copy = False
@@ -464,6 +467,7 @@ class SavePipeline:
         """
         reason = str(error) or type(error).__name__
         self.stats.failed += 1
+        self._save_ended(reason)
         self._changed = True
         self.log_not_gathered(reason)
         self._back_off()
@@ -506,7 +510,10 @@ class SavePipeline:
             self.stats.last_error = end
             log.error("ciuic: snapshot failed; earlier snapshots are unaffected: %s", end)
         # A save that was interrupted is reported twice: by the hand-over and by the client.
-        if (known := self._under_way.pop(number, None)) is not None:
+        known = self._under_way.pop(number, None)
+        if known is not None or not number:
+            self._save_ended(end if isinstance(end, str) else "")
+        if known is not None:
             facts = known.facts
             if isinstance(end, Saved):
                 known.save.id = end.id

@@ -78,7 +78,7 @@ def _of_tracker_run(save_dir: Path, root: bytes, run: str) -> State:
     """Return the newest whole state that was logged to a run of a tracker.
 
     Raises:
-        NotFound: None was.
+        NotFound: None that was is left.
         NoUsableSnapshot: Some were, and none is whole.
     """
     state = loading.load_latest(save_dir, root, wanted=lambda facts: run in _tracker_runs(facts))
@@ -90,9 +90,11 @@ def _of_tracker_run(save_dir: Path, root: bytes, run: str) -> State:
     shown = ", ".join(map(one_line, runs[:_SHOWN])) + (
         f" and {len(runs) - _SHOWN} more" if runs[_SHOWN:] else ""
     )
+    # Nothing says whether there was one: rules and later runs remove a snapshot without a trace.
     raise NotFound(
-        f"no snapshot was logged to the run {one_line(run)}; "
-        + (f"there are snapshots of {shown}" if runs else "none was logged to any tracker"),
+        f"{save_dir} has no snapshot of the run {one_line(run)}: none was logged to it, or they have been removed; "
+        + (f"there are snapshots of {shown}" if runs else "no snapshot there was logged to a tracker")
+        + (f", the newest is {_in_words(saved[0])}" if saved else ""),
         hint="resume() without tracker_run takes the newest whole snapshot",
     )
 

@@ -102,7 +102,7 @@ def test_the_loggers_of_a_lightning_trainer_are_found(store: str, tmp_path: Path
     again = SnapshotCheckpointIO(tmp_path / "snapshots")
     newest = again.manager.list_snapshots()[0].id
     assert str(again.latest(tracker_run=loggers[0].run_id)).endswith(newest)
-    with pytest.raises(NotFound, match="no snapshot was logged to the run nobody's"):
+    with pytest.raises(NotFound, match="has no snapshot of the run nobody's"):
         again.latest(tracker_run="nobody's")
     again.manager.close()
 
@@ -143,6 +143,6 @@ def test_what_the_trainer_of_transformers_reports_to_is_found(store: str, tmp_pa
     assert again.manager.step == 5
     assert again._resumed is not None
     again._resumed.finish()  # as the first hook of the training does
-    with pytest.raises(NotFound, match="no snapshot was logged to the run nobody's"):
+    with pytest.raises(NotFound, match="has no snapshot of the run nobody's"):
         again.resume(trainer, tracker_run="nobody's")
     again.manager.close()

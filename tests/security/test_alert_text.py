@@ -215,13 +215,18 @@ def test_a_name_is_shown_in_a_plain_alphabet(name: str, capsys: pytest.CaptureFi
     output = subprocess.run(["/bin/sh", "-c", words], capture_output=True, text=True, check=True).stdout
     assert output == escaped(name) + "\n"
     assert not any(char in one_line(name) for char in "\n\x1b\u202e\ud800")
-    status = TrainerStatus(name=name, where=name, pid=7, user="eve", state="running")
-    incident = Incident(kind="died", time="2026-01-01T00:00:00+00:00", trainer=status, reason="killed")
+    time = "2026-01-01T00:00:00+00:00"
+    status = TrainerStatus(
+        name=name, where=name, pid=7, user="eve", failed_saves=2, failing_since=time, save_error="no room"
+    )
+    incident = Incident(kind="died", time=time, trainer=status, reason="killed")
     with click.Context(click.Command("status"), obj=Session()):
         print_trainers(
             StatusDocument(version="0", pid=1, since="", now="", trainers=[status], incidents=[incident])
         )
-    assert ATTACK not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert ATTACK not in output
+    assert f"{shown_name(name)}: 2 saves in a row have failed since 2026-01-01 00:00:00: no room" in output
 
 
 def test_two_names_are_never_shown_alike() -> None:

@@ -102,17 +102,27 @@ def test_a_run_is_resumed_by_its_id(tmp_path: Path) -> None:
             manager.save_snapshot(step=step, wait=True)
             states[step] = model.weights["layer.weight"].copy()
     again = Model()
-    with SnapshotManager(tmp_path / "snapshots") as manager:
+    with SnapshotManager(tmp_path / "snapshots", max_snapshots=1) as manager:
         manager.register(model=again)
         resumed = manager.resume(tracker_run="first")
         assert resumed is not None
         assert resumed.step == 2
         assert np.array_equal(again.weights["layer.weight"], states[2])
         assert manager.load_snapshot(tracker_run="second").facts.step == 3
-        with pytest.raises(NotFound, match="logged to the run third; there are snapshots of second, first"):
+        with pytest.raises(
+            NotFound, match=r"the run third: .*; there are snapshots of second, first, the newest is cs"
+        ):
             manager.resume(tracker_run="third")
         with pytest.raises(ValueError, match="tracker_run= alone"):
             manager.load_snapshot(step=1, tracker_run="first")
+        # Logged nowhere; the rule of this run removes the snapshots of the others.
+        newest = manager.save_snapshot(step=4, wait=True)
+    assert newest is not None
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.register(model=again)
+        with pytest.raises(NotFound, match="or they have been removed; no snapshot there was") as raised:
+            manager.resume(tracker_run="second")
+    assert f"the newest is {newest.id} (step 4)" in str(raised.value)
 
 
 def test_a_tracker_that_hangs_delays_no_save_and_not_the_end(

@@ -442,6 +442,14 @@ def print_trainers(status: StatusDocument) -> None:
     """Print the lines about trainers, if there are any."""
     if status.trainers:
         _print_table(status.trainers)
+    for trainer in status.trainers:
+        if trainer.failed_saves:
+            failed = plural(trainer.failed_saves, "save has failed", "saves in a row have failed")
+            since = times.clock_of(trainer.failing_since)
+            reason = shown_text(trainer.save_error)
+            out_prose(
+                f"saves      {shown_name(trainer.name)}: {failed} since {since}: {reason}", 11, fg="red"
+            )
     for incident in status.incidents[:_MAX_INCIDENTS]:
         out_prose(_incident_line(incident), 11, fg="green" if incident.kind == "recovered" else "yellow")
 

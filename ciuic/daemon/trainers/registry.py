@@ -50,20 +50,17 @@ RETURN_SECONDS: Final = 30.0
 MAX_TRAINERS: Final = 512
 # A user may register any number of processes, and must not use up the places of all.
 MAX_TRAINERS_OF_A_USER: Final = 64
-# Beginning of the key of the alert that a trainer is silent for much longer than usual.
+# Saves in a row that fail before an alert: the next one may succeed after a moment without memory.
+_MIN_FAILED_SAVES: Final = 2
+# Beginnings of the keys of alerts: a trainer is silent for much longer than usual; its loss; its saves.
 _KEY_SILENCE: Final = "beat:"
 _KEY_LOSS: Final = "loss:"
+_KEY_SAVES: Final = "saves:"
 log = structlog.get_logger(__name__)
 
 
-def silence_key(trainer: WatchedTrainer) -> str:
-    """Return the key of the alert that a trainer has stopped to beat."""
-    return _KEY_SILENCE + trainer.key.removeprefix("trainer:")
-
-
-def loss_key(trainer: WatchedTrainer) -> str:
-    """Return the key of the alert about the loss of a trainer, which stands until it is in order, or the trainer registers again."""
-    return _KEY_LOSS + trainer.key.removeprefix("trainer:")
+def _key(kind: str, trainer: WatchedTrainer) -> str:
+    return kind + trainer.key.removeprefix("trainer:")
 
 
 class WatchRecord(msgspec.Struct, kw_only=True):
@@ -179,10 +176,14 @@ class TrainerRegistry:
         )
         for page in pages:
             known.add_page(page)
+        self._look_at_saves(known)
         if clears:
             self._alerts.clear(known.key)
+            # Both stand after the end of the trainer, until it is started again.
             if known.losses.trouble is None:
-                self._alerts.clear(loss_key(known))
+                self._alerts.clear(_key(_KEY_LOSS, known))
+            if not known.saves_fail:
+                self._alerts.clear(_key(_KEY_SAVES, known))
         log.info(
             "trainer_watched", trainer=known.label, kind=known.kind, heartbeat_seconds=known.heartbeat_seconds
         )
@@ -217,8 +218,8 @@ class TrainerRegistry:
         if self._watched.get(trainer.identity) is trainer:
             del self._watched[trainer.identity]
             trainer.forgotten = True
-            self._alerts.clear(silence_key(trainer))
-            self._alerts.clear(loss_key(trainer))
+            for kind in (_KEY_SILENCE, _KEY_LOSS, _KEY_SAVES):
+                self._alerts.clear(_key(kind, trainer))
             if trainer.life < 0:
                 trainer.close()
             # Otherwise the task that waits for its end closes it: a descriptor that is waited for must not be
@@ -236,7 +237,11 @@ class TrainerRegistry:
                 found += 1
         for alert in self._alerts.standing():
             if alert.key.startswith(
-                tuple(f"{kind}{name}:" for kind in ("trainer:", _KEY_LOSS) for name in (text, escaped(text)))
+                tuple(
+                    f"{kind}{name}:"
+                    for kind in ("trainer:", _KEY_LOSS, _KEY_SAVES)
+                    for name in (text, escaped(text))
+                )
             ):
                 self._alerts.clear(alert.key)
                 found += 1
@@ -275,17 +280,37 @@ class TrainerRegistry:
         elif found == "recovered":
             self._emergencies.report(trainer, "recovered", "")
         self._look_at_losses(trainer)
+        self._look_at_saves(trainer)
         usual_seconds = trainer.silent_too_long(self._silence())
         if not usual_seconds:
-            self._alerts.clear(silence_key(trainer))
-        # Names are the users' to choose, and must not fill the status document.
-        elif sum(alert.key.startswith(_KEY_SILENCE) for alert in self._alerts.standing()) < MAX_ALERTS:
+            self._alerts.clear(_key(_KEY_SILENCE, trainer))
+        elif self._may_alert(_KEY_SILENCE):
             # The usual interval and not the silence, which would make another wording each second.
             self._alerts.report(
-                silence_key(trainer),
+                _key(_KEY_SILENCE, trainer),
                 f"trainer {trainer.label} has stopped to beat: it used to every {human_duration(max(1, usual_seconds))}",
                 hint="it may hang; heartbeat_seconds of its manager, or [[trainer]] heartbeat, sets a limit with an emergency snapshot",
                 severity="warning",
+            )
+
+    def _may_alert(self, kind: str) -> bool:
+        # Names are the users' to choose, and must not fill the status document.
+        return sum(alert.key.startswith(kind) for alert in self._alerts.standing()) < MAX_ALERTS
+
+    def _look_at_saves(self, trainer: WatchedTrainer) -> None:
+        saves = trainer.saves()
+        if (saves.failed_saves >= _MIN_FAILED_SAVES) == trainer.saves_fail:
+            return
+        trainer.saves_fail = not trainer.saves_fail
+        if not trainer.saves_fail:
+            self._alerts.clear(_key(_KEY_SAVES, trainer))
+        elif self._may_alert(_KEY_SAVES):
+            # Once, without the number: each further failure would be announced as another wording.
+            self._alerts.report(
+                _key(_KEY_SAVES, trainer),
+                f"the saves of trainer {trainer.label} fail: {saves.save_error}",
+                hint="a failure now costs the work since its last snapshot; its log has every error, and ciuic status the last",
+                since_ns=saves.failing_since_ns,
             )
 
     def _look_at_losses(self, trainer: WatchedTrainer) -> None:
@@ -294,18 +319,24 @@ class TrainerRegistry:
         if losses.trouble == losses.told:
             return
         if losses.trouble is None:
-            self._alerts.clear(loss_key(trainer))
-        elif sum(alert.key.startswith(_KEY_LOSS) for alert in self._alerts.standing()) < MAX_ALERTS:
+            self._alerts.clear(_key(_KEY_LOSS, trainer))
+        elif self._may_alert(_KEY_LOSS):
             snapshot = "" if before_ns is None else self._newest_snapshot(before_ns)
             text, hint, severity = trouble_text(losses.trouble, snapshot)
             self._alerts.report(
-                loss_key(trainer), f"the loss of trainer {trainer.label} {text}", hint=hint, severity=severity
+                _key(_KEY_LOSS, trainer),
+                f"the loss of trainer {trainer.label} {text}",
+                hint=hint,
+                severity=severity,
             )
         losses.told = losses.trouble
 
     async def _await_end(self, trainer: WatchedTrainer) -> None:
         try:
             await trio.lowlevel.wait_readable(trainer.life)
+            if not trainer.forgotten:
+                # What came since the last look: a short run may end within a second.
+                self._look_at_saves(trainer)
             await self._report_end(trainer)
         except Exception:
             log.exception("trainer_not_awaited", trainer=trainer.label)
@@ -313,7 +344,7 @@ class TrainerRegistry:
         # trainer.
         if self._watched.get(trainer.identity) is trainer:
             del self._watched[trainer.identity]
-        self._alerts.clear(silence_key(trainer))
+        self._alerts.clear(_key(_KEY_SILENCE, trainer))
         trainer.close()
         self._on_change()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -128,12 +129,15 @@ class WatchedTrainer:
         """Pid file, which the trainer removes when it ends well."""
         self.forgotten = False
         self.page_came = trio.Event()
-        self._pages: list[int] = []
+        # Name and directory of the manager of each page, by descriptor, the oldest first.
+        self._pages: dict[int, tuple[str, str]] = {}
         # Losses of each page that have been seen, by descriptor.
         self._seen_losses: dict[int, int] = {}
         self.losses = LossWatch()
-        self._looked_ns: int | None = None
         """Its losses, where it reports them."""
+        self.saves_fail = False
+        """True while an alert speaks of its saves."""
+        self._looked_ns: int | None = None
         self._beats: int | None = None
         # A beat was seen. The first content of a file does not count, which may be left from an earlier run.
         self._beating = False
@@ -181,23 +185,31 @@ class WatchedTrainer:
         if any(os.fstat(known).st_ino == number for known in self._pages):
             os.close(page)
             return
-        self._pages.append(page)
+        self._pages[page] = (self.name, self.where)
         # Its losses were never looked at.
         self._looked_ns = None
         self.page_came.set()
         # A process that makes one manager after the other would collect pages: the oldest ones go.
         while len(self._pages) > _MAX_PAGES:
-            gone = self._pages.pop(0)
+            gone = next(iter(self._pages))
+            del self._pages[gone]
             self._seen_losses.pop(gone, None)
             os.close(gone)
 
     def pulses(self) -> list[HeartbeatReading]:
         """Return the contents of its pages."""
-        found = []
-        for page in self._pages:
+        return [reading for _, reading in self._readings()]
+
+    def _readings(self) -> Iterator[tuple[tuple[str, str], HeartbeatReading]]:
+        for page, manager in self._pages.items():
             with suppress(ValueError, OSError):
-                found.append(read_page(page))
-        return found
+                yield manager, read_page(page)
+
+    def saves(self) -> HeartbeatReading:
+        """Return the page of the manager with the most failed saves in a row."""
+        # A manager that is made again, as in a notebook, takes the place of the earlier one, whose page stays as it is.
+        newest = dict(self._readings())
+        return max(newest.values(), key=lambda one: one.failed_saves, default=HeartbeatReading())
 
     def look_at_losses(self) -> int | None:
         """Take what it has reported since the last look, and return the time since boot before that one; None at the first."""
@@ -249,7 +261,7 @@ class WatchedTrainer:
 
     def status(self) -> TrainerStatus:
         """Return its part of the status document."""
-        pulses = self.pulses()
+        pulses, saves = self.pulses(), self.saves()
         state: Literal["running", "hung", "closed", "absent"] = "running"
         if self.hung:
             state = "hung"
@@ -268,6 +280,9 @@ class WatchedTrainer:
             step=max((pulse.step for pulse in pulses), default=0),
             last_beat=rfc3339(self._last_beat_ns) if self._last_beat_ns else "",
             heartbeat_seconds=self.heartbeat_seconds,
+            failed_saves=saves.failed_saves,
+            failing_since=rfc3339(saves.failing_since_ns) if saves.failed_saves else "",
+            save_error=saves.save_error,
         )
 
     def close(self) -> None:
@@ -275,4 +290,4 @@ class WatchedTrainer:
         for fd in (self.life, *self._pages):
             if fd >= 0:
                 os.close(fd)
-        self.life, self._pages = -1, []
+        self.life, self._pages = -1, {}

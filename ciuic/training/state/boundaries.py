@@ -40,7 +40,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ciuic.training.logs import warn_once
 from ciuic.training.state import stateful
@@ -398,18 +398,15 @@ class Boundaries:
 
     def watch_loader(self, loader: object, passes: Passes) -> bool:
         """Watch a loader, whose iterators then report and count each fetch; return whether that is possible."""
-        boundaries, read_ahead = self, self.watch_fetches()
+        passes.watch(self)
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
                 # Asked for its state before the first pass, a nodes.Loader begins one.
                 if passes.is_asked_for_state:
-                    passes.begun_early()
+                    passes.early = stateful.random_states()
                     return method(self)
-                continues = passes.begun(read_ahead, self)
-                with _as_begun(self, passes.at_begin) if continues else nullcontext():
-                    inner = method(self)
-                return ReportingIterator(inner, _OwnPass(boundaries, passes, read_ahead, passes.iterators))
+                return passes.begun(self, method)
 
             return wrapped
 
@@ -752,20 +749,34 @@ def _is_transformed() -> bool:
     return False
 
 
-class CountedPass(Protocol):
+@dataclass(eq=False)
+class CountedPass:
     """Receiver of the fetches of one iterator."""
 
+    epochs: Epochs
+    one: Pass
+
     def asked(self) -> None:
-        """The next batch is about to be fetched."""
+        """Take the fetch for a boundary: the next batch is about to be fetched."""
+        epochs = self.epochs
+        if epochs.now is not self.one:
+            epochs.return_to(self.one)
+        epochs.read_ahead.asked()
+        epochs.ask()
 
     def fetched(self) -> None:
-        """A batch was fetched."""
+        """Count a batch."""
+        self.one.batches += 1
+        self.epochs.read_ahead.fetched()
 
     def ended(self) -> None:
-        """There was no further batch."""
+        """Leave the pass: there was no further batch."""
+        self.one.is_over = True
+        self.epochs.read_ahead.exhausted()
+        self.epochs.ended()
 
     def left(self) -> None:
-        """The program has dropped the iterator before its end."""
+        """Note that the program has dropped the iterator before its end; the next pass ends this one where nothing else does."""
 
 
 class ReportingIterator:
@@ -815,34 +826,6 @@ class ReportingIterator:
             counted.left()
 
 
-@dataclass
-class _OwnPass:
-    """Iterator of a loader that knows its own position."""
-
-    boundaries: Boundaries
-    passes: Passes
-    read_ahead: ReadAhead
-    number: int
-
-    def asked(self) -> None:
-        """Take the fetch for a boundary."""
-        self.read_ahead.asked()
-        self.passes.asked(self.number)
-        self.boundaries.asked(self.read_ahead)
-
-    def fetched(self) -> None:
-        """Count a batch."""
-        self.passes.fetched()
-
-    def ended(self) -> None:
-        """Leave the pass."""
-        self.passes.ended()
-        self.boundaries.ended(self.read_ahead)
-
-    def left(self) -> None:
-        """Wait for the next pass, with which this one is over."""
-
-
 @contextmanager
 def _as_begun(loader: Any, at_begin: dict[str, Any] | None) -> Iterator[None]:
     """Let a nodes.Loader draw the order of a restored pass again, and not begin the next where no batch is left."""
@@ -861,113 +844,121 @@ def _as_begun(loader: Any, at_begin: dict[str, Any] | None) -> Iterator[None]:
             stateful.restore_random_states(before)
 
 
-class Passes:
+class Epochs:
+    """Passes over one loader, of which those that train are epochs."""
+
+    def __init__(self) -> None:
+        """Begin before the first pass."""
+        self.now = Pass()
+        self._begins = False
+        """The next pass is about to begin."""
+        self.read_ahead = ReadAhead()
+        self.ask: Callable[[], object] = lambda: None
+        self.ended: Callable[[], None] = lambda: None
+
+    def watch(self, boundaries: Boundaries) -> None:
+        """Report each fetch to boundaries, which tell of steps."""
+        read_ahead = self.read_ahead = boundaries.watch_fetches()
+        self.ask = lambda: boundaries.asked(read_ahead)
+        self.ended = lambda: boundaries.ended(read_ahead)
+
+    def return_to(self, one: Pass) -> None:
+        """Make a pass the current one again, after one that began within it."""
+        # Otherwise the loader was restored since, and begins anew.
+        if not self.now.is_loaded:
+            warn_once(_WITHIN)
+            # Counts on from before the inner pass, as far as that can be known: the loader's state is of one of them.
+            base, one.at_begin = self.now.before or self.now, self.now.at_begin
+            one.number, one.batches, one.is_over = base.number, base.batches, base.is_over
+            self.now, one.before = one, None
+
+    @property
+    def passes(self) -> int:
+        """Epochs begun so far, including the current one."""
+        return self._epoch().number
+
+    @property
+    def epoch(self) -> int:
+        """Epoch to continue with right after `load_state_dict`: the interrupted one, or the next."""
+        return self.now.number - 1 if self.now.is_pending else self.now.number
+
+    @property
+    def taken(self) -> int:
+        """Batches taken of epoch `epoch`."""
+        return self.now.batches if self.now.is_pending else 0
+
+    def _epoch(self) -> Pass:
+        """Return the current pass, or the one before it while nothing is trained with the current one."""
+        now = self.now
+        return now.before if now.before is not None and self._is_look(ends=self._begins) else now
+
+    def _is_look(self, *, ends: bool) -> bool:
+        """Return whether the program only looks at the batches of the current pass.
+
+        Args:
+            ends: No step can follow with its batches. Otherwise it may while the pass goes on.
+        """
+        # The rest of an epoch may be empty.
+        now = self.now.fetches
+        return (now.fetched > 0 if now.is_exhausted else ends) and self.read_ahead.is_look(beside=False)
+
+
+class Passes(Epochs):
     """Passes over a loader that knows its own position and not the number of its pass."""
 
     def __init__(self) -> None:
         """Begin before the first pass."""
-        self.passes = 0
-        """Passes begun so far, including the current one."""
-        self.batches = 0
-        """Batches taken of the current pass."""
-        self._is_over = True
-        self.iterators = 0
-        """Iterators begun by this process."""
-        self._current = 0
-        """The one that is counted."""
-        self.at_begin: dict[str, Any] | None = None
-        """Random generators when the current pass began, of a loader whose samplers keep no state."""
-        self._early: dict[str, Any] | None = None
+        super().__init__()
+        self.early: dict[str, Any] | None = None
+        """Random generators when the loader began its first pass to tell its state."""
         self.is_asked_for_state = False
         """The loader is being asked for its state."""
         self.state_of_loader: Any = None
         """State that the loader was restored into."""
-        self._continues = False
-        """The next iterator is of the pass that the loader was restored into."""
-        self._before: tuple[int, int, bool, bool] | None = None
-        """Numbers before the current pass, restored if that turns out to be no epoch."""
-        self._at_resume: dict[str, Any] | None = None
-        """Random generators before the restored pass was continued."""
-        self._read_ahead = ReadAhead()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the pass and of its batches."""
-        if self._read_ahead.remaining:
+        if self.read_ahead.remaining:
             warn_once(_OWN_POSITION)
-        passes, batches, over = self.passes, self.batches, self._is_over
-        if over and self._before is not None and self._is_look():
-            passes, batches, over, _ = self._before
-        state = {"passes": passes, "batches": batches, "over": over}
-        return state if over or self.at_begin is None else {**state, "at_begin": self.at_begin}
+        # The loader's own state is that of a look until it is over.
+        shown = self._epoch()
+        state = {"passes": shown.number, "batches": shown.batches, "over": shown.is_over}
+        return state if shown.is_over or shown.at_begin is None else {**state, "at_begin": shown.at_begin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iterator continue at a saved position, as the loader does that was restored with it."""
-        self.passes, self.batches, self._is_over = state["passes"], state["batches"], state["over"]
-        self._continues, self._before, self._at_resume = not self._is_over, None, None
-        self.at_begin, self._early = state.get("at_begin"), None
+        self.now = Pass(
+            state["passes"],
+            state["batches"],
+            state.get("at_begin"),
+            is_over=state["over"],
+            is_loaded=True,
+        )
+        self.early = None
 
-    @property
-    def epoch(self) -> int:
-        """Pass to continue with right after `load_state_dict`: the interrupted one, or the next."""
-        return self.passes if self._is_over else self.passes - 1
-
-    @property
-    def taken(self) -> int:
-        """Batches taken of pass `epoch`."""
-        return 0 if self._is_over else self.batches
-
-    def begun(self, read_ahead: ReadAhead, loader: Any) -> bool:
-        """Count a pass: the program asks the loader for an iterator; return whether it continues a saved pass."""
-        if self._before is not None and self._is_look():
-            self.passes, self.batches, self._is_over, self._continues = self._before
-            if self._continues:
+    def begun(self, loader: Any, begin: Callable[[Any], Any]) -> ReportingIterator:
+        """Count a pass: the program asks the loader for an iterator, which may continue a saved pass."""
+        base = self.now
+        if base.before is not None and self._is_look(ends=True):
+            base = base.before
+            if base.at_resume is not None:
                 # The look has used up what the loader was restored into.
                 loader.load_state_dict(self.state_of_loader)
-                if self._at_resume is not None:
-                    stateful.restore_random_states(self._at_resume)
-        self._before = (self.passes, self.batches, self._is_over, self._continues)
-        self._at_resume = stateful.random_states() if self._continues else None
-        self._read_ahead = read_ahead
-        read_ahead.now = read_ahead.begin()
-        self.iterators += 1
-        self._current = self.iterators
-        continues = self._continues
-        if not continues:
-            self.passes, self.batches = self.passes + 1, 0
-            # A loader of nodes, whose samplers may be torch's plain ones.
-            self.at_begin = (self._early or stateful.random_states()) if hasattr(loader, "root") else None
-        self._early = None
-        self._is_over = self._continues = False
-        return continues
-
-    def begun_early(self) -> None:
-        """Note that the loader begins its first pass to tell its state."""
-        self._early = stateful.random_states()
-
-    def asked(self, iterator: int) -> None:
-        """Warn of an iterator that is used after another one was begun, whose place is then the loader's state."""
-        if iterator == self._current:
-            return
-        warn_once(_WITHIN)
-        self._current = iterator
-        if self._before is not None:
-            self.passes, self.batches, self._is_over, _ = self._before
-            self._before = None
-
-    def _is_look(self) -> bool:
-        # The rest of an epoch may be empty.
-        now = self._read_ahead.now
-        return not (now.is_exhausted and not now.fetched) and self._read_ahead.is_look(beside=False)
-
-    def fetched(self) -> None:
-        """Count a batch."""
-        self.batches += 1
-        self._read_ahead.fetched()
-
-    def ended(self) -> None:
-        """Leave the pass: there was no further batch."""
-        self._is_over = True
-        self._read_ahead.exhausted()
+                stateful.restore_random_states(base.at_resume[0])
+        base.before = None
+        fetches = self.read_ahead.now = self.read_ahead.begin()
+        now = self.now = Pass(base.number + 1, before=base, fetches=fetches, is_over=False)
+        context: Any = nullcontext()
+        if base.is_pending:
+            base.at_resume = (stateful.random_states(), {})
+            now.number, now.batches, now.at_begin = base.number, base.batches, base.at_begin
+            context = _as_begun(loader, now.at_begin)
+        # A loader of nodes, whose samplers may be torch's plain ones and keep no state.
+        elif hasattr(loader, "root"):
+            now.at_begin = self.early or stateful.random_states()
+        self.early = None
+        with context:
+            return ReportingIterator(begin(loader), CountedPass(self, now))
 
 
 @dataclass(eq=False)
@@ -1015,6 +1006,56 @@ class Fetches:
     def is_quiet(self) -> bool:
         """True while the pass seems to be a look or an evaluation, whose fetches are no boundaries."""
         return self.is_seen and (self.is_evaluation or self.is_within) and not (self.stepped or self.is_over)
+
+
+@dataclass(eq=False)
+class Pass:
+    """One iteration over a loader, or a saved one that is to be continued."""
+
+    number: int = 0
+    """Epochs begun so far, including this one."""
+    batches: int = 0
+    """Batches taken."""
+    at_begin: dict[str, Any] | None = None
+    own_at_begin: dict[str, Any] = field(default_factory=dict)
+    at_first: dict[str, Any] | None = None
+    """The generators at the first fetch, those of the process and the loader's own; None: as the beginning left them."""
+    left_by_begin: str = ""
+    """Digest of what the beginning left them as."""
+    before: Pass | None = None
+    """The position if this pass turns out to be no epoch."""
+    fetches: Fetches = field(default_factory=Fetches)
+    is_over: bool = True
+    """There is no further batch, or the program takes none."""
+    was_left: bool = False
+    """The program takes no more batches, and there may be more."""
+    handled: BaseException | None = None
+    """Exception that was being handled when the pass began."""
+    had_workers: bool = False
+    """Persistent workers had been created before the pass began."""
+    looks: int = 0
+    """Passes since this one that were no epochs."""
+    looks_before: int | None = None
+    """The same number for the epoch before this one; None: this one is the first."""
+    is_loaded: bool = False
+    ahead: int = 0
+    """Batches of a saved pass that were read ahead."""
+    follows: Pass | None = None
+    """Pass after a saved one, if batches of it were read ahead too."""
+    at_resume: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """Generators right after the resume of a saved pass: those of the process, and the loader's own."""
+    looks_here: int = 0
+    """Number of the `looks` of a saved pass that came after the resume."""
+
+    @property
+    def is_pending(self) -> bool:
+        """True if the rest of a saved pass comes next."""
+        return self.is_loaded and not self.is_over
+
+    @property
+    def is_open(self) -> bool:
+        """True if the program may take a further batch from the iterator."""
+        return not (self.is_loaded or self.is_over)
 
 
 class ReadAhead:

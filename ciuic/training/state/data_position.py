@@ -28,7 +28,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType, NoneType
@@ -36,7 +36,15 @@ from typing import Any, Final
 
 from ciuic.training.logs import log, warn_once
 from ciuic.training.state import stateful
-from ciuic.training.state.boundaries import Boundaries, Fetches, ReadAhead, ReportingIterator, override
+from ciuic.training.state.boundaries import (
+    Boundaries,
+    CountedPass,
+    Epochs,
+    Fetches,
+    Pass,
+    ReportingIterator,
+    override,
+)
 from ciuic.training.state.rank_state import digest_of
 from ciuic.training.state.stateful import load_into, state_of
 
@@ -83,57 +91,7 @@ _UNKNOWN_LOOKS: Final = (
 ) + _HINT
 
 
-@dataclass(eq=False)
-class _Pass:
-    """One iteration over a loader, or a saved one that is to be continued."""
-
-    number: int = 0
-    """Epochs begun so far, including this one."""
-    batches: int = 0
-    """Batches taken."""
-    at_begin: dict[str, Any] | None = None
-    own_at_begin: dict[str, Any] = field(default_factory=dict)
-    at_first: dict[str, Any] | None = None
-    """The generators at the first fetch, those of the process and the loader's own; None: as the beginning left them."""
-    left_by_begin: str = ""
-    """Digest of what the beginning left them as."""
-    before: _Pass | None = None
-    """The position if this pass turns out to be no epoch."""
-    fetches: Fetches = field(default_factory=Fetches)
-    is_over: bool = True
-    """There is no further batch, or the program takes none."""
-    was_left: bool = False
-    """The program takes no more batches, and there may be more."""
-    handled: BaseException | None = None
-    """Exception that was being handled when the pass began."""
-    had_workers: bool = False
-    """Persistent workers had been created before the pass began."""
-    looks: int = 0
-    """Passes since this one that were no epochs."""
-    looks_before: int | None = None
-    """The same number for the epoch before this one; None: this one is the first."""
-    is_loaded: bool = False
-    ahead: int = 0
-    """Batches of a saved pass that were read ahead."""
-    follows: _Pass | None = None
-    """Pass after a saved one, if batches of it were read ahead too."""
-    at_resume: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """Generators right after the resume of a saved pass: those of the process, and the loader's own."""
-    looks_here: int = 0
-    """Number of the `looks` of a saved pass that came after the resume."""
-
-    @property
-    def is_pending(self) -> bool:
-        """True if the rest of a saved pass comes next."""
-        return self.is_loaded and not self.is_over
-
-    @property
-    def is_open(self) -> bool:
-        """True if the program may take a further batch from the iterator."""
-        return not (self.is_loaded or self.is_over)
-
-
-class Position:
+class Position(Epochs):
     """Position in one loader, whose passes and batches are counted from now on."""
 
     def __init__(self, loader: Any, ask: Callable[[], object] = lambda: None) -> None:
@@ -146,19 +104,15 @@ class Position:
         Raises:
             TypeError: The class of the loader cannot be derived from.
         """
-        self._now = _Pass()
+        super().__init__()
         self._breaks_off = False
         """The program has left an earlier epoch before its end, and begun the next."""
-        self._begins = False
-        """The next pass is about to begin."""
         self._first_looks = 0
         """Passes before the first epoch."""
         self._loader = loader
         self._name = ""
-        self._ask = ask
-        self._ended: Callable[[], None] = lambda: None
+        self.ask = ask
         self._ask_to_begin: Callable[[], object] = ask
-        self._read_ahead = ReadAhead()
         self._numbers = {path: one.get_state() for path, one in _counts(_walk(loader)).items()}
         """Numbers that the samplers held at first."""
         self._counting: set[str] = set()
@@ -174,23 +128,21 @@ class Position:
         if not override(loader, "__iter__", make):
             raise TypeError(f"{type(loader).__qualname__} is a class that nothing can be derived from")
 
-    def watch(self, boundaries: Boundaries, name: str) -> None:
+    def watch(self, boundaries: Boundaries, name: str = "") -> None:
         """Report each fetch, and take the batches that are read ahead as not taken.
 
         Args:
             boundaries: Told of fetches; tells of steps.
             name: What warnings call the loader.
         """
-        read_ahead = boundaries.watch_fetches()
-        self._read_ahead, self._name = read_ahead, name
-        self._ask = lambda: boundaries.asked(read_ahead)
-        self._ask_to_begin = lambda: boundaries.asked(read_ahead, begins=True)
-        self._ended = lambda: boundaries.ended(read_ahead)
+        super().watch(boundaries)
+        self._name = name
+        self._ask_to_begin = lambda: boundaries.asked(self.read_ahead, begins=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; exact at a boundary of two steps."""
-        shown, now = self._epoch(), self._now
-        remaining = self._read_ahead.remaining_of(shown.fetches)
+        shown, now = self._epoch(), self.now
+        remaining = self.read_ahead.remaining_of(shown.fetches)
         ahead = remaining
         behind = now.fetches.carried - now.fetches.fetched
         follows = None
@@ -229,7 +181,7 @@ class Position:
                 "at_first": follows.at_first,
                 "ahead": follows.fetches.fetched,
             }
-        if not self._read_ahead.is_sure:
+        if not self.read_ahead.is_sure:
             state["unsure"] = True
         # A loader with a generator of its own would otherwise be resumed in another order.
         own = self._own()
@@ -247,7 +199,7 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass continue at a saved position."""
-        self._now = _saved(state)
+        self.now = _saved(state)
         self._breaks_off, self._first_looks = state.get("leaves", False), state.get("first_looks", 0)
         if state.get("unsure"):
             log.warning(
@@ -257,21 +209,6 @@ class Position:
             )
         self._counting |= state.get("own", {}).keys() & self._numbers.keys()
         _restore(self._own(), state.get("own", {}))
-
-    @property
-    def passes(self) -> int:
-        """Epochs begun so far, including the current one."""
-        return self._epoch().number
-
-    @property
-    def epoch(self) -> int:
-        """Epoch to continue with right after `load_state_dict`: the interrupted one, or the next."""
-        return self._now.number - 1 if self._now.is_pending else self._now.number
-
-    @property
-    def taken(self) -> int:
-        """Batches taken of epoch `epoch`."""
-        return self._now.batches if self._now.is_pending else 0
 
     def _own(self) -> dict[str, Any]:
         """Return what the loader holds and changes by itself: random generators, and numbers of samplers."""
@@ -293,12 +230,7 @@ class Position:
             warn_once(_IN_WORKERS.format(self._name or "the loader", ", ".join(held[:3])))
 
     def _is_look(self, *, ends: bool) -> bool:
-        """Return whether the program only looks at the batches of the current pass.
-
-        Args:
-            ends: No step can follow with its batches. Otherwise it may while the pass goes on.
-        """
-        now, before = self._now, self._now.before
+        now, before = self.now, self.now.before
         if before is None:
             return False
         # The rest of a saved epoch may be empty, as that of another loader with which it is taken, or read ahead.
@@ -311,16 +243,11 @@ class Position:
             return True
         if not (ends or now.is_over or before.is_open):
             return False
-        return self._read_ahead.is_look(beside=before.is_open)
+        return self.read_ahead.is_look(beside=before.is_open)
 
-    def _epoch(self) -> _Pass:
-        """Return the current pass, or the one before it while nothing is trained with the current one."""
-        now = self._now
-        return now.before if now.before is not None and self._is_look(ends=self._begins) else now
-
-    def _settle(self) -> _Pass:
+    def _settle(self) -> Pass:
         """Return the last epoch, after which another pass begins."""
-        now = self._now
+        now = self.now
         before = now.before
         if before is None:
             return now
@@ -332,20 +259,20 @@ class Position:
             return now
         if now.fetches.closes_step:
             warn_once(_AFTER_LEFT.format(self._name))
-        if self._read_ahead.is_guess and now.fetches.fetched:
+        if self.read_ahead.is_guess and now.fetches.fetched:
             warn_once(_NOT_COUNTED.format(self._name))
         if not before.is_open:
             self._count_look(before, 1)
         return before
 
-    def _count_look(self, before: _Pass, number: int) -> None:
+    def _count_look(self, before: Pass, number: int) -> None:
         before.looks, before.looks_here = before.looks + number, before.looks_here + number
         if not before.number:
             self._first_looks = before.looks
 
-    def _return_to(self, one: _Pass) -> None:
+    def return_to(self, one: Pass) -> None:
         """Make a pass the current one again, after one that began within it."""
-        within, self._now = self._now, one
+        within, self.now = self.now, one
         is_inexact, before = within.fetches.trains, one.before
         if before is not None and before is within.before:
             # Until its first step it was taken for a look before the other one.
@@ -353,11 +280,11 @@ class Position:
             is_inexact = is_inexact or before.is_pending
         if self._name and is_inexact:
             warn_once(_NESTED.format(self._name))
-        self._read_ahead.now = one.fetches
+        self.read_ahead.now = one.fetches
         if within.fetches.stepped:
-            self._read_ahead.trained()
+            self.read_ahead.trained()
 
-    def _continues(self, base: _Pass, fetches: Fetches) -> bool:
+    def _continues(self, base: Pass, fetches: Fetches) -> bool:
         """Return whether the pass that begins is the rest of a saved epoch."""
         # An evaluation takes all batches, and leaves the rest to the training.
         if not base.is_pending or (fetches.is_seen and fetches.is_evaluation):
@@ -371,7 +298,7 @@ class Position:
     def _has_workers(self) -> bool:
         return getattr(self._loader, "_iterator", None) is not None
 
-    def _make_workers(self, begin: Callable[[], Iterator[Any]], own: dict[str, Any], base: _Pass) -> None:
+    def _make_workers(self, begin: Callable[[], Iterator[Any]], own: dict[str, Any], base: Pass) -> None:
         """Create persistent workers without a trace in the random generators."""
         loader = self._loader
         persist = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0)
@@ -383,7 +310,7 @@ class Position:
             stateful.restore_random_states(before)
             _restore(own, own_before)
 
-    def _rewind(self, base: _Pass, own: dict[str, Any], *, continues: bool) -> None:
+    def _rewind(self, base: Pass, own: dict[str, Any], *, continues: bool) -> None:
         """Take back what was drawn since the resume for looks that the run had made before the snapshot."""
         if base.at_resume is None:
             base.at_resume = (stateful.random_states(), _states(own))
@@ -392,7 +319,7 @@ class Position:
             stateful.restore_random_states(base.at_resume[0])
             _restore(own, base.at_resume[1])
 
-    def _extra_looks(self, base: _Pass) -> int:
+    def _extra_looks(self, base: Pass) -> int:
         """Return how many looks after a resume between two epochs an undisturbed run would not have made."""
         looks_saved = base.looks - base.looks_here
         if not base.number:
@@ -403,13 +330,13 @@ class Position:
         to_come = 0 if base.looks_before is None else base.looks_before - looks_saved
         return self._first_looks - to_come
 
-    def _begin(self, begin: Callable[[], Iterator[Any]], base: _Pass, fetches: Fetches) -> Iterator[Any]:
+    def _begin(self, begin: Callable[[], Iterator[Any]], base: Pass, fetches: Fetches) -> Iterator[Any]:
         """Begin a pass after the last epoch, or continue that."""
         own = self._own()
         continues = self._continues(base, fetches)
         if base.is_loaded:
             self._rewind(base, own, continues=continues)
-        now = self._now = _Pass(
+        now = self.now = Pass(
             number=base.number if continues else base.number + 1,
             before=base,
             fetches=fetches,
@@ -440,7 +367,7 @@ class Position:
         _restore(own, own_now)
         return self._rest(batches, base, at_first) if base.batches or base.ahead else batches
 
-    def _rest(self, batches: Iterator[Any], base: _Pass, at_first: dict[str, Any]) -> Iterator[Any]:
+    def _rest(self, batches: Iterator[Any], base: Pass, at_first: dict[str, Any]) -> Iterator[Any]:
         """Skip what was taken, at the first fetch: a sampler may be told its epoch until then."""
         own = self._own()
         here = _draws(own)
@@ -456,13 +383,13 @@ class Position:
 
     def _iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass at once, as the loader itself does: it may draw here, and at the first fetch."""
-        around = self._now
-        base = self._now = self._settle()
+        around = self.now
+        base = self.now = self._settle()
         # In a look all batches of the pass before are trained with, or never.
         after = base.fetches if base is around and base.fetches.is_exhausted else None
         if base.follows is not None and after is not None:
-            base = self._now = base.follows
-        fetches = self._read_ahead.begin(within=base.is_open, after=after)
+            base = self.now = base.follows
+        fetches = self.read_ahead.begin(within=base.is_open, after=after)
         # Within another pass it may be a look, from which no program continues.
         if not (base.is_pending or base.is_open or fetches.is_quiet):
             # However the pass before ended, it is over; `ask` may take a snapshot that must know so.
@@ -471,26 +398,26 @@ class Position:
                 fetches.closes_step = bool(self._ask_to_begin())
             finally:
                 self._begins = False
-        self._read_ahead.now = fetches
+        self.read_ahead.now = fetches
         batches = self._begin(begin, base, fetches)
-        return ReportingIterator(batches, _Counted(self, self._now, base, around))
+        return ReportingIterator(batches, _Counted(self, self.now, base, around))
 
-    def _note_first(self, now: _Pass) -> None:
+    def _note_first(self, now: Pass) -> None:
         """Note the random generators at the first fetch, if they are not as the beginning of the pass has left them."""
         here = _draws(self._own())
         if now.left_by_begin != digest_of(here):
             now.at_first = here
 
-    def _leave(self, one: _Pass, around: _Pass) -> bool:
+    def _leave(self, one: Pass, around: Pass) -> bool:
         """Return to the pass within which the program has looked at batches; return whether it has."""
-        if one is not self._now or not around.is_open or not self._is_look(ends=True):
+        if one is not self.now or not around.is_open or not self._is_look(ends=True):
             return False
-        self._return_to(around)
+        self.return_to(around)
         return True
 
 
-def _saved(state: Mapping[str, Any]) -> _Pass:
-    return _Pass(
+def _saved(state: Mapping[str, Any]) -> Pass:
+    return Pass(
         number=state["passes"],
         batches=state["batches"],
         at_begin=state["at_begin"],
@@ -507,49 +434,48 @@ def _saved(state: Mapping[str, Any]) -> _Pass:
 
 
 @dataclass(eq=False)
-class _Counted:
+class _Counted(CountedPass):
     """Iterator over one pass."""
 
-    position: Position
-    one: _Pass
-    base: _Pass
+    epochs: Position
+    base: Pass
     """The epoch before, or the saved one that is continued."""
-    around: _Pass
+    around: Pass
     """The pass within which the program may look at batches."""
 
     def asked(self) -> None:
-        """Take the fetch for a boundary."""
-        position, one = self.position, self.one
-        if position._now is not one:
-            position._return_to(one)
-        position._read_ahead.asked()
-        position._ask()
-        if not one.batches and one.left_by_begin:
-            position._note_first(one)
+        """Note the generators at the first fetch, too."""
+        super().asked()
+        if not self.one.batches and self.one.left_by_begin:
+            self.epochs._note_first(self.one)
 
     def fetched(self) -> None:
-        """Count a batch."""
-        one, base = self.one, self.base
-        one.batches += 1
-        self.position._read_ahead.fetched()
-        name = self.position._name
-        if name and one.batches == 2 and base.was_left and base.batches == 1 and not base.fetches.is_seen:
+        """Warn of a second batch after an epoch of one."""
+        super().fetched()
+        name, base = self.epochs._name, self.base
+        if (
+            name
+            and self.one.batches == 2
+            and base.was_left
+            and base.batches == 1
+            and not base.fetches.is_seen
+        ):
             warn_once(_COUNTED.format(name))
 
     def ended(self) -> None:
         """Leave the pass; a snapshot from here on resumes into the next, unless batches were read ahead."""
         self.one.is_over = True
-        self.position._read_ahead.exhausted()
-        if not self.position._leave(self.one, self.around):
-            self.position._ended()
+        self.epochs.read_ahead.exhausted()
+        if not self.epochs._leave(self.one, self.around):
+            self.epochs.ended()
 
     def left(self) -> None:
         """Leave the pass by `break`, or an exception; the iterator of an earlier pass may be dropped late."""
         self.one.is_over = self.one.was_left = self.one.fetches.is_left = True
-        self.position._leave(self.one, self.around)
+        self.epochs._leave(self.one, self.around)
 
 
-def _follows_left(one: _Pass) -> bool:
+def _follows_left(one: Pass) -> bool:
     return one.before is not None and one.before.was_left
 
 

@@ -93,6 +93,11 @@ class TrainerHeartbeat:
             self._page.report_loss(step, float(loss))
         self.beat(step)
 
+    def save_ended(self, error: str) -> None:
+        """Record that a save is durable ("") or why it failed."""
+        if self._page is not None:
+            self._page.report_save(error)
+
     def preempted(self) -> None:
         """Record that the training was told to end, and will."""
         self._set_goodbye(Goodbye.PREEMPTED)

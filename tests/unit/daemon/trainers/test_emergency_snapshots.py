@@ -16,7 +16,7 @@ from ciuic.daemon.trainers.registry import RETURN_SECONDS, TrainerRegistry, Watc
 from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import Event, Incident, SnapshotRequest, SnapshotState
-from ciuic.protocol.heartbeat_page import HeartbeatPage
+from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage
 from ciuic.protocol.watch_client import Hello
 
 NOBODYS_PID = (1 << 22) + 5
@@ -286,6 +286,82 @@ def test_a_loss_that_is_no_number_is_an_alert_until_it_is_in_order(page: Heartbe
 
     bench.run(story)
     assert bench.requests == []
+
+
+def test_saves_that_keep_failing_are_an_alert_until_one_succeeds(page: HeartbeatPage) -> None:
+    """The second failure in a row raises the alert, once, and the next success, or --forget, clears it.
+
+    A manager that was made again in the same process, as in a notebook, is the one that counts.
+    """
+    bench = Bench()
+
+    async def story() -> None:
+        trainers = TrainerRegistry(
+            alerts=bench.alerts, emergencies=bench.emergencies, now_ns=bench.now_ns, on_change=lambda: None
+        )
+        hello = Hello(name="a", where="/w", kind="library", pid=NOBODYS_PID, start_ticks=5)
+        identity = ProcessIdentity(0, NOBODYS_PID, 5)
+        again = HeartbeatPage()
+        async with trio.open_nursery() as nursery:
+            trainers.nursery = nursery
+            watched = trainers.add(identity, -1, [os.dup(page.fd)], hello)
+
+            def alerts(*errors: str, of: HeartbeatPage = page) -> list[str]:
+                for error in errors:
+                    of.report_save(error)
+                trainers._look_at(watched)
+                return [f"{one.severity} {one.key} {one.message}" for one in bench.alerts.standing()]
+
+            fails = [
+                f"problem saves:a:/w the saves of trainer a (/w), pid {NOBODYS_PID} fail: the disk is full"
+            ]
+            assert alerts("", "the disk is full") == []
+            assert alerts("the disk is full") == fails
+            assert alerts("another reason") == fails
+            status = watched.status()
+            assert (status.failed_saves, status.save_error) == (3, "another reason")
+            assert bench.alerts.standing()[0].since == status.failing_since
+            assert alerts("") == []
+            assert not watched.status().failed_saves
+            assert alerts("x") == []
+            assert alerts(*["the disk is full"] * 200) == fails
+            watched = trainers.add(identity, os.dup(page.fd), [os.dup(again.fd)], hello)
+            assert alerts(of=again) == []
+            assert alerts("x", "the disk is full", of=again) == fails
+            assert trainers.forget("a") == 1
+            assert bench.alerts.standing() == []
+            nursery.cancel_scope.cancel()
+        again.close()
+
+    bench.run(story)
+    assert bench.requests == []
+
+
+def test_a_run_that_ended_with_failing_saves_is_told(page: HeartbeatPage) -> None:
+    """Saves that failed right before the end of the process are an alert, which stands until the training is started again."""
+    bench = Bench()
+
+    async def story() -> None:
+        trainers = TrainerRegistry(
+            alerts=bench.alerts, emergencies=bench.emergencies, now_ns=bench.now_ns, on_change=lambda: None
+        )
+        hello = Hello(name="a", where="/w", kind="library", pid=NOBODYS_PID, start_ticks=5)
+        # The end of a pipe is readable at once, as the pidfd of a process that has ended.
+        life, write_end = os.pipe()
+        os.close(write_end)
+        for error in ("the disk is full",) * 2:
+            page.report_save(error)
+        page.say_goodbye(Goodbye.CLOSED)
+        async with trio.open_nursery() as nursery:
+            trainers.nursery = nursery
+            trainers.add(ProcessIdentity(0, NOBODYS_PID, 5), life, [os.dup(page.fd)], hello)
+        assert [alert.key for alert in bench.alerts.standing()] == ["saves:a:/w"]
+        async with trio.open_nursery() as nursery:
+            trainers.nursery = nursery
+            trainers.add(ProcessIdentity(0, NOBODYS_PID, 6), -1, [], hello)
+        assert bench.alerts.standing() == []
+
+    bench.run(story)
 
 
 @pytest.fixture

@@ -124,9 +124,25 @@ def test_a_child_does_not_speak_for_its_parent(page: HeartbeatPage) -> None:
     child = os.fork()
     if not child:
         page.say_goodbye(Goodbye.CLOSED)
+        page.report_save("x")
         os._exit(0)
     os.waitpid(child, 0)
-    assert read_page(page.fd).goodbye is Goodbye.NONE
+    assert read_page(page.fd) == HeartbeatReading()
+
+
+def test_an_error_of_a_save_is_shown_as_far_as_it_fits(page: HeartbeatPage) -> None:
+    """An error is cut to what the page has room for and made printable; it disturbs neither losses nor reason, nor they it."""
+    page.report_loss(1, 2.0)
+    page.say_goodbye(Goodbye.FAILED, "r" * 600)
+    page.report_save("e\x1b[2J" + "\u20ac" * 200)
+    found = read_page(page.fd)
+    assert found.save_error.isprintable()
+    assert found.save_error.startswith("e [2J\u20ac")
+    assert (found.failed_saves, found.reason) == (1, "r" * 511)
+    assert read_losses(page.fd, 0).losses == ((1, 2.0),)
+    page.report_save()
+    assert read_page(page.fd)[5] == 0
+    assert not read_page(page.fd).save_error
 
 
 def test_descriptors_without_a_page_are_refused(tmp_path: Path) -> None:

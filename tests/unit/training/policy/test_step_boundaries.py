@@ -97,6 +97,17 @@ def test_a_watched_loader_sets_the_boundary_at_the_next_batch() -> None:
     assert run.events == ["batch 0", "step", "boundary", "batch 1", "batch 2", "step", "boundary"]
 
 
+def test_a_look_that_has_ended_is_in_no_number() -> None:
+    """After a pass without a step the number of epochs and the saved position are those of the epoch before."""
+    loader, passes, run = Loader(), Passes(), Run()
+    assert run.boundaries.watch_loader(loader, passes)
+    for _ in loader:
+        run.optimizer.step()
+    assert len(list(loader)) == 3
+    assert passes.passes == 1
+    assert passes.state_dict() == {"passes": 1, "batches": 3, "over": True}
+
+
 def test_with_two_optimizers_only_explicit_closes_a_step() -> None:
     """A step of two optimizers without a loader is closed by `explicit` alone."""
     run = Run()

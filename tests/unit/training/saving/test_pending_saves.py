@@ -68,6 +68,7 @@ class _Saves:
 
     def __init__(self, save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
+        self.ends: list[str] = []
         self.client = _Client(save_dir, self.events)
         self.copies: dict[int, _Copy] = {}
         self.pipeline = SavePipeline(
@@ -76,6 +77,7 @@ class _Saves:
             SaveCallbacks(),
             RemoteCopies(str(save_dir), ()),
             lambda _: None,
+            save_ended=self.ends.append,
         )
         monkeypatch.setattr("ciuic.training.save_pipeline.stage", self._stage)
 
@@ -149,6 +151,9 @@ def test_an_interrupt_loses_the_save_and_not_the_arena(saves: _Saves) -> None:
     assert "released" in saves.events
     assert isinstance(save, Save)
     assert save.error == "interrupted while it was handed over"
+    # The client reports it as well.
+    saves.pipeline.outcome("interrupted", number=1)
+    assert saves.ends == [save.error]
     _, other = saves.add()
     other.is_done = True
     saves.pipeline.advance()

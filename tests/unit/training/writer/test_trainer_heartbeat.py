@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support.served_sockets import RegistrationListener
+from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_losses, read_page
 from ciuic.training import ManagerOptions
+from ciuic.training.save_pipeline import SavePipeline
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
 
 
@@ -40,6 +45,46 @@ def test_steps_reports_and_saves_are_beats(short_tmp: Path, monkeypatch: pytest.
             assert read_losses(page, 0) == (2, ((0, 1.0), (7, 0.5)))
             manager.close()
             assert read_page(page).goodbye is Goodbye.CLOSED
+
+
+def test_saves_that_fail_are_counted_until_one_succeeds(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves that a rule asks for and that fail are on the page with the reason, whichever way they fail, until one is durable."""
+    (short_tmp / "ciuic.toml").write_text(f'[daemon]\nruntime_dir = "{short_tmp}"\n')
+    monkeypatch.setenv("CIUIC_CONFIG", str(short_tmp / "ciuic.toml"))
+    monkeypatch.setattr(SavePipeline, "_back_off", lambda self: None)
+    with RegistrationListener(short_tmp) as daemon:
+        manager = SnapshotManager(short_tmp / "s", every_steps=1)
+        model = Model()
+        gathered = model.state_dict
+        optimizer = Optimizer(model)
+        manager.register(model=model, optimizer=optimizer)
+
+        def refuse() -> NoReturn:
+            raise RuntimeError("no state now")
+
+        def no_memory(*_: object, **__: object) -> NoReturn:
+            raise OSError(errno.ENOMEM, "out of memory")
+
+        with daemon.accept() as (_, (_, page)):
+            model.state_dict = refuse  # type: ignore[method-assign]
+            optimizer.step()
+            optimizer.step()
+            first = read_page(page)
+            assert (first.failed_saves, first.save_error) == (2, "no state now")
+            model.state_dict = gathered  # type: ignore[method-assign]
+            with monkeypatch.context() as patched:
+                patched.setattr("ciuic.training.save_pipeline.stage", no_memory)
+                optimizer.step()
+            found = read_page(page)
+            assert (found.failed_saves, found.save_error) == (3, "out of memory")
+            assert found.failing_since_ns == first.failing_since_ns > 0
+            optimizer.step()
+            with suppress(RuntimeError):  # the program hears of what its object raised
+                manager.wait()
+            assert read_page(page).failed_saves == 0
+            manager.close()
 
 
 @pytest.mark.parametrize(
