@@ -12,7 +12,7 @@ import posixpath
 import re
 import stat
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, Literal, NamedTuple, NoReturn
 
@@ -684,9 +684,12 @@ def checkpoints(
             lineage.leave()
             continue
         if judged is not None and then and then == at.entry.content:
-            for known in judged.within(at.path):
-                yield StoredCheckpoint(known.checkpoint, known.mtime_ns, snapshot, timeline.host)
-            continue
+            carried = judged.within(at.path)
+            # What a link leads to may be another file now.
+            if not any(file.startswith(b"../") for one in carried for file in one.checkpoint.files):
+                for known in carried:
+                    yield StoredCheckpoint(known.checkpoint, known.mtime_ns, snapshot, timeline.host)
+                continue
         try:
             children = list(repository.trees.entries(at.entry.content))
             lineage.enter(at.entry.content)
@@ -694,7 +697,7 @@ def checkpoints(
             on_damage(snapshot, at.path, error)
             continue
         covered: set[bytes] = set()
-        if may_hold_checkpoints([child.name for child in children]):
+        if may_hold_checkpoints([child.name for child in children], at.path):
             directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
             try:
                 times = {child.name: child.mtime_ns for child in directory.entries()}
@@ -702,7 +705,7 @@ def checkpoints(
                     covered.update(found.files)
                     if path is not None and not is_within(found.path, path):
                         continue
-                    mtime_ns = max((times.get(name, 0) for name in found.files), default=0)
+                    mtime_ns = latest_change(directory, found, times)
                     yield StoredCheckpoint(found, mtime_ns, snapshot, timeline.host)
             except Damaged as error:
                 on_damage(snapshot, at.path, error)
@@ -721,6 +724,20 @@ def checkpoints(
                     (Located(root, inside, child), b"" if covered_then else before.get(child.name, b""))
                 )
         stack.append(iter(deeper))
+
+
+def latest_change(directory: SnapshotDirectory, checkpoint: Checkpoint, times: Mapping[bytes, int]) -> int:
+    """Return the latest change of one of a checkpoint's files; of one without files, of what it has in the directory.
+
+    Args:
+        directory: Where it was found.
+        checkpoint: The checkpoint.
+        times: Times of the names in the directory.
+    """
+    sources = (directory.below(name) for name in checkpoint.files)
+    # Those of directories change as well when files in them are removed.
+    newest_ns = max((source.mtime_ns for source in sources if source is not None), default=0)
+    return newest_ns or max((times.get(name, 0) for name in checkpoint.files), default=0)
 
 
 def _trees_in(repository: Repository, tree: bytes) -> dict[bytes, bytes]:
