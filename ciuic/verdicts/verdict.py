@@ -317,8 +317,8 @@ def checkpoints_in(
         for name in names:
             below = directory.directory(name) if name not in taken else None
             for one in checkpoints_in(below, judge, depth - 1) if below is not None else ():
-                files = (name, *(posixpath.normpath(posixpath.join(name, file)) for file in one.files))
-                found.append(one._replace(files=files))
+                below_here = (name, *(posixpath.normpath(posixpath.join(name, file)) for file in one.files))
+                found.append(one._replace(files=below_here))
                 is_nested = True
     if is_one and (len(found) > 1 or is_nested):
         # Files of no known format are not a part of what the trainer loads.
