@@ -39,6 +39,7 @@ from ciuic.verdicts.sources import FileSource, SnapshotDirectory
 from ciuic.verdicts.verdict import (
     FileVerdicts,
     JudgeFile,
+    Named,
     checkpoints_in,
     judge_file,
     may_hold_checkpoints,
@@ -650,6 +651,7 @@ def checkpoints(
     records: VerdictRecords | None = None,
     judge: JudgeFile = judge_file,
     judged: JudgedRoot | None = None,
+    named: Named | None = None,
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 
@@ -662,10 +664,11 @@ def checkpoints(
         records: Verdicts that were stored; those of a whole root are taken from there, and nothing is read. None to judge anew.
         judge: Judges one file.
         judged: The same root in another snapshot: directories that are the same in both are not read. Only without a path.
+        named: Tells what is one checkpoint each; nothing that was stored is taken then.
     """
     snapshot = snapshot or timeline.snapshots[0]
     # Below the root, a part of what is one checkpoint in the whole may be one by itself.
-    if records is not None and path in (None, timeline.path):
+    if records is not None and named is None and path in (None, timeline.path):
         record = records.record(snapshot)
         if record is not None and record.is_complete:
             for one in dict(record.roots).get(timeline.path, ()):
@@ -697,11 +700,11 @@ def checkpoints(
             on_damage(snapshot, at.path, error)
             continue
         covered: set[bytes] = set()
-        if may_hold_checkpoints([child.name for child in children], at.path):
+        if named is not None or may_hold_checkpoints([child.name for child in children], at.path):
             directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
             try:
                 times = {child.name: child.mtime_ns for child in directory.entries()}
-                for found in checkpoints_in(directory, judge):
+                for found in checkpoints_in(directory, judge, named=named):
                     covered.update(found.files)
                     if path is not None and not is_within(found.path, path):
                         continue

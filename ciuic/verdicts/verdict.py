@@ -276,8 +276,15 @@ def may_hold_checkpoints(names: list[bytes], path: bytes = b"") -> bool:
     )
 
 
+Named = Callable[[bytes, bool], bool]
+"""Returns whether the user has named this absolute path, of a directory or not, as a checkpoint."""
+
+
 def checkpoints_in(
-    directory: DirectorySource, judge: JudgeFile = judge_file, depth: int = _MAX_DEPTH
+    directory: DirectorySource,
+    judge: JudgeFile = judge_file,
+    depth: int = _MAX_DEPTH,
+    named: Named | None = None,
 ) -> list[Checkpoint]:
     """Return the checkpoints in a directory, without those below its directories that are not a part of it, by path.
 
@@ -285,11 +292,46 @@ def checkpoints_in(
         directory: The directory.
         judge: Judges one file; a caller with a cache gives its own.
         depth: How many directories in each other may be one checkpoint.
+        named: Tells what is one checkpoint each, whatever it looks like.
     """
     names = directory.names()
     found: list[Checkpoint] = []
+    if named is not None:
+        for name in names:
+            below, source = directory.directory(name), directory.file(name)
+            if (below or source) and named(_path(directory, name), below is not None):
+                found.append(_judge_named(directory, name, judge))
+        mine = {name for one in found for name in one.files}
+        return sorted(
+            [*found, *_found_in(directory, [name for name in names if name not in mine], judge, depth)]
+        )
+    return sorted(_found_in(directory, names, judge, depth))
+
+
+def _judge_named(directory: DirectorySource, name: bytes, judge: JudgeFile) -> Checkpoint:
+    """Return a file or directory that is a checkpoint because the user says so."""
+    path, source, below = _path(directory, name), directory.file(name), directory.directory(name)
+    if source is not None:
+        verdict = judge(source)
+        format_ = verdict.format or "named"
+        return Checkpoint(path, verdict._replace(format=format_), source.size_bytes, (name,))
+    found = [] if below is None else _found_in(below, below.names(), judge, _MAX_DEPTH, is_one=True)
+    if not found:
+        nothing = Verdict("UNKNOWN", "it has no file of a known format", "named")
+        return Checkpoint(path, nothing, 0, (name,))
+    whole = found[0]
+    files = (name, *(posixpath.normpath(posixpath.join(name, file)) for file in whole.files))
+    verdict = whole.verdict._replace(format=whole.verdict.format or "named")
+    return Checkpoint(path, verdict, whole.size_bytes, files)
+
+
+def _found_in(
+    directory: DirectorySource, names: list[bytes], judge: JudgeFile, depth: int, *, is_one: bool = False
+) -> list[Checkpoint]:
+    """Return the checkpoints among these names; where they are parts of one, that one."""
+    found: list[Checkpoint] = []
     taken: set[bytes] = set()
-    is_one = is_of_one_step(directory.path, names)
+    is_one = is_one or is_of_one_step(directory.path, names)
     for recognise in RECOGNISERS:
         for parts in _recognised(recognise, directory, names):
             # What one format has found belongs to no other.
@@ -324,7 +366,7 @@ def checkpoints_in(
         # Files of no known format are not a part of what the trainer loads.
         known = [one for one in found if not one.verdict.is_foreign]
         found = [_together(directory, known or found)]
-    return sorted(found)
+    return found
 
 
 def _relative(directory: DirectorySource, path: bytes) -> bytes:
