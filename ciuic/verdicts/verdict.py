@@ -423,7 +423,7 @@ def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFil
             links[name] = _relative(directory, target) if target else name
         if target == b"":
             verdicts.append(
-                Verdict("UNKNOWN", f"{shown_name(name)} is a link that leads out of what is protected")
+                Verdict("UNKNOWN", f"{shown_name(name)} is a link that leads out of the root, or in a circle")
             )
             continue
         if source is None:
