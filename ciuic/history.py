@@ -12,7 +12,7 @@ import posixpath
 import re
 import stat
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, Literal, NamedTuple, NoReturn
 
@@ -39,6 +39,7 @@ from ciuic.verdicts.sources import FileSource, SnapshotDirectory
 from ciuic.verdicts.verdict import (
     FileVerdicts,
     JudgeFile,
+    Named,
     checkpoints_in,
     judge_file,
     may_hold_checkpoints,
@@ -650,6 +651,7 @@ def checkpoints(
     records: VerdictRecords | None = None,
     judge: JudgeFile = judge_file,
     judged: JudgedRoot | None = None,
+    named: Named | None = None,
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 
@@ -662,10 +664,11 @@ def checkpoints(
         records: Verdicts that were stored; those of a whole root are taken from there, and nothing is read. None to judge anew.
         judge: Judges one file.
         judged: The same root in another snapshot: directories that are the same in both are not read. Only without a path.
+        named: Tells what is one checkpoint each; nothing that was stored is taken then.
     """
     snapshot = snapshot or timeline.snapshots[0]
     # Below the root, a part of what is one checkpoint in the whole may be one by itself.
-    if records is not None and path in (None, timeline.path):
+    if records is not None and named is None and path in (None, timeline.path):
         record = records.record(snapshot)
         if record is not None and record.is_complete:
             for one in dict(record.roots).get(timeline.path, ()):
@@ -684,9 +687,12 @@ def checkpoints(
             lineage.leave()
             continue
         if judged is not None and then and then == at.entry.content:
-            for known in judged.within(at.path):
-                yield StoredCheckpoint(known.checkpoint, known.mtime_ns, snapshot, timeline.host)
-            continue
+            carried = judged.within(at.path)
+            # What a link leads to may be another file now.
+            if not any(file.startswith(b"../") for one in carried for file in one.checkpoint.files):
+                for known in carried:
+                    yield StoredCheckpoint(known.checkpoint, known.mtime_ns, snapshot, timeline.host)
+                continue
         try:
             children = list(repository.trees.entries(at.entry.content))
             lineage.enter(at.entry.content)
@@ -694,15 +700,15 @@ def checkpoints(
             on_damage(snapshot, at.path, error)
             continue
         covered: set[bytes] = set()
-        if may_hold_checkpoints([child.name for child in children]):
+        if named is not None or may_hold_checkpoints([child.name for child in children], at.path):
             directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
             try:
                 times = {child.name: child.mtime_ns for child in directory.entries()}
-                for found in checkpoints_in(directory, judge):
+                for found in checkpoints_in(directory, judge, named=named):
                     covered.update(found.files)
                     if path is not None and not is_within(found.path, path):
                         continue
-                    mtime_ns = max((times.get(name, 0) for name in found.files), default=0)
+                    mtime_ns = latest_change(directory, found, times)
                     yield StoredCheckpoint(found, mtime_ns, snapshot, timeline.host)
             except Damaged as error:
                 on_damage(snapshot, at.path, error)
@@ -721,6 +727,20 @@ def checkpoints(
                     (Located(root, inside, child), b"" if covered_then else before.get(child.name, b""))
                 )
         stack.append(iter(deeper))
+
+
+def latest_change(directory: SnapshotDirectory, checkpoint: Checkpoint, times: Mapping[bytes, int]) -> int:
+    """Return the latest change of one of a checkpoint's files; of one without files, of what it has in the directory.
+
+    Args:
+        directory: Where it was found.
+        checkpoint: The checkpoint.
+        times: Times of the names in the directory.
+    """
+    sources = (directory.below(name) for name in checkpoint.files)
+    # Those of directories change as well when files in them are removed.
+    newest_ns = max((source.mtime_ns for source in sources if source is not None), default=0)
+    return newest_ns or max((times.get(name, 0) for name in checkpoint.files), default=0)
 
 
 def _trees_in(repository: Repository, tree: bytes) -> dict[bytes, bytes]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ciuic.compare.diff import PathChange, diff_restored
 from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.history import latest_change
 from ciuic.printable import one_line
 from ciuic.protocol.last_drill import LastDrill
 from ciuic.repository import Repository
@@ -293,8 +294,9 @@ class _Choice:
         self._of_checkpoint: list[Located] = []
         # The last `sample_files` in a random order of all files: (negative rank, number in the walk, file).
         self._ranked: list[tuple[float, int, Located]] = []
-        # (latest change, path, directory)
-        places: list[tuple[int, bytes, Located]] = []
+        # Latest change of each directory, and those of one step in which the walk is.
+        places: dict[bytes, int] = {}
+        steps: list[Located] = []
         # No secret: it has to choose the same files again.
         order = random.Random(seed)
         for directory, files in self._walk():
@@ -309,16 +311,21 @@ class _Choice:
                     heapq.heappushpop(self._ranked, ranked)
                 if may_hold_checkpoints([posixpath.basename(file.path)]):
                     newest_ns = max(newest_ns, file.entry.mtime_ns, 1)
+            steps = [one for one in steps if is_within(directory.path, one.path)]
             if newest_ns:
-                self._places[directory.path] = directory
+                # All below the directory of a step may be one checkpoint.
+                for place in (directory, *steps):
+                    self._places[place.path] = place
+                    places[place.path] = max(newest_ns, places.get(place.path, 0))
+            if may_hold_checkpoints([], directory.path):
+                steps.append(directory)
             if snapshot.is_state and not within:
                 self._of_checkpoint += files
-            elif newest_ns:
-                places.append((newest_ns, directory.path, directory))
         if snapshot.is_state and not within:
             self.checkpoint = snapshot.roots[0].path
         else:
-            self._find_checkpoint([place for _, _, place in heapq.nlargest(_CHECKPOINT_DIRECTORIES, places)])
+            newest = heapq.nlargest(_CHECKPOINT_DIRECTORIES, places, key=lambda path: (places[path], path))
+            self._find_checkpoint([self._places[path] for path in newest])
 
     def everything(self) -> list[Located]:
         """Return all files and symbolic links that a restore would bring back."""
@@ -413,12 +420,11 @@ class _Choice:
             except Damaged as error:
                 self.damages.append(DrillDamage(place.path, error.message))
                 continue
-            for one in found:
-                latest = max((times.get(name.split(b"/")[0], 0) for name in one.files), default=0)
-                candidates.append((latest, one, place, directory))
+            candidates.extend((latest_change(directory, one, times), one, place, directory) for one in found)
         if not candidates:
             return
-        candidates.sort(key=lambda one: (one[0], one[1].path), reverse=True)
+        # Of what is found in a directory and as a part of what is above it, the whole.
+        candidates.sort(key=lambda one: (one[0], len(one[1].files), one[1].path), reverse=True)
         # Any file may be called NAME.bin. Few are judged: the newest is one as a rule, and judging reads some kilobytes.
         known = (one for one in candidates[:_CANDIDATES] if _is_of_known_format(one[1], one[3]))
         _, found_checkpoint, place, _ = next(known, candidates[0])

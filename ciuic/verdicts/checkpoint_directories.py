@@ -10,8 +10,11 @@ Every function of `RECOGNISERS` yields the checkpoints of one format; the files 
 * Orbax: a directory that is renamed into place when it is complete, with ``_CHECKPOINT_METADATA`` and a database
   of arrays.
 * DeepSpeed: ``latest`` names the directory of the newest checkpoint, which has files of every rank.
+* Megatron: ``latest_checkpointed_iteration.txt`` names the newest iteration, a directory with one for each rank.
 * TensorFlow: ``PREFIX.index`` and ``PREFIX.data-00000-of-00001``; ``checkpoint`` names the newest.
-* Hugging Face's sharded weights: ``*.index.json`` names the file of each weight.
+* Hugging Face's sharded weights: ``*.index.json`` names the file of each weight; ``NAME-00001-of-00002`` how many there are.
+* A directory of one step (``checkpoint-500``) is one checkpoint with all below it, and so are ``model_500.pt`` and ``optim_500.pt``. The
+  newest step has what the one before it has.
 
 References:
     https://huggingface.co/docs/transformers/big_models
@@ -57,7 +60,7 @@ class PartsNeeded(NamedTuple):
     doubt: str = ""
     """Reason why it is at best UNKNOWN."""
     taken: frozenset[bytes] = frozenset()
-    """Names in the directory that are a part of it."""
+    """Names in the directory, and paths below it, that are a part of it."""
 
 
 def read_document(source: FileSource, what: str) -> bytes:
@@ -72,7 +75,7 @@ def read_document(source: FileSource, what: str) -> bytes:
 
 def _document_of(directory: DirectorySource, name: bytes, what: str) -> bytes | None:
     """Return the document of this name; None where there is none."""
-    source = directory.file(name)
+    source = directory.below(name)
     return None if source is None else read_document(source, what)
 
 
@@ -84,6 +87,11 @@ def shown_name(name: bytes) -> str:
 _SHARD_INDEX_SUFFIXES: Final = (b".safetensors.index.json", b".bin.index.json")
 
 
+_SHARD: Final = re.compile(rb"(.+)-(\d{5})-of-(\d{5})\.(safetensors|gguf|bin)\Z", re.DOTALL)
+_INDEXED: Final = (b"model", b"pytorch_model", b"diffusion_pytorch_model")
+"""Names that `save_pretrained` gives, which writes an index after them."""
+
+
 class _ShardIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
@@ -93,9 +101,15 @@ _shard_index = json_decoder(_ShardIndex)
 
 def _recognise_sharded(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
     """Yield the sharded weights in a directory."""
+    indexed: set[bytes] = set()
     for name in names:
         if name.endswith(_SHARD_INDEX_SUFFIXES):
             taken = frozenset({name})
+            if directory.below(name) is None:
+                # A link may lead to what the snapshot does not have, a directory is no index.
+                if directory.link_below(name) is not None:
+                    yield PartsNeeded("sharded", name, (name,), taken=taken)
+                continue
             try:
                 shards = _shards_of(_document_of(directory, name, "the index") or b"")
             except TornContent as error:
@@ -103,7 +117,28 @@ def _recognise_sharded(directory: DirectorySource, names: list[bytes]) -> Iterat
             except NotJudged as error:
                 yield PartsNeeded("sharded", name, doubt=str(error), taken=taken)
             else:
+                indexed.update(shards)
                 yield PartsNeeded("sharded", name, tuple(shards), taken=taken.union(shards))
+    sets: dict[tuple[bytes, ...], set[bytes]] = {}
+    for name in names:
+        # Data of a training are called NAME-00001-of-00002.bin as well.
+        if (found := _SHARD.match(name)) and (found[4] != b"bin" or found[1] in _INDEXED):
+            sets.setdefault(found.group(1, 3, 4), set()).add(name)
+    for (prefix, count, suffix), parts in sets.items():
+        if indexed.isdisjoint(parts):
+            lacking = int(count) - len(parts)
+            torn = f"{lacking} of {plural(int(count), 'file')} are missing" if lacking > 0 else ""
+            needs_index = suffix != b"gguf" and prefix in _INDEXED
+            has_index = any(
+                name.startswith(prefix) and name.endswith(_SHARD_INDEX_SUFFIXES) for name in names
+            )
+            doubt = "its index, which is written after its files, is missing" if needs_index else ""
+            if has_index:
+                doubt = "its index does not name its files"
+            taken = frozenset(parts)
+            yield PartsNeeded(
+                "sharded", min(parts), tuple(sorted(parts)), torn=torn, doubt=doubt, taken=taken
+            )
 
 
 def _shards_of(text: bytes) -> list[bytes]:
@@ -234,6 +269,146 @@ def _recognise_deepspeed(directory: DirectorySource, names: list[bytes]) -> Iter
         torn = f"the states of {plural(len(lacking), 'rank')} are missing"
     relative = tuple(tag + b"/" + name for name in files)
     yield PartsNeeded("deepspeed", tag, relative, torn=torn, taken=taken.union((tag,)))
+    yield from _not_yet_named(directory, names, _DEEPSPEED_TAG, tag, _DEEPSPEED_LATEST)
+
+
+def _not_yet_named(
+    directory: DirectorySource, names: list[bytes], pattern: re.Pattern[bytes], newest: bytes, pointer: bytes
+) -> Iterator[PartsNeeded]:
+    """Yield the directories of later steps than the one that a pointer names: it is written when all ranks have ended."""
+    if not pattern.match(newest):
+        return
+    for name in names:
+        if pattern.match(name) and _number(name) > _number(newest) and directory.directory(name) is not None:
+            doubt = f"{pointer.decode()}, which is written last, does not name it"
+            yield _doubtful(directory, name, doubt)
+
+
+def _number(name: bytes) -> int:
+    return int(_DIGITS.findall(name)[-1][-18:])
+
+
+_DIGITS: Final = re.compile(rb"\d+")
+_MEGATRON_LATEST: Final = b"latest_checkpointed_iteration.txt"
+_MEGATRON_STEP: Final = re.compile(rb"iter_\d{7,}\Z")
+
+
+def _recognise_megatron(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the iterations that ``latest_checkpointed_iteration.txt`` does not name yet, and the one that is not there."""
+    if directory.file(_MEGATRON_LATEST) is None:
+        return
+    taken = frozenset({_MEGATRON_LATEST})
+    try:
+        text = (_document_of(directory, _MEGATRON_LATEST, _MEGATRON_LATEST.decode()) or b"").strip()
+    except TornContent as error:
+        yield PartsNeeded("megatron", _MEGATRON_LATEST, torn=str(error), taken=taken)
+        return
+    except NotJudged:
+        return
+    if not text.isdigit() or len(text) > 18:
+        return
+    newest = b"iter_%07d" % int(text)
+    if newest not in names:
+        reason = f"it names {shown_name(newest)}, which is not there"
+        yield PartsNeeded("megatron", _MEGATRON_LATEST, torn=reason, taken=taken)
+    yield from _not_yet_named(directory, names, _MEGATRON_STEP, newest, _MEGATRON_LATEST)
+
+
+# In a path of one step at most: NAME-step=100.ckpt, checkpoint-500, iter_0000500, epoch_3.
+_STEP_NAME: Final = re.compile(
+    rb"(?:.*[-_=.])?(?:checkpoint|ckpt|step|epoch|iter|iteration)[-_=]?(\d{1,18})(?:\.ckpt)?\Z",
+    re.IGNORECASE | re.DOTALL,
+)
+_STEP_OF_FILE: Final = re.compile(rb"(?:step|epoch|iter|iteration)[-_=]?(\d{1,18})", re.IGNORECASE)
+# As nanochat, LitGPT and many loops of their own: model_000500.pt, optim_000500_rank0.pt.
+_ROLE: Final = re.compile(
+    rb"(model|weights|optim|optimizer|opt|scheduler|lr_scheduler|ema|rng|scaler|trainer|training_state|state)"
+    rb"[-_.](?:[a-z]+[-_=])?(\d{1,18})(?=[-_.])(?!-of-)",
+    re.IGNORECASE,
+)
+_MAX_DEPTH: Final = 4
+_TRAINER_STATE: Final = b"trainer_state.json"
+_SAVED: Final = (
+    *(b".safetensors", b".pt", b".pth", b".bin", b".npz", b".pkl", b".h5", b".distcp", b".metadata"),
+    _TRAINER_STATE,
+)
+
+_NO_FORMAT: Final = (b".distcp", b".metadata", b".json")
+
+
+def is_of_one_step(path: bytes, names: list[bytes]) -> bool:
+    """Return whether a directory is what a trainer has saved at one step, not a place for those of several."""
+    steps = {int(found[-1]) for name in names if (found := _STEP_OF_FILE.findall(name))}
+    return is_step(path.rpartition(b"/")[2]) and len(steps) <= 1
+
+
+def is_step(name: bytes) -> bool:
+    """Return whether a name is one of a step."""
+    return _STEP_NAME.match(name) is not None
+
+
+def _files_below(directory: DirectorySource, name: bytes, depth: int = _MAX_DEPTH) -> Iterator[bytes]:
+    """Yield the paths of the files that trainers save, below a directory of one."""
+    below = directory.directory(name)
+    for inner in [] if below is None else below.names():
+        if inner.endswith(_SAVED):
+            yield inner
+        elif below is not None and depth:
+            yield from (inner + b"/" + one for one in _files_below(below, inner, depth - 1))
+
+
+def _recognise_steps(directory: DirectorySource, names: list[bytes]) -> Iterator[PartsNeeded]:
+    """Yield the files of one step that lie beside those of others, and the newest step if it lacks what the one before has."""
+    by_step: dict[int, dict[bytes, bytes]] = {}
+    """Names of each step, with what is the same in all steps by name: the rank stays."""
+    for name in names:
+        if name.endswith(_SAVED) and (found := _ROLE.match(name)):
+            by_step.setdefault(int(found[2]), {})[name[: found.start(2)] + name[found.end(2) :]] = name
+    newest = max(by_step, default=0)
+    for step, kinds in by_step.items():
+        earlier = max((one for one in by_step if one < step), default=step)
+        lacking = _lacking(set(kinds), set(by_step[earlier])) if step == newest else set()
+        if len(kinds) > 1 or lacking:
+            files = tuple(sorted(kinds.values()))
+            first = next((name for name in files if name.startswith((b"model", b"weights"))), files[0])
+            yield PartsNeeded("step", first, files, doubt=_doubt_of(lacking), taken=frozenset(files))
+    if is_step(directory.path.rpartition(b"/")[2]) and _TRAINER_STATE in names:
+        try:
+            decode_json(
+                _document_of(directory, _TRAINER_STATE, "the state of the trainer") or b"", dict[str, Any]
+            )
+        except (TornContent, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            torn = "it is not the whole JSON of one"
+            yield PartsNeeded("step", _TRAINER_STATE, torn=torn, taken=frozenset({_TRAINER_STATE}))
+        except NotJudged:
+            pass
+    families: dict[bytes, list[bytes]] = {}
+    for name in names:
+        if is_step(name) and directory.directory(name) is not None:
+            families.setdefault(_DIGITS.sub(b"#", name), []).append(name)
+    for family in families.values():
+        *_, before, last = [b"", b"", *sorted(family, key=_number)]
+        if not before:
+            continue
+        sets = [{_DIGITS.sub(b"#", one) for one in _files_below(directory, name)} for name in (before, last)]
+        if lacking := _lacking(sets[1], sets[0]):
+            yield _doubtful(directory, last, _doubt_of(lacking))
+
+
+def _doubtful(directory: DirectorySource, name: bytes, doubt: str) -> PartsNeeded:
+    """Return a directory that is one checkpoint, and not GOOD."""
+    found = [name + b"/" + one for one in _files_below(directory, name)]
+    files = tuple(one for one in found if not one.endswith(_NO_FORMAT))
+    return PartsNeeded("directory", name, files, doubt=doubt, taken=frozenset({name, *found}))
+
+
+def _lacking(kinds: set[bytes], before: set[bytes]) -> set[bytes]:
+    """Return the kinds of files that a step lacks, if it has a part of those of the one before."""
+    return before - kinds if kinds & before else set()
+
+
+def _doubt_of(lacking: set[bytes]) -> str:
+    return f"it has no {shown_name(min(lacking))}, as the step before it has" if lacking else ""
 
 
 def _is_of_deepspeed(directory: DirectorySource, names: list[bytes]) -> bool:
@@ -282,9 +457,12 @@ def _recognise_distributed(directory: DirectorySource, names: list[bytes]) -> It
     try:
         ends = _read_dcp_metadata(metadata)
     except TornContent as error:
-        yield PartsNeeded("dcp", torn=f".metadata: {error}", taken=taken)
+        # Other programs have a file of this name, too.
+        if data:
+            yield PartsNeeded("dcp", torn=f".metadata: {error}", taken=taken)
     except NotJudged as error:
-        yield PartsNeeded("dcp", doubt=f".metadata: {error}", taken=taken)
+        if data:
+            yield PartsNeeded("dcp", doubt=f".metadata: {error}", taken=taken)
     else:
         # A file of this name that is something else names no data.
         if ends or data:
@@ -472,6 +650,8 @@ RECOGNISERS: Final[tuple[Callable[[DirectorySource, list[bytes]], Iterator[Parts
     _recognise_distributed,
     _recognise_orbax,
     _recognise_deepspeed,
+    _recognise_megatron,
     _recognise_tensorflow,
     _recognise_sharded,
+    _recognise_steps,
 )

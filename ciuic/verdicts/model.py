@@ -13,7 +13,7 @@ DEFECT: Final = "its reader failed, which is a defect in ciuic"
 """Beginning of the reason of a file that a reader has not refused as it should."""
 UNREADABLE: Final = "it cannot be read"
 """Beginning of the reason of a file that the repository or the disk cannot give."""
-RULES: Final = 2
+RULES: Final = 3
 """Number of the rules by which files and directories are judged. Raised with each change that may lead to another verdict, so that
 those that were stored (`ciuic.verdicts.records`) are made anew."""
 
@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
     verdict: Verdict
     size_bytes: int
     files: tuple[bytes, ...]
-    """Relative paths of its files, from the directory in which it was found."""
+    """Relative paths of its files, from the directory in which it was found; of a symbolic link, also of where it leads in the root."""
 
 
 class Piece(NamedTuple):

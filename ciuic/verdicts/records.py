@@ -39,6 +39,7 @@ MAX_RECORD_BYTES: Final = 16 << 20
 _KEY_BYTES: Final = 32
 _MAC_BYTES: Final = 16
 _VERSION: Final = 1
+_DIGITS: Final = re.compile(rb"(\d+)")
 _NAME: Final = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 
 
@@ -100,9 +101,11 @@ def newest_of(found: Iterable[_AnyDated]) -> _AnyDated | None:
     return max(known or everything, key=age_of, default=None)
 
 
-def age_of(found: _Dated) -> tuple[int, bytes]:
-    """Return the sort key for checkpoints, oldest first: of equal times the last path is the newest, as step-2 is after step-1."""
-    return found.mtime_ns, found.checkpoint.path
+def age_of(found: _Dated) -> tuple[int, list[tuple[int, bytes]]]:
+    """Return the sort key for checkpoints, oldest first: of equal times the last path is the newest, as step-10 is after step-9."""
+    # A number by its length first, without leading zeros: of any length in a hostile name.
+    parts = (part.lstrip(b"0") if part.isdigit() else part for part in _DIGITS.split(found.checkpoint.path))
+    return found.mtime_ns, [(len(part) * (number % 2), part) for number, part in enumerate(parts)]
 
 
 def snapshot_digest(snapshot: Snapshot) -> str:

@@ -5,14 +5,17 @@ Of a snapshot, only the blocks in which a range lies are read.
 
 from __future__ import annotations
 
+import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
 
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.repository import Repository
 from ciuic.repository.block_maps import blocks_of
-from ciuic.repository.lookup import Located, children, find, join, resolve
+from ciuic.repository.lookup import Located, children, find, is_within, join, resolve
 from ciuic.types import FLAG_OPEN_FOR_WRITING, HOLE, ChunkId, Entry, Snapshot
 
 MAX_NAMES = 1 << 16
@@ -27,6 +30,8 @@ class FileSource(ABC):
     size_bytes: int
     identity: bytes
     """Id that equal content has, and content that differs has not; empty if it is not known."""
+    mtime_ns: int = 0
+    """Time of its last change; 0 if it is not known."""
     is_committed: bool = False
     """True if its writer stored it as a whole, from memory: holes and zeros are its data."""
 
@@ -52,8 +57,17 @@ class FileSource(ABC):
         """Return why it may be a mixture of two versions, which only checksums disprove; empty for no reason."""
 
 
+class LinkedFile(NamedTuple):
+    """Where a symbolic link leads."""
+
+    path: bytes
+    """Absolute path in the root; empty for one that leads out of it, or in a circle."""
+    file: FileSource | None
+    """The regular file there, with the name of the link; None if there is none."""
+
+
 class DirectorySource(ABC):
-    """A directory with what is in it. Names that lead elsewhere (symbolic links) are not followed."""
+    """A directory with what is in it. Only `linked` and `below` follow a symbolic link, within the root, and only to a file."""
 
     path: bytes
     """Absolute path."""
@@ -72,21 +86,41 @@ class DirectorySource(ABC):
     def directory(self, name: bytes) -> DirectorySource | None:
         """Return the directory of this name; None if there is none."""
 
+    def linked(self, name: bytes) -> LinkedFile | None:
+        """Return where the symbolic link of this name leads; None for what is no link."""
+        return None
+
     def has(self, name: bytes) -> bool:
         """Return whether there is a file or a directory of this name."""
         return self.file(name) is not None or self.directory(name) is not None
 
     def below(self, relative: bytes) -> FileSource | None:
         """Return the regular file at a relative path that a document names; None for a path that leads out of the directory."""
+        at, name = self._place(relative)
+        if at is None:
+            return None
+        linked = at.linked(name)
+        return at.file(name) if linked is None else linked.file
+
+    def link_below(self, relative: bytes) -> bytes | None:
+        """Return the path to which a link at a relative path leads, as `LinkedFile` has it; None for what is no link."""
+        at, name = self._place(relative)
+        linked = None if at is None else at.linked(name)
+        return None if linked is None else linked.path
+
+    def _place(self, relative: bytes) -> tuple[DirectorySource | None, bytes]:
         *above, name = relative.split(b"/")
         at: DirectorySource | None = self
+        for part in (*above, name):
+            if part in (b"", b".", b".."):
+                return None, name
         for part in above:
-            if at is None or part in (b"", b".", b".."):
-                return None
-            at = at.directory(part)
-        return None if at is None or name in (b"", b".", b"..") else at.file(name)
+            at = None if at is None else at.directory(part)
+        return at, name
 
 
+_MAX_LINKS: Final = 16
+"""Limit of symbolic links that are followed to one file."""
 _MAX_STEPS: Final = 64
 """Limit of snapshots in which the former content of one file is looked for."""
 _CLOCK_STEP_NS: Final = 20_000_000
@@ -110,6 +144,7 @@ class SnapshotFile(FileSource):
 
     def __init__(self, repository: Repository, snapshot: Snapshot, at: Located, earlier: Earlier) -> None:
         self.name = at.path.rpartition(b"/")[2]
+        self.mtime_ns = at.entry.mtime_ns
         self.size_bytes = at.entry.size_bytes
         self.identity = _content_identity(at.entry)
         self.is_committed = snapshot.is_state
@@ -224,6 +259,41 @@ class SnapshotDirectory(DirectorySource):
         if at is None or not at.entry.is_dir:
             return None
         return SnapshotDirectory(self._repository, self._snapshot, at, self._earlier)
+
+    def linked(self, name: bytes) -> LinkedFile | None:
+        """Return where the symbolic link of this name leads, as far as the snapshot has it."""
+        at = self._child(name)
+        if at is None or not at.entry.is_symlink:
+            return None
+        path = at.path
+        for _ in range(_MAX_LINKS):
+            if at is None or not at.entry.is_symlink:
+                break
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(at.path), at.entry.target))
+            # normpath keeps exactly two leading slashes.
+            target = b"/" + target.lstrip(b"/")
+            path, at = self._walk(target) if is_within(target, at.root.path) else (b"", None)
+        else:
+            return LinkedFile(b"", None)
+        if at is None or not at.entry.is_file:
+            return LinkedFile(path, None)
+        file = SnapshotFile(self._repository, self._snapshot, at, self._earlier)
+        file.name = name
+        return LinkedFile(path, file)
+
+    def _walk(self, path: bytes) -> tuple[bytes, Located | None]:
+        """Return a path in the root, up to the first symbolic link and with the target of that, and what is there."""
+        at = Located(self._at.root, self._at.root.path, self._at.root.entry)
+        parts = [part for part in path[len(at.path) :].split(b"/") if part]
+        for number, part in enumerate(parts):
+            found = self._repository.trees.entry(at.entry.content, part) if at.entry.is_dir else None
+            if found is None:
+                return path, None
+            at = Located(at.root, join(at.path, part), resolve(self._repository, at.root, found))
+            if at.entry.is_symlink and number < len(parts) - 1:
+                target = b"/".join((at.entry.target, *parts[number + 1 :]))
+                return path, at._replace(entry=msgspec.structs.replace(at.entry, target=target))
+        return path, at
 
     def _child(self, name: bytes) -> Located | None:
         found = self._repository.trees.entry(self._at.entry.content, name)

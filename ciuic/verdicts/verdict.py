@@ -14,7 +14,7 @@ touches the headers nor the end is not seen; nor is an end that was cut within a
 from __future__ import annotations
 
 import hashlib
-import re
+import posixpath
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
@@ -23,7 +23,14 @@ import msgspec
 
 from ciuic.errors import Damaged
 from ciuic.units import human_size, plural
-from ciuic.verdicts.checkpoint_directories import RECOGNISERS, STATE_FILE, PartsNeeded, shown_name
+from ciuic.verdicts.checkpoint_directories import (
+    RECOGNISERS,
+    STATE_FILE,
+    PartsNeeded,
+    is_of_one_step,
+    is_step,
+    shown_name,
+)
 from ciuic.verdicts.formats.gguf import read_gguf
 from ciuic.verdicts.formats.hdf5 import read_hdf5
 from ciuic.verdicts.formats.npy import read_npy
@@ -202,14 +209,14 @@ MARKS: Final = (
     b".index.json",
     b".metadata",
     b"latest",
+    b"latest_checkpointed_iteration.txt",
     b"_CHECKPOINT_METADATA",
     b"manifest.ocdbt",
     STATE_FILE,
 )
 """Ends of the names of files that show a checkpoint of several files."""
-_STEP_DIRECTORY: Final = re.compile(
-    rb"(?:checkpoint|ckpt|step|epoch|global_step|iter)[-_]?\d+\Z", re.IGNORECASE
-)
+_MAX_DEPTH: Final = 4
+"""Limit of directories in each other that are one checkpoint."""
 JudgeFile = Callable[[FileSource], Verdict]
 
 
@@ -262,39 +269,108 @@ class FileVerdicts:
         return verdict
 
 
-def may_hold_checkpoints(names: list[bytes]) -> bool:
-    """Return whether a directory with these names is worth a look."""
-    return any(name.endswith((*SUFFIXES, *MARKS)) for name in names)
+def may_hold_checkpoints(names: list[bytes], path: bytes = b"") -> bool:
+    """Return whether a directory with these names, and perhaps this path, is worth a look."""
+    return is_step(path.rpartition(b"/")[2]) or any(
+        name.endswith((*SUFFIXES, *MARKS)) or is_step(name) for name in names
+    )
 
 
-def checkpoints_in(directory: DirectorySource, judge: JudgeFile = judge_file) -> list[Checkpoint]:
-    """Return the checkpoints in a directory, without those below its directories, by path.
+Named = Callable[[bytes, bool], bool]
+"""Returns whether the user has named this absolute path, of a directory or not, as a checkpoint."""
+
+
+def checkpoints_in(
+    directory: DirectorySource,
+    judge: JudgeFile = judge_file,
+    depth: int = _MAX_DEPTH,
+    named: Named | None = None,
+) -> list[Checkpoint]:
+    """Return the checkpoints in a directory, without those below its directories that are not a part of it, by path.
 
     Args:
         directory: The directory.
         judge: Judges one file; a caller with a cache gives its own.
+        depth: How many directories in each other may be one checkpoint.
+        named: Tells what is one checkpoint each, whatever it looks like.
     """
     names = directory.names()
     found: list[Checkpoint] = []
+    if named is not None:
+        for name in names:
+            below, source = directory.directory(name), directory.file(name)
+            if (below or source) and named(_path(directory, name), below is not None):
+                found.append(_judge_named(directory, name, judge))
+        mine = {name for one in found for name in one.files}
+        return sorted(
+            [*found, *_found_in(directory, [name for name in names if name not in mine], judge, depth)]
+        )
+    return sorted(_found_in(directory, names, judge, depth))
+
+
+def _judge_named(directory: DirectorySource, name: bytes, judge: JudgeFile) -> Checkpoint:
+    """Return a file or directory that is a checkpoint because the user says so."""
+    path, source, below = _path(directory, name), directory.file(name), directory.directory(name)
+    if source is not None:
+        verdict = judge(source)
+        format_ = verdict.format or "named"
+        return Checkpoint(path, verdict._replace(format=format_), source.size_bytes, (name,))
+    found = [] if below is None else _found_in(below, below.names(), judge, _MAX_DEPTH, is_one=True)
+    if not found:
+        nothing = Verdict("UNKNOWN", "it has no file of a known format", "named")
+        return Checkpoint(path, nothing, 0, (name,))
+    whole = found[0]
+    files = (name, *(posixpath.normpath(posixpath.join(name, file)) for file in whole.files))
+    verdict = whole.verdict._replace(format=whole.verdict.format or "named")
+    return Checkpoint(path, verdict, whole.size_bytes, files)
+
+
+def _found_in(
+    directory: DirectorySource, names: list[bytes], judge: JudgeFile, depth: int, *, is_one: bool = False
+) -> list[Checkpoint]:
+    """Return the checkpoints among these names; where they are parts of one, that one."""
+    found: list[Checkpoint] = []
     taken: set[bytes] = set()
+    is_one = is_one or is_of_one_step(directory.path, names)
     for recognise in RECOGNISERS:
         for parts in _recognised(recognise, directory, names):
+            # What one format has found belongs to no other.
+            if parts.taken and taken.issuperset(parts.taken):
+                continue
             taken |= parts.taken
+            # A directory with an index or marker of its own has the rest of its step beside it.
+            is_one = is_one or (not parts.name and bool(parts.taken))
             found.append(_judge_parts(directory, parts, judge))
         if directory.holds_state and found:
             return found
-    single = [name for name in names if name.endswith(SUFFIXES) and name not in taken]
-    # What a trainer writes into a directory of one step belongs together.
-    if _STEP_DIRECTORY.match(directory.path.rpartition(b"/")[2]) and (len(single) > 1 or (found and single)):
-        needed = PartsNeeded("directory", files=tuple(single))
-        found = [_together(directory, [*found, _judge_parts(directory, needed, judge)])]
-        single = []
-    for name in single:
-        source = directory.file(name)
-        if source is not None:
-            path = _path(directory, name)
-            found.append(Checkpoint(path, judge(source), source.size_bytes, (name,)))
-    return sorted(found)
+    for name in names:
+        if name.endswith(SUFFIXES) and name not in taken:
+            source, linked = directory.file(name), directory.linked(name)
+            # Where a link leads to a file that is judged under its own name, that one counts.
+            if linked is not None and (is_one or not linked.path.endswith(SUFFIXES)):
+                source = linked.file
+            if source is not None:
+                files = [name] if linked is None else [name, _relative(directory, linked.path)]
+                found.append(
+                    Checkpoint(_path(directory, name), judge(source), source.size_bytes, tuple(files))
+                )
+    is_nested = False
+    if is_one and depth:
+        for name in names:
+            below = directory.directory(name) if name not in taken else None
+            for one in checkpoints_in(below, judge, depth - 1) if below is not None else ():
+                below_here = (name, *(posixpath.normpath(posixpath.join(name, file)) for file in one.files))
+                found.append(one._replace(files=below_here))
+                is_nested = True
+    if is_one and (len(found) > 1 or is_nested):
+        # Files of no known format are not a part of what the trainer loads.
+        known = [one for one in found if not one.verdict.is_foreign]
+        found = [_together(directory, known or found)]
+    return found
+
+
+def _relative(directory: DirectorySource, path: bytes) -> bytes:
+    return posixpath.relpath(path, directory.path)
 
 
 def _recognised(
@@ -316,7 +392,14 @@ def _path(directory: DirectorySource, name: bytes) -> bytes:
 
 
 def _together(directory: DirectorySource, found: list[Checkpoint]) -> Checkpoint:
-    verdict = _worst([one.verdict for one in found])
+    verdict = _worst(
+        [
+            one.verdict._replace(reason=f"{shown_name(_relative(directory, one.path))}: {one.verdict.reason}")
+            if one.path != directory.path
+            else one.verdict
+            for one in found
+        ]
+    )
     files = tuple(sorted({file for one in found for file in one.files}))
     good = Verdict("GOOD", plural(len(files), "file"), "directory")
     return Checkpoint(
@@ -328,11 +411,21 @@ def _together(directory: DirectorySource, found: list[Checkpoint]) -> Checkpoint
 
 
 def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFile) -> Checkpoint:
-    verdicts = []
+    # First: what is missing tells more than a verdict on one file.
+    verdicts = [Verdict("TORN", parts.torn)] if parts.torn else []
+    verdicts += [Verdict("UNKNOWN", parts.doubt)] if parts.doubt else []
     size_bytes = 0
     needed = [*((name, -1) for name in parts.files), *parts.raw]
+    links = {}
     for name, least_bytes in needed:
-        source = directory.below(name)
+        source, target = directory.below(name), directory.link_below(name)
+        if target is not None:
+            links[name] = _relative(directory, target) if target else name
+        if target == b"":
+            verdicts.append(
+                Verdict("UNKNOWN", f"{shown_name(name)} is a link that leads out of the root, or in a circle")
+            )
+            continue
         if source is None:
             verdicts.append(Verdict("TORN", f"{shown_name(name)} is missing"))
             continue
@@ -341,19 +434,15 @@ def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFil
         if not verdict.is_good:
             verdict = verdict._replace(reason=f"{shown_name(name)}: {verdict.reason}")
         verdicts.append(verdict)
-    if parts.torn:
-        verdicts.append(Verdict("TORN", parts.torn))
-    if parts.doubt:
-        verdicts.append(Verdict("UNKNOWN", parts.doubt))
     # The index itself, which may be open as well.
     for name in sorted(parts.taken - {name for name, _ in needed}):
-        source = directory.file(name)
+        source = directory.below(name)
         if source is not None and (doubt := source.doubt()):
             verdicts.append(Verdict("UNKNOWN", f"{shown_name(name)}: {doubt}"))
     verdict = _worst(verdicts)
     if verdict.is_good:
         verdict = Verdict("GOOD", plural(len(needed), "file"))
-    files = tuple(sorted({name for name, _ in needed} | parts.taken))
+    files = tuple(sorted({name for name, _ in needed} | parts.taken | set(links.values())))
     return Checkpoint(_path(directory, parts.name), verdict._replace(format=parts.format), size_bytes, files)
 
 

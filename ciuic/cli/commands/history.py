@@ -16,7 +16,7 @@ import click
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
-from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand
+from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand, Text
 from ciuic.cli.shared.output import (
     VERDICT_COLOURS,
     Cell,
@@ -31,11 +31,13 @@ from ciuic.cli.shared.output import (
 from ciuic.cli.shared.session import current
 from ciuic.cli.shared.timelines import PassedOver, Places, all_timelines, timelines_with
 from ciuic.errors import Damaged, NotFound, UsageError
+from ciuic.excludes import ExcludeMatcher, check_pattern, effective_patterns
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.output import Cell
     from ciuic.history import DirectoryChanges, FoundPath, PathVersion, RootChanges, StoredCheckpoint, Total
     from ciuic.types import Snapshot
+    from ciuic.verdicts.verdict import Named
 
 
 _CHANGE_COLOURS = {"added": "green", "gone": "red", "retyped": "magenta", "changed": "yellow"}
@@ -358,8 +360,18 @@ def _changes_document(changes: RootChanges) -> dict[str, Any]:
 @click.argument("snapshot_id", metavar="[ID]", required=False, type=ID)
 @click.option("--root", type=HOST_PATH, help="Only in this root.")
 @click.option("-n", "limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest.")
+@click.option(
+    "--pattern",
+    "patterns",
+    multiple=True,
+    metavar="GLOB",
+    type=Text(),
+    help="What matches, as in gitignore, is one checkpoint each, whatever it is called; may be given several times.",
+)
 @json_option
-def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int | None, as_json: bool) -> int:
+def checkpoints_command(
+    snapshot_id: str | None, root: bytes | None, limit: int | None, patterns: tuple[str, ...], as_json: bool
+) -> int:
     """List the checkpoints in a snapshot, newest first, with a verdict on each: GOOD, TORN or UNKNOWN.
 
     Without ID: the newest snapshot of each root. The verdict comes from the structure of the files, of which a few
@@ -368,6 +380,11 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
     from ciuic.history import checkpoints
     from ciuic.verdicts.records import VerdictRecords, age_of
 
+    for pattern in patterns:
+        try:
+            check_pattern(pattern)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     session = current()
     wanted = None if snapshot_id is None else session.snapshots.resolve(snapshot_id)
     found: list[StoredCheckpoint] = []
@@ -380,7 +397,14 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
         )
         records = VerdictRecords(repository)
         for snapshot in chosen:
-            found += checkpoints(repository, timeline, snapshot, on_damage=passed_over.add, records=records)
+            found += checkpoints(
+                repository,
+                timeline,
+                snapshot,
+                on_damage=passed_over.add,
+                records=records,
+                named=_named_by(timeline.path, patterns),
+            )
     found.sort(key=lambda one: one.host)
     found.sort(key=age_of, reverse=True)
     found = found[:limit]
@@ -391,6 +415,12 @@ def checkpoints_command(snapshot_id: str | None, root: bytes | None, limit: int 
     else:
         note("no checkpoint of a known format")
     return passed_over.tell()
+
+
+def _named_by(root: bytes, patterns: tuple[str, ...]) -> Named | None:
+    """Return the rule that the patterns are for a root; None for none."""
+    matcher = ExcludeMatcher(root, effective_patterns(os.fsdecode(root), (), patterns))
+    return (lambda path, is_dir: matcher.match(os.path.relpath(path, root), is_dir)) if matcher else None
 
 
 def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:

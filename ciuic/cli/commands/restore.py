@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -103,6 +104,7 @@ _FIRST_NAMES = 3
     help="What to do with files that exist; alone it means always. Without it they stop the restore (exit 6).",
 )
 @click.option("--delete", is_flag=True, help="Also remove what the snapshot does not have, only below PATH.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before --delete removes a newer checkpoint.")
 @click.option(
     "--check",
     type=click.Choice(["before", "after"]),
@@ -161,6 +163,7 @@ def restore_command(
     dest: bytes | None,
     overwrite: str | None,
     delete: bool,
+    yes: bool,
     check: str,
     dry_run: bool,
     special: bool | None,
@@ -200,6 +203,7 @@ def restore_command(
     options = [
         *(() if overwrite is None else (f"--overwrite={overwrite}",)),
         *(("--delete",) if delete else ()),
+        *(("--yes",) if yes else ()),
         *(word for pattern in include for word in ("--include", pattern)),
         *(word for pattern in exclude for word in ("--exclude", pattern)),
         *(() if special is None else ("--special" if special else "--no-special",)),
@@ -253,6 +257,8 @@ def restore_command(
         wanted.setdefault(named, []).append(path)
     # All before the first: a conflict or a mistake ends the command while nothing has been made or changed.
     plans = [planned_so(named, some, dest) for named, some in wanted.items()]
+    if delete:
+        _ask_for_checkpoints(session, plans, dry_run=dry_run, yes=yes)
     if not last_good:
         return carry_out_so(plans[0], again=words_again(plans[0], dest, options))
     stay = {} if delete else {path: _staying(path, one, dest) for path, one in chosen.items()}
@@ -446,6 +452,86 @@ def _tell_staying(places: Sequence[bytes], *, dry_run: bool) -> None:
             hint="a training that looks for its newest one would take it: --delete removes what the snapshot does not have, or remove it by hand",
         )
         _names(places)
+
+
+def _ask_for_checkpoints(session: Session, plans: Sequence[RestorePlan], *, dry_run: bool, yes: bool) -> None:
+    """Name the checkpoints that ``--delete`` would remove although they may be whole and are newer than those restored, and ask.
+
+    Raises:
+        UsageError: there is nobody to ask.
+        CiuicError: the answer was no.
+    """
+    places = [place for plan in plans for place in _checkpoints_to_go(session, plan)]
+    if not places:
+        return
+    stays = "would be" if dry_run else "is to be" if len(places) == 1 else "are to be"
+    warn(
+        f"{plural(len(places), 'checkpoint')} that may be whole, newer than what is restored, {stays} removed by --delete:"
+    )
+    _names(places)
+    if dry_run or yes:
+        return
+    # A script would answer with whatever comes next in its input.
+    if not sys.stdin.isatty():
+        raise UsageError("not a terminal: use -y to confirm; nothing was changed")
+    if not click.confirm(f"Remove {plural(len(places), 'checkpoint')}?", err=True):
+        raise CiuicError("nothing was changed")
+
+
+def _checkpoints_to_go(session: Session, plan: RestorePlan) -> Iterator[bytes]:
+    """Yield where checkpoints are that the newest snapshot has, not TORN, and later than those of the snapshot that is restored."""
+    from ciuic.cli.shared.timelines import PassedOver, timelines_with
+    from ciuic.history import checkpoints
+    from ciuic.repository.lookup import is_within
+    from ciuic.verdicts.records import VerdictRecords
+
+    for target in plan.targets:
+        top = target.source.path
+        if not target.source.entry.is_dir:
+            continue
+        for repository, timeline in timelines_with(session, top, PassedOver()).timelines:
+            newest = next((one for one in timeline.snapshots if not one.is_safety), None)
+            if (
+                timeline.host != plan.snapshot.host
+                or newest is None
+                or newest.time_ns <= plan.snapshot.time_ns
+            ):
+                continue
+            now = checkpoints(
+                repository,
+                timeline,
+                newest,
+                path=top,
+                on_damage=lambda *_: None,
+                records=VerdictRecords(repository),
+            )
+            for one in now:
+                path, verdict = one.checkpoint.path, one.checkpoint.verdict
+                place = os.path.join(target.path, os.path.relpath(path, top))
+                if (
+                    is_within(path, top)
+                    and verdict.state != "TORN"
+                    and not verdict.is_foreign
+                    and one.mtime_ns > plan.snapshot.time_ns
+                    # One of TensorFlow is the beginning of its files' names.
+                    and (os.path.lexists(place) or os.path.lexists(place + b".index"))
+                    and not _is_in(plan, path)
+                    and not (plan.kept.rule and plan.kept.rule(path, os.path.isdir(place)))
+                ):
+                    yield place
+
+
+def _is_in(plan: RestorePlan, path: bytes) -> bool:
+    from ciuic.repository.lookup import find
+
+    try:
+        find(plan.repository, plan.snapshot, path)
+    except NotFound:
+        return False
+    except Damaged:
+        # It is told as damaged, and what is below it stays.
+        pass
+    return True
 
 
 def _choice_document(path: bytes, one: LastGood) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.checkpoint_files import FORMATS, MemoryDirectory
+from support.trainer_directories import metadata
 
 from ciuic.verdicts.formats.tensor_bundle import crc32c
 from ciuic.verdicts.model import Checkpoint
@@ -118,26 +119,6 @@ def test_a_hostile_number_of_ranks_costs_nothing() -> None:
     tree = deepspeed(1)
     tree[b"global_step5"][b"zero_pp_rank_999999_mp_rank_999999_optim_states.pt"] = PICKLE
     assert only(tree).verdict.state == "TORN"
-
-
-def metadata(path: bytes, offset: int, length: int) -> bytes:
-    """Return a pickle with one place in it, as torch writes it."""
-
-    def text(value: bytes) -> bytes:
-        return b"\x8c" + bytes([len(value)]) + value + b"\x94"
-
-    def number(value: int) -> bytes:
-        return b"J" + value.to_bytes(4, "little")
-
-    state = (
-        text(b"relative_path")
-        + text(path)
-        + text(b"offset")
-        + number(offset)
-        + text(b"length")
-        + number(length)
-    )
-    return b"\x80\x04}\x94(" + state + b"u."
 
 
 def test_dcp_needs_its_metadata_and_the_bytes_that_it_names() -> None:

@@ -109,6 +109,37 @@ def test_cat_prints_the_bytes(repository: CliRepository) -> None:
     assert repository.run("cat", "latest", str(repository.root / "b")).exit_code == 3
 
 
+def test_a_pattern_names_what_is_one_checkpoint(tmp_path: Path) -> None:
+    """A directory or file that matches --pattern is one checkpoint, UNKNOWN without a known format; all else stays as it was."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    whole = FORMATS["safetensors"].make(random.Random(1))
+    parts = {b"a.safetensors": whole, b"below": {b"b.safetensors": whole}}
+    made.snapshot(
+        {
+            b"best": parts,
+            b"torn": parts | {b"c.safetensors": whole[:-1]},
+            b"raw": {b"x": b"1"},
+            b"weights": whole,
+        },
+        mode="tracked",
+    )
+    words = (
+        "checkpoints",
+        "--pattern",
+        "/best",
+        "--pattern",
+        "torn/",
+        "--pattern",
+        "raw",
+        "--pattern",
+        "weights",
+    )
+    found = {Path(one["path"]).name: one["verdict"] for one in document(made, *words)["checkpoints"]}
+    assert found == {"best": "GOOD", "torn": "TORN", "raw": "UNKNOWN", "weights": "GOOD"}
+    assert len(document(made, "checkpoints")["checkpoints"]) == 5
+    assert made.run("checkpoints", "--pattern", "").exit_code == 2
+
+
 def test_checkpoints_have_verdicts(repository: CliRepository) -> None:
     """A torn checkpoint is TORN; a whole one in a snapshot that knows nothing of writers is UNKNOWN, and says why."""
     found = {Path(one["path"]).name: one for one in document(repository, "checkpoints")["checkpoints"]}

@@ -116,6 +116,38 @@ def test_delete_removes_only_below_the_path(repository: CliRepository) -> None:
     assert (repository.root / "other").exists()
 
 
+def test_delete_asks_before_a_newer_checkpoint_goes(tmp_path: Path) -> None:
+    """A newer checkpoint that is not TORN is named, and stays without -y; with it, in a plan, or if it is TORN or no checkpoint, nothing asks."""
+    whole = FORMATS["safetensors"].make(random.Random(1))
+    later = {"mtime_ns": FIRST_NS + 1800 * 10**9}
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    first = made.snapshot({b"step-1.safetensors": whole}, mode="tracked")
+    live = {b"step-1.safetensors": whole, b"step-3.safetensors": whole[:-1], b"cache.bin": NOISE[:999]}
+    words = ("restore", "-s", str(first), "-p", str(made.root), "--overwrite", "--delete", "--no-safety")
+
+    def restored(contents: dict[bytes, bytes], *more: str) -> tuple[int, str, set[str]]:
+        made.snapshot({name: (content, later) for name, content in contents.items()}, mode="tracked")
+        made.root.mkdir(exist_ok=True)
+        for name, content in contents.items():
+            (made.root / os.fsdecode(name)).write_bytes(content)
+        result = made.run(*words, *more)
+        return result.exit_code, result.stderr, {one.name for one in made.root.iterdir()}
+
+    assert restored(live)[::2] == (0, {"step-1.safetensors"})
+    live[b"step-2.safetensors"] = whole
+    code, said, left = restored(live)
+    assert (code, left) == (2, set(map(os.fsdecode, live)))
+    assert "step-2.safetensors" in said
+    assert "step-3" not in said
+    assert "use -y" in said
+    code, said, left = restored(live, "--plan")
+    assert (code, left) == (0, set(map(os.fsdecode, live)))
+    assert "step-2.safetensors" in said
+    code, said, left = restored(live, "-y")
+    assert (code, left) == (0, {"step-1.safetensors"})
+    assert "step-2.safetensors" in said
+
+
 def test_delete_keeps_excluded_files(repository: CliRepository, tmp_path: Path) -> None:
     """--delete keeps excluded files, although no snapshot has them."""
     (repository.root / "ckpt").mkdir()
