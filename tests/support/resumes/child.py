@@ -185,7 +185,7 @@ def run_child(
         # Python seeds `random` anew in each forked process.
         random.seed(rank)
         if world > 1:
-            _meet(rank, world, port)
+            _meet(rank, world, port, connects=not hasattr(module, "CONNECTS_RANKS"))
         elif "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         module.train(ResumedRun(where, rank, world, progress, variant))
@@ -214,7 +214,7 @@ def _redirect_output(path: Path) -> None:
     sys.stderr = open(2, "w", closefd=False, buffering=1)
 
 
-def _meet(rank: int, world: int, port: int) -> None:
+def _meet(rank: int, world: int, port: int, *, connects: bool) -> None:
     from datetime import timedelta
 
     import torch
@@ -223,7 +223,8 @@ def _meet(rank: int, world: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    if connects:
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=20))
 
 
 def _watch(progress: SharedProgress) -> None:

@@ -2,7 +2,8 @@
 
 Each has ``MODULES`` (imported before the first fork), ``WORLD`` (number of processes), ``BY_DESIGN`` (reported
 values that a resume does not give back, with the reason that the documentation gives) and ``train``. One that has
-``WORLDS`` runs on so many ranks in turn, and reports each state that it saves and each that it resumes from.
+``WORLDS`` runs on so many ranks in turn, and reports each state that it saves and each that it resumes from. Ranks are connected before
+``train``, unless the case has ``CONNECTS_RANKS``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ NEEDED: Final = {
     "cnn": "torch",
     "hugging_face": "transformers",
     "lightning_fit": "lightning",
+    "lightning_fit@2": "lightning",
     "keras_fit": "keras",
     "ddp": "torch",
     "ddp@4": "torch",

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import deepspeed  # type: ignore[import-not-found, unused-ignore]
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # type: ignore[import-not-found, unused-ignore]
 from support.resumes.child import ResumedRun, generators
 
 from ciuic.integrations.deepspeed import save_in
@@ -56,10 +57,18 @@ def train(run: ResumedRun) -> None:
         if engine.global_steps % 4 == 0:
             engine.save_checkpoint(checkpoints, client_state={"losses": losses})
     engine.checkpoint_engine.cleanup()
+    parameters = list(engine.module.parameters())
+    # Whole tensors: the padding of a rank's part of ZeRO 3 is memory that nobody has written.
+    with deepspeed.zero.GatheredParameters(parameters):
+        weights = [one.detach().clone() for one in parameters]
     state = {
-        # Of ZeRO 1 to 3 the parts of this rank: weights, their float32 masters and moments.
-        "model": [getattr(one, "ds_tensor", one) for one in engine.module.parameters()],
-        "optimizer": engine.optimizer.state_dict(),
+        "model": weights,
+        "masters": [safe_get_full_fp32_param(one) for one in parameters],
+        **{
+            f"moments {name}": [safe_get_full_optimizer_state(one, name) for one in parameters]
+            for name in ("exp_avg", "exp_avg_sq")
+        },
+        "steps of the optimizer": [one["step"] for one in engine.optimizer.optimizer.state.values()],
         "scheduler": engine.lr_scheduler.state_dict(),
     }
     torch.distributed.destroy_process_group()
