@@ -244,9 +244,8 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
         part = RankFiles(0)
         part.add_file(FACTS_FILE, encode_facts(facts))
         token = str(uuid.uuid4())
-        tags = (TAG, os.path.basename(self._directory), self._directory, token)
-        if info.save_latest:
-            tags += (f"{_LATEST_TAG}{info.tag}",)
+        latest = [f"{_LATEST_TAG}{info.tag}"] if info.save_latest else []
+        tags = (TAG, os.path.basename(self._directory), self._directory, token, *latest)
         try:
             id_ = self._parts.commit(part, files, os.path.basename(self._directory), tags)
             self._name_checkpoint(token, self._directory, info.tag if info.save_latest else None)

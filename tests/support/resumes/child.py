@@ -288,4 +288,4 @@ def _watch(progress: SharedProgress) -> None:
             end_copy(self._client)
             return number
 
-        PartsWriter.begin = begin  # type: ignore[method-assign]
+        PartsWriter.begin = begin  # type: ignore[method-assign, assignment]
