@@ -12,7 +12,8 @@ Where a framework creates the engine (Hugging Face `Trainer`, Accelerate's `save
 
 Guarantees: when `save_checkpoint` returns, the checkpoint of all ranks is durable and whole, or every rank has the
 same error and an earlier checkpoint of the same tag is as it was. `.metadata` in the checkpoint's directory names the
-snapshot; the files that DeepSpeed looks for are there by name alone. Nothing is pickled and nothing unpickled: what
+snapshot; the files that DeepSpeed looks for are there by name alone. `latest` names a whole checkpoint whenever the
+process is killed: it is replaced before DeepSpeed writes it, and mended by the next engine. Nothing is pickled and nothing unpickled: what
 only pickle could store is refused by its path.
 
 Not supported: tools that read those files with torch.load (`zero_to_fp32.py`, `ds_to_universal`), before
@@ -36,6 +37,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from torch import distributed as dist
 
 from ciuic.errors import CiuicError
+from ciuic.repository import Repository
+from ciuic.repository.disk import Disk
 from ciuic.training import ranks
 from ciuic.training.dcp.pointer import (
     POINTER_FILE,
@@ -51,12 +54,16 @@ from ciuic.training.format import structure
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
 from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.format.tensors import Unsaveable
+from ciuic.training.logs import log
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.writer.messages import StoredFile
 
 TAG: Final = "deepspeed"
 _STATE: Final = "state"
 """Name of what one call of `save` was given, in its folder of the snapshot."""
+_LATEST_FILE: Final = "latest"
+_LATEST_TAG: Final = "latest:"
+"""Begin of the tag of a snapshot that `latest` is to name; DeepSpeed's tag follows."""
 _STAND_IN: Final = b'{"ciuic": "the content is in the snapshot that .metadata names"}\n'
 _VALUES: Final = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
@@ -116,6 +123,10 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
         self._problem = ""
         # DeepSpeed ends only engines that write on their own.
         self._finalizer = weakref.finalize(self, _close, self._parts, os.getpid())
+        if _rank() == 0:
+            self._complete_last_save()
+        # The other ranks read `latest` next.
+        _broadcast(True if _rank() == 0 else None)
 
     def create(self, info: Any) -> None:
         """Begin a checkpoint."""
@@ -186,7 +197,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
             if not self._collective:
                 return True
             everybody = _gather([self._problem, *self._wait()])
-            answer = self._commit_all(everybody) if everybody is not None else None
+            answer = self._commit_all(everybody, info) if everybody is not None else None
             self.last_id, problem = _broadcast(answer)
         finally:
             self._parts.release()
@@ -216,7 +227,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
             files += [[one.path, one.size_bytes, one.content, one.map_height] for one in found]
         return files
 
-    def _commit_all(self, everybody: list[list[Any]]) -> list[str]:
+    def _commit_all(self, everybody: list[list[Any]], info: Any) -> list[str]:
         """Make the snapshot on rank 0; return its id and the reason why there is none."""
         problems = [problem for problem, *_ in everybody if problem]
         stored = [file for _, *files in everybody for file in files]
@@ -233,15 +244,45 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
         part = RankFiles(0)
         part.add_file(FACTS_FILE, encode_facts(facts))
         token = str(uuid.uuid4())
-        tags = (TAG, os.path.basename(self._directory), self._directory, token)
+        latest = [f"{_LATEST_TAG}{info.tag}"] if info.save_latest else []
+        tags = (TAG, os.path.basename(self._directory), self._directory, token, *latest)
         try:
             id_ = self._parts.commit(part, files, os.path.basename(self._directory), tags)
-            pointer = CheckpointPointer(str(self.save_dir), self._run, token, self._directory)
-            # Last: it also makes the names of the files durable that DeepSpeed will look for.
-            write_checkpoint_pointer(pointer_path(Path(self._directory)), pointer)
+            self._name_checkpoint(token, self._directory, info.tag if info.save_latest else None)
         except (OSError, CiuicError) as error:
             return ["", str(error)]
         return [id_, ""]
+
+    def _name_checkpoint(self, token: str, directory: str, latest: str | None) -> None:
+        """Write `latest`, and `.metadata` of a checkpoint whose snapshot is durable."""
+        if latest is not None:
+            Disk().replace_file(_latest_path(directory, latest), latest.encode())
+        pointer = CheckpointPointer(str(self.save_dir), self._run, token, directory)
+        # Last: it also makes the names of the files durable that DeepSpeed will look for.
+        write_checkpoint_pointer(pointer_path(Path(directory)), pointer)
+
+    def _complete_last_save(self) -> None:
+        """Name the newest checkpoint where a kill came between its snapshot and the files that lead to it.
+
+        A `latest` that names another checkpoint beside a complete one is the program's own choice, and stays.
+        """
+        with Repository.open(self.save_dir) as repository:
+            found = repository.snapshots.list(root=os.fsencode(f"/{self._run}"), tag=TAG, limit=1)
+        if not found:
+            return
+        _, _, directory, token, *more = found[0].tags
+        latest = next((tag[len(_LATEST_TAG) :] for tag in more if tag.startswith(_LATEST_TAG)), None)
+        # The program may have removed the checkpoint, or moved it.
+        if not os.path.isdir(directory):
+            return
+        is_named = pointer_path(Path(directory)).exists()
+        # DeepSpeed truncates it and then writes.
+        is_cut = latest is not None and _is_empty(_latest_path(directory, latest))
+        if not is_named or is_cut:
+            try:
+                self._name_checkpoint(token, directory, latest)
+            except OSError as error:
+                log.warning("ciuic: the checkpoint %s cannot be named: %s", directory, error)
 
 
 def save_in(engine: Any, save_dir: str | os.PathLike[str], **options: Any) -> SnapshotCheckpointEngine:
@@ -306,6 +347,15 @@ def export_checkpoint(directory: str | os.PathLike[str], target: str | os.PathLi
 def _folder_of(path: str) -> str:
     """Return the folder in the snapshot of a file of a checkpoint."""
     return os.path.basename(path).removesuffix(".pt")
+
+
+def _latest_path(directory: str, tag: str) -> str:
+    """Return the path of `latest` beside the directory of a checkpoint of this tag, which may have slashes."""
+    return os.path.join(directory[: -len(os.path.normpath(tag)) - 1] or "/", _LATEST_FILE)
+
+
+def _is_empty(path: str) -> bool:
+    return os.path.exists(path) and os.path.getsize(path) == 0
 
 
 def _moved(value: Any, map_location: Any) -> Any:

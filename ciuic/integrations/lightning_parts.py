@@ -819,6 +819,10 @@ class SnapshotCallbackBase:
         found, self.io.random = self.io.random, None
         for problem in stateful.restore_random_states(found) if found is not None else ():
             log.warning("ciuic: not resumed exactly: %s", problem)
+        if found is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            # Resumed between two epochs: Lightning has begun the next pass already, with the generators of before.
+            with quietly("the next epoch would not have the order of an undisturbed run"):
+                iter(trainer.fit_loop._data_fetcher)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the epoch begin without what an earlier one had logged."""

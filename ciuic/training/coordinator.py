@@ -280,7 +280,12 @@ class SaveCoordinator:
 
     def load_latest(self) -> State | None:
         """Load the newest whole state on this rank alone."""
-        return load_newest(self._settings.save_dir, self.root, remotes=self._settings.remotes)
+        state = load_newest(self._settings.save_dir, self.root, remotes=self._settings.remotes)
+        if state is not None:
+            # A program that goes on from it by itself: where the clock is behind that of the host that has saved it,
+            # it must not be the newest again.
+            self.run.newest_ns = max(self.run.newest_ns, state.time_ns)
+        return state
 
     def join_ranks(self, *, prepare: bool) -> None:
         """Meet the other ranks if that has not happened yet and torch.distributed is initialized by now."""

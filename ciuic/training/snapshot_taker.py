@@ -88,8 +88,6 @@ class SnapshotSpec(NamedTuple):
     """Reason for which the snapshot is held; empty if it is not."""
     filesystem: Roots | None = None
     """Directories whose files are wanted with it; None for the manager's default."""
-    is_explicit: bool = False
-    """True if the program asked for it, perhaps on this rank alone."""
     may_wait: bool = False
     """True if it may wait for the writer to finish an earlier one."""
     boundary_state: BoundaryState | None = None
@@ -123,7 +121,6 @@ def explicit_request(
         arguments.texts(tags),
         arguments.reason(hold),
         filesystem,
-        is_explicit=True,
         may_wait=True,
     )
 
@@ -724,7 +721,7 @@ class SnapshotTaker:
         if self._is_sharded:
             return None
         if not self.writes:
-            self._record_taken(request)
+            self._record_taken()
             return None
         with self._pipeline.guard:
             return self._take_whole(request, parts)
@@ -746,7 +743,7 @@ class SnapshotTaker:
                 report_failure(self._pipeline.client.repository, joint_save, reason)
             return
         self._pipeline.stalled(time.monotonic() - began)
-        self._record_taken(request)
+        self._record_taken()
 
     def _take_whole(
         self, request: SnapshotSpec, parts: list[RankState] | None, agreed: AgreedSave | None = None
@@ -813,7 +810,7 @@ class SnapshotTaker:
         if isinstance(save, NotStaged):
             return None
         self._pipeline.stalled(time.monotonic() - began)
-        self._record_taken(request)
+        self._record_taken()
         return save
 
     def _set_member(self, agreed: AgreedSave) -> SetMember | None:
@@ -863,13 +860,13 @@ class SnapshotTaker:
             with quietly("the other ranks are gone"):
                 self._ranks.durable(seconds, in_all_directories=self._is_sharded)
 
-    def _record_taken(self, request: SnapshotSpec) -> None:
+    def _record_taken(self) -> None:
         """Record that a snapshot of this boundary was taken, by this rank or by rank 0."""
         self._pipeline.state_saved()
         self._skipped = None
-        # The others, which may not have been asked, must find the next one due at the same step.
-        alone = request.is_explicit and self._ranks is not None
-        self._schedule.taken(None if alone else self._run.step)
+        # Of several ranks all count from where they have gathered: others may not have been asked, or do not know the step
+        # that a framework names on rank 0 alone, and must find the next one due at the same step.
+        self._schedule.taken(self._run.step if self._ranks is None else None)
 
     def _facts(self, request: SnapshotSpec, world_size: int) -> Facts:
         """Return the content of `snapshot.json`."""

@@ -73,6 +73,7 @@ def _trial(case: str, where: Path, seed: int) -> Trial:
             "PYTHONHASHSEED": "0",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "KERAS_BACKEND": "tensorflow",
+            "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
         },
         capture_output=True,

@@ -209,6 +209,13 @@ _CLOSE_SECONDS: Final = 120.0
 """Longest time for which `close` waits for the writer."""
 
 
+loaded_ns: Final[dict[bytes, int]] = {}
+"""Time of the newest snapshot on a remote that this process was to load, by the root of the run.
+
+What it saves then is later, also where its clock is behind that of the host that has saved the other.
+"""
+
+
 class PartsWriter:
     """Writer process of one rank, for parts of snapshots and for the snapshots themselves."""
 
@@ -315,8 +322,9 @@ class PartsWriter:
         Raises:
             OSError: there is no snapshot.
         """
+        manifest = _manifest(part, message, tags, stored, loaded_ns.get(self.root, 0) + 1)
         with self.lock:
-            number = self._submit(part, _manifest(part, message, tags, stored), None, commit=True)
+            number = self._submit(part, manifest, None, commit=True)
         return next((str(one.id) for one in self._wait(number) if isinstance(one, Saved)), "")
 
     def close(self) -> None:
@@ -373,9 +381,11 @@ def fits(slot: Slot, part: RankFiles) -> bool:
     return slot.arena is not None and _needed(part, _manifest(part, "", (), ())) <= slot.arena.size_bytes
 
 
-def _manifest(part: RankFiles, message: str, tags: tuple[str, ...], stored: Sequence[StoredFile]) -> Manifest:
+def _manifest(
+    part: RankFiles, message: str, tags: tuple[str, ...], stored: Sequence[StoredFile], from_ns: int = 0
+) -> Manifest:
     return Manifest(
-        time_ns=time.time_ns(),
+        time_ns=max(time.time_ns(), from_ns),
         message=message,
         tags=tags,
         files=manifest_files(part.files),

@@ -30,7 +30,7 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.training import ranks
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_metadata
-from ciuic.training.dcp.rank_files import OBJECTS_FILE, OBJECTS_VERSION
+from ciuic.training.dcp.rank_files import OBJECTS_FILE, OBJECTS_VERSION, loaded_ns
 from ciuic.training.format import structure
 from ciuic.training.format.layout import SUFFIX
 from ciuic.training.format.reading import NoUsableSnapshot, PassedOver
@@ -118,6 +118,7 @@ class _SnapshotSource:
             self._look_again()
             for one in self._elsewhere(bool(here)):
                 if not here or one.time_ns > here[0].time_ns:
+                    loaded_ns[self._root] = max(one.time_ns, loaded_ns.get(self._root, 0))
                     return one
                 break
         with Repository.open(self.save_dir) as repository:

@@ -69,8 +69,10 @@ class SharedProgress:
 class ResumedRun:
     """A training that resumes by itself: where it saves, and what it reports."""
 
-    def __init__(self, where: Path, rank: int, world: int, progress: SharedProgress) -> None:
-        self.save_dir, self.rank, self.world = str(where / "snapshots"), rank, world
+    def __init__(
+        self, where: Path, rank: int, world: int, progress: SharedProgress, variant: str = ""
+    ) -> None:
+        self.save_dir, self.rank, self.world, self.variant = str(where / "snapshots"), rank, world, variant
         self._result = where / f"result-{rank}"
         self._log = os.open(where / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._progress = progress
@@ -84,6 +86,11 @@ class ResumedRun:
         """
         # One write: a kill leaves the whole line or none.
         os.write(self._log, (json.dumps({"key": key, "values": plain(values)}) + "\n").encode())
+
+    def begin(self, step: int | None) -> None:
+        """Record the step that was resumed from, or None, where no manager does. Steps before are not counted."""
+        self._progress.step = step or 0
+        self._progress.resumed = 0 if step is None else 1 + step
 
     def stepped(self) -> None:
         """Count an optimizer step, where no hook of torch does."""
@@ -155,11 +162,14 @@ def _add(hasher: Any, value: Any) -> None:
         hasher.update(repr(value).encode())
 
 
-def run_child(case: str, where: Path, ranks: tuple[int, int, int], progress: SharedProgress) -> None:
+def run_child(
+    case: str, variant: str, where: Path, ranks: tuple[int, int, int], progress: SharedProgress
+) -> None:
     """Run a case in a process that was forked for it; never return.
 
     Args:
         case: module of ``cases``.
+        variant: what the case is to do, where it has variants.
         where: directory of the run.
         ranks: rank, number of ranks, and port at which they meet.
         progress: numbers shared with the killer.
@@ -175,10 +185,10 @@ def run_child(case: str, where: Path, ranks: tuple[int, int, int], progress: Sha
         # Python seeds `random` anew in each forked process.
         random.seed(rank)
         if world > 1:
-            _meet(rank, world, port)
+            _meet(rank, world, port, connects=not hasattr(module, "CONNECTS_RANKS"))
         elif "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-        module.train(ResumedRun(where, rank, world, progress))
+        module.train(ResumedRun(where, rank, world, progress, variant))
         status = 0
     except BaseException as error:
         # As the interpreter does for an exception that nothing catches.
@@ -204,15 +214,17 @@ def _redirect_output(path: Path) -> None:
     sys.stderr = open(2, "w", closefd=False, buffering=1)
 
 
-def _meet(rank: int, world: int, port: int) -> None:
+def _meet(rank: int, world: int, port: int, *, connects: bool) -> None:
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    if connects:
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=20))
 
 
 def _watch(progress: SharedProgress) -> None:
@@ -220,6 +232,7 @@ def _watch(progress: SharedProgress) -> None:
     from ciuic.training.coordinator import SaveCoordinator
     from ciuic.training.format.tensors import ArrayBuffer
     from ciuic.training.save_pipeline import SavePipeline
+    from ciuic.training.writer.client import WriterClient
 
     if "torch" in sys.modules and "keras" not in sys.modules:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -237,17 +250,22 @@ def _watch(progress: SharedProgress) -> None:
         progress.step = state.facts.step or 0
         progress.resumed = 1 + progress.step
 
-    def stage(self: SavePipeline, state: Any, *args: Any, **options: Any) -> Any:
+    def begin_copy(tensors: int) -> None:
         progress.staged_step = progress.step
-        progress.write_microseconds = int(1e6 * (self.stats.last_write_seconds or 0))
         if progress.copy_kill_step and progress.step >= progress.copy_kill_step:
-            tensors = sum(len(leaves) for leaves in state.leaves.values())
             copies_left[0] = tensors * progress.copy_kill_part // COPY_PARTS
         progress.staging += 1
-        found = own_stage(self, state, *args, **options)
-        if self.client._process is not None:
-            progress.writer = self.client._process.pid
+
+    def end_copy(client: WriterClient) -> None:
+        if client._process is not None:
+            progress.writer = client._process.pid
         progress.staged += 1
+
+    def stage(self: SavePipeline, state: Any, *args: Any, **options: Any) -> Any:
+        progress.write_microseconds = int(1e6 * (self.stats.last_write_seconds or 0))
+        begin_copy(sum(len(leaves) for leaves in state.leaves.values()))
+        found = own_stage(self, state, *args, **options)
+        end_copy(self.client)
         return found
 
     def fill(self: ArrayBuffer, value: Any) -> None:
@@ -259,3 +277,15 @@ def _watch(progress: SharedProgress) -> None:
     SaveCoordinator.resume_from = resume_from  # type: ignore[method-assign]
     SavePipeline.stage = stage  # type: ignore[method-assign]
     ArrayBuffer.fill = fill  # type: ignore[method-assign]
+    if "deepspeed" in sys.modules:
+        from ciuic.training.dcp.rank_files import PartsWriter, RankFiles
+
+        own_begin = PartsWriter.begin
+
+        def begin(self: PartsWriter, part: RankFiles, *args: Any) -> int:
+            begin_copy(len(part._to_fill))
+            number = own_begin(self, part, *args)
+            end_copy(self._client)
+            return number
+
+        PartsWriter.begin = begin  # type: ignore[method-assign, assignment]

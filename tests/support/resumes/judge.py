@@ -41,6 +41,24 @@ def compare(undisturbed: Path, killed: Path, world: int, by_design: Mapping[str,
     return Comparison(tuple(sorted(set(states))), tuple(sorted(set(values) - named)), tuple(sorted(named)))
 
 
+def compare_lives(killed: Path) -> Comparison:
+    """Compare each state that a life has resumed from with the same one as an earlier life has saved it.
+
+    Args:
+        killed: directory of the run; its first rank reports ``state NAME``, and ``resumed NAME`` later.
+    """
+    saved, resumed = (
+        {
+            line["key"].partition(" ")[2]: line["values"]
+            for line in _lines(killed, 0)
+            if line["key"].startswith(kind)
+        }
+        for kind in ("state ", "resumed ")
+    )
+    states = {name for key, values in resumed.items() for name in _different(saved.get(key, {}), values)}
+    return Comparison(tuple(sorted(states)), () if resumed else ("no life has resumed",), ())
+
+
 def _lines(where: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (where / f"log-{rank}").read_text().splitlines()]
 

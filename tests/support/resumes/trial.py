@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from support.resumes.child import COPY_PARTS, SharedProgress, run_child
-from support.resumes.judge import compare
+from support.resumes.judge import compare, compare_lives
 
 _LONGEST_LIFE_SECONDS: Final = 180.0
 _LONGEST_ORPHAN_SECONDS: Final = 150.0
@@ -31,6 +31,7 @@ _MAX_STEPS_TO_SAVE: Final = 8
 """Steps after which a process is killed that should be killed in a save and has not begun one."""
 _STACK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.0005
+_DEEPSPEED_TAG: Final = "global_step"
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
@@ -81,16 +82,19 @@ class CaseRunner:
 
     def __init__(self, case: str, top: Path, choose: random.Random) -> None:
         self._case, self._top, self._choose = case, top, choose
-        # A case with another number of ranks than its own is CASE@RANKS.
+        # A case with another number of ranks than its own is CASE@RANKS, a variant of it CASE-VARIANT.
         name, _, ranks = case.partition("@")
+        name, _, self._variant = name.partition("-")
         module = importlib.import_module(f"support.resumes.cases.{name}")
         self._module = name
-        self.world: int = int(ranks or module.WORLD)
+        self._worlds: tuple[int, ...] = getattr(module, "WORLDS", (int(ranks or module.WORLD),))
+        self.world = self._worlds[0]
+        """Number of ranks of the life."""
         self._by_design: dict[str, str] = module.BY_DESIGN
         for name in module.MODULES.split():
             importlib.import_module(name)
         importlib.import_module("ciuic.training.manager")
-        self._progress = [SharedProgress() for _ in range(self.world)]
+        self._progress = [SharedProgress() for _ in range(max(self._worlds))]
         # Keeps the imported objects out of every process's garbage collection.
         gc.freeze()
 
@@ -103,13 +107,16 @@ class CaseRunner:
         life = self._live(undisturbed, None, 0.0)
         assert not any(life.statuses), _output(undisturbed, self.world)
         steps = self._progress[0].step
-        lives = [
-            self._live(killed, kill, (time.monotonic() - began) / steps) for kill in self._plan(kills, steps)
-        ]
-        lives.append(self._live(killed, None, 0.0))
+        lives = []
+        for number, kill in enumerate([*self._plan(kills, steps), None]):
+            self.world = self._worlds[number % len(self._worlds)]
+            lives.append(self._live(killed, kill, (time.monotonic() - began) / steps))
         assert not any(lives[-1].statuses), _output(killed, self.world)
         self._wait_for_writers()
-        found = compare(undisturbed, killed, self.world, self._by_design)
+        if len(self._worlds) > 1:
+            found = compare_lives(killed)
+        else:
+            found = compare(undisturbed, killed, self.world, self._by_design)
         return Trial(
             self._case,
             sum(life.was_killed for life in lives),
@@ -129,20 +136,22 @@ class CaseRunner:
         choose.shuffle(kinds)
         # No kill in the last steps: a snapshot must follow in which it can be, and a step after that.
         targets = sorted(choose.randrange(max(1, steps - _MAX_STEPS_TO_SAVE - 4)) for _ in range(kills))
-        everyone = tuple(range(self.world))
-        sets = [*((rank,) for rank in everyone), everyone]
-        return [
-            Kill(
-                kind,
-                max(1, step) if kind != "anywhere" else step,
-                choose.random(),
-                # Of what the ranks have alike rank 0 alone makes the snapshot.
-                choose.choice(sets if kind == "anywhere" else [(0,), everyone, choose.choice(sets)]),
-                choose.random() < 0.5,
-                choose.random() < 0.5,
+        plan = []
+        for number, (kind, step) in enumerate(zip(kinds, targets, strict=True)):
+            everyone = tuple(range(self._worlds[number % len(self._worlds)]))
+            sets = [*((rank,) for rank in everyone), everyone]
+            plan.append(
+                Kill(
+                    kind,
+                    max(1, step) if kind != "anywhere" else step,
+                    choose.random(),
+                    # Of what the ranks have alike rank 0 alone makes the snapshot.
+                    choose.choice(sets if kind == "anywhere" else [(0,), everyone, choose.choice(sets)]),
+                    choose.random() < 0.5,
+                    choose.random() < 0.5,
+                )
             )
-            for kind, step in zip(kinds, targets, strict=True)
-        ]
+        return plan
 
     def _live(self, where: Path, kill: Kill | None, step_seconds: float) -> Life:
         """Start the case; kill it as planned, or wait for its end."""
@@ -191,10 +200,10 @@ class CaseRunner:
             port = free.getsockname()[1]
         sys.stdout.flush()
         children = []
-        for rank, progress in enumerate(self._progress):
+        for rank, progress in enumerate(self._progress[: self.world]):
             child = os.fork()
             if not child:
-                run_child(self._module, where, (rank, self.world, port), progress)
+                run_child(self._module, self._variant, where, (rank, self.world, port), progress)
             children.append(child)
         return children
 
@@ -287,7 +296,13 @@ def _steps(where: Path) -> dict[str, int | None]:
     from ciuic.training.snapshots import TrainingSnapshots
 
     found = TrainingSnapshots(where / "snapshots", "training").list_snapshots()
-    return {one.id: one.facts.step for one in found}
+    steps = {one.id: one.facts.step for one in found}
+    for one in found:
+        for tag in one.tags:
+            # Of DeepSpeed's checkpoints a tag tells the step.
+            if tag.startswith(_DEEPSPEED_TAG):
+                steps[one.id] = int(tag[len(_DEEPSPEED_TAG) :])
+    return steps
 
 
 def _output(where: Path, world: int) -> str:

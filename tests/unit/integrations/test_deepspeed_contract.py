@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import json
 import os
+import shutil
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -82,8 +83,8 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("ciuic.integrations.deepspeed", None)
 
 
-def info(save_dir: Path, tag: str) -> Any:
-    return SimpleNamespace(save_dir=str(save_dir), tag=tag, save_latest=True)
+def info(save_dir: Path, tag: str, save_latest: bool = True) -> Any:
+    return SimpleNamespace(save_dir=str(save_dir), tag=tag, save_latest=save_latest)
 
 
 def states(number: float) -> dict[str, Any]:
@@ -103,14 +104,14 @@ def states(number: float) -> dict[str, Any]:
     }
 
 
-def save(engine: Any, directory: Path, tag: str, number: float) -> None:
+def save(engine: Any, directory: Path, tag: str, number: float, save_latest: bool = True) -> None:
     """Call the engine as DeepSpeed's save_checkpoint does."""
     engine.makedirs(str(directory), exist_ok=True)
-    engine.create(info(directory, tag))
+    engine.create(info(directory, tag, save_latest))
     engine.makedirs(str(directory / tag), exist_ok=True)
     for name, state in states(number).items():
         engine.save(state, str(directory / tag / name))
-    assert engine.commit(info(directory, tag)) is True
+    assert engine.commit(info(directory, tag, save_latest)) is True
 
 
 def load(engine: Any, directory: Path, tag: str) -> float:
@@ -216,6 +217,60 @@ def test_engines_that_a_framework_creates(deepspeed: Any, tmp_path: Path) -> Non
     assert module.create_checkpoint_engine() == "DeepSpeed's"
     engine = SimpleNamespace(checkpoint_engine=None)
     assert deepspeed.save_in(engine, tmp_path / "snapshots") is engine.checkpoint_engine
+
+
+def _killed_before(engine: Any, monkeypatch: pytest.MonkeyPatch, instant: str, run: Path) -> None:
+    """Save step2 as a process does that is killed at an instant of it."""
+    module = sys.modules[type(engine).__module__]
+    writes = {"latest": ("_name_checkpoint", engine), "pointer": ("write_checkpoint_pointer", module)}
+    if instant in writes:
+        name, owner = writes[instant]
+
+        def die(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, name, die)
+        with pytest.raises(KeyboardInterrupt):
+            save(engine, run, "step2", 2)
+        monkeypatch.undo()
+    else:
+        save(engine, run, "step2", 2)
+        # As DeepSpeed opens it.
+        (run / "latest").write_text("" if instant == "text" else "step2")
+
+
+@pytest.mark.parametrize("instant", ["latest", "pointer", "text", "end"])
+def test_a_kill_in_a_save_leaves_latest_at_a_whole_checkpoint(
+    deepspeed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, instant: str
+) -> None:
+    """Once the snapshot is durable the next engine leads `latest` to it, even where the earlier one was removed."""
+    engine = deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots", max_snapshots=1)
+    save(engine, tmp_path / "run", "step1", 1)
+    (tmp_path / "run/latest").write_text("step1")
+    _killed_before(engine, monkeypatch, instant, tmp_path / "run")
+    engine.cleanup()
+    resumed = deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots", max_snapshots=1)
+    assert load(resumed, tmp_path / "run", (tmp_path / "run/latest").read_text()) == 2
+
+
+def test_a_choice_of_the_program_stays(deepspeed: Any, tmp_path: Path) -> None:
+    """A `latest` that was set back, a save that leaves it alone, and a removed checkpoint stay as they are."""
+    engine = deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots")
+    latest = tmp_path / "run/latest"
+    save(engine, tmp_path / "run", "step1", 1)
+    save(engine, tmp_path / "run", "a/step2", 2)
+    assert latest.read_text() == "a/step2"
+    latest.write_text("step1")
+    deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots")
+    assert latest.read_text() == "step1"
+    save(engine, tmp_path / "run", "best", 3, save_latest=False)
+    (tmp_path / "run/best/.metadata").unlink()
+    deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots")
+    assert latest.read_text() == "step1"
+    assert load(engine, tmp_path / "run", "best") == 3
+    shutil.rmtree(tmp_path / "run")
+    deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots")
+    assert not latest.exists()
 
 
 def test_the_pointer_can_be_moved_with_the_checkpoint(deepspeed: Any, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.resumes.child import digest
-from support.resumes.judge import Comparison, compare
+from support.resumes.judge import Comparison, compare, compare_lives
 
 LINES = [("step 1", {"loss": 1.5}), ("step 2", {"loss": 1.25, "rate": 0.1}), ("epoch 0", {"loss": 1.375})]
 RESULT = {"state": {"model": "a", "average": "b"}, "values": {"history": [1.5, 1.25], "seconds": 3.0}}
@@ -50,6 +50,20 @@ def test_each_difference_is_named(
     """A part of the state, a value at the end, and a value of any line that was ever reported."""
     undisturbed, killed = _run(tmp_path / "a", LINES, RESULT), _run(tmp_path / "b", lines, result)
     assert compare(undisturbed, killed, 1, {"at the end: seconds": "a time"}) == expected
+
+
+def test_a_state_is_compared_with_the_one_that_was_saved(tmp_path: Path) -> None:
+    """A resume from a state that differs, or that no life has saved, is named; so is a run without any resume."""
+    saved = ("state a 4", {"model": 1, "rate": 2})
+    for number, (lines, expected) in enumerate(
+        [
+            ([saved, ("resumed a 4", {"model": 1, "rate": 2})], Comparison((), (), ())),
+            ([saved, ("resumed a 4", {"model": 1, "rate": 3})], Comparison(("rate",), (), ())),
+            ([saved, ("resumed b 4", {"model": 1})], Comparison(("model",), (), ())),
+            ([saved], Comparison((), ("no life has resumed",), ())),
+        ]
+    ):
+        assert compare_lives(_run(tmp_path / str(number), lines, RESULT)) == expected
 
 
 def test_a_digest_depends_on_every_value_and_type() -> None:

@@ -1,14 +1,19 @@
-"""Lightning with values of whole epochs, a validation, ReduceLROnPlateau, EarlyStopping and ModelCheckpoint."""
+"""Lightning with values of whole epochs, a validation, ReduceLROnPlateau, EarlyStopping and ModelCheckpoint.
+
+On several ranks with DistributedDataParallel, whose ranks Lightning connects.
+"""
 
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any, Final
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import DDPStrategy
 from support.resumes.child import ResumedRun, generators
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +21,7 @@ from ciuic.integrations.lightning import SnapshotCallback, SnapshotCheckpointIO,
 
 MODULES: Final = "torch torch._dynamo lightning.pytorch.callbacks ciuic.integrations.lightning"
 WORLD: Final = 1
+CONNECTS_RANKS: Final = True
 BY_DESIGN: Final = {
     "at the end: current score": "of the last checkpoint that this process saved: Lightning does not restore it",
     "log: a line is missing": "Lightning gives its loggers the line after the callbacks of the step, one of which saves",
@@ -69,7 +75,8 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, unused-ignore
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         loss = torch.nn.functional.cross_entropy(self.layers(x + 0.01 * torch.rand_like(x)), y)
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        # Synchronized, because the rate follows it.
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("total", loss, on_step=False, on_epoch=True, reduce_fx="sum")
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         if batch_idx < 3:
@@ -78,7 +85,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, unused-ignore
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.log("validation", torch.nn.functional.cross_entropy(self.layers(x), y))
+        self.log("validation", torch.nn.functional.cross_entropy(self.layers(x), y), sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -89,7 +96,8 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, unused-ignore
 def train(run: ResumedRun) -> None:
     """Train until the loss of the validation no longer falls."""
     lightning.seed_everything(1)
-    x = torch.rand(80, 8)
+    # As many batches on each rank as one process has.
+    x = torch.rand(80 * run.world, 8)
     data = TensorDataset(x, (x.sum(1) > 4).long())
     model = Classifier()
     io = SnapshotCheckpointIO(run.save_dir, every_steps=4, max_snapshots=4)
@@ -98,6 +106,8 @@ def train(run: ResumedRun) -> None:
     trainer = lightning.Trainer(
         max_epochs=8,
         accelerator="cpu",
+        devices=run.world,
+        strategy=DDPStrategy(timeout=timedelta(seconds=60)) if run.world > 1 else "auto",
         plugins=[io],
         callbacks=[Epochs(run), stopping, best, SnapshotCallback(io)],
         logger=Report(run),

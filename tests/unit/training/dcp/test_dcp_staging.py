@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 from support.late_modules import LateModule, torch
 
+from ciuic.config import RemoteConfig
+from ciuic.repository import Repository
 from ciuic.training.arena import Arena
+from ciuic.training.remote.copies import RemoteCandidate
 
 dcp: Any = LateModule("torch.distributed.checkpoint")
 rank_files: Any = LateModule("ciuic.training.dcp.rank_files")
@@ -93,6 +97,28 @@ def test_a_state_of_an_empty_tensor_alone_is_saved(tmp_path: Path) -> None:
     reader = storage.CiuicStorageReader(tmp_path / "snapshots", "n")
     dcp.load(loaded, storage_reader=reader, no_dist=True)
     assert loaded["empty"].shape == (0, 4)
+
+
+def test_a_clock_that_is_behind_makes_no_earlier_checkpoint_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved after a checkpoint of a remote was found is later than it, where the clock is a day behind."""
+    from ciuic.training.dcp.reading import _SnapshotSource
+
+    there = RemoteCandidate("r", 0, time.time_ns(), "cs-1")
+    source = _SnapshotSource(tmp_path, b"/dcp", (RemoteConfig(name="r", url="file:///unused"),))
+    monkeypatch.setattr(source, "_look_again", lambda: None)
+    monkeypatch.setattr(source, "_here", list)
+    monkeypatch.setattr(source, "_elsewhere", lambda _: [there])
+    monkeypatch.setitem(rank_files.loaded_ns, b"/dcp", 0)
+    assert source.newest_whole([]) is there
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 24 * 3600 * 10**9)
+    writer = storage.CiuicStorageWriter(tmp_path / "here")
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    writer.close()
+    with Repository.open(tmp_path / "here") as repository:
+        assert repository.snapshots.list()[0].time_ns > there.time_ns
 
 
 def test_a_device_copy_is_complete_when_staging_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ciuic import SnapshotManager
 from ciuic.training.rules import AfterIf, Automatic, Interval, Moment, OnImprovement, Rule, SaveRules, Steps
 from ciuic.training.save_schedule import SaveCosts
 
@@ -122,3 +124,23 @@ def test_the_estimated_duration_is_conservative() -> None:
     costs.wrote(1000, 4.0)
     assert costs.write_estimate_seconds(500) == 5.0
     assert costs.write_estimate_seconds(2000) == 10.0
+
+
+def test_ranks_count_from_one_step_where_rank_0_alone_is_told_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save is due at the same step on all ranks: one that found it due alone would wait for the others."""
+    counted = []
+    for rank, named in enumerate((10, None)):
+        with SnapshotManager(tmp_path / str(rank), every_steps=4) as manager:
+            coordinator = manager._coordinator
+            taker, run = coordinator.taker, coordinator.run
+            # As `gather_states` leaves it on every rank, and `save_gathered(step=10)` on rank 0.
+            run.step = 9
+            coordinator.schedule.begin_at(run.step)
+            run.step = named or run.step
+            with monkeypatch.context() as several:
+                several.setattr(taker, "_ranks", object())
+                taker._record_taken()
+            counted.append(coordinator.schedule._moment(13, coordinator.pipeline.costs).steps_since)
+    assert counted[0] == counted[1]

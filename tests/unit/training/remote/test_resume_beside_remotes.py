@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshots
 from ciuic.repository import Repository
 from ciuic.repository.errors import DamagedSnapshot
-from ciuic.training import loading
+from ciuic.training import coordinator, loading
 from ciuic.training.format import tensors
 from ciuic.training.format.reading import NoUsableSnapshot
 from ciuic.training.json_documents import raise_shortage
@@ -234,3 +235,23 @@ def test_a_process_that_lacks_memory_loads_no_older_state(
 def test_text_of_a_document_is_no_shortage(error: Exception) -> None:
     """A malformed document cannot pass for a lack of memory, which would keep an older state from being loaded."""
     raise_shortage(error)
+
+
+@pytest.mark.parametrize("resumes", [True, False], ids=["resume", "load_latest_snapshot"])
+def test_a_clock_that_is_behind_makes_no_earlier_state_the_newest(
+    resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved after a state of another host is later than it, where the clock is a day behind."""
+    root = _save(tmp_path / "there", 4)
+    there = coordinator.load_newest(tmp_path / "there", root)
+    assert there is not None
+    monkeypatch.setattr(coordinator, "load_newest", lambda *_, **__: there)
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 24 * 3600 * 10**9)
+    with SnapshotManager(tmp_path / "here", name="job") as manager:
+        if resumes:
+            manager.framework.continue_from(there)
+        else:
+            assert manager.load_latest_snapshot() is there
+        manager.save_snapshot(model={"w": np.zeros(3)}, step=5, wait=True)
+        assert manager.list_snapshots()[0].time_ns > there.time_ns
