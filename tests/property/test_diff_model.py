@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from support import trees
 from support.restoring import take, write
-from support.trees import STEPS, play
+from support.trees import STEPS, expected_diff, play
 
 from ciuic.compare.diff import PathChange, diff_live, diff_snapshots
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
-
-
-def expected(root: Path, old: trees.Manifest, new: trees.Manifest) -> set[tuple[str, bytes]]:
-    """Compute a diff from two manifests; links are compared by target, directories without times."""
-    found = set()
-    for path in old.keys() | new.keys():
-        absolute = os.path.normpath(os.path.join(os.fsencode(root), path))
-        before, after = old.get(path), new.get(path)
-        if before is None or after is None:
-            found.add(("added" if before is None else "removed", absolute))
-        elif before.kind != after.kind:
-            found.add(("retyped", absolute))
-        elif shown(before) != shown(after):
-            found.add(("changed", absolute))
-    return found
-
-
-def shown(facts: trees.Facts) -> trees.Facts:
-    facts = facts._replace(same_inode_as=b"")
-    return facts._replace(mtime_ns=0) if facts.kind == stat.S_IFDIR else facts
 
 
 def kinds_and_paths(changes: list[PathChange]) -> set[tuple[str, bytes]]:
@@ -56,7 +35,7 @@ def test_a_diff_equals_the_difference_of_the_manifests(
         old_facts, old = trees.manifest(root), take(repository, root)
         play(root, after)
         new_facts = trees.manifest(root)
-        wanted = expected(root, old_facts, new_facts)
+        wanted = expected_diff(root, old_facts, new_facts)
         live = list(diff_live(repository, old))
         new = take(repository, root)
     with Repository.open(base / "repository") as repository:

@@ -143,6 +143,26 @@ def assert_same(expected: Manifest, found: Manifest) -> None:
     assert not lines, "\n".join(lines)
 
 
+def expected_diff(root: Path | bytes, old: Manifest, new: Manifest) -> set[tuple[str, bytes]]:
+    """Compute a diff from two manifests; links are compared by target, directories without times."""
+    found = set()
+    for path in old.keys() | new.keys():
+        absolute = os.path.normpath(os.path.join(os.fsencode(root), path))
+        before, after = old.get(path), new.get(path)
+        if before is None or after is None:
+            found.add(("added" if before is None else "removed", absolute))
+        elif before.kind != after.kind:
+            found.add(("retyped", absolute))
+        elif _compared(before) != _compared(after):
+            found.add(("changed", absolute))
+    return found
+
+
+def _compared(facts: Facts) -> Facts:
+    facts = facts._replace(same_inode_as=b"")
+    return facts._replace(mtime_ns=0) if facts.kind == stat.S_IFDIR else facts
+
+
 def allocated_bytes(path: Path) -> int:
     """Return the bytes that the file takes on disk."""
     return path.stat().st_blocks * 512
