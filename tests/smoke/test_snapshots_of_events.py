@@ -111,3 +111,15 @@ def test_a_worker_counts_what_it_is_told(short_tmp: Path) -> None:
         (root / "j.x").unlink()
         assert overlay.client.name_events(wanted).lost == (0, 0, 0)
         assert overlay.client.name_events(WatchedNames(rules=())).counts == ()
+
+
+def test_what_is_written_to_an_open_file_counts_at_once(short_tmp: Path) -> None:
+    """Bytes that pass the worker by are in the count while the file is still open."""
+    root = short_tmp / "r"
+    root.mkdir()
+    with overlay_over(root, short_tmp / "control") as overlay:
+        wanted = WatchedNames(rules=(), dirty=True)
+        assert overlay.client.name_events(wanted).dirty_bytes == 0
+        with open(root / "file", "wb", buffering=0) as file:
+            file.write(bytes(1 << 20))
+            assert overlay.client.name_events(wanted).dirty_bytes >= 1 << 20

@@ -323,6 +323,8 @@ class OverlayCore(PassthroughCore):
         if events is None or events.rules != tuple(rules):
             events = self._state.events = NameEvents(rules) if rules else None
         tracker = self._state.tracker
+        if dirty:
+            self._unseen.measure()
         counts, lost = ([], []) if events is None else events.take()
         return {
             "counts": counts,
