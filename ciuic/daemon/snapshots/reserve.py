@@ -1,12 +1,13 @@
 """Space on the repository's file system that captures leave free for others (the reserve).
 
 Guarantees: where a root is on the same file system, the reserve grows with what others than the repository
-took and gave back within the last interval and no longer: they will take it again. What they took and keep is
-no longer free and needs no reserve. Leaves enforcing the reserve to the capture (capture/space.py), showing it to status and alerts.
+took and gave back within the last interval and no longer: they will take it again. It does not grow beyond twice
+what the roots hold: more is a neighbour's. What others took and keep is no longer free and needs no reserve. Leaves enforcing the reserve to the capture (capture/space.py), showing it to status and alerts.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -87,7 +88,19 @@ class SpaceWatch:
         swing_bytes = 0
         if settings.reserve is None and self._samples and self._shares_a_disk(settings):
             swing_bytes = _largest_swing([sample.used_bytes for sample in self._samples])
+            if swing_bytes > reserve_of(None, facts.total_bytes).size_bytes:
+                swing_bytes = min(swing_bytes, self._writable_bytes(settings))
         return reserve_of(settings.reserve, facts.total_bytes, swing_bytes)
+
+    def _writable_bytes(self, settings: Settings) -> int:
+        """Return how much the roots may take of the disk: all that they hold, written anew beside it.
+
+        The rest of a swing is a neighbour's, which must not keep a small snapshot from being stored. Without a snapshot of each root it
+        is not known: then it is as much as there is.
+        """
+        newest = self._store().latest_of(root.path for root in settings.roots).values()
+        sizes = {one.id: one.size_bytes for one in newest if one is not None}
+        return 2 * sum(sizes.values()) if all(newest) else sys.maxsize
 
     def _shares_a_disk(self, settings: Settings) -> bool:
         """Return whether a root lies on the file system of the repository; swings elsewhere do not count."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -91,6 +92,19 @@ def test_a_large_swing_leaves_room_for_snapshots(monkeypatch: pytest.MonkeyPatch
     watched.reserve_gib()
     watched.disk.others -= 600 * GIB
     assert watched.reserve_gib() == 250
+
+
+def test_a_neighbour_s_swing_counts_no_more_than_the_roots_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond twice what the roots hold a swing is somebody else's, and a small snapshot finds room."""
+    watched = Watched(monkeypatch)
+    for held, reserve_gib in ((40 * GIB, 80), (GIB, 50)):
+        info = SimpleNamespace(id="cs-000001", size_bytes=held)
+        monkeypatch.setattr(watched.disk, "latest_of", lambda roots, info=info: dict.fromkeys(roots, info))
+        watched.reserve_gib()
+        watched.disk.others += 200 * GIB
+        watched.reserve_gib()
+        watched.disk.others -= 200 * GIB
+        assert watched.reserve_gib() == reserve_gib
 
 
 def test_writes_of_the_repository_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
