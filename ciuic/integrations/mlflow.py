@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import quote
 
 import mlflow
 from mlflow.entities import Metric, RunTag
@@ -37,6 +39,7 @@ from ciuic.training.trackers import Rejected, TrackedSave
 
 NAME: Final = "mlflow"
 SCHEME: Final = "ciuic"
+_LOST_IN_URIS: Final = re.compile(r"[%#?\t\n\r]")
 _MAX_TAG_LENGTH: Final = 4000
 """Characters of a tag's value; servers refuse more than 5,000."""
 _TRANSIENT: Final = (408, 425, 429)
@@ -155,4 +158,6 @@ def artifact_uri(repository: str | os.PathLike[str], snapshot: str, path: str = 
         snapshot: Id of the snapshot.
         path: Path in the snapshot, such as ``training/model.safetensors.index.json``; empty: all of it.
     """
-    return "/".join([f"{SCHEME}://{os.path.abspath(repository)}", snapshot, *filter(None, [path.strip("/")])])
+    # Quoted: URIs are taken apart at # and ?, and lose tabs and line ends.
+    parts = [os.path.abspath(repository), snapshot, *filter(None, [path.strip("/")])]
+    return f"{SCHEME}://" + _LOST_IN_URIS.sub(lambda found: quote(found[0]), "/".join(parts))

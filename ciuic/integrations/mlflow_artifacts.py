@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
+from urllib.parse import unquote_to_bytes
 
 from mlflow.entities import FileInfo
 from mlflow.exceptions import MlflowException
@@ -54,6 +55,9 @@ class SnapshotArtifactRepository(ArtifactRepository):  # type: ignore[misc, unus
         Raises:
             MlflowException: The path cannot be one, there is nothing, or it cannot be read.
         """
+        # A name that is there counts as it is: `download_artifacts` asks with the name that it has found.
+        if path and not self._is_there(path):
+            path = self._unquoted(path)
         with self._opened(path) as (repository, snapshot, inner):
             prefix = f"{path.rstrip('/')}/" if path else ""
             if snapshot is None:
@@ -62,6 +66,10 @@ class SnapshotArtifactRepository(ArtifactRepository):  # type: ignore[misc, unus
                 FileInfo(prefix + os.fsdecode(name), size_bytes is None, size_bytes)
                 for name, size_bytes in _listed(repository, snapshot, inner)
             ]
+
+    def download_artifacts(self, artifact_path: str, dst_path: str | None = None, **options: Any) -> Any:
+        """Write a file, or all files of a directory, below a local directory; return where. MlflowException."""
+        return super().download_artifacts(self._unquoted(artifact_path) or "", dst_path, **options)
 
     def _download_file(self, remote_file_path: str, local_path: str) -> None:
         """Write a file of the snapshot to a local path; holes stay holes.
@@ -90,6 +98,25 @@ class SnapshotArtifactRepository(ArtifactRepository):  # type: ignore[misc, unus
     def delete_artifacts(self, artifact_path: str | None = None) -> NoReturn:
         """Refuse: snapshots go by the rules of their repository."""
         raise MlflowException(f"{_READ_ONLY}; `ciuic forget` removes one", error_code=INVALID_PARAMETER_VALUE)
+
+    def _unquoted(self, path: str | None) -> str | None:
+        """Return a path as it is or, where there is none and MLflow has cut it from a URI, unquoted. MlflowException if both are there."""
+        plain = _unquote(path or "")
+        if not path or plain == path or not self._is_there(plain):
+            return path
+        if self._is_there(path):
+            raise MlflowException(
+                f"{one_line(path)} may be that file, or {one_line(plain)} in a URI: both are there",
+                error_code=INVALID_PARAMETER_VALUE,
+            )
+        return plain
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            with self._opened(path) as (repository, snapshot, inner):
+                return snapshot is not None and bool(find(repository, snapshot, inner))
+        except MlflowException:
+            return False
 
     @contextmanager
     def _opened(self, path: str | None) -> Iterator[tuple[Repository, Snapshot | None, bytes]]:
@@ -124,7 +151,7 @@ def _parse(location: str, path: str) -> tuple[str, SnapshotId | None, bytes]:
         )
     if path.startswith("/"):
         raise UsageError(f"the path of an artifact must be relative, got {one_line(path)}")
-    parts = [part for part in f"{where_in[1]}/{path}".split("/") if part]
+    parts = [part for part in f"{_unquote(where_in[1])}/{path}".split("/") if part]
     if any(part in (".", "..") or "\0" in part for part in parts):
         raise UsageError(
             f"the path of an artifact must have no '.', '..' or NUL, got {one_line(path or location)}"
@@ -135,6 +162,10 @@ def _parse(location: str, path: str) -> tuple[str, SnapshotId | None, bytes]:
         if _ID.match(part) and Repository.exists(where):
             return where, SnapshotId(part), b"/" + os.fsencode("/".join(parts[at + 1 :]))
     return "/" + "/".join(parts), None, b"/"
+
+
+def _unquote(text: str) -> str:
+    return os.fsdecode(unquote_to_bytes(text))
 
 
 def _listed(repository: Repository, snapshot: Snapshot, path: bytes) -> list[tuple[bytes, int | None]]:

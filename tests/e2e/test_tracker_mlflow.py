@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import tomli
 from support.late_modules import LateModule, skipped_without
+from support.restoring import take
 from support.stored import put_file
 from support.tiny_training import Model, Optimizer
 
@@ -283,6 +284,35 @@ def test_a_snapshot_is_an_artifact_location(snapshot: tuple[Path, str], tmp_path
     assert [one.path for one in plugin(f"ciuic:{where}").list_artifacts()] == [id_]
     below = plugin(f"ciuic:{where}/{id_}/training")
     assert Path(below.download_artifacts("state.json")).read_bytes() == found[Path("state.json")]
+
+
+def test_names_that_uris_cannot_hold_are_quoted(tmp_path: Path) -> None:
+    """A file of any name is downloaded by its URI, which MLflow takes apart, and by the name that a listing gives."""
+    from mlflow.tracking.artifact_utils import _get_root_uri_and_artifact_path
+
+    from ciuic.integrations import mlflow as tracking
+
+    root = tmp_path / "root"
+    root.mkdir()
+    names = ["#", "?x", "tab\there", "line\nend", "%20", "a%23b", "caf\u00e9", " "]
+    # The name of one may be the quoted name of another: then a URI names neither.
+    names += ["x?", "x%3F"]
+    for name in names:
+        (root / name).write_text(name)
+    with Repository.create(tmp_path / "a #repository") as repository:
+        made = take(repository, root)
+    for name in names:
+        uri = tracking.artifact_uri(tmp_path / "a #repository", str(made.id), f"{root}/{name}")
+        top, path = _get_root_uri_and_artifact_path(uri)
+        artifacts = plugin(top)
+        if name[0] == "x":
+            with pytest.raises(mlflow.exceptions.MlflowException, match="both are there"):
+                artifacts.download_artifacts("x%3F")
+        else:
+            assert Path(artifacts.download_artifacts(path)).read_text() == name
+        assert name in [one.path for one in artifacts.list_artifacts()]
+        artifacts._download_file(name, str(tmp_path / "got"))
+        assert (tmp_path / "got").read_text() == name
 
 
 HOSTILE = [
