@@ -322,8 +322,8 @@ def clock() -> Iterator[Finding]:
         yield ok("clock", "synchronised")
 
 
-def systemd_unit(system: Systemd, *, daemon_answers: bool) -> Iterator[Finding]:
-    """Check whether the daemon starts with the machine."""
+def systemd_unit(system: Systemd, *, daemon_answers: bool, places: Sequence[Path] = ()) -> Iterator[Finding]:
+    """Check whether the daemon starts with the machine, and whether the upload may write to remotes that are directories."""
     if not system.runs:
         if daemon_answers:
             yield ok("service", "systemd does not run this machine; the daemon was started by something else")
@@ -348,6 +348,12 @@ def systemd_unit(system: Systemd, *, daemon_answers: bool) -> Iterator[Finding]:
         )
     else:
         yield ok("service", "ciuic.service is enabled and active")
+    if facts["upload"]["installed"] and not system.has_places(places):
+        yield problem(
+            "service",
+            f"ciuic-upload.service may not write to {', '.join(shown_text(str(place)) for place in places)}",
+            "ciuic service install",
+        )
 
 
 # _IOW(0x94, 9, int) of linux/fs.h.

@@ -92,6 +92,8 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     )
     # Asked before its findings have their turn: for mounted roots the daemon knows the driver and the reason
     # better.
+    from ciuic.cli.shared.systemd import directories_of
+
     status, findings = _daemon(session)
     wanted = [(str(root.path), root.driver) for root in config.roots]
     served = {
@@ -107,7 +109,12 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     ]
     yield from _safely("system calls", lambda: machine.system_calls(unfiltered))
     yield from findings
-    yield from _safely("service", lambda: machine.systemd_unit(_systemd(), daemon_answers=status is not None))
+    yield from _safely(
+        "service",
+        lambda: machine.systemd_unit(
+            _systemd(), daemon_answers=status is not None, places=directories_of(config.remotes)
+        ),
+    )
     yield from _places(session, config, paths, mountinfo.read(), status, inquiry)
     if config.remotes:
         yield from _safely("libraries", machine.libraries)

@@ -45,7 +45,7 @@ def service_command() -> None:
 @json_option
 def install(no_start: bool, as_json: bool) -> None:
     """Check the configuration, and install the systemd units, enabled and started."""
-    from ciuic.cli.shared.systemd import Systemd, this_program
+    from ciuic.cli.shared.systemd import Systemd, directories_of, this_program
     from ciuic.config import check_owners, load_config, raise_for
 
     named = current().config_option
@@ -61,7 +61,12 @@ def install(no_start: bool, as_json: bool) -> None:
         _say_if_closed(program)
     # Only a file that was named: the service searches the usual places by itself, also for one that appears
     # later.
-    written = system.install(program, config=config.file if named else None, start=not no_start)
+    written = system.install(
+        program,
+        config=config.file if named else None,
+        start=not no_start,
+        places=directories_of(config.remotes),
+    )
     if as_json:
         out_json({"units": [str(path) for path in written], "enabled": True, "started": not no_start})
         return

@@ -11,14 +11,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote, urlsplit
 
 from ciuic.errors import CiuicError, NotPermitted, pip_install
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system.child_process import find_program, program_environment
+
+if TYPE_CHECKING:
+    from ciuic.config import RemoteConfig
 
 
 def shipped_text(folder: str, name: str) -> str:
@@ -68,6 +73,14 @@ _DROP_INS: Final = (
     "ciuic-exporter.service.d/config.conf",
     "ciuic-web.service.d/config.conf",
 )
+_PLACES: Final = ("ciuic-upload.service.d/places.conf", "ciuic-drill.service.d/places.conf")
+"""Drop-ins of the units that write to a remote that is a directory."""
+
+
+def directories_of(remotes: Iterable[RemoteConfig]) -> list[Path]:
+    """Return the directories of remotes with a ``file://`` URL."""
+    urls = [url for one in remotes for url in (one.url, one.packs_url) if url is not None]
+    return [Path(unquote(urlsplit(url).path)) for url in urls if url.startswith("file://")]
 
 
 @dataclass(frozen=True)
@@ -94,8 +107,13 @@ class Systemd:
                 hint="run `ciuic daemon` under whatever does; it stays in the foreground and ends on SIGTERM",
             )
 
-    def install(self, program: Path, *, config: Path | None, start: bool) -> list[Path]:
-        """Write the units for ``program``, enable them and (re)start the service. Returns the files written."""
+    def install(
+        self, program: Path, *, config: Path | None, start: bool, places: Sequence[Path] = ()
+    ) -> list[Path]:
+        """Write the units for ``program``, enable them and (re)start the service; ``places`` as of `write_places`.
+
+        Returns the files written.
+        """
         written = []
         for name in UNITS:
             text = for_program(unit_text(name), program)
@@ -109,6 +127,7 @@ class Systemd:
             # installation.
             elif drop_in.exists():
                 drop_in.unlink()
+        written += self.write_places(places)
         self._hand_over_upload_state()
         # systemd keeps the units that it has read until then.
         self.call("daemon-reload")
@@ -119,6 +138,24 @@ class Systemd:
             self.call("restart", *_ENABLED)
             self.call("try-restart", _PAGE)
         return written
+
+    def has_places(self, places: Sequence[Path]) -> bool:
+        """Return whether the unit that uploads may write to these directories."""
+        drop_in = self.unit_dir / _PLACES[0]
+        return not places or (drop_in.exists() and drop_in.read_text() == _places_text(places))
+
+    def write_places(self, places: Sequence[Path]) -> list[Path]:
+        """Let the units of remotes write to these directories, as the user who owns the first; return the files written.
+
+        The units see them read-only otherwise. Without directories the drop-ins are removed. systemd reads them at its next reload.
+        """
+        drop_ins = [self.unit_dir / name for name in _PLACES]
+        for drop_in in drop_ins:
+            if places:
+                self._replace(drop_in, _places_text(places))
+            elif drop_in.exists():
+                self._unlink(drop_in)
+        return drop_ins if places else []
 
     def _hand_over_upload_state(self) -> None:
         """Move the state that `ciuic remote upload`, run by root, has left to where the service's own user keeps it.
@@ -135,7 +172,11 @@ class Systemd:
 
     def uninstall(self) -> list[Path]:
         """Stop and disable the service and remove the units. Returns the files removed."""
-        present = [path for path in (self.unit_dir / name for name in (*UNITS, *_DROP_INS)) if path.exists()]
+        present = [
+            path
+            for path in (self.unit_dir / name for name in (*UNITS, *_DROP_INS, *_PLACES))
+            if path.exists()
+        ]
         if not present:
             return []
         self.call(
@@ -146,7 +187,7 @@ class Systemd:
             self.call("stop", "ciuic-workers.socket")
         for path in present:
             self._unlink(path)
-        for name in _DROP_INS:
+        for name in (*_DROP_INS, *_PLACES):
             drop_in_dir = (self.unit_dir / name).parent
             # It may have drop-ins of the operator's.
             if drop_in_dir.is_dir() and not any(drop_in_dir.iterdir()):
@@ -215,6 +256,20 @@ class Systemd:
 def unit_text(name: str) -> str:
     """Return the text of a unit file as shipped."""
     return shipped_text("systemd", name)
+
+
+def _places_text(places: Sequence[Path]) -> str:
+    # An unmounted file server: the unit waits for its mount, and is started again until the directory is there.
+    lines = ["[Unit]", *(f"RequiresMountsFor={_quoted(str(place))}" for place in places)]
+    lines += ["[Service]", "DynamicUser=no", f"User={_owner(places[0])}"]
+    return "\n".join([*lines, *(f"ReadWritePaths={_quoted(str(place))}" for place in places)]) + "\n"
+
+
+def _owner(place: Path) -> int:
+    """Return the user of a directory or, where there is none yet, of the one above."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place.stat().st_uid
 
 
 def for_program(text: str, program: Path) -> str:

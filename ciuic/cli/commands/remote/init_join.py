@@ -490,7 +490,7 @@ def adopt(session: Session, config: RemoteConfig, remote: Remote, file: Path) ->
     path, choice = _repository(session, remote, daemon_runs=runs)
     if runs:
         _reload(session)
-    return Adopted(file, changed, path, choice, _start_upload())
+    return Adopted(file, changed, path, choice, _start_upload(file))
 
 
 def _repository(session: Session, remote: Remote, *, daemon_runs: bool) -> tuple[Path | None, str]:
@@ -547,14 +547,18 @@ def _reload(session: Session) -> None:
             )
 
 
-def _start_upload() -> bool:
-    """Start the unit that uploads where it is installed, and return whether it was."""
-    from ciuic.cli.shared.systemd import Systemd
+def _start_upload(file: Path) -> bool:
+    """Let the unit that uploads write to remotes that are directories, start it where it is installed, and return whether it was."""
+    from ciuic.cli.shared.systemd import Systemd, directories_of
+    from ciuic.config import load_config
 
     system = Systemd()
     if not system.runs or not (system.unit_dir / _UPLOAD_UNIT).exists():
         return False
     try:
+        if not system.has_places(places := directories_of(load_config(file).remotes)):
+            system.write_places(places)
+            system.call("daemon-reload")
         # restart: a process that runs has read the configuration before.
         system.call("restart", _UPLOAD_UNIT)
     except CiuicError as error:

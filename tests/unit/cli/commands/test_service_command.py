@@ -12,7 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from ciuic.cli.app import cli
-from ciuic.cli.shared.systemd import UNITS, Systemd, for_program, unit_text
+from ciuic.cli.doctor_checks import systemd_unit
+from ciuic.cli.shared.systemd import UNITS, Systemd, directories_of, for_program, unit_text
+from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError
 
 PROGRAM = Path("/opt/venv one/bin/ciuic")
@@ -75,6 +77,35 @@ def test_state_of_an_upload_by_hand_is_handed_over(system: Systemd, monkeypatch:
     assert (state.parent / "private" / state.name / "nas/stored").read_text() == "{}"
     assert (state / "nas/stored").exists()
     assert state.parent.joinpath("private").stat().st_mode & 0o777 == 0o700
+
+
+def test_units_may_write_to_remotes_that_are_directories(system: Systemd, tmp_path: Path) -> None:
+    """The units of remotes may write to these directories as their owner, until there is no such remote; doctor tells where not."""
+    place = tmp_path / "nas 1%"
+    place.mkdir()
+    os.chown(place, 4321, 4321)
+    remotes = [
+        RemoteConfig(name="nas", url=f"file://{tmp_path}/nas%201%25"), RemoteConfig(name="s3", url="s3://bucket/x")
+    ]  # fmt: skip
+    places = directories_of(remotes)
+    assert places == [place]
+    system.install(PROGRAM, config=None, start=False)
+    assert [one.level for one in systemd_unit(system, daemon_answers=True, places=places)] == [
+        "ok",
+        "problem",
+    ]
+    system.install(PROGRAM, config=None, start=False, places=places)
+    assert [one.level for one in systemd_unit(system, daemon_answers=True, places=places)] == ["ok"]
+    for unit in ("ciuic-upload", "ciuic-drill"):
+        lines = (system.unit_dir / f"{unit}.service.d/places.conf").read_text().splitlines()
+        assert f'ReadWritePaths="{tmp_path}/nas 1%%"' in lines
+        assert "User=4321" in lines
+    assert system.has_places([])
+    system.install(PROGRAM, config=None, start=False)
+    assert not (system.unit_dir / "ciuic-upload.service.d/places.conf").exists()
+    system.install(PROGRAM, config=None, start=False, places=places)
+    system.uninstall()
+    assert list(system.unit_dir.iterdir()) == []
 
 
 def test_install_twice_is_install_once(system: Systemd) -> None:
