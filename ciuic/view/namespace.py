@@ -77,6 +77,8 @@ def run_at(
         stdout: Descriptor to which the program prints; None: as of this process.
 
     Raises:
+        KeyboardInterrupt: SIGINT or SIGQUIT came, after the end of the program, where its output is not this process's own: what it
+            then returns is no answer.
         NotPermitted: this user may not.
         CiuicError: a root's path is no directory now, or the file systems cannot be mounted.
     """
@@ -137,11 +139,15 @@ def _run(
     stdout: int | None,
 ) -> int:
     # An interrupt is for the program, which has the terminal. Functions, unlike SIG_IGN, are not inherited.
+    interrupts: list[int] = []
     mount = find_program("mount")
     # Slave: what is mounted there must not appear outside, where / is shared; and an overlay that a daemon mounts outside meanwhile
     # covers its root there, too, where its absence would let programs write past it (ciuic/system/bypass.py).
     unshare = (find_program("unshare"), "--mount", "--propagation", "slave", "--")
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGQUIT)}
+    before = {
+        number: signal.signal(number, lambda number, _: interrupts.append(number))
+        for number in (signal.SIGINT, signal.SIGQUIT)
+    }
     try:
         process = subprocess.Popen(
             [
@@ -166,6 +172,8 @@ def _run(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if interrupts and stdout is not None:
+        raise KeyboardInterrupt
     if not (place / _BEGUN).exists():
         raise CiuicError(
             "the snapshot cannot be shown in place of its directories",

@@ -557,6 +557,25 @@ def test_the_first_bad_snapshot_is_found_by_a_command(place: Place) -> None:
     assert json.loads(done.stdout)["suspects"] == [ids[5], ids[6], ids[7]]
 
 
+@pytest.mark.parametrize("waiting", ["exec sleep 60", "trap 'kill $!; exit 1' INT; sleep 60 & wait"])
+def test_an_interrupt_ends_a_bisection(place: Place, waiting: str) -> None:
+    """^C ends the program and the search with 130, whatever the program makes of it, and nothing is left mounted."""
+    first = take(place.repository, place.root).id
+    for number in range(2):
+        write(place.root / "step", b"%d" % number)
+        place.snapshot()
+    script = f"touch {place.top}/began; {waiting}"
+    command = place.command("bisect", "--scratch", place.top, "--good", first, "sh", "-c", script)
+    with subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
+        until("the program", (place.top / "began").exists)
+        os.killpg(running.pid, signal.SIGINT)
+        _, said = running.communicate(timeout=60)
+    assert (running.returncode, said.splitlines()[-1]) == (130, b"interrupted")
+    assert not list(place.top.glob("ciuic-shell-*"))
+
+
 @pytest.mark.full
 def test_a_bisection_that_cannot_tell_anything_ends(place: Place) -> None:
     """A program that is not there, or that a signal ends, says nothing of a snapshot; good must be before bad."""
