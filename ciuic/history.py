@@ -39,10 +39,10 @@ from ciuic.verdicts.sources import FileSource, SnapshotDirectory
 from ciuic.verdicts.verdict import (
     FileVerdicts,
     JudgeFile,
-    Named,
     checkpoints_in,
     judge_file,
     may_hold_checkpoints,
+    named_by,
 )
 
 MAX_PATH_BYTES: Final = 4096
@@ -651,7 +651,7 @@ def checkpoints(
     records: VerdictRecords | None = None,
     judge: JudgeFile = judge_file,
     judged: JudgedRoot | None = None,
-    named: Named | None = None,
+    patterns: Sequence[str] = (),
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 
@@ -664,17 +664,19 @@ def checkpoints(
         records: Verdicts that were stored; those of a whole root are taken from there, and nothing is read. None to judge anew.
         judge: Judges one file.
         judged: The same root in another snapshot: directories that are the same in both are not read. Only without a path.
-        named: Tells what is one checkpoint each; nothing that was stored is taken then.
+        patterns: The user's patterns of what is one checkpoint each, as of `ciuic.excludes.effective_patterns`; only what was stored
+            by the same ones is taken.
     """
     snapshot = snapshot or timeline.snapshots[0]
     # Below the root, a part of what is one checkpoint in the whole may be one by itself.
-    if records is not None and named is None and path in (None, timeline.path):
+    if records is not None and records.patterns == tuple(patterns) and path in (None, timeline.path):
         record = records.record(snapshot)
         if record is not None and record.is_complete:
             for one in dict(record.roots).get(timeline.path, ()):
                 yield StoredCheckpoint(one.checkpoint, one.mtime_ns, snapshot, timeline.host)
             return
     root = timeline.root_of(snapshot)
+    named = named_by(timeline.path, patterns)
     lineage = Lineage()
     # For the frame of the root alone.
     lineage.enter(b"")
@@ -700,7 +702,9 @@ def checkpoints(
             on_damage(snapshot, at.path, error)
             continue
         covered: set[bytes] = set()
-        if named is not None or may_hold_checkpoints([child.name for child in children], at.path):
+        if may_hold_checkpoints([child.name for child in children], at.path) or (
+            named is not None and any(named(join(at.path, child.name), child.is_dir) for child in children)
+        ):
             directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
             try:
                 times = {child.name: child.mtime_ns for child in directory.entries()}
@@ -759,6 +763,7 @@ def judge_snapshot(
     snapshot: Snapshot,
     known: FileVerdicts,
     record_of: Callable[[Snapshot], VerdictRecord | None] = lambda _: None,
+    patterns: Sequence[str] = (),
 ) -> VerdictRecord:
     """Return the verdicts on all checkpoints of a snapshot, to be stored.
 
@@ -769,7 +774,8 @@ def judge_snapshot(
         snapshots: All of them, newest first: earlier ones tell what was overwritten in place.
         snapshot: One of them.
         known: Verdicts on files that are not read again.
-        record_of: Returns the record of another snapshot, if there is one.
+        record_of: Returns the record of another snapshot, if there is one, made by the same patterns.
+        patterns: The user's patterns of what is one checkpoint.
     """
     known.used = {}
     damaged: list[bytes] = []
@@ -785,6 +791,7 @@ def judge_snapshot(
                 on_damage=lambda _, path, error: damaged.append(path),
                 judge=known.judge,
                 judged=judged,
+                patterns=patterns,
             )
             roots.append(
                 (timeline.path, tuple(DatedCheckpoint(one.checkpoint, one.mtime_ns) for one in found))
@@ -794,6 +801,7 @@ def judge_snapshot(
         snapshot=str(snapshot.id),
         content=snapshot_digest(snapshot),
         newest=newest_of(one for _, found in roots for one in found),
+        patterns=tuple(patterns),
         # Another look may read it: the index or a pack may be in the hands of a writer just now.
         is_complete=not damaged
         and not any(UNREADABLE in one.checkpoint.verdict.reason for _, found in roots for one in found),
@@ -885,7 +893,9 @@ def step_of(path: bytes) -> int | None:
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
-def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> LastGood:
+def last_good(
+    places: Sequence[tuple[Repository, Timeline]], path: bytes, *, patterns: Sequence[str] = ()
+) -> LastGood:
     """Return the newest snapshot whose newest checkpoint at or below a path is GOOD, whatever files of no known format are beside it.
 
     Where the newest one of every snapshot is torn, as of a program that was killed at each save, the choice is the snapshot with
@@ -898,22 +908,24 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     Args:
         places: Timelines of the root with the path.
         path: Absolute path, as the snapshots have it.
+        patterns: The user's patterns of what is one checkpoint.
 
     Raises:
         NotFound: no snapshot has any GOOD one; the message has the reasons.
     """
-    records = {id(repository): VerdictRecords(repository) for repository, _ in places}
+    records = {id(repository): VerdictRecords(repository, patterns=patterns) for repository, _ in places}
     passed_over: list[PassedOver] = []
     second: LastGood | None = None
     for repository, timeline, snapshot in _newest_first(places):
         if snapshot.is_safety:
             continue
         try:
+            known = records[id(repository)]
             found = list(
-                checkpoints(repository, timeline, snapshot, path=path, records=records[id(repository)])
+                checkpoints(repository, timeline, snapshot, path=path, records=known, patterns=patterns)
             )
             if any(one.checkpoint.verdict.is_good for one in found):
-                found = _judged_again(repository, timeline, snapshot, path)
+                found = _judged_again(repository, timeline, snapshot, path, patterns)
         except NotFound:
             passed_over.append(PassedOver(snapshot, "it has nothing there", None))
             continue
@@ -947,10 +959,10 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
 
 
 def _judged_again(
-    repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes
+    repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes, patterns: Sequence[str]
 ) -> list[StoredCheckpoint]:
     """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared."""
-    found = list(checkpoints(repository, timeline, snapshot, path=path))
+    found = list(checkpoints(repository, timeline, snapshot, path=path, patterns=patterns))
     newest = newest_of(found)
     if newest is None or not newest.checkpoint.verdict.is_good:
         return found
@@ -959,7 +971,7 @@ def _judged_again(
     def judge(source: FileSource) -> Verdict:
         return judge_file(source, thorough=source.name in names)
 
-    return list(checkpoints(repository, timeline, snapshot, path=path, judge=judge))
+    return list(checkpoints(repository, timeline, snapshot, path=path, judge=judge, patterns=patterns))
 
 
 def _newest_first(

@@ -27,6 +27,8 @@ class VerdictJob(msgspec.Struct, kw_only=True, frozen=True):
     snapshots: tuple[str, ...]
     key: bytes = b""
     """Key of this host, for the records of earlier snapshots."""
+    patterns: tuple[str, ...] = ()
+    """The user's patterns of what is one checkpoint."""
     io_priority: str = "idle"
 
 
@@ -56,7 +58,7 @@ def main() -> int:
         if unfiltered:
             sys.stderr.write(f"verdicts: system calls are not filtered: {unfiltered}\n")
         with Repository.open(job.repository) as repository:
-            records = VerdictRecords(repository, job.key)
+            records = VerdictRecords(repository, job.key, job.patterns)
             snapshots, _ = repository.snapshots.load_all()
             # That of the snapshot judged last, and those that its roots ask for: of most there is one.
             made: dict[str, VerdictRecord | None] = {}
@@ -71,7 +73,7 @@ def main() -> int:
             )
             for snapshot in snapshots:
                 if snapshot.id in job.snapshots:
-                    record = judge_snapshot(repository, snapshots, snapshot, known, record_of)
+                    record = judge_snapshot(repository, snapshots, snapshot, known, record_of, job.patterns)
                     made = {record.snapshot: record}
                     line = msgspec.json.encode(record)
                     if len(line) < MAX_RECORD_BYTES:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from ciuic.errors import Damaged
+from ciuic.excludes import ExcludeMatcher
 from ciuic.units import human_size, plural
 from ciuic.verdicts.checkpoint_directories import (
     RECOGNISERS,
@@ -278,6 +279,23 @@ def may_hold_checkpoints(names: list[bytes], path: bytes = b"") -> bool:
 
 Named = Callable[[bytes, bool], bool]
 """Returns whether the user has named this absolute path, of a directory or not, as a checkpoint."""
+
+
+def named_by(root: bytes, patterns: Sequence[str]) -> Named | None:
+    """Return the rule that patterns are for what is below a root; None for no patterns.
+
+    Args:
+        root: Absolute path of the root.
+        patterns: Patterns in the form of `ciuic.excludes.effective_patterns`.
+    """
+    matcher = ExcludeMatcher(root, patterns)
+
+    def named(path: bytes, is_dir: bool) -> bool:
+        inside = posixpath.relpath(path, root)
+        # What a checkpoint has below it is a part of it, and none by itself.
+        return matcher.match(inside, is_dir) and not matcher.match(posixpath.dirname(inside), True)
+
+    return named if matcher else None
 
 
 def checkpoints_in(

@@ -31,13 +31,12 @@ from ciuic.cli.shared.output import (
 from ciuic.cli.shared.session import current
 from ciuic.cli.shared.timelines import PassedOver, Places, all_timelines, timelines_with
 from ciuic.errors import Damaged, NotFound, UsageError
-from ciuic.excludes import ExcludeMatcher, check_pattern, effective_patterns
+from ciuic.excludes import check_pattern, effective_patterns
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.output import Cell
     from ciuic.history import DirectoryChanges, FoundPath, PathVersion, RootChanges, StoredCheckpoint, Total
     from ciuic.types import Snapshot
-    from ciuic.verdicts.verdict import Named
 
 
 _CHANGE_COLOURS = {"added": "green", "gone": "red", "retyped": "magenta", "changed": "yellow"}
@@ -395,7 +394,7 @@ def checkpoints_command(
             if wanted is None
             else [one for one in timeline.snapshots if one.id == wanted]
         )
-        records = VerdictRecords(repository)
+        records = VerdictRecords(repository, patterns=session.checkpoint_patterns)
         for snapshot in chosen:
             found += checkpoints(
                 repository,
@@ -403,7 +402,9 @@ def checkpoints_command(
                 snapshot,
                 on_damage=passed_over.add,
                 records=records,
-                named=_named_by(timeline.path, patterns),
+                patterns=effective_patterns(
+                    os.fsdecode(timeline.path), session.checkpoint_patterns, patterns
+                ),
             )
     found.sort(key=lambda one: one.host)
     found.sort(key=age_of, reverse=True)
@@ -415,12 +416,6 @@ def checkpoints_command(
     else:
         note("no checkpoint of a known format")
     return passed_over.tell()
-
-
-def _named_by(root: bytes, patterns: tuple[str, ...]) -> Named | None:
-    """Return the rule that the patterns are for a root; None for none."""
-    matcher = ExcludeMatcher(root, effective_patterns(os.fsdecode(root), (), patterns))
-    return (lambda path, is_dir: matcher.match(os.path.relpath(path, root), is_dir)) if matcher else None
 
 
 def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:

@@ -424,7 +424,7 @@ def _verdicts(session: Session, infos: Sequence[SnapshotInfo]) -> dict[str, Verd
         return {}
     from ciuic.verdicts.records import VerdictRecords
 
-    records = VerdictRecords(session.repository)
+    records = VerdictRecords(session.repository, patterns=session.checkpoint_patterns)
     here = records.names()
     found = {info.id: records.summary(info.id) for info in infos if info.id in here}
     return {id_: one for id_, one in found.items() if one is not None}

@@ -365,17 +365,18 @@ def _last_good(session: Session, paths: Sequence[bytes]) -> dict[bytes, LastGood
     from ciuic.history import last_good
 
     damaged = PassedOver()
+    patterns = session.checkpoint_patterns
     chosen: dict[bytes, LastGood] = {}
     for path in dict.fromkeys(paths):
         places = timelines_with(session, path, damaged)
-        chosen[path] = last_good(_of_one_host(places.timelines, path), places.path)
+        chosen[path] = last_good(_of_one_host(places.timelines, path), places.path, patterns=patterns)
     if not paths:
         roots: dict[bytes, list[tuple[Repository, Timeline]]] = {}
         for repository, timeline in all_timelines(session, None, damaged):
             roots.setdefault(timeline.path, []).append((repository, timeline))
         for path, timelines in roots.items():
             try:
-                chosen[path] = last_good(_of_one_host(timelines, path), path)
+                chosen[path] = last_good(_of_one_host(timelines, path), path, patterns=patterns)
             except NotFound as error:
                 note(f"{shown(path)} is left as it is: {shown_text(error.message.splitlines()[0])}")
         if not chosen:
@@ -503,7 +504,8 @@ def _checkpoints_to_go(session: Session, plan: RestorePlan) -> Iterator[bytes]:
                 newest,
                 path=top,
                 on_damage=lambda *_: None,
-                records=VerdictRecords(repository),
+                records=VerdictRecords(repository, patterns=session.checkpoint_patterns),
+                patterns=session.checkpoint_patterns,
             )
             for one in now:
                 path, verdict = one.checkpoint.path, one.checkpoint.verdict

@@ -24,7 +24,7 @@ from ciuic.daemon.good_checkpoints import GoodCheckpoints
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.verdicts import Verdicts
 from ciuic.errors import Damaged
-from ciuic.history import judge_snapshot
+from ciuic.history import checkpoints, judge_snapshot, last_good, timelines
 from ciuic.repository import Repository
 from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
 from ciuic.verdicts import records as records_module
@@ -107,8 +107,8 @@ def judge_all(made: CliRepository) -> int:
     return trio.run(Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent).once)
 
 
-def states(made: CliRepository) -> list[str | None]:
-    listed = json.loads(made.run("list", "--json").stdout)["snapshots"]
+def states(made: CliRepository, config: str = os.devnull) -> list[str | None]:
+    listed = json.loads(made.run("list", "--json", env={"CIUIC_CONFIG": config}).stdout)["snapshots"]
     return [one["checkpoint"] and one["checkpoint"]["verdict"] for one in listed]
 
 
@@ -124,6 +124,46 @@ def test_the_daemon_stores_what_list_and_checkpoints_show(
     assert ["CHECKPOINT" in lines[0], "TORN" in lines[1], "GOOD" in lines[2]] == [True] * 3
     monkeypatch.setattr(verdict_module, "judge_file", None)
     assert made.run("checkpoints", "--json").stdout == before
+
+
+def test_changed_patterns_remake_the_records(made: CliRepository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the configuration names is one checkpoint to the daemon, `list`, `checkpoints` and `restore`; a reload judges all anew."""
+    part = {b"x.safetensors": (WEIGHTS, {"mtime_ns": 3 * 10**18})}
+    whole = {b"best": {b"x": part, b"y": part}, b"kept": {b"x": part}}
+    made.snapshot(whole, mode="tracked", time_ns=4 * 10**18)
+    config = made.path.parent / "ciuic.toml"
+    base = f'[repository]\npath = "{made.path}"\n'
+    config.write_text(base)
+    settings = Settings(socket=made.path / "c", runtime_dir=made.path.parent, repository=made.path)
+    good = GoodCheckpoints(lambda: 4 * 10**18)
+    verdicts = Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent, good=good)
+
+    def paths() -> set[str]:
+        env = {"CIUIC_CONFIG": str(config)}
+        found = json.loads(made.run("checkpoints", "--json", env=env).stdout)["checkpoints"]
+        return {os.path.relpath(one["path"], made.root) for one in found}
+
+    assert [trio.run(verdicts.once), trio.run(verdicts.once)] == [3, 0]
+    assert paths() == {"best/x/x.safetensors", "best/y/x.safetensors", "kept/x/x.safetensors"}
+    config.write_text(f'{base}[[checkpoints]]\npath = "{made.root}/best/"\n')
+    assert states(made, str(config)) == [None, None, None]
+    assert paths() == {"best", "kept/x/x.safetensors"}
+    pattern = f"{made.root}/best/"
+    settings = settings._replace(checkpoint_patterns=(pattern,))
+    assert [trio.run(verdicts.once), trio.run(verdicts.once)] == [3, 0]
+    assert states(made, str(config)) == ["GOOD", "TORN", "GOOD"]
+    with monkeypatch.context() as known:
+        known.setattr(verdict_module, "judge_file", None)
+        assert paths() == {"best", "kept/x/x.safetensors"}
+    with Repository.open(made.path) as repository:
+        snapshots, _ = repository.snapshots.load_all()
+        (timeline,) = timelines(snapshots)
+        best = os.fsencode(made.root) + b"/best"
+        chosen = last_good([(repository, timeline)], best, patterns=(pattern,))
+        assert chosen.checkpoint.checkpoint.path == best
+        # Below it there are parts alone.
+        inner = list(checkpoints(repository, timeline, path=best + b"/x", patterns=(pattern,)))
+        assert [one.checkpoint.path for one in inner] == [best + b"/x/x.safetensors"]
 
 
 def test_a_repository_that_is_being_written_is_judged(made: CliRepository) -> None:
