@@ -11,8 +11,10 @@ import fnmatch
 import posixpath
 import re
 import stat
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Final, Literal, NamedTuple, NoReturn
 
@@ -26,6 +28,7 @@ from ciuic.repository.lookup import Located, find, is_within, join, resolve
 from ciuic.repository.tree_format import TreeNode
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, order_of
 from ciuic.verdicts.model import UNREADABLE, Checkpoint, Verdict
+from ciuic.verdicts.not_finite import NumberBudget
 from ciuic.verdicts.records import (
     DatedCheckpoint,
     VerdictRecord,
@@ -835,6 +838,8 @@ def _start(repository: Repository, timeline: Timeline, snapshot: Snapshot, path:
     return above
 
 
+_COUNTED_BYTES: Final = 1 << 30
+"""Limit of the numbers that are read to count those that are not finite, while somebody waits: some seconds."""
 _STEP: Final = re.compile(rb"step[-_=]?([0-9]{1,18})")
 _NUMBER: Final = re.compile(rb"([0-9]{1,18})")
 
@@ -894,7 +899,11 @@ def step_of(path: bytes) -> int | None:
 
 
 def last_good(
-    places: Sequence[tuple[Repository, Timeline]], path: bytes, *, patterns: Sequence[str] = ()
+    places: Sequence[tuple[Repository, Timeline]],
+    path: bytes,
+    *,
+    patterns: Sequence[str] = (),
+    finite: bool = False,
 ) -> LastGood:
     """Return the newest snapshot whose newest checkpoint at or below a path is GOOD, whatever files of no known format are beside it.
 
@@ -909,6 +918,7 @@ def last_good(
         places: Timelines of the root with the path.
         path: Absolute path, as the snapshots have it.
         patterns: The user's patterns of what is one checkpoint.
+        finite: Passes over checkpoints with numbers that are not finite, as if they were not GOOD; all those of the choice are looked at.
 
     Raises:
         NotFound: no snapshot has any GOOD one; the message has the reasons.
@@ -916,6 +926,10 @@ def last_good(
     records = {id(repository): VerdictRecords(repository, patterns=patterns) for repository, _ in places}
     passed_over: list[PassedOver] = []
     second: LastGood | None = None
+
+    def suits(one: StoredCheckpoint) -> bool:
+        return one.checkpoint.verdict.is_good and not (finite and one.checkpoint.verdict.not_finite)
+
     for repository, timeline, snapshot in _newest_first(places):
         if snapshot.is_safety:
             continue
@@ -924,8 +938,8 @@ def last_good(
             found = list(
                 checkpoints(repository, timeline, snapshot, path=path, records=known, patterns=patterns)
             )
-            if any(one.checkpoint.verdict.is_good for one in found):
-                found = _judged_again(repository, timeline, snapshot, path, patterns)
+            if any(suits(one) for one in found):
+                found = _judged_again(repository, timeline, snapshot, path, patterns, finite=finite)
         except NotFound:
             passed_over.append(PassedOver(snapshot, "it has nothing there", None))
             continue
@@ -936,14 +950,15 @@ def last_good(
         newest = newest_of(found)
         if newest is None:
             passed_over.append(PassedOver(snapshot, "it has no checkpoint of a known format there", None))
-        elif newest.checkpoint.verdict.is_good:
+        elif suits(newest):
             return LastGood(
                 repository, snapshot, newest, tuple(passed_over), tuple(found[: found.index(newest)])
             )
         else:
             verdict = newest.checkpoint.verdict
-            reason = f"{one_line(newest.checkpoint.path)} is {verdict.state}: {one_line(verdict.reason)}"
-            good = next((one for one in found if one.checkpoint.verdict.is_good), None)
+            why = verdict.of_numbers if verdict.is_good else one_line(verdict.reason)
+            reason = f"{one_line(newest.checkpoint.path)} is {verdict.state}: {why}"
+            good = next((one for one in found if suits(one)), None)
             if good is not None and (second is None or good.mtime_ns > second.checkpoint.mtime_ns):
                 newer = tuple(found[: found.index(good)])
                 second = LastGood(repository, snapshot, good, tuple(passed_over), newer)
@@ -951,7 +966,7 @@ def last_good(
     if second is not None:
         return second
     raise NotFound(
-        f"no snapshot has a GOOD checkpoint at {one_line(path)}"
+        f"no snapshot has a GOOD checkpoint {'of finite numbers ' if finite else ''}at {one_line(path)}"
         + "".join(f"\n  {one.snapshot.id}: {one.reason}" for one in passed_over[:5])
         + (f"\n  and {len(passed_over) - 5} more" if len(passed_over) > 5 else ""),
         hint="ciuic checkpoints ID shows all checkpoints of a snapshot; -s ID restores from any",
@@ -959,19 +974,37 @@ def last_good(
 
 
 def _judged_again(
-    repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes, patterns: Sequence[str]
+    repository: Repository,
+    timeline: Timeline,
+    snapshot: Snapshot,
+    path: bytes,
+    patterns: Sequence[str],
+    *,
+    finite: bool,
 ) -> list[StoredCheckpoint]:
-    """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared."""
-    found = list(checkpoints(repository, timeline, snapshot, path=path, patterns=patterns))
+    """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared.
+
+    Its numbers are counted; with ``finite`` all of them, and those of the others as far as a limit goes.
+    """
+    budget = NumberBudget(_COUNTED_BYTES)
+    look = partial(checkpoints, repository, timeline, snapshot, patterns=patterns)
+    found = list(look(path=path, judge=partial(judge_file, budget=budget if finite else None)))
     newest = newest_of(found)
     if newest is None or not newest.checkpoint.verdict.is_good:
         return found
     names = {posixpath.basename(name) for name in newest.checkpoint.files}
+    # A restore reads all of it anyway.
+    whole = NumberBudget(sys.maxsize, sys.maxsize) if finite else NumberBudget(_COUNTED_BYTES)
 
     def judge(source: FileSource) -> Verdict:
-        return judge_file(source, thorough=source.name in names)
+        is_part = source.name in names
+        return judge_file(source, thorough=is_part, budget=whole if is_part else None)
 
-    return list(checkpoints(repository, timeline, snapshot, path=path, judge=judge, patterns=patterns))
+    for one in look(path=newest.checkpoint.path, judge=judge):
+        if (one.checkpoint.path, one.checkpoint.files) == (newest.checkpoint.path, newest.checkpoint.files):
+            return [one if other is newest else other for other in found]
+    # From there it is another one.
+    return list(look(path=path, judge=judge))
 
 
 def _newest_first(

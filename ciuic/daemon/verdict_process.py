@@ -18,6 +18,8 @@ from ciuic.structs import decode_json
 
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROCESSOR_SECONDS = 600
+_COUNTED_BYTES = 8 << 30
+"""Limit of the numbers that are read to count those that are not finite: some tens of processor seconds."""
 
 
 class VerdictJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -69,7 +71,8 @@ def main() -> int:
                 return made[snapshot.id]
 
             known = FileVerdicts(
-                lambda: (found.files for one in snapshots if (found := records.record(one)) is not None)
+                lambda: (found.files for one in snapshots if (found := records.record(one)) is not None),
+                counted_bytes=_COUNTED_BYTES,
             )
             for snapshot in snapshots:
                 if snapshot.id in job.snapshots:

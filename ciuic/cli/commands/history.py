@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from ciuic.types import Snapshot
 
 
+_COUNTED_BYTES = 1 << 30
+"""Limit of the numbers that `checkpoints` reads where no verdict is stored: some seconds."""
 _CHANGE_COLOURS = {"added": "green", "gone": "red", "retyped": "magenta", "changed": "yellow"}
 
 
@@ -377,7 +379,9 @@ def checkpoints_command(
     kilobytes are read, and from what the snapshot knows: open writers, holes, files overwritten in place.
     """
     from ciuic.history import checkpoints
+    from ciuic.verdicts.not_finite import NumberBudget
     from ciuic.verdicts.records import VerdictRecords, age_of
+    from ciuic.verdicts.verdict import judge_file
 
     for pattern in patterns:
         try:
@@ -386,6 +390,7 @@ def checkpoints_command(
             raise UsageError(str(error)) from None
     session = current()
     wanted = None if snapshot_id is None else session.snapshots.resolve(snapshot_id)
+    budget = NumberBudget(_COUNTED_BYTES)
     found: list[StoredCheckpoint] = []
     passed_over = PassedOver()
     for repository, timeline in all_timelines(session, root, passed_over):
@@ -402,6 +407,7 @@ def checkpoints_command(
                 snapshot,
                 on_damage=passed_over.add,
                 records=records,
+                judge=lambda source: judge_file(source, budget=budget),
                 patterns=effective_patterns(
                     os.fsdecode(timeline.path), session.checkpoint_patterns, patterns
                 ),
@@ -438,7 +444,7 @@ def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:
             human_size(one.checkpoint.size_bytes),
             str(one.snapshot.id),
             one.checkpoint.verdict.format,
-            shown_text(one.checkpoint.verdict.reason),
+            shown_text(one.checkpoint.verdict.finding),
         )
         for one in found
     ]
@@ -452,6 +458,7 @@ def _checkpoint_document(one: StoredCheckpoint) -> dict[str, Any]:
         "verdict": verdict.state,
         "reason": verdict.reason,
         "format": verdict.format,
+        "not_finite": verdict.not_finite,
         "size_bytes": one.checkpoint.size_bytes,
         "mtime": times.rfc3339(one.mtime_ns),
         "mtime_ns": one.mtime_ns,

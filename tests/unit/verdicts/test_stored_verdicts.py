@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.checkpoint_files import FORMATS
+from support.checkpoint_files import FORMATS, plain_safetensors
 from support.cli_repository import FIRST_NS, CliRepository, directory, store_tree
 
 from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
@@ -126,6 +127,16 @@ def test_the_daemon_stores_what_list_and_checkpoints_show(
     assert made.run("checkpoints", "--json").stdout == before
 
 
+def test_numbers_that_are_not_finite_are_stored(made: CliRepository) -> None:
+    """The daemon counts them while it judges; `list` and its document show the mark beside the state."""
+    odd = plain_safetensors({"w": np.array([1, np.nan, np.inf], "f4")})
+    made.snapshot({b"c.safetensors": (odd, {"mtime_ns": 3 * 10**18})}, mode="tracked")
+    assert judge_all(made) == 3
+    assert "GOOD, 2 not finite" in made.run("list").stdout
+    listed = json.loads(made.run("list", "--json").stdout)["snapshots"]
+    assert [one["checkpoint"]["not_finite"] for one in listed] == [2, None, 0]
+
+
 def test_changed_patterns_remake_the_records(made: CliRepository, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the configuration names is one checkpoint to the daemon, `list`, `checkpoints` and `restore`; a reload judges all anew."""
     part = {b"x.safetensors": (WEIGHTS, {"mtime_ns": 3 * 10**18})}
@@ -191,9 +202,9 @@ def test_a_content_is_read_once(made: CliRepository, monkeypatch: pytest.MonkeyP
     read = []
     judge = verdict_module.judge_file
 
-    def counted(source):  # type: ignore[no-untyped-def]
+    def counted(source, **options):  # type: ignore[no-untyped-def]
         read.append(source.name)
-        return judge(source)
+        return judge(source, **options)
 
     monkeypatch.setattr(verdict_module, "judge_file", counted)
     with Repository.open(made.path) as repository:
@@ -488,7 +499,9 @@ def test_verdicts_of_an_unchanged_directory_are_still_known_later(
     read = []
     judge = verdict_module.judge_file
     monkeypatch.setattr(
-        verdict_module, "judge_file", lambda source: read.append(source.name) or judge(source)
+        verdict_module,
+        "judge_file",
+        lambda source, **options: read.append(source.name) or judge(source, **options),
     )
     old = {b"%d.safetensors" % number: WEIGHTS for number in range(3)}
     # As the two that are there, all in one directory, so that each later one has a neighbour.
