@@ -332,9 +332,12 @@ def checkpoints_in(
     found: list[Checkpoint] = []
     if named is not None:
         for name in names:
-            below, source = directory.directory(name), directory.file(name)
-            if (below or source) and named(_path(directory, name), below is not None):
-                found.append(_judge_named(directory, name, judge))
+            path = _path(directory, name)
+            # First, as a look at what it is takes longer.
+            if named(path, True) or named(path, False):
+                below, source = directory.directory(name), directory.file(name)
+                if (below or source) and named(path, below is not None):
+                    found.append(_judge_named(directory, name, judge))
         mine = {name for one in found for name in one.files}
         return sorted(
             [*found, *_found_in(directory, [name for name in names if name not in mine], judge, depth)]
