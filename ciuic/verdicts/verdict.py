@@ -438,7 +438,9 @@ def _together(directory: DirectorySource, found: list[Checkpoint]) -> Checkpoint
         ]
     )
     files = tuple(sorted({file for one in found for file in one.files}))
-    good = Verdict("GOOD", plural(len(files), "file"), "directory")
+    # With the directories in which they are.
+    count = len(set(files).difference(map(posixpath.dirname, files)))
+    good = Verdict("GOOD", plural(count, "file"), "directory")
     return Checkpoint(
         directory.path,
         (good if verdict.is_good else verdict._replace(format="directory"))._replace(

@@ -47,6 +47,15 @@ def test_verdicts_are_those_of_the_saves(data: st.DataObject) -> None:
                 note(f"  {_relative(one, made)} {one.checkpoint.verdict} {one.checkpoint.files}")
             good = {_relative(one, made) for one in found if one.checkpoint.verdict.is_good}
             assert good == now.whole
+            # The user's word for it: one checkpoint, with all below it.
+            pattern = f"{made.root}/{now.newest.path}"
+            named = {
+                _relative(one, made): one.checkpoint.verdict
+                for one in checkpoints(repository, timeline, patterns=[pattern])
+            }
+            if Path(now.newest.path).parts[0].encode() in now.tree and trainer != "hub":
+                assert [path for path in named if path.startswith(now.newest.path)] == [now.newest.path]
+                assert named[now.newest.path].is_good or not now.is_whole
             # A name that was not given yet is none that a trainer resumes from.
             if now.newest.path.endswith("-tmp-7"):
                 return
@@ -64,11 +73,15 @@ def test_verdicts_are_those_of_the_saves(data: st.DataObject) -> None:
                 if now.is_whole:
                     is_marked = marked and _relative(one, made) == now.newest.path
                     assert bool(one.checkpoint.verdict.not_finite) == is_marked
-            judged = judge_snapshot(repository, snapshots, snapshots[1], FileVerdicts())
-            carried = judge_snapshot(
-                repository, snapshots, snapshots[0], FileVerdicts(), {judged.snapshot: judged}.get
-            )
-            assert carried.roots == judge_snapshot(repository, snapshots, snapshots[0], FileVerdicts()).roots
+            for patterns in ([], [pattern]):
+                judged = judge_snapshot(
+                    repository, snapshots, snapshots[1], FileVerdicts(), patterns=patterns
+                )
+                carried, anew = (
+                    judge_snapshot(repository, snapshots, snapshots[0], FileVerdicts(), beside, patterns)
+                    for beside in ({judged.snapshot: judged}.get, lambda _: None)
+                )
+                assert carried.roots == anew.roots
 
 
 def _relative(one: StoredCheckpoint, made: CliRepository) -> str:
