@@ -11,8 +11,10 @@ import fnmatch
 import posixpath
 import re
 import stat
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Final, Literal, NamedTuple, NoReturn
 
@@ -26,6 +28,7 @@ from ciuic.repository.lookup import Located, find, is_within, join, resolve
 from ciuic.repository.tree_format import TreeNode
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, order_of
 from ciuic.verdicts.model import UNREADABLE, Checkpoint, Verdict
+from ciuic.verdicts.not_finite import NumberBudget
 from ciuic.verdicts.records import (
     DatedCheckpoint,
     VerdictRecord,
@@ -39,10 +42,10 @@ from ciuic.verdicts.sources import FileSource, SnapshotDirectory
 from ciuic.verdicts.verdict import (
     FileVerdicts,
     JudgeFile,
-    Named,
     checkpoints_in,
     judge_file,
     may_hold_checkpoints,
+    named_by,
 )
 
 MAX_PATH_BYTES: Final = 4096
@@ -651,7 +654,7 @@ def checkpoints(
     records: VerdictRecords | None = None,
     judge: JudgeFile = judge_file,
     judged: JudgedRoot | None = None,
-    named: Named | None = None,
+    patterns: Sequence[str] = (),
 ) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a snapshot of a root, by directory.
 
@@ -664,17 +667,19 @@ def checkpoints(
         records: Verdicts that were stored; those of a whole root are taken from there, and nothing is read. None to judge anew.
         judge: Judges one file.
         judged: The same root in another snapshot: directories that are the same in both are not read. Only without a path.
-        named: Tells what is one checkpoint each; nothing that was stored is taken then.
+        patterns: The user's patterns of what is one checkpoint each, as of `ciuic.excludes.effective_patterns`; only what was stored
+            by the same ones is taken.
     """
     snapshot = snapshot or timeline.snapshots[0]
     # Below the root, a part of what is one checkpoint in the whole may be one by itself.
-    if records is not None and named is None and path in (None, timeline.path):
+    if records is not None and records.patterns == tuple(patterns) and path in (None, timeline.path):
         record = records.record(snapshot)
         if record is not None and record.is_complete:
             for one in dict(record.roots).get(timeline.path, ()):
                 yield StoredCheckpoint(one.checkpoint, one.mtime_ns, snapshot, timeline.host)
             return
     root = timeline.root_of(snapshot)
+    named = named_by(timeline.path, patterns)
     lineage = Lineage()
     # For the frame of the root alone.
     lineage.enter(b"")
@@ -700,7 +705,9 @@ def checkpoints(
             on_damage(snapshot, at.path, error)
             continue
         covered: set[bytes] = set()
-        if named is not None or may_hold_checkpoints([child.name for child in children], at.path):
+        if may_hold_checkpoints([child.name for child in children], at.path) or (
+            named is not None and any(named(join(at.path, child.name), child.is_dir) for child in children)
+        ):
             directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
             try:
                 times = {child.name: child.mtime_ns for child in directory.entries()}
@@ -759,6 +766,7 @@ def judge_snapshot(
     snapshot: Snapshot,
     known: FileVerdicts,
     record_of: Callable[[Snapshot], VerdictRecord | None] = lambda _: None,
+    patterns: Sequence[str] = (),
 ) -> VerdictRecord:
     """Return the verdicts on all checkpoints of a snapshot, to be stored.
 
@@ -769,7 +777,8 @@ def judge_snapshot(
         snapshots: All of them, newest first: earlier ones tell what was overwritten in place.
         snapshot: One of them.
         known: Verdicts on files that are not read again.
-        record_of: Returns the record of another snapshot, if there is one.
+        record_of: Returns the record of another snapshot, if there is one, made by the same patterns.
+        patterns: The user's patterns of what is one checkpoint.
     """
     known.used = {}
     damaged: list[bytes] = []
@@ -785,6 +794,7 @@ def judge_snapshot(
                 on_damage=lambda _, path, error: damaged.append(path),
                 judge=known.judge,
                 judged=judged,
+                patterns=patterns,
             )
             roots.append(
                 (timeline.path, tuple(DatedCheckpoint(one.checkpoint, one.mtime_ns) for one in found))
@@ -794,6 +804,7 @@ def judge_snapshot(
         snapshot=str(snapshot.id),
         content=snapshot_digest(snapshot),
         newest=newest_of(one for _, found in roots for one in found),
+        patterns=tuple(patterns),
         # Another look may read it: the index or a pack may be in the hands of a writer just now.
         is_complete=not damaged
         and not any(UNREADABLE in one.checkpoint.verdict.reason for _, found in roots for one in found),
@@ -827,6 +838,8 @@ def _start(repository: Repository, timeline: Timeline, snapshot: Snapshot, path:
     return above
 
 
+_COUNTED_BYTES: Final = 1 << 30
+"""Limit of the numbers that are read to count those that are not finite, while somebody waits: some seconds."""
 _STEP: Final = re.compile(rb"step[-_=]?([0-9]{1,18})")
 _NUMBER: Final = re.compile(rb"([0-9]{1,18})")
 
@@ -885,7 +898,13 @@ def step_of(path: bytes) -> int | None:
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
-def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> LastGood:
+def last_good(
+    places: Sequence[tuple[Repository, Timeline]],
+    path: bytes,
+    *,
+    patterns: Sequence[str] = (),
+    finite: bool = False,
+) -> LastGood:
     """Return the newest snapshot whose newest checkpoint at or below a path is GOOD, whatever files of no known format are beside it.
 
     Where the newest one of every snapshot is torn, as of a program that was killed at each save, the choice is the snapshot with
@@ -898,22 +917,29 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     Args:
         places: Timelines of the root with the path.
         path: Absolute path, as the snapshots have it.
+        patterns: The user's patterns of what is one checkpoint.
+        finite: Passes over checkpoints with numbers that are not finite, as if they were not GOOD; all those of the choice are looked at.
 
     Raises:
         NotFound: no snapshot has any GOOD one; the message has the reasons.
     """
-    records = {id(repository): VerdictRecords(repository) for repository, _ in places}
+    records = {id(repository): VerdictRecords(repository, patterns=patterns) for repository, _ in places}
     passed_over: list[PassedOver] = []
     second: LastGood | None = None
+
+    def suits(one: StoredCheckpoint) -> bool:
+        return one.checkpoint.verdict.is_good and not (finite and one.checkpoint.verdict.not_finite)
+
     for repository, timeline, snapshot in _newest_first(places):
         if snapshot.is_safety:
             continue
         try:
+            known = records[id(repository)]
             found = list(
-                checkpoints(repository, timeline, snapshot, path=path, records=records[id(repository)])
+                checkpoints(repository, timeline, snapshot, path=path, records=known, patterns=patterns)
             )
-            if any(one.checkpoint.verdict.is_good for one in found):
-                found = _judged_again(repository, timeline, snapshot, path)
+            if any(suits(one) for one in found):
+                found = _judged_again(repository, timeline, snapshot, path, patterns, finite=finite)
         except NotFound:
             passed_over.append(PassedOver(snapshot, "it has nothing there", None))
             continue
@@ -924,14 +950,15 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
         newest = newest_of(found)
         if newest is None:
             passed_over.append(PassedOver(snapshot, "it has no checkpoint of a known format there", None))
-        elif newest.checkpoint.verdict.is_good:
+        elif suits(newest):
             return LastGood(
                 repository, snapshot, newest, tuple(passed_over), tuple(found[: found.index(newest)])
             )
         else:
             verdict = newest.checkpoint.verdict
-            reason = f"{one_line(newest.checkpoint.path)} is {verdict.state}: {one_line(verdict.reason)}"
-            good = next((one for one in found if one.checkpoint.verdict.is_good), None)
+            why = verdict.of_numbers if verdict.is_good else one_line(verdict.reason)
+            reason = f"{one_line(newest.checkpoint.path)} is {verdict.state}: {why}"
+            good = next((one for one in found if suits(one)), None)
             if good is not None and (second is None or good.mtime_ns > second.checkpoint.mtime_ns):
                 newer = tuple(found[: found.index(good)])
                 second = LastGood(repository, snapshot, good, tuple(passed_over), newer)
@@ -939,7 +966,7 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
     if second is not None:
         return second
     raise NotFound(
-        f"no snapshot has a GOOD checkpoint at {one_line(path)}"
+        f"no snapshot has a GOOD checkpoint {'of finite numbers ' if finite else ''}at {one_line(path)}"
         + "".join(f"\n  {one.snapshot.id}: {one.reason}" for one in passed_over[:5])
         + (f"\n  and {len(passed_over) - 5} more" if len(passed_over) > 5 else ""),
         hint="ciuic checkpoints ID shows all checkpoints of a snapshot; -s ID restores from any",
@@ -947,19 +974,37 @@ def last_good(places: Sequence[tuple[Repository, Timeline]], path: bytes) -> Las
 
 
 def _judged_again(
-    repository: Repository, timeline: Timeline, snapshot: Snapshot, path: bytes
+    repository: Repository,
+    timeline: Timeline,
+    snapshot: Snapshot,
+    path: bytes,
+    patterns: Sequence[str],
+    *,
+    finite: bool,
 ) -> list[StoredCheckpoint]:
-    """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared."""
-    found = list(checkpoints(repository, timeline, snapshot, path=path))
+    """Return the checkpoints of a snapshot, the newest GOOD one, where it is the newest of all, with its checksums compared.
+
+    Its numbers are counted; with ``finite`` all of them, and those of the others as far as a limit goes.
+    """
+    budget = NumberBudget(_COUNTED_BYTES)
+    look = partial(checkpoints, repository, timeline, snapshot, patterns=patterns)
+    found = list(look(path=path, judge=partial(judge_file, budget=budget if finite else None)))
     newest = newest_of(found)
     if newest is None or not newest.checkpoint.verdict.is_good:
         return found
     names = {posixpath.basename(name) for name in newest.checkpoint.files}
+    # A restore reads all of it anyway.
+    whole = NumberBudget(sys.maxsize, sys.maxsize) if finite else NumberBudget(_COUNTED_BYTES)
 
     def judge(source: FileSource) -> Verdict:
-        return judge_file(source, thorough=source.name in names)
+        is_part = source.name in names
+        return judge_file(source, thorough=is_part, budget=whole if is_part else None)
 
-    return list(checkpoints(repository, timeline, snapshot, path=path, judge=judge))
+    for one in look(path=newest.checkpoint.path, judge=judge):
+        if (one.checkpoint.path, one.checkpoint.files) == (newest.checkpoint.path, newest.checkpoint.files):
+            return [one if other is newest else other for other in found]
+    # From there it is another one.
+    return list(look(path=path, judge=judge))
 
 
 def _newest_first(

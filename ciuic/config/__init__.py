@@ -41,6 +41,7 @@ from ciuic.config.load import (
 from ciuic.config.model import (
     AlertConfig,
     CaptureConfig,
+    CheckpointPattern,
     Config,
     ControlConfig,
     DailyWindow,
@@ -102,6 +103,7 @@ __all__ = [
     "TRAINER_KEYS",
     "AlertConfig",
     "CaptureConfig",
+    "CheckpointPattern",
     "Config",
     "ControlConfig",
     "DailyWindow",

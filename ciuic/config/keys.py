@@ -36,6 +36,7 @@ from ciuic.config.values import (
     names_value,
     notify_value,
     one_of_value,
+    path_pattern_value,
     path_value,
     patterns_value,
     ping_value,
@@ -238,6 +239,9 @@ WATCH_NUMBER_KEYS: dict[str, Key] = {
 }
 """Keys of one ``[[watch_number]]``."""
 
+CHECKPOINT_KEYS: dict[str, Key] = {"path": Key("path", path_pattern_value, "")}
+"""Keys of one ``[[checkpoints]]``."""
+
 SNAPSHOT_WHEN_KEYS: dict[str, Key] = {
     key.name: key
     for key in (
@@ -348,6 +352,8 @@ def shown(config: Config) -> Iterator[ShownValue]:
     for index, number in enumerate(config.watch_numbers):
         yield ShownValue(f"watch_number[{index}].file", number.file, number.origin)
         yield ShownValue(f"watch_number[{index}].key", number.key, number.origin)
+    for index, one in enumerate(config.checkpoints):
+        yield ShownValue(f"checkpoints[{index}].path", one.path, one.origin)
     for index, remote in enumerate(config.remotes):
         for name, key in REMOTE_KEYS.items():
             text = key.show_effective(remote)

@@ -23,6 +23,7 @@ import tomli
 
 from ciuic.config.flat import FlatSetting, flat_to_toml, is_flat, parse_flat
 from ciuic.config.keys import (
+    CHECKPOINT_KEYS,
     DEFAULT_REMOTE_NAME,
     FLAT_NAMES,
     FLAT_ROOTS_NAME,
@@ -39,6 +40,7 @@ from ciuic.config.model import (
     DEFAULT,
     AlertConfig,
     CaptureConfig,
+    CheckpointPattern,
     Config,
     ControlConfig,
     DrillConfig,
@@ -316,6 +318,7 @@ class Draft:
         self.trainers: list[TrainerConfig] = []
         self.snapshot_when: list[SnapshotWhen] = []
         self.watch_numbers: list[WatchNumber] = []
+        self.checkpoints: list[CheckpointPattern] = []
         self.remotes: list[ReadRemote] = []
         self.problems: list[Problem] = []
 
@@ -415,6 +418,8 @@ class Draft:
                 self.add_root(table, values, line)
             elif kind == "watch_number":
                 self.add_watch_number(table, values, line)
+            elif kind == "checkpoints":
+                self.add_checkpoints(table, values, line)
             elif kind == "snapshot_when":
                 self.add_snapshot_when(table, values, line)
             else:
@@ -472,6 +477,16 @@ class Draft:
         elif len(values) == len(table):
             number = WatchNumber(str(values["file"]), values.get("key", "loss"), self.at(line))
             self.watch_numbers.append(number)
+
+    def add_checkpoints(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
+        """Add a pattern whose key has been read."""
+        if "path" not in table:
+            self.complain("a [[checkpoints]] without a path", line)
+        elif len(self.checkpoints) >= MAX_RULES:
+            self.complain(f"more than {MAX_RULES} [[checkpoints]]", line)
+        # Otherwise an error has been recorded for the invalid value.
+        elif len(values) == len(table):
+            self.checkpoints.append(CheckpointPattern(values["path"], self.at(line)))
 
     def add_snapshot_when(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
         """Add a rule whose keys have been read."""
@@ -588,6 +603,7 @@ class Draft:
             trainers=tuple(self.trainers),
             snapshot_when=tuple(self.snapshot_when),
             watch_numbers=tuple(self.watch_numbers),
+            checkpoints=tuple(self.checkpoints),
             remotes=tuple(read.config(retention) for read in self.remotes),
             runtime_dir=values["daemon.runtime_dir"],
             log=LogConfig(values["log.level"], values["log.format"]),
@@ -601,6 +617,7 @@ _LISTS: Mapping[str, Mapping[str, Key]] = {
     "trainer": TRAINER_KEYS,
     "snapshot_when": SNAPSHOT_WHEN_KEYS,
     "watch_number": WATCH_NUMBER_KEYS,
+    "checkpoints": CHECKPOINT_KEYS,
 }
 MAX_RULES: Final = 64
 """Limit of ``[[snapshot_when]]``: a worker compares each changed name with all of them."""

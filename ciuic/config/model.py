@@ -177,6 +177,14 @@ class WatchNumber(msgspec.Struct, frozen=True):
     origin: Origin = DEFAULT
 
 
+class CheckpointPattern(msgspec.Struct, frozen=True):
+    """``[[checkpoints]]``: what is one checkpoint by the user's word, whatever it looks like."""
+
+    path: str
+    """Pattern of absolute paths, as in gitignore."""
+    origin: Origin = DEFAULT
+
+
 class SnapshotWhen(msgspec.Struct, frozen=True):
     """``[[snapshot_when]]``: what a snapshot is taken for besides the schedule. One of the four, ``after`` with ``changes``."""
 
@@ -404,6 +412,7 @@ class Config(msgspec.Struct, frozen=True):
     trainers: tuple[TrainerConfig, ...] = ()
     snapshot_when: tuple[SnapshotWhen, ...] = ()
     watch_numbers: tuple[WatchNumber, ...] = ()
+    checkpoints: tuple[CheckpointPattern, ...] = ()
     remotes: tuple[RemoteConfig, ...] = ()
     runtime_dir: Path = Path("/run/ciuic")
     log: LogConfig = LogConfig()
@@ -431,6 +440,11 @@ class Config(msgspec.Struct, frozen=True):
     def names_repository(self) -> bool:
         """True if the repository is the one that the file names, whose snapshots its remotes receive."""
         return self.origin("repository.path").kind in ("file", "default")
+
+    @property
+    def checkpoint_patterns(self) -> tuple[str, ...]:
+        """Patterns of what is one checkpoint each, of all roots."""
+        return tuple(one.path for one in self.checkpoints)
 
     def excludes_of(self, root: RootConfig) -> tuple[str, ...]:
         """Return the patterns in force for ``root``, as `ExcludeMatcher` and capture take them."""

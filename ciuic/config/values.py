@@ -137,6 +137,17 @@ def path_value(value: object) -> Path:
     return Path("/" + os.path.normpath(text).lstrip("/"))
 
 
+def path_pattern_value(value: object) -> str:
+    """Return a pattern of absolute paths, as in gitignore."""
+    pattern = _text_value(value)
+    if not pattern.startswith("/"):
+        raise ValueError(f'must be a pattern of absolute paths, such as "/data/run/step-*", got {pattern!r}')
+    check_pattern(pattern)
+    if {"", ".", ".."}.intersection(pattern[1:].removesuffix("/").split("/")):
+        raise ValueError(f"must not contain //, . or .. as a step, which match nothing, got {pattern!r}")
+    return pattern
+
+
 def listen_value(value: object) -> str | None:
     """Return an address to listen at, ``HOST:PORT`` with a numeric address, or None for an empty text."""
     text = _text_value(value)

@@ -33,6 +33,8 @@ class DrillJob(msgspec.Struct, kw_only=True, frozen=True):
     min_share: float = MIN_SHARE
     runtime_dir: str = ""
     trust_repository: bool = False
+    patterns: tuple[str, ...] = ()
+    """The user's patterns of what is one checkpoint."""
 
 
 def run_job(job: DrillJob, pace: Pace) -> None:
@@ -61,7 +63,17 @@ def run_job(job: DrillJob, pace: Pace) -> None:
     try:
         with Repository.open(job.repository) as repository, scratch_directory(Path(job.scratch)) as scratch:
             done = [
-                (snapshot, run_drill(repository, snapshot, scratch, seed=seed, between=pace.step))
+                (
+                    snapshot,
+                    run_drill(
+                        repository,
+                        snapshot,
+                        scratch,
+                        seed=seed,
+                        patterns=job.patterns,
+                        between=pace.step,
+                    ),
+                )
                 for snapshot in choose_snapshots(repository.snapshots, seed)
             ]
         outcome = outcome_of(done, time.monotonic() - began)

@@ -160,6 +160,7 @@ class Drills:
             min_share=settings.min_share,
             runtime_dir=str(settings.runtime_dir),
             trust_repository=settings.trust_repository,
+            patterns=settings.checkpoint_patterns,
         )
         # Unless it leaves a record, from which the next one follows.
         self._not_before = trio.current_time() + _RETRY_SECONDS

@@ -39,7 +39,8 @@ class GoodCheckpoints:
         self._now_ns = now_ns
         self._boot_ns = boot_ns
         self._began_ns = boot_ns()
-        # What each snapshot with verdicts has, by root: a record is read once.
+        # What each snapshot with verdicts has, by root: a record is read once, of the patterns in force.
+        self._patterns: tuple[str, ...] = ()
         self._of_snapshots: dict[str, dict[bytes, GoodCheckpoint]] = {}
         # The newest, and the time since boot at its last change.
         self._newest: dict[str, tuple[GoodCheckpoint, int]] = {}
@@ -47,6 +48,9 @@ class GoodCheckpoints:
 
     def look(self, repository: Repository, records: VerdictRecords, roots: Collection[str]) -> None:
         """Find the newest GOOD checkpoint of each root."""
+        if records.patterns != self._patterns:
+            with self._lock:
+                self._patterns, self._of_snapshots = records.patterns, {}
         infos = [
             info for info in repository.snapshots.newest_first() if not is_safety(info.tags, info.message)
         ]

@@ -18,6 +18,8 @@ from ciuic.structs import decode_json
 
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROCESSOR_SECONDS = 600
+_COUNTED_BYTES = 8 << 30
+"""Limit of the numbers that are read to count those that are not finite: some tens of processor seconds."""
 
 
 class VerdictJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -27,6 +29,8 @@ class VerdictJob(msgspec.Struct, kw_only=True, frozen=True):
     snapshots: tuple[str, ...]
     key: bytes = b""
     """Key of this host, for the records of earlier snapshots."""
+    patterns: tuple[str, ...] = ()
+    """The user's patterns of what is one checkpoint."""
     io_priority: str = "idle"
 
 
@@ -56,7 +60,7 @@ def main() -> int:
         if unfiltered:
             sys.stderr.write(f"verdicts: system calls are not filtered: {unfiltered}\n")
         with Repository.open(job.repository) as repository:
-            records = VerdictRecords(repository, job.key)
+            records = VerdictRecords(repository, job.key, job.patterns)
             snapshots, _ = repository.snapshots.load_all()
             # That of the snapshot judged last, and those that its roots ask for: of most there is one.
             made: dict[str, VerdictRecord | None] = {}
@@ -67,11 +71,12 @@ def main() -> int:
                 return made[snapshot.id]
 
             known = FileVerdicts(
-                lambda: (found.files for one in snapshots if (found := records.record(one)) is not None)
+                lambda: (found.files for one in snapshots if (found := records.record(one)) is not None),
+                counted_bytes=_COUNTED_BYTES,
             )
             for snapshot in snapshots:
                 if snapshot.id in job.snapshots:
-                    record = judge_snapshot(repository, snapshots, snapshot, known, record_of)
+                    record = judge_snapshot(repository, snapshots, snapshot, known, record_of, job.patterns)
                     made = {record.snapshot: record}
                     line = msgspec.json.encode(record)
                     if len(line) < MAX_RECORD_BYTES:

@@ -63,6 +63,8 @@ class Verdicts:
         self._command = list(command or module_command(VERDICT_MODULE))
         self._settled: set[str] = set()
         """Snapshots that have verdicts, or on which a process died."""
+        self._patterns: tuple[str, ...] = ()
+        """Patterns of checkpoints by which they have them."""
 
     async def run(self) -> None:
         """Judge what is there and what comes, until cancelled."""
@@ -82,6 +84,9 @@ class Verdicts:
         settings = self._settings()
         if settings.repository is None:
             return 0
+        if settings.checkpoint_patterns != self._patterns:
+            self._settled.clear()
+            self._patterns = settings.checkpoint_patterns
         records, pending, carried = await trio.to_thread.run_sync(self._pending, settings.repository)
         if not pending:
             return carried
@@ -89,6 +94,7 @@ class Verdicts:
             repository=str(settings.repository),
             snapshots=tuple(pending),
             key=records.key,
+            patterns=records.patterns,
             io_priority=settings.io_priority,
         )
         await self._judge(job, records)
@@ -99,7 +105,7 @@ class Verdicts:
     def _pending(self, path: Path) -> tuple[VerdictRecords, list[str], int]:
         """Return the newest snapshots without verdicts, and how many have got them here; remove the verdicts on those that are gone."""
         with Repository.open(path) as repository:
-            records = VerdictRecords(repository, own_key())
+            records = VerdictRecords(repository, own_key(), self._patterns)
             # Without a key: in a repository of another user no record counts.
             if not records.key:
                 return records, [], 0

@@ -37,11 +37,11 @@ from ciuic.repository.lookup import Located, children, find, is_within, join
 from ciuic.restore import RestorePlan, RestoreTarget, Result, execute
 from ciuic.restore.attributes import REMOVABLE, SpecialFilter, kind_of
 from ciuic.restore.model import Kept
-from ciuic.types import FLAG_MOUNTPOINT, Entry, Snapshot
+from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 from ciuic.units import human_size
 from ciuic.verdicts.model import Checkpoint, Verdict
 from ciuic.verdicts.sources import SnapshotDirectory
-from ciuic.verdicts.verdict import checkpoints_in, judge_file, may_hold_checkpoints
+from ciuic.verdicts.verdict import Named, checkpoints_in, judge_file, may_hold_checkpoints, named_by
 
 if TYPE_CHECKING:
     from ciuic.repository.snapshots import CommittedSnapshots
@@ -152,6 +152,7 @@ def run_drill(
     sample_bytes: int = DEFAULT_SAMPLE_BYTES,
     sample_files: int = DEFAULT_SAMPLE_FILES,
     within: Sequence[bytes] = (),
+    patterns: Sequence[str] = (),
     between: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done_bytes, all_bytes: None,
 ) -> DrillResult:
@@ -165,6 +166,7 @@ def run_drill(
         sample_bytes: Limit of the sizes of the files that are chosen at random; the newest checkpoint is added, whatever its size.
         sample_files: Limit of their number.
         within: Absolute paths to which the choice is restricted; empty for the whole snapshot.
+        patterns: The user's patterns of what is one checkpoint each.
         between: Called often, from any thread, so that the caller can pause.
         progress: Called with (bytes compared, bytes to compare).
 
@@ -173,7 +175,7 @@ def run_drill(
         NotFound: the snapshot does not have one of the paths, or was removed meanwhile.
         Archived: a file of the sample lies in an archive of the store.
     """
-    chosen = _Choice(repository, snapshot, seed, sample_files, within)
+    chosen = _Choice(repository, snapshot, seed, sample_files, within, patterns)
     sample = chosen.sample(sample_bytes)
     # After the choice: reading directories takes no more time for a larger sample.
     began = time.monotonic()
@@ -211,6 +213,7 @@ def restore_whole(
     path: bytes,
     scratch: Path,
     *,
+    patterns: Sequence[str] = (),
     between: Callable[[], None] = lambda: None,
 ) -> tuple[DrillResult, Path]:
     """Restore all of a file or directory of a snapshot below a directory, and compare it with the snapshot.
@@ -220,6 +223,7 @@ def restore_whole(
         snapshot: The snapshot.
         path: Absolute path, as it was at the snapshot.
         scratch: Directory for what is restored, which stays.
+        patterns: The user's patterns of what is one checkpoint each.
         between: Called often, from any thread, so that the caller can pause.
 
     Returns:
@@ -230,7 +234,7 @@ def restore_whole(
         CiuicError: it cannot be restored here.
     """
     source = find(repository, snapshot, path)
-    chosen = _Choice(repository, snapshot, 0, 0, [path])
+    chosen = _Choice(repository, snapshot, 0, 0, [path], patterns)
     files = chosen.everything()
     began = time.monotonic()
     require_space(scratch, chosen.bytes_total)
@@ -252,13 +256,15 @@ def restore_whole(
     return result, place
 
 
-def newest_checkpoint_directory(repository: Repository, snapshot: Snapshot) -> bytes:
+def newest_checkpoint_directory(
+    repository: Repository, snapshot: Snapshot, patterns: Sequence[str] = ()
+) -> bytes:
     """Return the directory with the newest checkpoint of a snapshot, or the one that is it.
 
     Raises:
         NotFound: the snapshot has none.
     """
-    path = _Choice(repository, snapshot, 0, 0).checkpoint
+    path = _Choice(repository, snapshot, 0, 0, patterns=patterns).checkpoint
     if not path:
         raise NotFound(
             f"no checkpoint was found in {snapshot.id}", hint="-p names the directory that is restored"
@@ -279,8 +285,11 @@ class _Choice:
         seed: int,
         sample_files: int,
         within: Sequence[bytes] = (),
+        patterns: Sequence[str] = (),
     ) -> None:
         self._repository = repository
+        self._patterns = patterns
+        self._named: dict[bytes, Named | None] = {}
         self._snapshot = snapshot
         self._tops = [find(repository, snapshot, path) for path in within] or [
             Located(root, root.path, root.entry) for root in snapshot.roots
@@ -297,10 +306,16 @@ class _Choice:
         # Latest change of each directory, and those of one step in which the walk is.
         places: dict[bytes, int] = {}
         steps: list[Located] = []
+        # The directory above the one that the user has named, in which the walk is, with that one's path.
+        named: tuple[Located, bytes] | None = None
         # No secret: it has to choose the same files again.
         order = random.Random(seed)
         for directory, files in self._walk():
             newest_ns = 0
+            if named is not None and not is_within(directory.path, named[1]):
+                named = None
+            if named is None and self._is_named(directory.root, directory.path, is_dir=True):
+                named = find(repository, snapshot, posixpath.dirname(directory.path)), directory.path
             for file in files:
                 self.files_total += 1
                 self.bytes_total += file.entry.size_bytes
@@ -309,12 +324,16 @@ class _Choice:
                     heapq.heappush(self._ranked, ranked)
                 elif sample_files:
                     heapq.heappushpop(self._ranked, ranked)
-                if may_hold_checkpoints([posixpath.basename(file.path)]):
+                if (
+                    named is not None
+                    or may_hold_checkpoints([posixpath.basename(file.path)])
+                    or self._is_named(file.root, file.path, is_dir=False)
+                ):
                     newest_ns = max(newest_ns, file.entry.mtime_ns, 1)
             steps = [one for one in steps if is_within(directory.path, one.path)]
             if newest_ns:
-                # All below the directory of a step may be one checkpoint.
-                for place in (directory, *steps):
+                # All below the directory of a step may be one checkpoint; what the user has named has no others in it.
+                for place in (directory, *steps) if named is None else (named[0],):
                     self._places[place.path] = place
                     places[place.path] = max(newest_ns, places.get(place.path, 0))
             if may_hold_checkpoints([], directory.path):
@@ -326,6 +345,15 @@ class _Choice:
         else:
             newest = heapq.nlargest(_CHECKPOINT_DIRECTORIES, places, key=lambda path: (places[path], path))
             self._find_checkpoint([self._places[path] for path in newest])
+
+    def _named_in(self, root: RootRecord) -> Named | None:
+        if root.path not in self._named:
+            self._named[root.path] = named_by(root.path, self._patterns)
+        return self._named[root.path]
+
+    def _is_named(self, root: RootRecord, path: bytes, *, is_dir: bool) -> bool:
+        named = self._named_in(root)
+        return named is not None and path != root.path and named(path, is_dir)
 
     def everything(self) -> list[Located]:
         """Return all files and symbolic links that a restore would bring back."""
@@ -356,7 +384,7 @@ class _Choice:
             place = self._places[path]
             directory = SnapshotDirectory(self._repository, self._snapshot, place, self._earlier(place))
             try:
-                found = checkpoints_in(directory)
+                found = checkpoints_in(directory, named=self._named_in(place.root))
             except Damaged as error:
                 unread.append(DrillDamage(path, error.message))
                 continue
@@ -415,7 +443,11 @@ class _Choice:
         for place in places:
             directory = SnapshotDirectory(self._repository, self._snapshot, place, lambda time_ns: None)
             try:
-                found = checkpoints_in(directory, lambda source: Verdict("UNKNOWN", "not judged"))
+                found = checkpoints_in(
+                    directory,
+                    lambda source: Verdict("UNKNOWN", "not judged"),
+                    named=self._named_in(place.root),
+                )
                 times = {entry.name: entry.mtime_ns for entry in directory.entries()}
             except Damaged as error:
                 self.damages.append(DrillDamage(place.path, error.message))

@@ -1447,6 +1447,7 @@ class _RemoteUpload:
                 self._labels,
                 self._status.error,
                 every_seconds if promised else 0,
+                self._config.checkpoint_patterns,
             )
 
         self._reporter = host_status.StatusReporter(remote.objects, remote.sealer, key, facts, every_seconds)
@@ -1463,6 +1464,7 @@ def _host_status(
     labels: LabelsOf,
     error: str,
     interval_seconds: int,
+    checkpoint_patterns: Sequence[str],
 ) -> HostStatus:
     """Return what this host says of itself on a remote; nothing but local files is read."""
     now_ns = time.time_ns()
@@ -1479,7 +1481,7 @@ def _host_status(
                     states[root] = _local_state(repository, info, labels)
                 newest.setdefault(root, info)
         stored = newest_stored_states(state_dir, remote.name, (repository.id, remote_id))
-        verdicts = VerdictRecords(repository)
+        verdicts = VerdictRecords(repository, patterns=checkpoint_patterns)
         roots = [(path, info) for path, info in newest.items() if path not in states]
         drill = read_last_drill(remote.name, state_dir)
         return HostStatus(

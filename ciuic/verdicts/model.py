@@ -5,15 +5,17 @@ A read stays within the size of the file, and there are no more of them than a l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Literal, NamedTuple
+
+from ciuic.units import plural
 
 VerdictState = Literal["GOOD", "TORN", "UNKNOWN"]
 DEFECT: Final = "its reader failed, which is a defect in ciuic"
 """Beginning of the reason of a file that a reader has not refused as it should."""
 UNREADABLE: Final = "it cannot be read"
 """Beginning of the reason of a file that the repository or the disk cannot give."""
-RULES: Final = 3
+RULES: Final = 4
 """Number of the rules by which files and directories are judged. Raised with each change that may lead to another verdict, so that
 those that were stored (`ciuic.verdicts.records`) are made anew."""
 
@@ -26,6 +28,26 @@ class Verdict(NamedTuple):
     """Finding, or the reason why nothing can be said."""
     format: str = ""
     """Name of the format; empty if it is not known."""
+    not_finite: int | None = None
+    """Floating numbers that are NaN or infinite, as far as they were looked at; None if none was found and not all were looked at: of a
+    format whose numbers are not known here, or too large. Says nothing of the state: a program may mean them."""
+
+    @property
+    def finding(self) -> str:
+        """The reason, with what is known of its numbers."""
+        if self.not_finite:
+            return f"{self.reason}; {self.of_numbers}"
+        return (
+            f"{self.reason}; not all numbers were looked at"
+            if self.is_good and self.not_finite is None
+            else self.reason
+        )
+
+    @property
+    def of_numbers(self) -> str:
+        """Its numbers that are not finite, in words; empty for none."""
+        count = self.not_finite or 0
+        return f"{plural(count, 'number')} {'is' if count == 1 else 'are'} not finite" if count else ""
 
     @property
     def is_foreign(self) -> bool:
@@ -60,6 +82,16 @@ class Piece(NamedTuple):
     """CRC-32 of exactly these bytes, if the file has one."""
 
 
+class Numbers(NamedTuple):
+    """Range of a file with the floating numbers of one tensor."""
+
+    start: int
+    stop: int
+    kind: str
+    """Name in `ciuic.verdicts.not_finite.KINDS`."""
+    is_big_endian: bool = False
+
+
 class Structure(NamedTuple):
     """Structure of a file that is complete as far as its headers tell."""
 
@@ -71,6 +103,8 @@ class Structure(NamedTuple):
     last_item: tuple[int, int] | None = None
     """Range of the last number in the file. If it is zero, an end that was never written would look the same. None if the
     end has a structure that was checked."""
+    numbers: Callable[[], Iterable[Numbers]] | None = None
+    """Finds the floating numbers, within what is left of the reader's limits: raises TornContent or NotJudged. None if that is not known."""
 
 
 class TornContent(Exception):

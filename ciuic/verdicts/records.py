@@ -1,7 +1,7 @@
 """Records of verdicts: what was found in a snapshot, in a file of the repository beside it, so that nothing is judged twice.
 
 ``verdicts/<id>`` is a `VerdictRecord` as JSON and, in a second line, its BLAKE2b in hexadecimal under a key of this host. It is a cache:
-a record that is missing, damaged, of other rules or of another key is none, and the snapshot is judged anew.
+a record that is missing, damaged, of other rules, other patterns of checkpoints or another key is none, and the snapshot is judged anew.
 
 Who can write a record could call a torn checkpoint GOOD, and a repository may come with records from elsewhere: a disk of another host,
 a copy, a directory of another user. So a record counts only if it was made here: the key lies outside of every repository (`KEY_PATH`),
@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Final, Protocol, TypeVar
 
@@ -63,6 +63,8 @@ class VerdictSummary(msgspec.Struct, frozen=True, kw_only=True):
     """`snapshot_digest` of the snapshot."""
     newest: DatedCheckpoint | None = None
     """The newest checkpoint of all roots."""
+    patterns: tuple[str, ...] = ()
+    """The user's patterns of what is one checkpoint, which were in force."""
     is_complete: bool = True
     """False if a part of the snapshot could not be read, which may have a newer checkpoint."""
 
@@ -218,11 +220,15 @@ class VerdictRecords:
     Args:
         repository: The repository. One that is not a directory of this host has no records.
         key: Key of this host; None to read it. Without one there are no records.
+        patterns: The user's patterns of what is one checkpoint: what was judged by others is none.
     """
 
-    def __init__(self, repository: Repository, key: bytes | None = None) -> None:
+    def __init__(
+        self, repository: Repository, key: bytes | None = None, patterns: Sequence[str] = ()
+    ) -> None:
         self._directory = f"{repository.path}/{VERDICTS_DIR}"
         self._repository_id = repository.id
+        self.patterns = tuple(patterns)
         counts = isinstance(repository.snapshots, SnapshotStore) and foreign_flaw(repository.path) is None
         self.key = b"" if not counts else read_key() if key is None else key
 
@@ -266,7 +272,8 @@ class VerdictRecords:
         except OSError:
             return None
         record = decode_record(data, self.key, kind)
-        if record is None or (record.repository, record.snapshot) != (self._repository_id, id_):
+        wanted = (self._repository_id, id_, self.patterns)
+        if record is None or (record.repository, record.snapshot, record.patterns) != wanted:
             return None
         return record
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from ciuic.errors import Damaged
+from ciuic.excludes import ExcludeMatcher
 from ciuic.units import human_size, plural
 from ciuic.verdicts.checkpoint_directories import (
     RECOGNISERS,
@@ -49,6 +50,7 @@ from ciuic.verdicts.model import (
     TornContent,
     Verdict,
 )
+from ciuic.verdicts.not_finite import NumberBudget, count_not_finite
 from ciuic.verdicts.sources import DirectorySource, FileSource
 
 # Formats with a mark at their beginning first; pickles and safetensors have hardly any.
@@ -71,15 +73,16 @@ _MAX_HOLES: Final = 1 << 16
 _KEY_BYTES: Final = 16
 
 
-def judge_file(source: FileSource, *, thorough: bool = False) -> Verdict:
+def judge_file(source: FileSource, *, thorough: bool = False, budget: NumberBudget | None = None) -> Verdict:
     """Return the verdict on a file, without its directory.
 
-    Reads a few kilobytes of most files; with ``thorough`` all data that have a checksum, of any size.
+    Reads a few kilobytes of most files; with ``thorough`` all data that have a checksum, of any size; with a budget floating numbers
+    as far as it goes, to count those that are not finite.
     """
     reader = BoundedReader(source.read, source.size_bytes, source.name)
     try:
         structure = _read_structure(reader)
-        found = judge_structure(source, structure)
+        found = judge_structure(source, structure)._replace(not_finite=_not_finite(source, structure, budget))
         if thorough and found.is_good and not source.is_committed:
             for piece in structure.pieces:
                 if piece.crc32 is not None and _crc32(source, piece) != piece.crc32:
@@ -96,6 +99,16 @@ def judge_file(source: FileSource, *, thorough: bool = False) -> Verdict:
     # No file ends the look at all others. The fuzzer looks for this reason.
     except Exception as error:
         return Verdict("UNKNOWN", f"{DEFECT} ({type(error).__name__})")
+
+
+def _not_finite(source: FileSource, structure: Structure, budget: NumberBudget | None) -> int | None:
+    if budget is None or structure.numbers is None:
+        return None
+    try:
+        return count_not_finite(source.read, structure.numbers(), budget)
+    # Nothing of its structure: that was complete without it.
+    except (TornContent, NotJudged, Damaged, OSError):
+        return None
 
 
 def _read_structure(reader: BoundedReader) -> Structure:
@@ -242,9 +255,13 @@ class FileVerdicts:
     """Verdicts on files, each content read once.
 
     ``stored`` yields what is known of files in other snapshots, by `file_key`; it is asked once, for the first file of which nothing is known.
+    ``counted_bytes`` is the limit of the numbers that are read to count those that are not finite, of all files together; 0: none are.
     """
 
-    def __init__(self, stored: Callable[[], Iterable[Mapping[str, Verdict]]] = tuple) -> None:
+    def __init__(
+        self, stored: Callable[[], Iterable[Mapping[str, Verdict]]] = tuple, *, counted_bytes: int = 0
+    ) -> None:
+        self._budget = NumberBudget(counted_bytes) if counted_bytes else None
         self._stored: Callable[[], Iterable[Mapping[str, Verdict]]] | None = stored
         self._known: dict[str, Verdict] = {}
         self.used: dict[str, Verdict] = {}
@@ -254,14 +271,14 @@ class FileVerdicts:
         """Return the verdict on a file."""
         key = file_key(source)
         if key is None:
-            return judge_file(source)
+            return judge_file(source, budget=self._budget)
         if key not in self._known and self._stored is not None:
             stored, self._stored = self._stored, None
             for known in stored():
                 self._known = {**known, **self._known}
         verdict = self._known.get(key)
         if verdict is None:
-            verdict = judge_file(source)
+            verdict = judge_file(source, budget=self._budget)
             # Nothing of the content: the disk or a defect is to blame.
             if verdict.reason.startswith((UNREADABLE, DEFECT)):
                 return verdict
@@ -278,6 +295,23 @@ def may_hold_checkpoints(names: list[bytes], path: bytes = b"") -> bool:
 
 Named = Callable[[bytes, bool], bool]
 """Returns whether the user has named this absolute path, of a directory or not, as a checkpoint."""
+
+
+def named_by(root: bytes, patterns: Sequence[str]) -> Named | None:
+    """Return the rule that patterns are for what is below a root; None for no patterns.
+
+    Args:
+        root: Absolute path of the root.
+        patterns: Patterns in the form of `ciuic.excludes.effective_patterns`.
+    """
+    matcher = ExcludeMatcher(root, patterns)
+
+    def named(path: bytes, is_dir: bool) -> bool:
+        inside = posixpath.relpath(path, root)
+        # What a checkpoint has below it is a part of it, and none by itself.
+        return matcher.match(inside, is_dir) and not matcher.match(posixpath.dirname(inside), True)
+
+    return named if matcher else None
 
 
 def checkpoints_in(
@@ -298,9 +332,12 @@ def checkpoints_in(
     found: list[Checkpoint] = []
     if named is not None:
         for name in names:
-            below, source = directory.directory(name), directory.file(name)
-            if (below or source) and named(_path(directory, name), below is not None):
-                found.append(_judge_named(directory, name, judge))
+            path = _path(directory, name)
+            # First, as a look at what it is takes longer.
+            if named(path, True) or named(path, False):
+                below, source = directory.directory(name), directory.file(name)
+                if (below or source) and named(path, below is not None):
+                    found.append(_judge_named(directory, name, judge))
         mine = {name for one in found for name in one.files}
         return sorted(
             [*found, *_found_in(directory, [name for name in names if name not in mine], judge, depth)]
@@ -401,10 +438,14 @@ def _together(directory: DirectorySource, found: list[Checkpoint]) -> Checkpoint
         ]
     )
     files = tuple(sorted({file for one in found for file in one.files}))
-    good = Verdict("GOOD", plural(len(files), "file"), "directory")
+    # With the directories in which they are.
+    count = len(set(files).difference(map(posixpath.dirname, files)))
+    good = Verdict("GOOD", plural(count, "file"), "directory")
     return Checkpoint(
         directory.path,
-        good if verdict.is_good else verdict._replace(format="directory"),
+        (good if verdict.is_good else verdict._replace(format="directory"))._replace(
+            not_finite=_summed([one.verdict for one in found])
+        ),
         sum(one.size_bytes for one in found),
         files,
     )
@@ -414,6 +455,7 @@ def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFil
     # First: what is missing tells more than a verdict on one file.
     verdicts = [Verdict("TORN", parts.torn)] if parts.torn else []
     verdicts += [Verdict("UNKNOWN", parts.doubt)] if parts.doubt else []
+    judged: list[Verdict] = []
     size_bytes = 0
     needed = [*((name, -1) for name in parts.files), *parts.raw]
     links = {}
@@ -431,6 +473,7 @@ def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFil
             continue
         size_bytes += source.size_bytes
         verdict = judge(source) if least_bytes < 0 else _judge_raw(source, least_bytes, parts.tail_bytes)
+        judged.append(verdict)
         if not verdict.is_good:
             verdict = verdict._replace(reason=f"{shown_name(name)}: {verdict.reason}")
         verdicts.append(verdict)
@@ -443,7 +486,8 @@ def _judge_parts(directory: DirectorySource, parts: PartsNeeded, judge: JudgeFil
     if verdict.is_good:
         verdict = Verdict("GOOD", plural(len(needed), "file"))
     files = tuple(sorted({name for name, _ in needed} | parts.taken | set(links.values())))
-    return Checkpoint(_path(directory, parts.name), verdict._replace(format=parts.format), size_bytes, files)
+    verdict = verdict._replace(format=parts.format, not_finite=_summed(judged))
+    return Checkpoint(_path(directory, parts.name), verdict, size_bytes, files)
 
 
 def _judge_raw(source: FileSource, least_bytes: int, tail_bytes: int) -> Verdict:
@@ -454,6 +498,12 @@ def _judge_raw(source: FileSource, least_bytes: int, tail_bytes: int) -> Verdict
         return Verdict("GOOD", "no data")
     last_item = (max(0, least_bytes - tail_bytes), least_bytes)
     return judge_structure(source, Structure("data", "data", (Piece(0, least_bytes),), last_item))
+
+
+def _summed(verdicts: list[Verdict]) -> int | None:
+    """Return how many numbers of all files are not finite; None if none is known to be, and not all are known."""
+    found = sum(one.not_finite or 0 for one in verdicts)
+    return found if found or all(one.not_finite is not None for one in verdicts) else None
 
 
 def _worst(verdicts: list[Verdict]) -> Verdict:

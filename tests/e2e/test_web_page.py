@@ -13,9 +13,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 import pytest
 from support import remote_recipe as recipe
-from support.checkpoint_files import FORMATS
+from support.checkpoint_files import FORMATS, plain_safetensors
 from support.live import module_tmp
 from support.remote_host import RemoteHost, new_remote
 from support.site import Site, ended, running_site
@@ -297,7 +298,7 @@ def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:
 def test_a_training_is_led_to_its_own_checkpoint(short_tmp: Path) -> None:
     """Of two roots the last good checkpoint of that of the training is offered, restored with what lies beside it, and taken back.
 
-    What is passed over is named in the plan; from the overview, the log and the safety snapshot a way leads to the undo.
+    What is passed over is named in the plan, numbers that are not finite beside the verdict; from the overview, the log and the safety snapshot a way leads to the undo.
     """
     with running_site(short_tmp, "one", "other") as site:
         one, other = site.roots
@@ -308,13 +309,15 @@ def test_a_training_is_led_to_its_own_checkpoint(short_tmp: Path) -> None:
         good = site.snapshot()
         (one / "step-2.safetensors").write_bytes(whole[:-9])
         state.write_text('{"step": 2}')
-        (other / "newer.safetensors").write_bytes(whole)
-        site.snapshot()
+        (other / "newer.safetensors").write_bytes(plain_safetensors({"w": np.array([1, np.nan], "f4")}))
+        newest = site.snapshot()
         with open_page(site, "--actions") as page:
             watched = page.run("watch", "--name", "mine", "--", "sh", "-c", f"cd {one} && kill -9 $$")
             assert watched.returncode
             until("its incident", lambda: "mine died" in page.ask("/").text)
             until("verdicts", lambda: "step-1.safetensors" in page.ask("/").text)
+            until("the mark", lambda: "1 not finite" in page.ask("/").text)
+            assert "1 number is not finite" in page.ask(f"/snapshot?s={newest}").text
             shown = page.ask("/").text
             banner = shown.partition("mine died")[2].partition("</section>")[0]
             assert "step-1.safetensors" in banner

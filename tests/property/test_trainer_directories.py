@@ -10,7 +10,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from support.cli_repository import CliRepository
 from support.depth import by_depth
-from support.trainer_directories import BESIDE, LATEST, TRAINERS, run
+from support.trainer_directories import BESIDE, LATEST, NOT_FINITE, TRAINERS, run
 
 from ciuic.history import StoredCheckpoint, checkpoints, judge_snapshot, last_good, timelines
 from ciuic.repository import Repository
@@ -31,8 +31,10 @@ def test_verdicts_are_those_of_the_saves(data: st.DataObject) -> None:
     latest = data.draw(st.sampled_from(["", *sorted(LATEST)]))
     kwargs = {"latest": latest, "beside": beside, "within": data.draw(st.booleans())}
     before = run(trainer, steps[:-1], **kwargs)
-    now = run(trainer, steps, written=written, cut=cut, **kwargs)
-    note(f"{trainer} {steps} {now.newest.path} whole={now.is_whole} {before.whole=}")
+    diverged = data.draw(st.booleans())
+    now = run(trainer, steps, written=written, cut=cut, diverged=diverged, **kwargs)
+    marked = diverged and any(content in NOT_FINITE for _, content in now.newest.files)
+    note(f"{trainer} {steps} {now.newest.path} whole={now.is_whole} {marked=} {before.whole=}")
     with tempfile.TemporaryDirectory() as top:
         made = CliRepository(Path(top) / "repo", Path(top) / "root")
         first = made.snapshot(before.tree, mode="tracked")
@@ -45,6 +47,15 @@ def test_verdicts_are_those_of_the_saves(data: st.DataObject) -> None:
                 note(f"  {_relative(one, made)} {one.checkpoint.verdict} {one.checkpoint.files}")
             good = {_relative(one, made) for one in found if one.checkpoint.verdict.is_good}
             assert good == now.whole
+            # The user's word for it: one checkpoint, with all below it.
+            pattern = f"{made.root}/{now.newest.path}"
+            named = {
+                _relative(one, made): one.checkpoint.verdict
+                for one in checkpoints(repository, timeline, patterns=[pattern])
+            }
+            if Path(now.newest.path).parts[0].encode() in now.tree and trainer != "hub":
+                assert [path for path in named if path.startswith(now.newest.path)] == [now.newest.path]
+                assert named[now.newest.path].is_good or not now.is_whole
             # A name that was not given yet is none that a trainer resumes from.
             if now.newest.path.endswith("-tmp-7"):
                 return
@@ -55,11 +66,22 @@ def test_verdicts_are_those_of_the_saves(data: st.DataObject) -> None:
             assert chosen.snapshot.id == (second if now.is_whole else first)
             assert _relative(chosen.checkpoint, made) == (now if now.is_whole else before).newest.path
             assert all(now.newest.path in one.reason for one in chosen.passed_over)
-            judged = judge_snapshot(repository, snapshots, snapshots[1], FileVerdicts())
-            carried = judge_snapshot(
-                repository, snapshots, snapshots[0], FileVerdicts(), {judged.snapshot: judged}.get
-            )
-            assert carried.roots == judge_snapshot(repository, snapshots, snapshots[0], FileVerdicts()).roots
+            finite = last_good([(repository, timeline)], os.fsencode(made.root), finite=True)
+            assert finite.snapshot.id == (first if marked else chosen.snapshot.id)
+            counting = FileVerdicts(counted_bytes=1 << 30)
+            for one in checkpoints(repository, timeline, snapshots[0], judge=counting.judge):
+                if now.is_whole:
+                    is_marked = marked and _relative(one, made) == now.newest.path
+                    assert bool(one.checkpoint.verdict.not_finite) == is_marked
+            for patterns in ([], [pattern]):
+                judged = judge_snapshot(
+                    repository, snapshots, snapshots[1], FileVerdicts(), patterns=patterns
+                )
+                carried, anew = (
+                    judge_snapshot(repository, snapshots, snapshots[0], FileVerdicts(), beside, patterns)
+                    for beside in ({judged.snapshot: judged}.get, lambda _: None)
+                )
+                assert carried.roots == anew.roots
 
 
 def _relative(one: StoredCheckpoint, made: CliRepository) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 from pathlib import Path
@@ -68,3 +69,31 @@ def test_a_distributed_checkpoint_needs_its_metadata_and_data(tmp_path: Path) ->
     (tmp_path / ".metadata").unlink()
     (found,) = checkpoints_in(here)
     assert found.verdict.state == "TORN"
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16", "complex64"])
+def test_numbers_of_torch_that_are_not_finite_are_counted(kind: str, is_zip: bool) -> None:
+    """In weights and states of optimizers of every kind; not in masks, nor the best score of a training that begins."""
+    from ciuic.verdicts.not_finite import NumberBudget
+
+    weights = torch.nn.Parameter(torch.ones(100, 3, dtype=getattr(torch, kind)))
+    optimizer = torch.optim.Adam([weights])
+    weights.real.sum().backward()
+    optimizer.step()
+    mask = torch.full((8, 8), -float("inf")).triu(1)
+    state = {
+        "model": {"w": weights, "mask": mask},
+        "optimizer": optimizer.state_dict(),
+        "callbacks": {"best_score": torch.tensor(float("inf")), "rng": torch.get_rng_state()},
+    }
+    for expected in (0, 4):
+        into = io.BytesIO()
+        torch.save(state, into, _use_new_zipfile_serialization=is_zip)
+        verdict = judge_file(MemoryFile(b"a.pt", into.getvalue()), budget=NumberBudget(1 << 30))
+        # Old files end with one of their tensors, which may have zeros there.
+        assert verdict.state != "TORN"
+        assert verdict.not_finite == expected
+        moments = optimizer.state[weights]["exp_avg"]
+        moments.real[:2, 0] = float("nan")
+        weights.data.real[5:7, 1] = float("inf")

@@ -51,6 +51,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
             "ciuic/verdicts/formats/hdf5.py",
             "ciuic/verdicts/formats/hdf5.py",
             "ciuic/verdicts/formats/pickles.py",
+            "ciuic/verdicts/not_finite.py",
         ),
         ("checkpoint that is judged",),
     ),

@@ -104,6 +104,7 @@ from ciuic.training.writer import messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 from ciuic.verdicts import records as verdict_records
 from ciuic.verdicts.model import DEFECT, Checkpoint, Verdict
+from ciuic.verdicts.not_finite import NumberBudget
 from ciuic.verdicts.records import DatedCheckpoint, VerdictRecord
 from ciuic.verdicts.verdict import checkpoints_in, judge_file
 
@@ -751,7 +752,7 @@ def _judge(data: bytes) -> object:
     from support.checkpoint_files import MemoryFile
 
     name = b"a" + _SUFFIXES[data[0] % len(_SUFFIXES)] if data else b"a.bin"
-    verdict = judge_file(MemoryFile(name, data[1:]))
+    verdict = judge_file(MemoryFile(name, data[1:]), budget=NumberBudget(1 << 30))
     assert not verdict.reason.startswith(DEFECT), verdict.reason
     return verdict
 

@@ -6,23 +6,38 @@ file cut. What lies beside the checkpoints is made by other programs: pointers c
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import stat
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from support.checkpoint_files import FORMATS
+import numpy as np
+from support.checkpoint_files import FORMATS, plain_safetensors
 from support.cli_repository import FIRST_NS, SECOND_NS
 
 from ciuic.types import Entry
 from ciuic.verdicts.formats.tensor_bundle import crc32c
 
 Files = list[tuple[str, bytes]]
+
+
+def _archive(values: dict[str, Any]) -> bytes:
+    into = io.BytesIO()
+    np.savez(into, **values)
+    return into.getvalue()
+
+
 WHOLE = FORMATS["safetensors"].make(random.Random(1))
 TORCH = FORMATS["npz"].make(random.Random(1))
 """As the zip archive that `torch.save` writes."""
 PICKLE = FORMATS["pickle"].make(random.Random(1))
+NOT_FINITE = {
+    WHOLE: plain_safetensors({"w": np.array([1, np.nan], "f4")}),
+    TORCH: _archive({"w": np.array([np.inf, 1, np.nan], "f2")}),
+}
+"""The same with numbers that are not finite."""
 UNKNOWN = b"\x93\x17 numbers of a program" * 40
 STEP_NS = 100 * SECOND_NS
 
@@ -219,6 +234,7 @@ def run(
     latest: str = "",
     beside: tuple[str, ...] = (),
     within: bool = False,
+    diverged: bool = False,
 ) -> Run:
     """Return the directory of a run.
 
@@ -230,6 +246,7 @@ def run(
         latest: Name in `LATEST`; empty for none.
         beside: Names in `BESIDE`, newer than all checkpoints.
         within: Whether these lie in the directory of the last save, too.
+        diverged: Whether the numbers of the last save are not finite.
     """
     tree: dict[bytes, Any] = {}
     saves = [TRAINERS[trainer](step) for step in steps]
@@ -240,6 +257,8 @@ def run(
         ended = is_whole or save is not saves[-1]
         files = save.files if ended else save.files[:written]
         for at, (path, content) in enumerate(files):
+            if diverged and save is last:
+                content = NOT_FINITE.get(content, content)
             if not ended and at == len(files) - 1 and cut < 1.0:
                 content = content[: int(len(content) * cut)]
             if not ended and save.renames[0]:

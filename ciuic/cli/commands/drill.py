@@ -186,6 +186,7 @@ def _drill(
             seed=seed,
             sample_bytes=sample_bytes,
             within=paths,
+            patterns=session.checkpoint_patterns,
             between=_pace(session),
             progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
         )
@@ -212,8 +213,11 @@ def _drill_run(
     began = time.monotonic()
     repository = session.repository
     with scratch_directory(drills.scratch_parent(scratch)) as place:
-        path = path or newest_checkpoint_directory(repository, snapshot)
-        result, restored = restore_whole(repository, snapshot, path, place, between=_pace(session))
+        patterns = session.checkpoint_patterns
+        path = path or newest_checkpoint_directory(repository, snapshot, patterns)
+        result, restored = restore_whole(
+            repository, snapshot, path, place, patterns=patterns, between=_pace(session)
+        )
         document = drills.result_document(session, snapshot, result)
         document["run"] = None
         if not result.damages:
@@ -239,7 +243,7 @@ def _with_good(session: Session, path: bytes | None) -> Snapshot:
 
     damaged = PassedOver()
     places = timelines_with(session, path or _only_root(session.snapshots.list(safety=False)), damaged)
-    chosen = last_good(places.timelines, places.path)
+    chosen = last_good(places.timelines, places.path, patterns=session.checkpoint_patterns)
     damaged.tell()
     return chosen.snapshot
 

@@ -650,6 +650,7 @@ def _drill(
                 place,
                 seed=seed,
                 sample_bytes=sample_bytes,
+                patterns=session.checkpoint_patterns,
                 progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
             )
     except UsageError:

@@ -31,15 +31,16 @@ from ciuic.cli.shared.output import (
 from ciuic.cli.shared.session import current
 from ciuic.cli.shared.timelines import PassedOver, Places, all_timelines, timelines_with
 from ciuic.errors import Damaged, NotFound, UsageError
-from ciuic.excludes import ExcludeMatcher, check_pattern, effective_patterns
+from ciuic.excludes import check_pattern, effective_patterns
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.output import Cell
     from ciuic.history import DirectoryChanges, FoundPath, PathVersion, RootChanges, StoredCheckpoint, Total
     from ciuic.types import Snapshot
-    from ciuic.verdicts.verdict import Named
 
 
+_COUNTED_BYTES = 1 << 30
+"""Limit of the numbers that `checkpoints` reads where no verdict is stored: some seconds."""
 _CHANGE_COLOURS = {"added": "green", "gone": "red", "retyped": "magenta", "changed": "yellow"}
 
 
@@ -378,7 +379,9 @@ def checkpoints_command(
     kilobytes are read, and from what the snapshot knows: open writers, holes, files overwritten in place.
     """
     from ciuic.history import checkpoints
+    from ciuic.verdicts.not_finite import NumberBudget
     from ciuic.verdicts.records import VerdictRecords, age_of
+    from ciuic.verdicts.verdict import judge_file
 
     for pattern in patterns:
         try:
@@ -387,6 +390,7 @@ def checkpoints_command(
             raise UsageError(str(error)) from None
     session = current()
     wanted = None if snapshot_id is None else session.snapshots.resolve(snapshot_id)
+    budget = NumberBudget(_COUNTED_BYTES)
     found: list[StoredCheckpoint] = []
     passed_over = PassedOver()
     for repository, timeline in all_timelines(session, root, passed_over):
@@ -395,7 +399,7 @@ def checkpoints_command(
             if wanted is None
             else [one for one in timeline.snapshots if one.id == wanted]
         )
-        records = VerdictRecords(repository)
+        records = VerdictRecords(repository, patterns=session.checkpoint_patterns)
         for snapshot in chosen:
             found += checkpoints(
                 repository,
@@ -403,7 +407,10 @@ def checkpoints_command(
                 snapshot,
                 on_damage=passed_over.add,
                 records=records,
-                named=_named_by(timeline.path, patterns),
+                judge=lambda source: judge_file(source, budget=budget),
+                patterns=effective_patterns(
+                    os.fsdecode(timeline.path), session.checkpoint_patterns, patterns
+                ),
             )
     found.sort(key=lambda one: one.host)
     found.sort(key=age_of, reverse=True)
@@ -415,12 +422,6 @@ def checkpoints_command(
     else:
         note("no checkpoint of a known format")
     return passed_over.tell()
-
-
-def _named_by(root: bytes, patterns: tuple[str, ...]) -> Named | None:
-    """Return the rule that the patterns are for a root; None for none."""
-    matcher = ExcludeMatcher(root, effective_patterns(os.fsdecode(root), (), patterns))
-    return (lambda path, is_dir: matcher.match(os.path.relpath(path, root), is_dir)) if matcher else None
 
 
 def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:
@@ -443,7 +444,7 @@ def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:
             human_size(one.checkpoint.size_bytes),
             str(one.snapshot.id),
             one.checkpoint.verdict.format,
-            shown_text(one.checkpoint.verdict.reason),
+            shown_text(one.checkpoint.verdict.finding),
         )
         for one in found
     ]
@@ -457,6 +458,7 @@ def _checkpoint_document(one: StoredCheckpoint) -> dict[str, Any]:
         "verdict": verdict.state,
         "reason": verdict.reason,
         "format": verdict.format,
+        "not_finite": verdict.not_finite,
         "size_bytes": one.checkpoint.size_bytes,
         "mtime": times.rfc3339(one.mtime_ns),
         "mtime_ns": one.mtime_ns,

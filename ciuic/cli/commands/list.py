@@ -424,7 +424,7 @@ def _verdicts(session: Session, infos: Sequence[SnapshotInfo]) -> dict[str, Verd
         return {}
     from ciuic.verdicts.records import VerdictRecords
 
-    records = VerdictRecords(session.repository)
+    records = VerdictRecords(session.repository, patterns=session.checkpoint_patterns)
     here = records.names()
     found = {info.id: records.summary(info.id) for info in infos if info.id in here}
     return {id_: one for id_, one in found.items() if one is not None}
@@ -436,7 +436,9 @@ def _verdict_cell(found: VerdictSummary | None) -> Cell | str:
     if not found.is_complete:
         return Cell("UNKNOWN", "yellow")
     state = found.newest.checkpoint.verdict.state if found.newest is not None else ""
-    return Cell(state, VERDICT_COLOURS[state]) if state else ""
+    count = found.newest.checkpoint.verdict.not_finite if found.newest is not None else None
+    text = f"{state}, {count} not finite" if count else state
+    return Cell(text, "yellow" if count and state == "GOOD" else VERDICT_COLOURS[state]) if state else ""
 
 
 def _verdict_document(found: VerdictSummary | None) -> dict[str, Any] | None:
@@ -448,6 +450,7 @@ def _verdict_document(found: VerdictSummary | None) -> dict[str, Any] | None:
         **json_name("path", checkpoint.path),
         "verdict": checkpoint.verdict.state if found.is_complete else "UNKNOWN",
         "reason": checkpoint.verdict.reason if found.is_complete else "a part of the snapshot cannot be read",
+        "not_finite": checkpoint.verdict.not_finite,
     }
 
 

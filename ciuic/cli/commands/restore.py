@@ -63,6 +63,11 @@ _FIRST_NAMES = 3
     " there is whole. Says what was chosen, what was passed over and why.",
 )
 @click.option(
+    "--finite",
+    is_flag=True,
+    help="With --last-good: pass over checkpoints with numbers that are not finite, and read all numbers of the one that is chosen.",
+)
+@click.option(
     "-p",
     "--path",
     "paths",
@@ -156,6 +161,7 @@ _FIRST_NAMES = 3
 def restore_command(
     snapshot: str | None,
     last_good: bool,
+    finite: bool,
     paths: tuple[bytes, ...],
     everything: bool,
     include: tuple[str, ...],
@@ -182,6 +188,8 @@ def restore_command(
     """
     if snapshot is not None and last_good:
         raise UsageError("-s names a snapshot, and --last-good chooses one: give one of them")
+    if finite and not last_good:
+        raise UsageError("--finite goes with --last-good")
     if everything and (paths or last_good):
         raise UsageError("--all means every root of the snapshot of -s: leave out -p and --last-good")
     if not last_good and (snapshot is None or not (paths or everything)):
@@ -245,7 +253,7 @@ def restore_command(
         paths = tuple(root.path for root in store.load(store.resolve(snapshot)).roots)
     if lazy or foreground:
         _require_only_lazy(lazy, paths, overwrite, delete, dry_run)
-    chosen = _last_good(session, paths) if last_good else {}
+    chosen = _last_good(session, paths, finite=finite) if last_good else {}
     if lazy:
         named = str(next(iter(chosen.values())).snapshot.id) if snapshot is None else snapshot
         return restore_lazily(
@@ -266,7 +274,7 @@ def restore_command(
     codes = [
         carry_out_so(plan, again=words_again(plan, dest, options), show=documents.append) for plan in plans
     ]
-    _tell_staying([place for places in stay.values() for place in places], dry_run=dry_run)
+    _tell_staying([place for places in stay.values() for place in places], dry_run=dry_run, finite=finite)
     if as_json:
         out_json(
             {
@@ -355,7 +363,7 @@ def _restore_members(
     return max(codes)
 
 
-def _last_good(session: Session, paths: Sequence[bytes]) -> dict[bytes, LastGood]:
+def _last_good(session: Session, paths: Sequence[bytes], *, finite: bool) -> dict[bytes, LastGood]:
     """Return the choice for each path, or for each root that has checkpoints, and say what was chosen.
 
     Raises:
@@ -364,25 +372,27 @@ def _last_good(session: Session, paths: Sequence[bytes]) -> dict[bytes, LastGood
     from ciuic.cli.shared.timelines import PassedOver, all_timelines, timelines_with
     from ciuic.history import last_good
 
+    choose = partial(last_good, patterns=session.checkpoint_patterns, finite=finite)
+
     damaged = PassedOver()
     chosen: dict[bytes, LastGood] = {}
     for path in dict.fromkeys(paths):
         places = timelines_with(session, path, damaged)
-        chosen[path] = last_good(_of_one_host(places.timelines, path), places.path)
+        chosen[path] = choose(_of_one_host(places.timelines, path), places.path)
     if not paths:
         roots: dict[bytes, list[tuple[Repository, Timeline]]] = {}
         for repository, timeline in all_timelines(session, None, damaged):
             roots.setdefault(timeline.path, []).append((repository, timeline))
         for path, timelines in roots.items():
             try:
-                chosen[path] = last_good(_of_one_host(timelines, path), path)
+                chosen[path] = choose(_of_one_host(timelines, path), path)
             except NotFound as error:
                 note(f"{shown(path)} is left as it is: {shown_text(error.message.splitlines()[0])}")
         if not chosen:
             raise NotFound("no root has a GOOD checkpoint in any snapshot", hint="-s ID -p PATH names both")
     damaged.tell()
     for path, one in chosen.items():
-        _show_choice(session, path, one)
+        _show_choice(session, path, one, finite=finite)
     return chosen
 
 
@@ -398,11 +408,15 @@ def _of_one_host(
     return timelines
 
 
-def _show_choice(session: Session, path: bytes, one: LastGood) -> None:
+def _show_choice(session: Session, path: bytes, one: LastGood, *, finite: bool) -> None:
     from ciuic.units import human_duration
 
     age = human_duration(max(0, session.now_ns - one.snapshot.time_ns) / 1e9)
     note(f"{shown(path)}: {one.snapshot.id}, {age} old: {shown(one.checkpoint.checkpoint.path)} is GOOD")
+    if numbers := one.checkpoint.checkpoint.verdict.of_numbers:
+        warn(f"{numbers} in it", hint="--finite passes over such checkpoints")
+    elif finite and one.checkpoint.checkpoint.verdict.not_finite is None:
+        note("  not all of its numbers could be looked at")
     for skipped in one.passed_over[:_SHOWN_NAMES]:
         note(f"  passed over {skipped.snapshot.id}: {shown_text(skipped.reason)}")
     if len(one.passed_over) > _SHOWN_NAMES:
@@ -411,7 +425,7 @@ def _show_choice(session: Session, path: bytes, one: LastGood) -> None:
         note(f"  this costs {plural(one.lost_steps, 'step')}")
     if one.not_good:
         warn(
-            f"{plural(len(one.not_good), 'newer checkpoint')} beside it {'is' if len(one.not_good) == 1 else 'are'} not whole, and restored as well:",
+            f"{plural(len(one.not_good), 'newer checkpoint')} beside it {'is' if len(one.not_good) == 1 else 'are'} not whole{' or not finite' if finite else ''}, and restored as well:",
             hint="remove what the training must not load",
         )
         _names([bad.checkpoint.path for bad in one.not_good])
@@ -423,14 +437,14 @@ def _show_choice(session: Session, path: bytes, one: LastGood) -> None:
 
 
 def _staying(path: bytes, one: LastGood, dest: bytes | None) -> list[bytes]:
-    """Return where newer checkpoints that are not whole are now, which the chosen snapshot does not have: a restore leaves them there."""
+    """Return where newer checkpoints that were passed over are now, which the chosen snapshot does not have: a restore leaves them there."""
     from ciuic.repository.lookup import find
 
     above = os.path.dirname(path) if dest is None else os.path.abspath(dest)
     found: list[bytes] = []
     for skipped in one.passed_over:
         bad = skipped.checkpoint
-        if bad is None or bad.checkpoint.verdict.is_good:
+        if bad is None:
             continue
         place = os.path.join(above, os.path.relpath(bad.checkpoint.path, os.path.dirname(path)))
         try:
@@ -444,11 +458,11 @@ def _staying(path: bytes, one: LastGood, dest: bytes | None) -> list[bytes]:
     return found
 
 
-def _tell_staying(places: Sequence[bytes], *, dry_run: bool) -> None:
+def _tell_staying(places: Sequence[bytes], *, dry_run: bool, finite: bool) -> None:
     if places:
         verb, stays = ("is", "stays") if len(places) == 1 else ("are", "stay")
         warn(
-            f"{plural(len(places), 'newer checkpoint')} that {verb} not whole {'would stay' if dry_run else stays} beside what was restored:",
+            f"{plural(len(places), 'newer checkpoint')} that {verb} not whole{' or not finite' if finite else ''} {'would stay' if dry_run else stays} beside what was restored:",
             hint="a training that looks for its newest one would take it: --delete removes what the snapshot does not have, or remove it by hand",
         )
         _names(places)
@@ -503,7 +517,8 @@ def _checkpoints_to_go(session: Session, plan: RestorePlan) -> Iterator[bytes]:
                 newest,
                 path=top,
                 on_damage=lambda *_: None,
-                records=VerdictRecords(repository),
+                records=VerdictRecords(repository, patterns=session.checkpoint_patterns),
+                patterns=session.checkpoint_patterns,
             )
             for one in now:
                 path, verdict = one.checkpoint.path, one.checkpoint.verdict
@@ -540,6 +555,7 @@ def _choice_document(path: bytes, one: LastGood) -> dict[str, Any]:
         **json_name("path", path),
         "snapshot": str(one.snapshot.id),
         **json_name("checkpoint", one.checkpoint.checkpoint.path),
+        "not_finite": one.checkpoint.checkpoint.verdict.not_finite,
         "lost_steps": one.lost_steps,
         "not_good": [json_name("path", bad.checkpoint.path) for bad in one.not_good],
         "newer_good": None

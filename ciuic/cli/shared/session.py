@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, cast
 
@@ -106,6 +107,15 @@ class Session:
                 self.config_option, repository=self.repo_option, trust_repository=self.trust_option
             )
         return self._config
+
+    @cached_property
+    def checkpoint_patterns(self) -> tuple[str, ...]:
+        """Patterns of what is one checkpoint each, from the valid part of the configuration."""
+        from ciuic.config.load import readable_part
+
+        # A mistake elsewhere in the file must not hide the checkpoints of a repository that is named.
+        config = self._config if self._config is not None else readable_part(self.config_option)
+        return config.checkpoint_patterns
 
     @property
     def repository_dir(self) -> Path:

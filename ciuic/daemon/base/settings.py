@@ -83,6 +83,8 @@ class Settings(NamedTuple):
     trainers: tuple[TrainerConfig, ...] = ()
     snapshot_when: tuple[SnapshotWhen, ...] = ()
     watch_numbers: tuple[WatchNumber, ...] = ()
+    checkpoint_patterns: tuple[str, ...] = ()
+    """Patterns of what is one checkpoint by the user's word."""
     exports_metrics: bool = False
     """An exporter is configured, for which the metrics are written to a file."""
     exports_spans: bool = False
@@ -139,6 +141,7 @@ def settings_of(config: Config) -> Settings:
         trainers=config.trainers,
         snapshot_when=config.snapshot_when,
         watch_numbers=config.watch_numbers,
+        checkpoint_patterns=config.checkpoint_patterns,
         exports_metrics=config.exporter.listen is not None,
         exports_spans=config.exporter.otlp is not None,
         config_path=str(config.file or ""),

@@ -11,13 +11,14 @@ import math
 import re
 from typing import Any, Final
 
-from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, Numbers, OtherFormat, Piece, Structure, TornContent
 
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER_BYTES: Final = 10_000
 """Limit of numpy's own reader (max_header_size)."""
 _MAX_DEPTH: Final = 8
 _MAX_NUMBER: Final = 1 << 62
+_KINDS: Final = {"f2": "F16", "f4": "F32", "f8": "F64", "c8": "F32", "c16": "F64"}
 _TYPE: Final = re.compile(r"[<>|=]?([?biufcmMSUV])(\d{1,9})(?:\[[^]]{1,20}\])?\Z", re.ASCII)
 
 
@@ -34,19 +35,24 @@ def read_npy(reader: BoundedReader) -> Structure:
     if length > _MAX_HEADER_BYTES:
         raise NotJudged("its header is longer than numpy reads")
     start = 8 + width + length
-    item_bytes, shape, is_float = _described(reader.at(8 + width, length, "its header"))
+    item_bytes, shape, described = _described(reader.at(8 + width, length, "its header"))
     items = math.prod(shape)
     if item_bytes >= _MAX_NUMBER or items >= _MAX_NUMBER:
         raise TornContent("its header has an impossible shape")
     end = start + item_bytes * items
     if end != reader.size_bytes:
         raise TornContent(f"its header promises {end} bytes, the file has {reader.size_bytes}")
+    # A float ends with its exponent, which is zero in hardly any number.
+    is_float = described[:2] in ("<f", "<c")
     last_item = (end - (1 if is_float else item_bytes), end) if end > start else None
-    return Structure("npy", f"an array of {items} items", (Piece(start, end),), last_item)
+    numbers = [Numbers(start, end, kind, described[0] == ">")] if (kind := _KINDS.get(described[1:])) else []
+    known = described[1:2] in tuple("biumMSU") or bool(numbers)
+    content = f"an array of {items} items"
+    return Structure("npy", content, (Piece(start, end),), last_item, (lambda: numbers) if known else None)
 
 
-def _described(header: bytes) -> tuple[int, tuple[int, ...], bool]:
-    """Return the bytes of one item, the shape, and whether the last byte of an item is hardly ever zero."""
+def _described(header: bytes) -> tuple[int, tuple[int, ...], str]:
+    """Return the bytes of one item, the shape, and the type; empty for a record."""
     try:
         # Literals alone: nothing is evaluated. The parser's own limits end deep nesting.
         value = ast.literal_eval(header.decode("utf-8").strip())
@@ -58,9 +64,7 @@ def _described(header: bytes) -> tuple[int, tuple[int, ...], bool]:
     if not all(type(size) is int and 0 <= size < _MAX_NUMBER for size in shape) or len(shape) > 64:
         raise TornContent("its header has an impossible shape")
     described = value["descr"]
-    # A float ends with its exponent, which is zero in hardly any number.
-    is_float = isinstance(described, str) and described[:2] in ("<f", "<c")
-    return _item_bytes(described, 0), shape, is_float
+    return _item_bytes(described, 0), shape, described if isinstance(described, str) else ""
 
 
 def _item_bytes(described: Any, depth: int) -> int:

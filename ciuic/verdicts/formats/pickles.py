@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from ciuic.units import plural
-from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, Numbers, OtherFormat, Piece, Structure, TornContent
 
 _MAX_OPCODES: Final = 1 << 20
 """Limit of opcodes of one file: a second of processor time."""
@@ -133,6 +133,12 @@ _ITEM_BYTES: Final = {
     b"Double": 8, b"Long": 8, b"ComplexFloat": 8, b"ComplexDouble": 16, b"Float": 4, b"Int": 4,
     b"Half": 2, b"BFloat16": 2, b"Short": 2, b"Char": 1, b"Byte": 1, b"Bool": 1, b"Untyped": 1,
 }  # fmt: skip
+NUMBERS: Final = {
+    b"Double": "F64", b"Float": "F32", b"Half": "F16", b"BFloat16": "BF16", b"ComplexFloat": "F32", b"ComplexDouble": "F64",
+}  # fmt: skip
+"""Kinds in `ciuic.verdicts.not_finite.KINDS` of the storages that have floating numbers."""
+UNTYPED: Final = b"Untyped"
+"""Storage of which only the tensor says what is in it."""
 _INTEGERS: Final = (b"Long", b"Int", b"Short", b"Char", b"Byte", b"Bool", b"Untyped")
 
 
@@ -159,12 +165,13 @@ def _old_torch(reader: BoundedReader, stream: PickleStream) -> Structure:
     for _ in range(2):
         for _ in stream.opcodes():
             pass
-    storages = _Storages()
+    storages = Storages()
     for code in stream.opcodes():
         storages.see(code)
     keys = [code.argument for code in stream.opcodes() if code.name.endswith("BINUNICODE")]
     start = stream.at
     kind, item_bytes, end = b"Byte", 1, start
+    numbers = []
     for key in keys:
         if key not in storages.kinds:
             raise NotJudged("one of its storages has a type that is not known here")
@@ -174,15 +181,21 @@ def _old_torch(reader: BoundedReader, stream: PickleStream) -> Structure:
         if count >= 1 << 48:
             raise TornContent("a storage has an impossible length")
         stream.skip(count * item_bytes)
+        if kind in NUMBERS:
+            numbers.append(Numbers(stream.at - count * item_bytes, stream.at, NUMBERS[kind]))
         end = stream.at
     if stream.at != reader.size_bytes:
         raise TornContent(f"its storages end after {stream.at} of {reader.size_bytes} bytes")
     # An integer may end in zeros, a float hardly ever does.
     last_item = (end - (item_bytes if kind in _INTEGERS else 1), end) if end > start else None
-    return Structure("torch (old)", plural(len(keys), "storage"), (Piece(0, stream.at),), last_item)
+    content = plural(len(keys), "storage")
+    is_known = UNTYPED not in storages.kinds.values()
+    return Structure(
+        "torch (old)", content, (Piece(0, stream.at),), last_item, (lambda: numbers) if is_known else None
+    )
 
 
-class _Storages:
+class Storages:
     """Types of the storages that a pickle refers to: tuples ("storage", type, key, …) before each BINPERSID."""
 
     def __init__(self) -> None:

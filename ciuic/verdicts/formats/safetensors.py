@@ -7,13 +7,15 @@ References:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
 from ciuic.structs import json_decoder
 from ciuic.units import plural
-from ciuic.verdicts.model import BoundedReader, NotJudged, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.model import BoundedReader, NotJudged, Numbers, OtherFormat, Piece, Structure, TornContent
+from ciuic.verdicts.not_finite import KINDS
 
 FORMAT: Final = "safetensors"
 _MAX_HEADER_BYTES: Final = 100_000_000
@@ -65,7 +67,17 @@ def read_safetensors(reader: BoundedReader) -> Structure:
         # A float ends with its exponent, which is zero in hardly any number: its last byte shows more than all of it.
         size = 1 if last.dtype[0] in "FBC" else max(1, _BITS[last.dtype] // 8)
         last_item = (start + end - size, start + end)
-    return Structure(FORMAT, plural(len(tensors), "tensor"), (Piece(start, start + end),), last_item)
+
+    def numbers() -> Iterator[Numbers]:
+        for tensor in tensors:
+            kind = "F32" if tensor.dtype == "C64" else tensor.dtype
+            if kind in KINDS:
+                begin, stop = tensor.data_offsets
+                yield Numbers(start + begin, start + stop, kind)
+            elif kind[0] == "F":
+                raise NotJudged(f"numbers of {kind} are not counted")
+
+    return Structure(FORMAT, plural(len(tensors), "tensor"), (Piece(start, start + end),), last_item, numbers)
 
 
 def _looks_like_it(reader: BoundedReader) -> bool:

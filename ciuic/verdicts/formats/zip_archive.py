@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from ciuic.units import plural
+from ciuic.verdicts.formats.npy import read_npy
+from ciuic.verdicts.formats.pickles import NUMBERS, UNTYPED, PickleStream, Storages
 from ciuic.verdicts.model import (
     MAX_HEADER_BYTES,
     BoundedReader,
     NotJudged,
+    Numbers,
     OtherFormat,
     Piece,
     Structure,
@@ -70,7 +73,9 @@ def read_zip(reader: BoundedReader) -> Structure:
         else:
             pieces.append(Piece(start, start + member.stored_bytes, member.crc32))
     _check_small(reader, pieces)
-    return Structure(_kind(members), plural(len(members), "member"), tuple(pieces))
+    kind = _kind(members)
+    numbers = (lambda: _numbers(reader, members)) if kind in ("torch", "npz") else None
+    return Structure(kind, plural(len(members), "member"), tuple(pieces), numbers=numbers)
 
 
 def _find_directory(reader: BoundedReader) -> tuple[int, int, int]:
@@ -175,6 +180,59 @@ def _check_local_headers(reader: BoundedReader, members: list[_Member]) -> dict[
             raise TornContent("a member is not there")
         starts[member.header_offset] = member.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
     return starts
+
+
+def _numbers(reader: BoundedReader, members: list[_Member]) -> Iterator[Numbers]:
+    """Yield the floating numbers of an archive of torch or numpy."""
+    pickle = next((one for one in members if (b"/" + one.name).endswith(b"/data.pkl")), None)
+    if pickle is None:
+        for array in members:
+            inside = _content(reader, array)
+            for one in _of_array(inside):
+                yield one._replace(start=inside.start + one.start, stop=inside.start + one.stop)
+        return
+    storages = Storages()
+    for code in PickleStream(_content(reader, pickle)).opcodes():
+        storages.see(code)
+    top = pickle.name.removesuffix(b"data.pkl")
+    by_name = {member.name: member for member in members}
+    stored = {name.removeprefix(top + b"data/") for name in by_name if name.startswith(top + b"data/")}
+    if UNTYPED in storages.kinds.values() or not stored <= storages.kinds.keys():
+        raise NotJudged("only a tensor says what is in one of its storages")
+    order = by_name.get(top + b"byteorder")
+    is_big_endian = order is not None and _content(reader, order).up_to(0, 3, "its byte order") == b"big"
+    for key, kind in storages.kinds.items():
+        member = by_name.get(top + b"data/" + key)
+        if member is not None and kind in NUMBERS:
+            inside = _content(reader, member)
+            yield Numbers(inside.start, inside.start + inside.size_bytes, NUMBERS[kind], is_big_endian)
+
+
+class _Inside(BoundedReader):
+    """A member that is stored as it is, within the limits of its archive."""
+
+    def __init__(self, reader: BoundedReader, start: int, size_bytes: int) -> None:
+        super().__init__(lambda offset, length: reader.at(start + offset, length, "a member"), size_bytes)
+        self.start = start
+
+
+def _content(reader: BoundedReader, member: _Member) -> _Inside:
+    if member.method:
+        raise NotJudged("a member is compressed")
+    header = reader.at(member.header_offset, _LOCAL_HEADER.size, "a member")
+    fields = _LOCAL_HEADER.unpack(header)
+    start = member.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+    return _Inside(reader, start, member.stored_bytes)
+
+
+def _of_array(inside: _Inside) -> Iterable[Numbers]:
+    try:
+        found = read_npy(inside).numbers
+    except OtherFormat:
+        found = None
+    if found is None:
+        raise NotJudged("an array has a type whose numbers are not known here")
+    return found()
 
 
 def _check_small(reader: BoundedReader, pieces: list[Piece]) -> None:

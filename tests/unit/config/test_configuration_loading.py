@@ -153,6 +153,8 @@ heartbeat = "15m"
 [[watch_number]]
 file = "/data/events.out.tfevents.*"
 key = "loss/train"
+[[checkpoints]]
+path = "/data/run-[0-9]/step-*/"
 [[snapshot_when]]
 renamed = "*.safetensors"
 least_between = "5m"
@@ -200,6 +202,10 @@ per_hour = 3
         *(1 << 30, 3),
     )
     assert ("watch_number[0].key", "loss/train") in {(row.key, row.value) for row in shown(config)}
+    assert config.checkpoint_patterns == ("/data/run-[0-9]/step-*/",)
+    assert ("checkpoints[0].path", "/data/run-[0-9]/step-*/") in {
+        (row.key, row.value) for row in shown(config)
+    }
     assert config.watch_numbers[0].file == "/data/events.out.tfevents.*"
     assert ("snapshot_when[1].changes", "1GiB") in {(row.key, row.value) for row in shown(config)}
     assert ("trainer[1].heartbeat", "15m") in {(row.key, row.value) for row in shown(config)}
@@ -272,6 +278,16 @@ def test_conversion_to_toml_changes_no_value() -> None:
         ('[[trainer]]\nname = "a"\nheartbeat = "1m"', 1, "together"),
         ('[[watch_number]]\nkey = "loss"', 1, "without a file"),
         ('[[watch_number]]\nfile = "a"', 2, "absolute"),
+        ("[[checkpoints]]", 1, "without a path"),
+        ('[[checkpoints]]\npath = "step-*"', 2, "absolute"),
+        ('[[checkpoints]]\npath = "!/a"', 2, "absolute"),
+        ('[[checkpoints]]\npath = "/a//b"', 2, "match nothing"),
+        ('[[checkpoints]]\npath = "/a/../b"', 2, "match nothing"),
+        ('[[checkpoints]]\npath = "/"', 2, "matches nothing"),
+        ('[[checkpoints]]\npath = "/a/["', 2, "lacks its ]"),
+        ('[[checkpoints]]\npath = ["/a"]', 2, "must be a text"),
+        ('[[checkpoints]]\npaths = "/a"', 2, "did you mean path?"),
+        ('[[checkpoints]]\npath = "/a"\n' * 65, 129, "more than 64"),
         ('[[snapshot_when]]\nafter = "1m"', 1, "together"),
         ("[[snapshot_when]]\nper_hour = 1", 1, "needs one of"),
         ('[[snapshot_when]]\nrenamed = "a"\nappears = "b"', 1, "needs one of"),

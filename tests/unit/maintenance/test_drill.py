@@ -68,6 +68,20 @@ def test_a_flipped_bit_of_any_payload_is_found(made: Made, tmp_path: Path) -> No
         shutil.rmtree(copy)
 
 
+def test_what_the_user_names_is_one_checkpoint(tmp_path: Path) -> None:
+    """A directory or file of the user's patterns is restored whole as the newest checkpoint, whatever is in it."""
+    repository = CliRepository(tmp_path / "repo", tmp_path / "root")
+    new = {"mtime_ns": FIRST_NS + 10**9}
+    tree = {b"best": {b"a": {b"x": (b"1", new)}, b"b.npy": b"2"}, b"odd": (b"3", new), b"old.npy": b"4"}
+    repository.snapshot(tree, mode="tracked")
+    for name, files in (("best/", 2), ("odd", 1)):
+        pattern = f"{repository.root}/{name}"
+        found = drilled(repository.path, 0, tmp_path / "scratch", sample_bytes=0, patterns=[pattern])
+        assert (os.fsdecode(found.checkpoint), found.files) == (pattern.rstrip("/"), files)
+        assert [one.path for one in found.verdicts] == [found.checkpoint]
+        assert found.damages == ()
+
+
 @pytest.mark.parametrize("what", ["mode", "times", "xattrs", "owner"])
 def test_an_attribute_that_the_restore_forgets_is_found(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.checkpoint_files import FORMATS
+from support.checkpoint_files import FORMATS, plain_safetensors
 from support.cli_repository import FIRST_NS, CliRepository, directory, store_tree
 
 from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
@@ -24,7 +25,7 @@ from ciuic.daemon.good_checkpoints import GoodCheckpoints
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.daemon.verdicts import Verdicts
 from ciuic.errors import Damaged
-from ciuic.history import judge_snapshot
+from ciuic.history import checkpoints, judge_snapshot, last_good, timelines
 from ciuic.repository import Repository
 from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
 from ciuic.verdicts import records as records_module
@@ -107,8 +108,8 @@ def judge_all(made: CliRepository) -> int:
     return trio.run(Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent).once)
 
 
-def states(made: CliRepository) -> list[str | None]:
-    listed = json.loads(made.run("list", "--json").stdout)["snapshots"]
+def states(made: CliRepository, config: str = os.devnull) -> list[str | None]:
+    listed = json.loads(made.run("list", "--json", env={"CIUIC_CONFIG": config}).stdout)["snapshots"]
     return [one["checkpoint"] and one["checkpoint"]["verdict"] for one in listed]
 
 
@@ -124,6 +125,56 @@ def test_the_daemon_stores_what_list_and_checkpoints_show(
     assert ["CHECKPOINT" in lines[0], "TORN" in lines[1], "GOOD" in lines[2]] == [True] * 3
     monkeypatch.setattr(verdict_module, "judge_file", None)
     assert made.run("checkpoints", "--json").stdout == before
+
+
+def test_numbers_that_are_not_finite_are_stored(made: CliRepository) -> None:
+    """The daemon counts them while it judges; `list` and its document show the mark beside the state."""
+    odd = plain_safetensors({"w": np.array([1, np.nan, np.inf], "f4")})
+    made.snapshot({b"c.safetensors": (odd, {"mtime_ns": 3 * 10**18})}, mode="tracked")
+    assert judge_all(made) == 3
+    assert "GOOD, 2 not finite" in made.run("list").stdout
+    listed = json.loads(made.run("list", "--json").stdout)["snapshots"]
+    assert [one["checkpoint"]["not_finite"] for one in listed] == [2, None, 0]
+
+
+def test_changed_patterns_remake_the_records(made: CliRepository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the configuration names is one checkpoint to the daemon, `list`, `checkpoints` and `restore`; a reload judges all anew."""
+    part = {b"x.safetensors": (WEIGHTS, {"mtime_ns": 3 * 10**18})}
+    whole = {b"best": {b"x": part, b"y": part}, b"kept": {b"x": part}}
+    made.snapshot(whole, mode="tracked", time_ns=4 * 10**18)
+    config = made.path.parent / "ciuic.toml"
+    base = f'[repository]\npath = "{made.path}"\n'
+    config.write_text(base)
+    settings = Settings(socket=made.path / "c", runtime_dir=made.path.parent, repository=made.path)
+    good = GoodCheckpoints(lambda: 4 * 10**18)
+    verdicts = Verdicts(lambda: settings, Wakeup(), cwd=made.path.parent, good=good)
+
+    def paths() -> set[str]:
+        env = {"CIUIC_CONFIG": str(config)}
+        found = json.loads(made.run("checkpoints", "--json", env=env).stdout)["checkpoints"]
+        return {os.path.relpath(one["path"], made.root) for one in found}
+
+    assert [trio.run(verdicts.once), trio.run(verdicts.once)] == [3, 0]
+    assert paths() == {"best/x/x.safetensors", "best/y/x.safetensors", "kept/x/x.safetensors"}
+    config.write_text(f'{base}[[checkpoints]]\npath = "{made.root}/best/"\n')
+    assert states(made, str(config)) == [None, None, None]
+    assert paths() == {"best", "kept/x/x.safetensors"}
+    pattern = f"{made.root}/best/"
+    settings = settings._replace(checkpoint_patterns=(pattern,))
+    assert [trio.run(verdicts.once), trio.run(verdicts.once)] == [3, 0]
+    assert states(made, str(config)) == ["GOOD", "TORN", "GOOD"]
+    with monkeypatch.context() as known:
+        known.setattr(verdict_module, "judge_file", None)
+        assert paths() == {"best", "kept/x/x.safetensors"}
+    with Repository.open(made.path) as repository:
+        snapshots, _ = repository.snapshots.load_all()
+        (timeline,) = timelines(snapshots)
+        best = os.fsencode(made.root) + b"/best"
+        chosen = last_good([(repository, timeline)], best, patterns=(pattern,))
+        assert chosen.checkpoint.checkpoint.path == best
+        # Below it there are parts alone.
+        inner = list(checkpoints(repository, timeline, path=best + b"/x", patterns=(pattern,)))
+        assert [one.checkpoint.path for one in inner] == [best + b"/x/x.safetensors"]
 
 
 def test_a_repository_that_is_being_written_is_judged(made: CliRepository) -> None:
@@ -151,9 +202,9 @@ def test_a_content_is_read_once(made: CliRepository, monkeypatch: pytest.MonkeyP
     read = []
     judge = verdict_module.judge_file
 
-    def counted(source):  # type: ignore[no-untyped-def]
+    def counted(source, **options):  # type: ignore[no-untyped-def]
         read.append(source.name)
-        return judge(source)
+        return judge(source, **options)
 
     monkeypatch.setattr(verdict_module, "judge_file", counted)
     with Repository.open(made.path) as repository:
@@ -448,7 +499,9 @@ def test_verdicts_of_an_unchanged_directory_are_still_known_later(
     read = []
     judge = verdict_module.judge_file
     monkeypatch.setattr(
-        verdict_module, "judge_file", lambda source: read.append(source.name) or judge(source)
+        verdict_module,
+        "judge_file",
+        lambda source, **options: read.append(source.name) or judge(source, **options),
     )
     old = {b"%d.safetensors" % number: WEIGHTS for number in range(3)}
     # As the two that are there, all in one directory, so that each later one has a neighbour.

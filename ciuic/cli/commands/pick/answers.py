@@ -224,7 +224,9 @@ def versions_of(question: Question, node: Node) -> Iterator[Version | Line]:
     yield from damaged[:1]
 
 
-def verdicts_of(question: Question, rows: Sequence[Version]) -> Iterator[tuple[Version, Verdict]]:
+def verdicts_of(
+    question: Question, rows: Sequence[Version], patterns: Sequence[str] = ()
+) -> Iterator[tuple[Version, Verdict]]:
     """Yield the stored verdicts on versions, and judge files that may be checkpoints."""
     records: dict[int, VerdictRecords] = {}
     for row in rows:
@@ -234,7 +236,7 @@ def verdicts_of(question: Question, rows: Sequence[Version]) -> Iterator[tuple[V
             continue
         repository = row.place.repository
         # Opened once: each reads the key of this host.
-        stored = records.setdefault(id(repository), VerdictRecords(repository))
+        stored = records.setdefault(id(repository), VerdictRecords(repository, patterns=patterns))
         verdict = stored_verdict(stored, row)
         if verdict is None and entry.is_file and row.path.endswith(SUFFIXES):
             verdict = judge_file(source_of(row))

@@ -639,7 +639,11 @@ class Picker(App[None]):
             self._preview.replace([])
         if answer.is_last:
             found = [row for row in rows.items if isinstance(row, Version)]
-            self.reader.ask("verdicts", lambda question: answers.verdicts_of(question, found))
+            session = self.reader.session
+            self.reader.ask(
+                "verdicts",
+                lambda question: answers.verdicts_of(question, found, session.checkpoint_patterns),
+            )
 
     def _take_verdicts(self, answer: Answer) -> None:
         for version, verdict in answer.items:

@@ -137,6 +137,7 @@ def _drill(
                     place,
                     seed=seed,
                     sample_bytes=sample_bytes,
+                    patterns=session.checkpoint_patterns,
                     progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
                 )
                 local = _local(session, opened, snapshot)

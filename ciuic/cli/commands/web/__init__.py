@@ -100,6 +100,7 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
         config=str(session.config_option.absolute()) if session.config_option is not None else "",
         trust_repository=session.trusts_repository,
         verdict_key=read_key().hex(),
+        checkpoint_patterns=config.checkpoint_patterns,
         host=socket.gethostname(),
         links=f"http://{listen}" if listen is not None else "",
         may_act=may_act and not is_remote,

@@ -30,6 +30,8 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
     trust_repository: bool = False
     verdict_key: str = ""
     """Key of the daemon's verdicts, in hexadecimal digits; empty for none."""
+    checkpoint_patterns: tuple[str, ...] = ()
+    """The user's patterns of what is one checkpoint."""
     host: str
     links: str = ""
     may_act: bool = False
@@ -43,7 +45,7 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
 
     def session(self) -> Session:
         """Return a new session that reads what is shown."""
-        return Session(
+        session = Session(
             config_option=Path(self.config) if self.config else None,
             repo_option=Path(self.repository) if self.repository else None,
             remote_option=self.remote or None,
@@ -54,6 +56,9 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
             may_ask=False,
             verbosity=-1,
         )
+        # The process may not be able to read the file.
+        session.checkpoint_patterns = self.checkpoint_patterns
+        return session
 
 
 class CompareQuestion(msgspec.Struct, kw_only=True, frozen=True, tag="compare"):

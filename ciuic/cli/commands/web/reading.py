@@ -243,6 +243,9 @@ class Reading:
         self._verdict_key = verdict_key
         self._catalogue = catalogue
 
+    def _records(self, repository: Repository) -> VerdictRecords:
+        return VerdictRecords(repository, self._verdict_key, self.session.checkpoint_patterns)
+
     @property
     def infos(self) -> list[SnapshotInfo]:
         """Snapshots as the catalogue has them, newest first."""
@@ -362,7 +365,7 @@ class Reading:
             found.append(version)
         if not found and not damage:
             raise NotFound(f"no snapshot has {one_line(path)}")
-        records = VerdictRecords(place.repository, self._verdict_key)
+        records = self._records(place.repository)
         for version in found:
             if version.found.entry is not None:
                 version.verdict = answers.stored_verdict(records, version)
@@ -443,7 +446,7 @@ class Reading:
         """Return the newest checkpoint of each snapshot, as far as verdicts are stored."""
         found = {}
         for repository in self.session.repositories:
-            records = VerdictRecords(repository, self._verdict_key)
+            records = self._records(repository)
             names = records.names()
             for info in infos:
                 summary = records.summary(info.id) if info.id in names else None
@@ -466,7 +469,7 @@ class Reading:
         if self.session.remote_url is not None:
             return {}
         repository = self.session.repository
-        records = VerdictRecords(repository, self._verdict_key)
+        records = self._records(repository)
         found: dict[bytes, LastGoodCheckpoint] = {}
         ordinary = [one for one in self._catalogue.loaded(repository) if not is_safety(one.tags, one.message)]
         # A repository may have snapshots of different roots, so that the newest one tells nothing of the others.
@@ -487,7 +490,7 @@ class Reading:
 
     def stored_checkpoints(self, snapshot: Snapshot) -> list[DatedCheckpoint]:
         """Return the checkpoints of a snapshot with their stored verdicts, newest first; none where none are stored."""
-        record = VerdictRecords(self.session.repository_of(snapshot.id), self._verdict_key).record(snapshot)
+        record = self._records(self.session.repository_of(snapshot.id)).record(snapshot)
         found = [one for _, some in record.roots for one in some] if record is not None else []
         return sorted(found, key=age_of, reverse=True)[:MAX_NAMES]
 
