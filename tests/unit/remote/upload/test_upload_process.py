@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from support.restoring import take, write
 from support.until import until
 
 from ciuic.config import Config, RemoteConfig
-from ciuic.protocol.stored_remotely import read_record
+from ciuic.errors import CiuicError
+from ciuic.protocol.stored_remotely import read_record, remotes_done
 from ciuic.remote.access import init_remote, open_remote
 from ciuic.remote.host_status import HostStatus, StatusBehind, read_statuses
 from ciuic.remote.objects.model import RemoteUnreachable
@@ -118,6 +120,44 @@ def test_status_of_a_remote_that_is_away_keeps_what_was_known(world: World) -> N
     status = read_status("one", world.place / "state")
     assert status is not None
     assert (status.remote_id, status.snapshots) == (known.remote_id, known.snapshots)
+
+
+@pytest.mark.parametrize("fault", ["older", "replaced", "unreadable", "gone"])
+def test_a_remote_that_is_not_what_it_was_has_nothing(world: World, fault: str) -> None:
+    """From the upload on that meets such a remote prune keeps all for it, and the status has the reason; until it is read again."""
+    remote, state = world.place / "one", world.place / "state"
+    first = world.snapshot(b"1")
+    world.run(once=True)
+    shutil.copytree(remote, world.place / "older")
+    second = world.snapshot(b"2")
+    world.run(once=True)
+    assert world.stored("one") == {first, second}
+    remote.rename(world.place / "whole")
+    if fault == "older":
+        (world.place / "older").rename(remote)
+    else:
+        remote.mkdir()
+        if fault == "unreadable":
+            (remote / "remote.json").write_text("{}")
+        elif fault == "replaced":
+            objects = open_objects(f"file://{remote}")
+            init_remote(objects, master=None, block_size=BLOCK)
+            objects.close()
+    third = world.snapshot(b"3")
+    with pytest.raises(CiuicError) as failure:
+        world.run(once=True)
+    done = remotes_done(("one", "two"), world.repository.id, state_dir=state)
+    assert done.done == {"one": frozenset(), "two": {first, second, third}}
+    assert failure.value.message in done.flaws[0]
+    assert world.waits_for("one") == failure.value.message
+    if fault in ("older", "replaced"):
+        (status,) = _statuses(world, "one")
+        assert (status.behind.snapshots, status.error) == (3, failure.value.message)
+    shutil.rmtree(remote)
+    (world.place / "whole").rename(remote)
+    world.run(once=True)
+    assert world.stored("one") == {first, second, third}
+    assert world.waits_for("one") == ""
 
 
 def _statuses(world: World, name: str) -> list[HostStatus]:
