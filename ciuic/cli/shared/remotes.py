@@ -118,7 +118,7 @@ def _named(error: CiuicError, url: str) -> CiuicError:
     hint = error.hint if error.exit_code != NotFound.exit_code else _STORE_HINT
     if not hint:
         hint = "is its file system mounted, and the path right?" if url.startswith("file:") else _STORE_HINT
-    return type(error)(f"{url}: {error.message}", hint=hint)
+    return error.anew(f"{url}: {error.message}", hint=hint)
 
 
 def open_named_objects(
