@@ -652,7 +652,7 @@ def repository_space(remote: Remote, repository: Repository) -> Remote:
 def repository_spaces(remote: Remote) -> list[Remote]:
     """Return the spaces of all repositories with an identity of their own."""
     spaces = []
-    for repository_id in _space_ids(remote.objects):
+    for repository_id in space_ids(remote.objects):
         objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
         spaces.append(_opened_space(objects, remote, repository_id))
     return spaces
@@ -662,7 +662,7 @@ def repository_spaces(remote: Remote) -> list[Remote]:
 _LISTED_OF_A_SPACE: Final = 1000
 
 
-def _space_ids(objects: Objects) -> list[str]:
+def space_ids(objects: Objects) -> list[str]:
     """Return the ids of the repositories that have a space. A LIST for each thousand objects, or for each space that has more."""
     ids: dict[str, None] = {}
     after: str | None = ""

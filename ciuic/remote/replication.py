@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -63,7 +63,13 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
 from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
 from ciuic.remote.object_names import parse_manifest
-from ciuic.remote.objects.model import NoSuchBucket, NoSuchObject, Objects
+from ciuic.remote.objects.model import (
+    NoSuchBucket,
+    NoSuchObject,
+    Objects,
+    RemoteRefused,
+    RemoteUnreachable,
+)
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upload_deadline import (
@@ -76,6 +82,7 @@ from ciuic.remote.upload_deadline import (
     WriteRate,
 )
 from ciuic.remote.uploader import (
+    MAX_REFUSALS,
     Labels,
     Overtaken,
     Stopped,
@@ -102,6 +109,7 @@ from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
 from ciuic.verdicts.records import VerdictRecords, newest_of
 
 _FACTS_NAME: Final = "facts"
+_Result = TypeVar("_Result")
 
 
 def _content_digest(data: bytes) -> str:
@@ -388,6 +396,7 @@ class Replication:
         doubted: Callable[[str], None] = lambda text: None,
         unreadable: Callable[[str], None] = lambda text: None,
         again: Collection[str] = (),
+        max_refusals: int | None = None,
         spool: Path | None = None,
         deadlines: DeadlineWatch | None = None,
         rate: Callable[[], WriteRate] = WriteRate,
@@ -413,6 +422,7 @@ class Replication:
             doubted: Told in words why the remote is not what this host knows it to be; nothing counts as stored from then on.
             unreadable: Told in words which snapshot could not be read here; with an empty text when none is left.
             again: Snapshots to upload although an operator gave them up.
+            max_refusals: As in `persist`.
             spool: Takes a span of each upload; None: nobody asks for it.
             deadlines: Tells of the end of this machine; None: it has none.
             rate: Returns how fast the store takes objects.
@@ -435,6 +445,7 @@ class Replication:
         self._doubted = doubted
         self._unreadable = unreadable
         self._again = frozenset(again)
+        self._max_refusals = max_refusals
         self._spool = spool
         self._deadlines = deadlines or DeadlineWatch(None)
         self._rate = rate
@@ -537,6 +548,9 @@ class Replication:
         if self._plan is not None and self._changes() != self._seen:
             raise Overtaken
 
+    def _persist(self, request: Callable[[], _Result]) -> _Result:
+        return persist(request, self._stop, self._problem, self._max_refusals)
+
     @contextmanager
     def _trusting(self) -> Iterator[None]:
         """Have nothing count as stored once the remote turns out not to be what this host knows it to be."""
@@ -550,7 +564,7 @@ class Replication:
             raise
 
     def _open(self, remote: Remote) -> _Opened:
-        space = persist(lambda: repository_space(remote, self._repository), self._stop, self._problem)
+        space = self._persist(lambda: repository_space(remote, self._repository))
         directory = self._state_dir / self._config.name / space.id
         os.makedirs(directory, mode=0o700, exist_ok=True)
         with naming_memory(str(directory)):
@@ -582,6 +596,7 @@ class Replication:
                 step=self._step,
                 problem=self._problem,
                 check=self._check_overtaken,
+                max_refusals=self._max_refusals,
             )
             self._place = directory, log
             uploader.begin()
@@ -592,14 +607,12 @@ class Replication:
                 skip_damaged=True,
                 passes_cuts=True,
             )
-            persist(reader.refresh, self._stop, self._problem)
+            self._persist(reader.refresh)
         except BaseException:
             index.close()
             raise
-        others = persist(
-            lambda: OtherLogs(str(directory), space, reader, self._repository.id, log.own_names),
-            self._stop,
-            self._problem,
+        others = self._persist(
+            lambda: OtherLogs(str(directory), space, reader, self._repository.id, log.own_names)
         )
         self._log, self._adopted = log, others.adopted
         self._other_writers(others.writers)
@@ -611,16 +624,14 @@ class Replication:
                 meaning=SEVERAL_WRITERS,
             )
         facts = FactsOfRemote(str(directory), space)
-        self._stored = persist(
+        self._stored = self._persist(
             lambda: facts.learn(
                 reader.live(),
                 {writer: summary.committed for writer, summary in reader.logs.items()},
                 self._repository.id,
                 self._own_logs(),
                 self._content,
-            ),
-            self._stop,
-            self._problem,
+            )
         )
         self._facts = facts
         self._logs = reader
@@ -837,7 +848,7 @@ class Replication:
         self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
         self._uploaded(done)
         self._record_span(info, done, began_ns)
-        persist(self._own_log.tidy, self._stop, self._problem)
+        self._persist(self._own_log.tidy)
         return done
 
     def _record_span(self, info: SnapshotInfo, done: UploadedSnapshot, began_ns: int) -> None:
@@ -1427,12 +1438,17 @@ class _RemoteUpload:
             closing.callback(packs.close)
             objects = self._store() if once else persist(self._store, self._stop, self._status.problem)
             secrets = configured_secrets(self._remote)
+            max_refusals = MAX_REFUSALS if once else None
             try:
                 remote = persist(
                     lambda: open_configured(self._remote, objects, secrets),
                     self._stop,
                     self._status.problem,
+                    max_refusals,
                 )
+            except (RemoteRefused, RemoteUnreachable):
+                # Nothing is known of what is there.
+                raise
             except CiuicError as error:
                 # Another remote, none, or one that no key of this host opens.
                 doubt_record(self._remote.name, repository.id, error.message, self._state_dir)
@@ -1470,6 +1486,7 @@ class _RemoteUpload:
                 doubted=self._status.failed,
                 unreadable=self._status.unreadable,
                 again=self._again,
+                max_refusals=max_refusals,
                 spool=None if self._config.exporter.otlp is None else upload_spool(self._config.runtime_dir),
                 deadlines=DeadlineWatch(self._state_dir),
                 rate=lambda: WriteRate() if self._counting is None else self._counting.write_rate(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from support.remote_host import BLOCK
 from support.restoring import take, write
 from support.until import until
 
+from ciuic.cli.app import cli
 from ciuic.config import Config, RemoteConfig
 from ciuic.errors import CiuicError
 from ciuic.protocol.stored_remotely import read_record, remotes_done
@@ -195,3 +198,29 @@ def test_an_upload_says_on_the_remote_how_its_host_is(world: World) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_host_whose_status_is_lost_is_seen_by_its_snapshots(world: World) -> None:
+    """`fleet status` names a host by its manifests, also one whose repository has a space of its own."""
+    world.snapshot(b"1")
+    world.run(once=True)
+    for path in (world.place / "one/status").iterdir():
+        path.unlink()
+    assert list((world.place / "one/repositories").iterdir())
+    url = f"file://{world.place}/one"
+    result = CliRunner().invoke(cli, ["fleet", "status", "--json", url])
+    assert result.exit_code == 0, result.stderr
+    (host,) = json.loads(result.stdout)["without_status"]
+    assert host["snapshots"] == 1
+
+
+def test_the_error_that_ended_an_upload_is_kept(world: World) -> None:
+    """The status has it until the next upload begins to work."""
+    world.snapshot(b"1")
+    (world.place / "one").rename(world.place / "away")
+    with pytest.raises(RemoteUnreachable) as failure:
+        world.run(once=True)
+    assert world.waits_for("one") == failure.value.message
+    (world.place / "away").rename(world.place / "one")
+    world.run(once=True)
+    assert world.waits_for("one") == ""
