@@ -174,6 +174,15 @@ def _known(name: str, repository: str, state_dir: Path | None) -> _Known:
     return _Known(record)
 
 
+def is_doubted(name: str, state_dir: Path | None = None) -> bool:
+    """Return whether nothing counts as stored on a remote, whatever else this host remembers of it."""
+    try:
+        record = read_record(name, state_dir)
+    except StoredRecordDamaged:
+        return True
+    return record is not None and bool(record.doubt)
+
+
 def doubt_record(name: str, repository: str, reason: str, state_dir: Path | None = None) -> None:
     """Have nothing of a repository count as stored on a remote until `write_record` says so again; durable on return.
 

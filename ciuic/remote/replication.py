@@ -45,6 +45,7 @@ from ciuic.protocol.stored_remotely import (
     StoredRecord,
     StoredRecordDamaged,
     doubt_record,
+    is_doubted,
     read_record,
     remote_lag,
     upload_state_dir,
@@ -168,6 +169,8 @@ def newest_stored_states(state_dir: Path, name: str, space_ids: Iterable[str]) -
         name: Name of the remote.
         space_ids: Ids of the spaces that the repository may be stored in.
     """
+    if is_doubted(name, state_dir):
+        return {}
     newest: dict[bytes, StoredFacts] = {}
     for space_id in space_ids:
         note = read_note(str(state_dir / name / space_id), _FACTS_NAME, _Note)
@@ -252,12 +255,10 @@ class FactsOfRemote:
                 found: list[StoredFacts | None] = [before]
             else:
                 found = [self._read(id_, name, repository_id) for name in manifests]
-            fitting = [one for one in found if one is None or content in ("", one.content)]
-            if fitting:
-                # Also one whose manifest cannot be read: a log commits it.
-                stored.add(id_)
-            for facts in fitting:
-                if facts is not None:
+            # One whose manifest cannot be read is not stored, though a log commits it: nobody could restore it.
+            for facts in found:
+                if facts is not None and content in ("", facts.content):
+                    stored.add(id_)
                     known[id_] = facts
         self._facts = known
         self._write()

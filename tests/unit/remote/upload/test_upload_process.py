@@ -224,3 +224,26 @@ def test_the_error_that_ended_an_upload_is_kept(world: World) -> None:
     (world.place / "away").rename(world.place / "one")
     world.run(once=True)
     assert world.waits_for("one") == ""
+
+
+@pytest.mark.parametrize("fault", ["damaged", "gone"])
+def test_a_snapshot_whose_manifest_cannot_be_read_is_uploaded_again(world: World, fault: str) -> None:
+    """A commit alone is no copy: until the snapshot is stored again prune keeps it."""
+    id_ = world.snapshot(b"1")
+    world.run(once=True)
+    space = world.place / "one/repositories" / world.repository.id
+    (manifest,) = (path for path in (space / "manifests").rglob("*") if path.is_file())
+    if fault == "damaged":
+        manifest.write_bytes(b"damaged")
+    else:
+        manifest.unlink()
+    # What the host remembers of it is lost, as after its disk was replaced.
+    (world.place / "state/one" / world.repository.id / "facts").unlink()
+    world.run(once=True)
+    assert world.stored("one") == {id_}
+    again = [path for path in (space / "manifests").rglob("*") if path.is_file() and path != manifest]
+    assert len(again) == 1
+    requests = len(list((space / "w").rglob("*")))
+    world.run(once=True)
+    # It is read: nothing is uploaded a third time, and the log grows by the hello alone.
+    assert len(list((space / "w").rglob("*"))) == requests + 1
