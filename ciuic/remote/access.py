@@ -566,7 +566,10 @@ def repair_identity(
             hint="run it on a host that joined the remote before its first snapshot",
         )
     if not ids:
-        raise NotFound(f"nothing at {objects.url}, or known to this host, tells the id of a remote")
+        raise NotFound(
+            f"nothing at {objects.url}, or known to this host, tells the id of a remote",
+            hint="if nothing was ever uploaded to it: remove what is below keys/ with the tools of the store; ciuic remote init makes it anew",
+        )
     raise WrongKey(
         f"no key of this host opens a key slot at {objects.url} with any of {plural(len(ids), 'id')}",
         hint="run it on another host that has used the remote, or with its recovery key",
