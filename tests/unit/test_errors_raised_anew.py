@@ -31,7 +31,9 @@ def _classes() -> list[type[CiuicError]]:
             yield from below(one)
 
     found: set[type[CiuicError]] = {CiuicError, *below(CiuicError)}
-    return sorted((one for one in found if one.__module__.startswith("ciuic.")), key=lambda one: one.__qualname__)
+    return sorted(
+        (one for one in found if one.__module__.startswith("ciuic.")), key=lambda one: one.__qualname__
+    )
 
 
 def _made(cls: type[CiuicError]) -> CiuicError:
