@@ -7,7 +7,9 @@ an HTTP status once, at the edge. The classes are nouns.
 from __future__ import annotations
 
 import sys
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+_Error = TypeVar("_Error", bound="CiuicError")
 
 
 class CiuicError(Exception):
@@ -19,6 +21,23 @@ class CiuicError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def anew(self: _Error, message: str | None = None, *, hint: str | None = None) -> _Error:
+        """Return another error of the same class with the same facts, without a traceback.
+
+        For an error that several threads or tasks raise, or that is raised with more context: a constructor takes what its class needs.
+
+        Args:
+            message: Message in place of this one's; None: the same.
+            hint: Hint in place of this one's; None: the same.
+        """
+        text = self.message if message is None else message
+        other = type(self).__new__(type(self), text)
+        other.__dict__.update(self.__dict__)
+        other.args = (text,)
+        other.message = text
+        other.hint = self.hint if hint is None else hint
+        return other
 
 
 def pip_install(*words: str) -> str:

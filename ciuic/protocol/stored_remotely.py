@@ -2,11 +2,13 @@
 
 The record is ``<state directory>/<name of the remote>/stored``, JSON:
 
-    {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000}
+    {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000, "doubt": ""}
 
 ``stored`` has the local snapshots that the remote has committed, ``passed_over`` those that it does not want
 (its schedule or its own retention leaves them out). A snapshot in neither waits for the remote, and prune keeps
 it (ciuic.retention). ``tail_ns`` is the cut of the newest snapshot that the remote has ever stored; 0: none.
+``doubt`` says why the remote is not what it was: it went back to an older state, was replaced, or cannot be read. From then
+on nothing counts as stored there, until it was read again (`doubt_record`).
 
 Guarantees: the writer replaces the record atomically and durably. The reader takes it for hostile, because the
 process that uploads has no privileges and talks to a network: it follows no link below the state directory,
@@ -49,6 +51,8 @@ class StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
     stored: frozenset[str] = frozenset()
     passed_over: frozenset[str] = frozenset()
     tail_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
+    doubt: str = ""
+    """Why the remote is not what it was, in words; then nothing is stored or passed over. Empty while all is well."""
 
 
 class RemotesDone(NamedTuple):
@@ -57,7 +61,7 @@ class RemotesDone(NamedTuple):
     done: dict[str, Collection[str] | None]
     """Snapshots stored or passed over, by the remote's name; None: it has never stored any."""
     flaws: list[str]
-    """Sentences about records that could not be read."""
+    """Sentences about records that cannot be read, and remotes that are not what they were."""
 
 
 def upload_state_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -120,18 +124,78 @@ def remotes_done(
     """
     result = RemotesDone({}, [])
     for name in names:
-        try:
-            record = read_record(name, state_dir)
-        except StoredRecordDamaged as error:
-            if is_theirs:
-                result.done[name] = frozenset()
-                result.flaws.append(f"what remote {name} has stored cannot be read: {error}")
+        known = _known(name, repository, state_dir)
+        if known.record is None and not is_theirs:
             continue
-        if record is not None and record.repository == repository:
-            result.done[name] = record.stored | record.passed_over if record.tail_ns else None
-        elif is_theirs:
-            result.done[name] = None
+        done = known.stored | known.passed_over
+        result.done[name] = done if known.tail_ns or known.is_doubted else None
+        if known.is_doubted:
+            result.flaws.append(f"remote {name}: {known.flaw}")
     return result
+
+
+class _Known(NamedTuple):
+    """Content of a remote as far as it may be relied on."""
+
+    record: StoredRecord | None
+    """Record of the repository; None for none, or none that can be read."""
+    flaw: str = ""
+    """Why nothing counts as stored; empty while all is well."""
+    is_doubted: bool = False
+    """True if the remote may have had something."""
+
+    @property
+    def stored(self) -> frozenset[str]:
+        return frozenset() if self.record is None or self.flaw else self.record.stored
+
+    @property
+    def passed_over(self) -> frozenset[str]:
+        return frozenset() if self.record is None or self.flaw else self.record.passed_over
+
+    @property
+    def tail_ns(self) -> int:
+        return 0 if self.record is None else self.record.tail_ns
+
+
+def _known(name: str, repository: str, state_dir: Path | None) -> _Known:
+    """Return what a remote has of a repository: the one place that decides it, for retention, status and metrics."""
+    try:
+        record = read_record(name, state_dir)
+    except StoredRecordDamaged as error:
+        return _Known(None, f"what the remote has stored cannot be read: {error}", True)
+    if record is None:
+        return _Known(None, "nothing was ever uploaded from this host")
+    if record.repository != repository:
+        return _Known(None, "nothing was ever uploaded from this repository")
+    if record.doubt:
+        return _Known(
+            record, f"nothing counts as stored until the remote was read again: {record.doubt}", True
+        )
+    return _Known(record)
+
+
+def is_doubted(name: str, state_dir: Path | None = None) -> bool:
+    """Return whether nothing counts as stored on a remote, whatever else this host remembers of it."""
+    try:
+        record = read_record(name, state_dir)
+    except StoredRecordDamaged:
+        return True
+    return record is not None and bool(record.doubt)
+
+
+def doubt_record(name: str, repository: str, reason: str, state_dir: Path | None = None) -> None:
+    """Have nothing of a repository count as stored on a remote until `write_record` says so again; durable on return.
+
+    A remote that has never stored anything, or whose record cannot be read, has nothing already.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    record = _known(name, repository, state_dir).record
+    if record is not None and record.doubt != reason:
+        nothing: frozenset[str] = frozenset()
+        doubted = msgspec.structs.replace(record, stored=nothing, passed_over=nothing, doubt=reason)
+        write_record(name, doubted, state_dir)
 
 
 def write_record(name: str, record: StoredRecord, state_dir: Path | None = None) -> None:
@@ -282,20 +346,8 @@ def remote_lag(
         now_ns: The clock, UTC.
         state_dir: State directory of the process that uploads; None: the usual one.
     """
-    stored: frozenset[str] = frozenset()
-    passed_over: frozenset[str] = frozenset()
-    flaw = ""
-    try:
-        record = read_record(name, state_dir)
-    except StoredRecordDamaged as error:
-        flaw = f"what the remote has stored cannot be read: {error}"
-    else:
-        if record is None:
-            flaw = "nothing was ever uploaded from this host"
-        elif record.repository != repository:
-            flaw = "nothing was ever uploaded from this repository"
-        else:
-            stored, passed_over = record.stored, record.passed_over
+    known = _known(name, repository, state_dir)
+    stored, passed_over = known.stored, known.passed_over
     everything = list(snapshots)
     there = max((one for one in everything if one.id in stored), key=lambda one: one.order_ns, default=None)
     newest_ns = 0 if there is None else there.time_ns
@@ -309,5 +361,5 @@ def remote_lag(
         stored=sum(one.id in stored for one in everything),
         newest="" if there is None else str(there.id),
         newest_ns=newest_ns,
-        flaw=flaw,
+        flaw=known.flaw,
     )

@@ -7,6 +7,8 @@ Guarantees:
 * A host finds the slot of its key with one request, however many there are. Nothing that somebody else puts below
   ``keys/`` keeps a secret from a slot that it opens, or ends a listing: an object that is no usable slot is skipped
   and named.
+* No remote is made where another one has left objects, and what is lost of its identity comes back from a host
+  that has key and id (`repair_identity`).
 * A process without a terminal finds secrets in the environment, in a key file and by a key command.
 
 References:
@@ -19,9 +21,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -29,11 +33,14 @@ from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.remote.documents import (
     MAX_REMOTE_JSON_BYTES,
+    LogCommit,
+    LogHello,
     StoredRemote,
     encode_remote,
     encode_repository,
     is_sealed,
     read_document,
+    read_entry,
     read_object,
     read_remote_id,
 )
@@ -41,9 +48,17 @@ from ciuic.remote.documents import open_remote as open_stored
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.object_names import (
     KEYS_PREFIX,
+    LOGS_PREFIX,
+    MANIFESTS_PREFIX,
+    PACKS_PREFIX,
     REMOTE_JSON,
     REPOSITORIES_PREFIX,
+    ROUNDS_PREFIX,
     is_slot,
+    parse_log_entry,
+    parse_manifest,
+    parse_pack,
+    parse_round,
     repository_prefix,
     slot_name,
 )
@@ -58,7 +73,7 @@ from ciuic.remote.objects.model import (
     read_verified,
 )
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.split_objects import PacksElsewhere, is_with_packs
+from ciuic.remote.objects.split_objects import PacksElsewhere, SplitObjects, is_with_packs
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.objects.wrappers import PrefixedObjects
 from ciuic.remote.sealing.key_slots import (
@@ -87,6 +102,7 @@ from ciuic.repository import Repository, log
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Identity
 from ciuic.repository.repository import unmake_empty
+from ciuic.units import plural
 
 _SLOT_THREADS: Final = 16
 _SLOT_BATCH: Final = 256
@@ -322,6 +338,38 @@ class RemoteExists(CiuicError):
     """There is a remote at this place already."""
 
 
+class LostIdentity(DamagedRemote):
+    """Objects of a remote are there, and its remote.json is not: without it nobody can open them."""
+
+    def __init__(self, url: str, found: str) -> None:
+        super().__init__(
+            REMOTE_JSON,
+            f"it is missing at {url}, where {found} belongs to a remote",
+            hint="never make another remote in its place; ciuic remote repair-identity, on a host that has used the remote, writes it again",
+        )
+
+
+# What a name of each kind must be: objects of others are ignored.
+_TRACES: Final[tuple[tuple[str, Callable[[str], object]], ...]] = (
+    (KEYS_PREFIX, lambda name: is_slot(name.removeprefix(KEYS_PREFIX))),
+    (LOGS_PREFIX, parse_log_entry),
+    (PACKS_PREFIX, parse_pack),
+    (MANIFESTS_PREFIX, parse_manifest),
+    (ROUNDS_PREFIX, parse_round),
+    (REPOSITORIES_PREFIX, lambda name: _SPACE_END.match("/" + "/".join(name.split("/")[:2]))),
+)
+_TRACES_LISTED: Final = 1000
+
+
+def refuse_lost_identity(objects: Objects) -> None:
+    """Raise LostIdentity where a remote without remote.json has left objects. A LIST for each kind."""
+    for prefix, is_ours in _TRACES:
+        found = next((one for one in islice(objects.list(prefix), _TRACES_LISTED) if is_ours(one.name)), None)
+        # Asked for last: whoever makes a remote at this moment begins with remote.json.
+        if found is not None and objects.info(REMOTE_JSON) is None:
+            raise LostIdentity(objects.url, found.name)
+
+
 class Remote(NamedTuple):
     """An open remote, or the space of one repository in it."""
 
@@ -376,8 +424,10 @@ def init_remote(
 
     Raises:
         RemoteExists: there is a remote already.
+        LostIdentity: there is one that has lost its remote.json.
         PacksElsewhere: the place of the packs has those of another remote.
     """
+    refuse_lost_identity(objects)
     remote_id = os.urandom(16)
     if master is None and identity is None:
         identity = Identity("blake3-128", os.urandom(32), int.from_bytes(os.urandom(8), "big"))
@@ -414,6 +464,7 @@ def open_remote(
 
     Raises:
         NotFound: there is no remote.
+        LostIdentity: it has lost its remote.json.
         WrongKey: no secret fits, or none was given for a sealed remote.
         DamagedRemote: remote.json was altered, or all key slots were.
         PacksElsewhere: the place of the packs is another one.
@@ -436,12 +487,128 @@ def open_remote(
         # remote.json like another remote.
         remote = read_verified(objects, opened, also=(WrongKey, PacksElsewhere))
     except NoSuchObject:
+        refuse_lost_identity(objects)
         raise NotFound(
             f"there is no remote at {objects.url}",
             hint="ciuic remote init makes one; one that was deleted from a bucket with versions is read with --behind-deletions",
         ) from None
     require_packs(remote, packs_url)
     return remote
+
+
+def repair_identity(
+    objects: Objects,
+    secrets: Sequence[SlotSecret],
+    *,
+    known_ids: Iterable[str],
+    repository: Repository | None,
+    block_size: int,
+    packs_url: str = "",
+) -> Remote:
+    """Write remote.json again where it was lost, from its copy beside the packs or from what this host has; durable on return.
+
+    The id is one that this host knows, or that of the packs, if a key slot, or an object in clear, verifies with it.
+
+    Args:
+        objects: Store.
+        secrets: Keys of this host; none for a remote that is not sealed.
+        known_ids: Ids that the remote may have, of 32 hexadecimal digits.
+        repository: Repository of this host; None for none.
+        block_size: Bytes in a block where no repository shares chunks over the remote yet.
+        packs_url: Place of the packs, which the store was opened with; empty where they lie beside the log.
+
+    Raises:
+        RemoteExists: it is there.
+        NotFound: nothing of a remote is there.
+        WrongKey: no key opens a slot with any of the ids.
+        CiuicError: the size of blocks is not known here.
+    """
+    if isinstance(objects, SplitObjects) and objects.mend_identity():
+        return open_remote(objects, secrets, packs_url=packs_url)
+    if objects.info(REMOTE_JSON) is not None:
+        raise RemoteExists(f"{REMOTE_JSON} is there at {objects.url}; nothing was written")
+    packs = list(islice(objects.list(PACKS_PREFIX), _HEADERS_READ))
+    ids = dict.fromkeys((*known_ids, *filter(None, (_id_in_pack(objects, info.name) for info in packs))))
+    slots = KeySlots(objects)
+    is_sealed_one = slots.any_object()
+    created_ns = min((info.modified_ns for info in objects.list(KEYS_PREFIX)), default=time.time_ns())
+    foreign = False
+    for id_ in ids:
+        remote_id = bytes.fromhex(id_)
+        master = _master_of(slots, remote_id, secrets) if is_sealed_one else None
+        if is_sealed_one and master is None:
+            continue
+        identity = None if repository is None else repository.identity
+        if master is None:
+            shares = repository is not None and _has_log_of(objects, remote_id, repository)
+        else:
+            shares = identity == Identity(
+                "blake3-128", master.naming_key(remote_id), master.border_seed(remote_id)
+            )
+        if not shares and (packs or master is None):
+            foreign = True
+            continue
+        data = encode_remote(
+            remote_id=remote_id,
+            master=master,
+            block_size=repository.block_size if repository is not None and shares else block_size,
+            created_ns=created_ns,
+            identity=None if is_sealed_one else identity,
+            packs_url=packs_url,
+        )
+        opened = opened_remote(objects, data, master)
+        if not objects.create(REMOTE_JSON, data) and objects.get(REMOTE_JSON) != data:
+            raise RemoteExists(f"{REMOTE_JSON} is there at {objects.url} by now; nothing was written")
+        return opened
+    if foreign:
+        raise CiuicError(
+            f"the repository of this host shares no chunks over {objects.url}, so that its blocks are not known here",
+            hint="run it on a host that joined the remote before its first snapshot",
+        )
+    if not ids:
+        raise NotFound(
+            f"nothing at {objects.url}, or known to this host, tells the id of a remote",
+            hint="if nothing was ever uploaded to it: remove what is below keys/ with the tools of the store; ciuic remote init makes it anew",
+        )
+    raise WrongKey(
+        f"no key of this host opens a key slot at {objects.url} with any of {plural(len(ids), 'id')}",
+        hint="run it on another host that has used the remote, or with its recovery key",
+    )
+
+
+# Headers of packs that are read for the id of a remote: all have the same one.
+_HEADERS_READ: Final = 4
+_ID_IN_PACK: Final = (32, 16)
+
+
+def _id_in_pack(objects: Objects, name: str) -> str:
+    """Return the id of the remote in the header of a pack, which is in clear; empty if the object has none."""
+    try:
+        (found,) = objects.get_ranges(name, [_ID_IN_PACK])
+    except (NoSuchObject, RemoteRefused):
+        return ""
+    return bytes(found).hex() if len(found) == _ID_IN_PACK[1] else ""
+
+
+def _master_of(slots: KeySlots, remote_id: bytes, secrets: Sequence[SlotSecret]) -> MasterKey | None:
+    for secret in secrets:
+        with suppress(WrongKey):
+            return slots.unlock(remote_id, secret)[1]
+    return None
+
+
+def _has_log_of(objects: Objects, remote_id: bytes, repository: Repository) -> bool:
+    """Return whether a log of a remote in clear verifies with this id, and has this repository among those that share chunks."""
+    if repository.identity.hash != "blake3-128":
+        return False
+    sealer = Sealer(remote_id, None)
+    for info in objects.list(LOGS_PREFIX):
+        if position := parse_log_entry(info.name):
+            with suppress(DamagedRemote, NoSuchObject, UnsupportedFormat):
+                entry = read_entry(objects, sealer, position.writer, position.number)
+                if isinstance(entry, LogHello | LogCommit) and entry.repository == repository.id:
+                    return True
+    return False
 
 
 def require_packs(remote: Remote, packs_url: str) -> None:
@@ -488,7 +655,7 @@ def repository_space(remote: Remote, repository: Repository) -> Remote:
 def repository_spaces(remote: Remote) -> list[Remote]:
     """Return the spaces of all repositories with an identity of their own."""
     spaces = []
-    for repository_id in _space_ids(remote.objects):
+    for repository_id in space_ids(remote.objects):
         objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
         spaces.append(_opened_space(objects, remote, repository_id))
     return spaces
@@ -498,7 +665,7 @@ def repository_spaces(remote: Remote) -> list[Remote]:
 _LISTED_OF_A_SPACE: Final = 1000
 
 
-def _space_ids(objects: Objects) -> list[str]:
+def space_ids(objects: Objects) -> list[str]:
     """Return the ids of the repositories that have a space. A LIST for each thousand objects, or for each space that has more."""
     ids: dict[str, None] = {}
     after: str | None = ""

@@ -816,7 +816,7 @@ def _batch_of(first: int, last: int) -> range:
 def _with_hint(error: DamagedRemote | UnsupportedFormat) -> DamagedRemote | UnsupportedFormat:
     if isinstance(error, UnsupportedFormat):
         return error
-    return DamagedRemote(error.name, error.reason, hint=_REPAIR_HINT)
+    return error.anew(hint=_REPAIR_HINT)
 
 
 def read_log_cache(path: str) -> dict[str, LogSummary]:

@@ -28,10 +28,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -41,7 +41,16 @@ from ciuic.config import Config, RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.last_drill import read_last_drill
 from ciuic.protocol.span_spool import Span, append_spans, upload_spool
-from ciuic.protocol.stored_remotely import StoredRecord, remote_lag, upload_state_dir, write_record
+from ciuic.protocol.stored_remotely import (
+    StoredRecord,
+    StoredRecordDamaged,
+    doubt_record,
+    is_doubted,
+    read_record,
+    remote_lag,
+    upload_state_dir,
+    write_record,
+)
 from ciuic.remote import host_status
 from ciuic.remote.access import (
     Remote,
@@ -51,10 +60,17 @@ from ciuic.remote.access import (
     repository_space,
 )
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
 from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
 from ciuic.remote.object_names import parse_manifest
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import (
+    NoSuchBucket,
+    NoSuchObject,
+    Objects,
+    RemoteRefused,
+    RemoteUnreachable,
+)
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upload_deadline import (
@@ -67,6 +83,7 @@ from ciuic.remote.upload_deadline import (
     WriteRate,
 )
 from ciuic.remote.uploader import (
+    MAX_REFUSALS,
     Labels,
     Overtaken,
     Stopped,
@@ -93,6 +110,7 @@ from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
 from ciuic.verdicts.records import VerdictRecords, newest_of
 
 _FACTS_NAME: Final = "facts"
+_Result = TypeVar("_Result")
 
 
 def _content_digest(data: bytes) -> str:
@@ -151,6 +169,8 @@ def newest_stored_states(state_dir: Path, name: str, space_ids: Iterable[str]) -
         name: Name of the remote.
         space_ids: Ids of the spaces that the repository may be stored in.
     """
+    if is_doubted(name, state_dir):
+        return {}
     newest: dict[bytes, StoredFacts] = {}
     for space_id in space_ids:
         note = read_note(str(state_dir / name / space_id), _FACTS_NAME, _Note)
@@ -235,12 +255,10 @@ class FactsOfRemote:
                 found: list[StoredFacts | None] = [before]
             else:
                 found = [self._read(id_, name, repository_id) for name in manifests]
-            fitting = [one for one in found if one is None or content in ("", one.content)]
-            if fitting:
-                # Also one whose manifest cannot be read: a log commits it.
-                stored.add(id_)
-            for facts in fitting:
-                if facts is not None:
+            # One whose manifest cannot be read is not stored, though a log commits it: nobody could restore it.
+            for facts in found:
+                if facts is not None and content in ("", facts.content):
+                    stored.add(id_)
                     known[id_] = facts
         self._facts = known
         self._write()
@@ -376,8 +394,10 @@ class Replication:
         waiting: Callable[[Waiting], None] = lambda waiting: None,
         other_writers: Callable[[int], None] = lambda number: None,
         began: Callable[[Path, WriterLog], None] = lambda directory, log: None,
+        doubted: Callable[[str], None] = lambda text: None,
         unreadable: Callable[[str], None] = lambda text: None,
         again: Collection[str] = (),
+        max_refusals: int | None = None,
         spool: Path | None = None,
         deadlines: DeadlineWatch | None = None,
         rate: Callable[[], WriteRate] = WriteRate,
@@ -399,9 +419,11 @@ class Replication:
             uploaded: Called after each commit.
             waiting: Told what the remote lacks, whenever that changes.
             other_writers: Told how many other logs commit snapshots of this repository.
-            began: Told the directory of the remote's state and the log of this host, once it is written.
+            began: Told the directory of the remote's state and the log of this host, once it is written, or refused.
+            doubted: Told in words why the remote is not what this host knows it to be; nothing counts as stored from then on.
             unreadable: Told in words which snapshot could not be read here; with an empty text when none is left.
             again: Snapshots to upload although an operator gave them up.
+            max_refusals: As in `persist`.
             spool: Takes a span of each upload; None: nobody asks for it.
             deadlines: Tells of the end of this machine; None: it has none.
             rate: Returns how fast the store takes objects.
@@ -421,8 +443,10 @@ class Replication:
         self._waiting = waiting
         self._other_writers = other_writers
         self._began = began
+        self._doubted = doubted
         self._unreadable = unreadable
         self._again = frozenset(again)
+        self._max_refusals = max_refusals
         self._spool = spool
         self._deadlines = deadlines or DeadlineWatch(None)
         self._rate = rate
@@ -443,7 +467,10 @@ class Replication:
         self._own_log: LogRotation
         self._log: WriterLog
         self._adopted: set[str] = set()
-        self._tail_ns = 0
+        # Directory of the remote's state, and the log of this host.
+        self._place: tuple[Path, WriterLog] | None = None
+        known = _last_record(config.name, repository.id, state_dir)
+        self._tail_ns = 0 if known is None else known.tail_ns
         # Snapshots that could not be uploaded, and when they are tried again.
         self._failed: dict[str, float] = {}
 
@@ -454,7 +481,7 @@ class Replication:
             DamagedRemote: the remote is not what this host knows it to be.
         """
         try:
-            with self._open(remote) as uploader:
+            with self._trusting(), self._open(remote) as uploader:
                 while not self._stop.is_set():
                     seen = self._begin_round(uploader)
                     try:
@@ -478,7 +505,7 @@ class Replication:
             DamagedRemote: the remote is not what this host knows it to be.
         """
         found: list[UploadedSnapshot | None] = []
-        with self._open(remote) as uploader:
+        with self._trusting(), self._open(remote) as uploader:
             while True:
                 self._begin_round(uploader)
                 try:
@@ -522,8 +549,23 @@ class Replication:
         if self._plan is not None and self._changes() != self._seen:
             raise Overtaken
 
+    def _persist(self, request: Callable[[], _Result]) -> _Result:
+        return persist(request, self._stop, self._problem, self._max_refusals)
+
+    @contextmanager
+    def _trusting(self) -> Iterator[None]:
+        """Have nothing count as stored once the remote turns out not to be what this host knows it to be."""
+        try:
+            yield
+        except (DamagedRemote, NoSuchBucket) as error:
+            doubt_record(self._config.name, self._repository.id, error.message, self._state_dir)
+            self._doubted(error.message)
+            if self._place is not None:
+                self._began(*self._place)
+            raise
+
     def _open(self, remote: Remote) -> _Opened:
-        space = persist(lambda: repository_space(remote, self._repository), self._stop, self._problem)
+        space = self._persist(lambda: repository_space(remote, self._repository))
         directory = self._state_dir / self._config.name / space.id
         os.makedirs(directory, mode=0o700, exist_ok=True)
         with naming_memory(str(directory)):
@@ -555,7 +597,9 @@ class Replication:
                 step=self._step,
                 problem=self._problem,
                 check=self._check_overtaken,
+                max_refusals=self._max_refusals,
             )
+            self._place = directory, log
             uploader.begin()
             reader = LogReader(
                 space.objects,
@@ -564,14 +608,12 @@ class Replication:
                 skip_damaged=True,
                 passes_cuts=True,
             )
-            persist(reader.refresh, self._stop, self._problem)
+            self._persist(reader.refresh)
         except BaseException:
             index.close()
             raise
-        others = persist(
-            lambda: OtherLogs(str(directory), space, reader, self._repository.id, log.own_names),
-            self._stop,
-            self._problem,
+        others = self._persist(
+            lambda: OtherLogs(str(directory), space, reader, self._repository.id, log.own_names)
         )
         self._log, self._adopted = log, others.adopted
         self._other_writers(others.writers)
@@ -583,21 +625,24 @@ class Replication:
                 meaning=SEVERAL_WRITERS,
             )
         facts = FactsOfRemote(str(directory), space)
-        self._stored = persist(
+        self._stored = self._persist(
             lambda: facts.learn(
                 reader.live(),
                 {writer: summary.committed for writer, summary in reader.logs.items()},
                 self._repository.id,
                 self._own_logs(),
                 self._content,
-            ),
-            self._stop,
-            self._problem,
+            )
         )
         self._facts = facts
         self._logs = reader
         self._own_log = LogRotation(space.objects, space.sealer, log, reader)
         self._given_up = reader.given_up(self._repository.id) - self._again
+        known = _last_record(self._config.name, self._repository.id, self._state_dir)
+        if known is not None and known.doubt:
+            # Also where nothing is sent now: it was read again.
+            infos = self._repository.snapshots.list()
+            self._tell(infos, [info for info in infos if info.id not in self._stored])
         self._began(directory, log)
         for damaged in reader.damaged.values():
             # Snapshots whose commits are lost are uploaded again: their packs are there.
@@ -804,7 +849,7 @@ class Replication:
         self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
         self._uploaded(done)
         self._record_span(info, done, began_ns)
-        persist(self._own_log.tidy, self._stop, self._problem)
+        self._persist(self._own_log.tidy)
         return done
 
     def _record_span(self, info: SnapshotInfo, done: UploadedSnapshot, began_ns: int) -> None:
@@ -877,6 +922,15 @@ class Replication:
                 return
             if time.monotonic() - began > _AGAIN_SECONDS:
                 return
+
+
+def _last_record(name: str, repository_id: str, state_dir: Path) -> StoredRecord | None:
+    """Return the record of a repository that an earlier process wrote; None for none that can be read."""
+    try:
+        record = read_record(name, state_dir)
+    except StoredRecordDamaged:
+        return None
+    return record if record is not None and record.repository == repository_id else None
 
 
 class _Opened:
@@ -1127,6 +1181,12 @@ class StatusWriter:
         self._tell(text)
         self.changed()
 
+    def failed(self, text: str) -> None:
+        """Note what ended the upload, or stops it until it is tried again."""
+        self._waits_for = text
+        self.write()
+        self.changed()
+
     def forecast(self, forecast: UploadForecast | None) -> None:
         """Note what the remote will have at a deadline."""
         self._forecast = forecast
@@ -1347,14 +1407,17 @@ class _RemoteUpload:
                 try:
                     return self._upload(once=once)
                 except (CiuicError, OSError) as error:
-                    if once:
-                        raise
                     text = error.message if isinstance(error, CiuicError) else str(error)
+                    if once:
+                        self._status.failed(text)
+                        raise
                     events.warning("upload_failed", remote=self._remote.name, error=text)
                     self._status.problem(text)
                     self._stop.wait(_REOPEN_SECONDS)
         finally:
             if self._reporter is not None:
+                if once:
+                    self._reporter.report()
                 self._reporter.close()
             if self._objects is not None:
                 self._objects.close()
@@ -1376,11 +1439,21 @@ class _RemoteUpload:
             closing.callback(packs.close)
             objects = self._store() if once else persist(self._store, self._stop, self._status.problem)
             secrets = configured_secrets(self._remote)
-            remote = persist(
-                lambda: open_configured(self._remote, objects, secrets),
-                self._stop,
-                self._status.problem,
-            )
+            max_refusals = MAX_REFUSALS if once else None
+            try:
+                remote = persist(
+                    lambda: open_configured(self._remote, objects, secrets),
+                    self._stop,
+                    self._status.problem,
+                    max_refusals,
+                )
+            except (RemoteRefused, RemoteUnreachable):
+                # Nothing is known of what is there.
+                raise
+            except CiuicError as error:
+                # Another remote, none, or one that no key of this host opens.
+                doubt_record(self._remote.name, repository.id, error.message, self._state_dir)
+                raise
             self._status.opened(remote.id)
             pace = Pace(
                 gauges(waits_files(str(self._config.runtime_dir))),
@@ -1411,8 +1484,10 @@ class _RemoteUpload:
                 waiting=self._status.waiting,
                 other_writers=self._status.other_writers,
                 began=began,
+                doubted=self._status.failed,
                 unreadable=self._status.unreadable,
                 again=self._again,
+                max_refusals=max_refusals,
                 spool=None if self._config.exporter.otlp is None else upload_spool(self._config.runtime_dir),
                 deadlines=DeadlineWatch(self._state_dir),
                 rate=lambda: WriteRate() if self._counting is None else self._counting.write_rate(),
@@ -1421,11 +1496,7 @@ class _RemoteUpload:
             if not once:
                 replication.run(remote)
                 return
-            try:
-                replication.catch_up(remote)
-            finally:
-                if self._reporter is not None:
-                    self._reporter.report()
+            replication.catch_up(remote)
 
     def _begin_reports(self, remote: Remote, directory: Path, log: WriterLog, *, promised: bool) -> None:
         """Have this host say on the remote how it is, until this process ends; ``promised``: again and again."""

@@ -138,6 +138,8 @@ _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 # With pauses that begin at half a second, half a minute.
 _MAX_MISSING_BUCKET: Final = 6
+MAX_REFUSALS: Final = _MAX_MISSING_BUCKET
+"""Refusals that an upload waits for that is to end: some stores refuse for seconds while they start."""
 _Result = TypeVar("_Result")
 
 
@@ -173,6 +175,7 @@ class Outbox:
         *,
         problem: Callable[[str], None] = lambda text: None,
         check: Callable[[], None] = lambda: None,
+        max_refusals: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads.
@@ -183,6 +186,7 @@ class Outbox:
             size: Told how long each pack took.
             problem: Told in words what sending waits for; with an empty text when it goes on.
             check: Called after each pack by those that wait; ends the wait by raising.
+            max_refusals: As in `persist`.
             clock: Monotonic clock.
         """
         self._objects = objects
@@ -190,6 +194,7 @@ class Outbox:
         self._size = size
         self._problem = problem
         self._check = check
+        self._max_refusals = max_refusals
         self._clock = clock
         self._packs: queue.SimpleQueue[ClosedPack | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -293,13 +298,14 @@ class Outbox:
                 raise _RefusedPack from None
             self._size.stored(pack.size_bytes, self._clock() - began)
 
-        persist(put, self._stop, self._problem)
+        persist(put, self._stop, self._problem, self._max_refusals)
 
 
 def persist(
     request: Callable[[], _Result],
     stop: threading.Event,
     problem: Callable[[str], None] = lambda text: None,
+    max_refusals: int | None = None,
 ) -> _Result:
     """Repeat a request until the store takes it, and return its result.
 
@@ -307,13 +313,15 @@ def persist(
         request: May be carried out several times.
         stop: Ends the repetition.
         problem: Told in words what is waited for, and with an empty text when it is over.
+        max_refusals: Refusals that are waited for; None: as many as come, since credentials may be renewed meanwhile.
 
     Raises:
         Stopped: ``stop`` was set.
+        RemoteRefused: the store refused more often than that.
         NoSuchBucket: the bucket is missing for half a minute.
     """
     pause = _FIRST_PAUSE_SECONDS
-    missing_bucket = 0
+    missing_bucket = refusals = 0
     told = False
     while True:
         if stop.is_set():
@@ -322,6 +330,9 @@ def persist(
             result = request()
         # Credentials may be renewed and permissions mended while the uploader runs.
         except (RemoteUnreachable, RemoteRefused) as error:
+            refusals += isinstance(error, RemoteRefused)
+            if max_refusals is not None and refusals > max_refusals:
+                raise
             problem(error.message)
             told = True
         except NoSuchBucket as error:
@@ -719,6 +730,7 @@ class Uploader:
         problem: Callable[[str], None] = lambda text: None,
         sent: Callable[[int], None] = lambda size_bytes: None,
         check: Callable[[], None] = lambda: None,
+        max_refusals: int | None = None,
     ) -> None:
         """Take the parts; `begin` contacts the remote.
 
@@ -737,6 +749,7 @@ class Uploader:
             problem: Told in words what is waited for; with an empty text when it is over.
             sent: Told of bytes that were handed over to be sent.
             check: Called between pieces of work and after each pack; ends an upload by raising `Overtaken`.
+            max_refusals: As in `persist`.
         """
         self._repository = repository
         self._copies = _LocalCopies(repository, packs)
@@ -751,6 +764,7 @@ class Uploader:
         self._problem = problem
         self._sent = sent
         self._check = check
+        self._max_refusals = max_refusals
         self._whole = _WholeSnapshots()
         self._size = PackSize(bytes_per_second)
         self._checked = -1
@@ -844,7 +858,12 @@ class Uploader:
 
     def _store_chunks(self, snapshot: Snapshot) -> int:
         outbox = Outbox(
-            self._remote.objects, self._stop, self._size, problem=self._problem, check=self._check
+            self._remote.objects,
+            self._stop,
+            self._size,
+            problem=self._problem,
+            check=self._check,
+            max_refusals=self._max_refusals,
         )
         packing = _Packing(self._remote.sealer, self._index, outbox, self._size, self._uncommitted.add)
         try:
@@ -901,4 +920,4 @@ class Uploader:
         )
 
     def _persist(self, request: Callable[[], _Result]) -> _Result:
-        return persist(request, self._stop, self._problem)
+        return persist(request, self._stop, self._problem, self._max_refusals)

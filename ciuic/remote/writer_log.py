@@ -56,7 +56,14 @@ from ciuic.remote.documents import (
     read_object,
 )
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.log_reader import InlinePool, LogReader, LogSummary, Rounds, missing_object_error
+from ciuic.remote.log_reader import (
+    InlinePool,
+    LogReader,
+    LogSummary,
+    RolledBack,
+    Rounds,
+    missing_object_error,
+)
 from ciuic.remote.object_names import HexId, Number, log_entry_name, log_prefix, new_hex_id, parse_log_entry
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RefusedBody
 from ciuic.remote.sealing.sealer import Sealer
@@ -306,17 +313,13 @@ class WriterLog:
 
     def _continue(self, known: WriterPosition) -> bool:
         """Continue the log of an earlier process; False if it has ended or somebody else writes to it."""
-        numbers = [
-            position.number
-            for info in self._objects.list(log_prefix(known.writer))
-            if (position := parse_log_entry(info.name))
-        ]
+        numbers = self._numbers(known.writer)
         end = max(numbers, default=-1)
-        if end < known.next - 1:
+        self._become(known.writer, end, "")
+        if known.next - 1 not in numbers and not self._is_summed_up(known.next, numbers):
             reason = f"this host's log had the entry {known.next - 1}, now its last is {end}"
             name = log_entry_name(known.writer, known.next - 1)
             raise missing_object_error(self._objects, log_prefix(known.writer), name, reason)
-        self._become(known.writer, end, "")
         last = self._read(end)
         if last is None or isinstance(last, LogRetired):
             return False
@@ -330,6 +333,16 @@ class WriterLog:
             if self._append(hello):
                 return True
         return False
+
+    def _numbers(self, writer: str) -> set[int]:
+        """Return the numbers of the entries that a listing of the log has."""
+        listed = self._objects.list(log_prefix(writer))
+        return {position.number for info in listed if (position := parse_log_entry(info.name))}
+
+    def _is_summed_up(self, begin: int, numbers: Collection[int]) -> bool:
+        """Return whether one of the entries from ``begin`` on sums up those before it, which may then be gone; or may do so, unreadable."""
+        later = (self._read(number) for number in sorted(numbers, reverse=True) if number >= begin)
+        return any(entry is None or isinstance(entry, LogState | LogRetired) for entry in later)
 
     def _went_on(self, begin: int, end: int) -> bool:
         """Return whether a writer, and not collectors alone, made entries that this host's state does not know.
@@ -376,6 +389,7 @@ class WriterLog:
             return False
         if mine and not self._stands():
             self._lost = True
+            self._refuse_older()
             return False
         self._pass(standing)
         self._rounds_unread = self._rounds_unread or isinstance(standing, LogFence)
@@ -388,6 +402,24 @@ class WriterLog:
         """Return whether the entry before the one that was created is the one that this process knows."""
         before = self._read(self._next - 1)
         return before is not None and before.nonce == self._before
+
+    def _refuse_older(self) -> None:
+        """Raise RolledBack where the entry before the one that was created is not the known one, though nothing follows.
+
+        Collectors delete entries only behind a later one that sums them up, so this log is that of an older state of the bucket, and
+        what this process knows to be stored may be gone.
+        """
+        if max(self._numbers(self.writer), default=-1) > self._next:
+            return
+        name = log_entry_name(self.writer, self._next - 1)
+        try:
+            before = read_entry(self._objects, self._sealer, self.writer, self._next - 1)
+        except NoSuchObject:
+            raise RolledBack(name, f"this host's log had the entry {self._next - 1}") from None
+        except (DamagedRemote, UnsupportedFormat):
+            return
+        if before.nonce != self._before:
+            raise RolledBack(name, f"this host's log had another entry {self._next - 1}")
 
     def _read(self, number: int) -> LogEntry | None:
         """Return the entry; None if it was deleted, or cannot be read: another log can always be begun."""

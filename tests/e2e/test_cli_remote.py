@@ -419,7 +419,7 @@ def test_a_planted_copy_of_a_log_is_told_once(host: Host, made: dict[str, Any], 
 def test_status_without_the_remote(host: Host, made: dict[str, Any], url: str) -> None:
     """Status works while the remote is away; with --contact, and of an upload, the exit code is not 0.
 
-    Nor is it 3, with which the service would stay ended.
+    Nor is it 3, with which the service would stay ended. A remote.json that is lost comes back, and the upload goes on.
     """
     nas = Path(url.removeprefix("file://"))
     nas.rename(f"{nas}-away")
@@ -427,8 +427,14 @@ def test_status_without_the_remote(host: Host, made: dict[str, Any], url: str) -
     document = host.json("remote", "status", "--contact", expect=1)
     assert document["remotes"][0]["contact"]["error"]
     Path(f"{nas}-away").rename(nas)
+    host.snapshot_of(os.urandom(3000))
+    host.run("remote", "upload", "--once")
     (nas / "remote.json").rename(f"{nas}.json")
-    host.run("remote", "upload", "--once", expect=1)
+    host.run("remote", "upload", "--once", expect=4)
+    assert host.json("remote", "status")["remotes"][0]["behind"]["stored"] == 0
+    host.run("remote", "repair-identity")
+    host.run("remote", "upload", "--once")
+    host.run("--repo", url, "list")
 
 
 def test_commands_of_a_remote_need_one(host: Host) -> None:

@@ -148,15 +148,18 @@ def _read(
     session: Session, config: RemoteConfig, silent_after_seconds: int | None
 ) -> tuple[list[_Host], dict[str, StoredByHost], int]:
     """Return the hosts that have a status, the worst first, the others by their labels, and how many were not read."""
-    from ciuic.remote.access import configured_objects
+    from ciuic.remote.access import configured_objects, space_ids
     from ciuic.remote.host_status import host_names, host_problems, read_statuses, stored_by_host
     from ciuic.remote.object_names import MANIFESTS_PREFIX, as_label
+    from ciuic.remote.objects.wrappers import PrefixedObjects
 
     objects = configured_objects(config)
     try:
         remote = _opened(session, config, objects)
         statuses, left_out = read_statuses(objects, remote.sealer)
-        stored = stored_by_host(objects.list(MANIFESTS_PREFIX))
+        # Hosts whose repositories kept their own identity have spaces of their own.
+        spaces = [objects, *(PrefixedObjects(objects, f"repositories/{id_}") for id_ in space_ids(objects))]
+        stored = stored_by_host(info for space in spaces for info in space.list(MANIFESTS_PREFIX))
     finally:
         objects.close()
     names = host_names(statuses)

@@ -30,6 +30,11 @@ _STORE_HINT: Final = (
     "check the URL and the network; the server of an S3-compatible store is AWS_ENDPOINT_URL, or endpoint under [remote]; "
     "credentials are where the store's own tools have them"
 )
+_HINTS: Final = {
+    "file": "is its file system mounted, and the path right?",
+    "ssh": "try the same connection by hand: ssh USER@HOST true; ssh_command under [remote], or CIUIC_SSH_COMMAND, names another ssh, "
+    "ssh_program or CIUIC_SSH_PROGRAM another ciuic there",
+}
 _INSTALL_HINT: Final = pip_install()
 
 
@@ -114,11 +119,11 @@ def goes_on(tried: int) -> bool:
 
 def _named(error: CiuicError, url: str) -> CiuicError:
     """Return the error with the URL in it, and with what to look at where it does not say."""
+    message = error.message if error.message.startswith(url) else f"{url}: {error.message}"
     # Of a bucket that is not there only the name is known to be wrong.
-    hint = error.hint if error.exit_code != NotFound.exit_code else _STORE_HINT
-    if not hint:
-        hint = "is its file system mounted, and the path right?" if url.startswith("file:") else _STORE_HINT
-    return type(error)(f"{url}: {error.message}", hint=hint)
+    hint = error.hint if error.exit_code != NotFound.exit_code else ""
+    kind = url.partition(":")[0]
+    return error.anew(message, hint=hint or _HINTS.get(kind, _STORE_HINT))
 
 
 def open_named_objects(

@@ -40,7 +40,7 @@ class _Hold:
         if self.pending is None:
             failure = self.failure or CiuicError("the hold was released without a cut")
             # A new exception for each request, as in `requests._SharedCut`.
-            raise type(failure)(failure.message, hint=failure.hint)
+            raise failure.anew()
         return self.pending
 
 

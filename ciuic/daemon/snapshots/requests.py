@@ -351,7 +351,7 @@ class _SharedCut:
         if self.failure is not None:
             # A new exception for each request: one object raised in several tasks would collect the
             # tracebacks of all.
-            raise type(self.failure)(self.failure.message, hint=self.failure.hint)
+            raise self.failure.anew()
         return self.pending
 
 

@@ -25,6 +25,10 @@ from ciuic.remote.objects.model import (
 
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
+# One of the answers for the objects of a request that was answered with success, in obstore's words (S3 API, DeleteObjects).
+_DELETE_FAILED = re.compile(
+    r'DeleteFailed \{\s*path: "[^"]*",\s*code: "([A-Za-z0-9._-]{1,64})"(?:,\s*message: "([^"]{1,300})")?'
+)
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>|expecting '([a-z0-9-]{1,40})'")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 # Signatures, keys and tokens are longer; host names, ARNs and bucket names are mostly not.
@@ -62,6 +66,8 @@ _PASSING_CODES = frozenset(
         "Throttling",
     }
 )
+# The same with a status from 500 on, or without one of their own.
+_PASSING_ANSWERS = _PASSING_CODES | {"InternalError", "ServiceUnavailable"}
 # Also pages tell with them that credentials are missing, or that this is not allowed.
 _REFUSALS = frozenset({401, 403, 407})
 _PASSING_STATUS = frozenset({408, 409, 425, 429})
@@ -148,6 +154,11 @@ def failure(
         )
     if "External AWS credential provider" in text:
         return RemoteRefused(f"{what}: {_provider_message(text)}")
+    if failed := _DELETE_FAILED.search(text):
+        answer = f"{what}: the store answered {failed[1]}"
+        if failed[1] in _PASSING_ANSWERS:
+            return RemoteUnreachable(answer)
+        return RemoteRefused(f"{answer}{_plain(failed[2] or '')}", hint=_hint(failed[1]))
     if code in _ARCHIVED_CODES:
         return ArchivedObject(name)
     answer = f"{what}: the store answered {' '.join(filter(None, (str(status or ''), code))) or 'nothing'}"
@@ -173,8 +184,12 @@ def _message(text: str, code: str) -> str:
     match = _MESSAGE.search(text)
     if code not in ("AccessDenied", "InvalidStorageClass", "InvalidRequest") or not match:
         return ""
-    plain = "".join(char if char.isprintable() else " " for char in match[1])
-    return f" ({_LONG_WORD.sub('…', plain)[:200]})"
+    return _plain(match[1])
+
+
+def _plain(message: str) -> str:
+    plain = "".join(char if char.isprintable() else " " for char in message)
+    return f" ({_LONG_WORD.sub('…', plain)[:200]})" if plain else ""
 
 
 def _hint(code: str) -> str:

@@ -115,6 +115,30 @@ def check_name(name: str) -> None:
         raise ValueError(f"not the name of an object: {name[:100]!r}")
 
 
+class ListingProgress:
+    """Check that a listing brings each name once, with the memory of one name.
+
+    The name that came as the 1st, 2nd, 4th, 8th, … is compared with those after it: a listing that goes round meets it again within
+    twice its length (R. P. Brent, An improved Monte Carlo factorization algorithm, 1980).
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._number = 0
+        self._mark = ""
+
+    def check(self, name: str) -> None:
+        """Take the next name. Raises NotAListing if it came before."""
+        if name == self._mark:
+            raise NotAListing(
+                f"cannot list {self._prefix or 'objects'}: the pages that were answered begin again, and have no end",
+                hint="a proxy may have answered in place of the store",
+            )
+        self._number += 1
+        if not self._number & (self._number - 1):
+            self._mark = name
+
+
 class ObjectInfo(NamedTuple):
     """Line of a listing."""
 

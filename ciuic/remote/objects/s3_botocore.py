@@ -26,7 +26,7 @@ from ciuic.remote.objects.credentials import (
     s3_place,
 )
 from ciuic.remote.objects.failures import failure
-from ciuic.remote.objects.model import NoSuchObject, RemoteRefused, Version, check_name
+from ciuic.remote.objects.model import NoSuchObject, NotAListing, RemoteRefused, Version, check_name
 from ciuic.remote.objects.storage_classes import ListedClass, ObjectClass, ThawSpeed, find_class
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings
 from ciuic.repository.identity import Bytes
@@ -102,6 +102,14 @@ class S3Client:
     def close(self) -> None:
         """Close connections."""
         self.client.close()
+
+
+def _begins_again(prefix: str) -> NotAListing:
+    """Return the error for a page that names itself as the next one: asked for it, the store would answer so for ever."""
+    return NotAListing(
+        f"cannot list {prefix or 'objects'}: the page that was answered names itself as the next one",
+        hint="a proxy may have answered in place of the store",
+    )
 
 
 def _s3_failure(
@@ -269,6 +277,9 @@ class S3Versions:
             yield from found
             if not page.get("IsTruncated"):
                 return
+            before = (arguments.get("KeyMarker"), arguments.get("VersionIdMarker"))
+            if before == (page["NextKeyMarker"], page.get("NextVersionIdMarker")):
+                raise _begins_again(prefix)
             arguments["KeyMarker"] = page["NextKeyMarker"]
             # Where a page ends with a whole name, some stores name no version.
             arguments.pop("VersionIdMarker", None)
@@ -382,6 +393,8 @@ class S3Classes:
                 yield ListedClass(self._client.name(found["Key"]), _class_name(found.get("StorageClass")))
             if not page.get("IsTruncated"):
                 return
+            if arguments.get("ContinuationToken") == page["NextContinuationToken"]:
+                raise _begins_again(prefix)
             arguments["ContinuationToken"] = page["NextContinuationToken"]
 
     def look(self, name: str) -> ObjectClass:

@@ -125,6 +125,17 @@ class SplitObjects:
         if self._copy_of(name) != here:
             self._packs.put(name, [here])
 
+    def mend_identity(self) -> bool:
+        """Store remote.json again where one of the two places alone has it; return whether one had."""
+        here, copy = (_unless_missing(lambda one: one.get(_REMOTE_JSON), place) for place in self.stores)
+        if here is None and copy is not None:
+            return self._log.create(_REMOTE_JSON, copy)
+        # A place without any pack may be a wrong one.
+        if here is not None and copy is None and next(iter(self._packs.list("packs/")), None) is not None:
+            self._packs.put(_REMOTE_JSON, [here])
+            return True
+        return False
+
     def _copy_of(self, name: str) -> bytes | None:
         return _unless_missing(lambda objects: objects.get(name), self._packs)
 

@@ -410,7 +410,7 @@ class _Connection:
         call = _Call(limit_bytes)
         with self._lock:
             if self._failure is not None:
-                raise _again(self._failure)
+                raise self._failure.anew()
             if not self._calls:
                 self._heard = time.monotonic()
             self._numbers += 1
@@ -426,7 +426,7 @@ class _Connection:
             pass
         call.done.wait()
         if call.error is not None:
-            raise _again(call.error)
+            raise call.error.anew()
         assert call.reply is not None
         return call.reply, call.parts[0] if len(call.parts) == 1 else b"".join(call.parts)
 
@@ -603,8 +603,3 @@ class _Connection:
         with self._sending:
             self._process.stdin.close()
         self._process.stdout.close()
-
-
-def _again(error: CiuicError) -> CiuicError:
-    """Return the error anew: each thread raises one of its own."""
-    return type(error)(error.message, hint=error.hint)

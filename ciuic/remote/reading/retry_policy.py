@@ -11,26 +11,35 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from ciuic.remote.objects.model import ObjectInfo, Objects, RemoteUnreachable
+from ciuic.remote.objects.model import ListingProgress, ObjectInfo, Objects, RemoteUnreachable
+from ciuic.repository import log
 from ciuic.repository.identity import Bytes
 
 DEFAULT_RETRY_SECONDS: Final = 240.0
 """Time after which a read is given up: stores that answer 503 for two minutes are waited for."""
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _MAX_PAUSE_SECONDS: Final = 15.0
+# Who waits at a terminal learns after this time for what.
+_SILENT_SECONDS: Final = 10.0
 
 _Result = TypeVar("_Result")
 
 
 class RetryPolicy:
-    """Repeats requests. May be used from several threads.
+    """Repeats requests, and says so for each reason once. May be used from several threads.
 
     Args:
         seconds: Time for which one request is repeated.
+        clock: Monotonic clock.
     """
 
-    def __init__(self, seconds: float = DEFAULT_RETRY_SECONDS) -> None:
+    def __init__(
+        self, seconds: float = DEFAULT_RETRY_SECONDS, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._seconds = seconds
+        self._clock = clock
+        # What comes before is the request, of which each has a name of its own.
+        self._said: set[str] = set()
         self._ended = threading.Event()
 
     def end(self) -> None:
@@ -43,13 +52,18 @@ class RetryPolicy:
         Raises:
             RemoteUnreachable: the store did not answer for too long.
         """
-        deadline = time.monotonic() + self._seconds
+        began = self._clock()
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 return request()
-            except RemoteUnreachable:
-                if time.monotonic() + pause > deadline or self._ended.wait(pause):
+            except RemoteUnreachable as error:
+                waited = self._clock() - began
+                reason = error.message.partition(": ")[2] or error.message
+                if waited + pause > _SILENT_SECONDS and reason not in self._said:
+                    self._said.add(reason)
+                    log.warning("remote_request_repeated", error=error.message, for_seconds=self._seconds)
+                if waited + pause > self._seconds or self._ended.wait(pause):
                     raise
                 pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
@@ -98,6 +112,7 @@ class RetryingObjects:
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects whose names begin with ``prefix``; a listing that was cut off continues after its last name."""
         last = after
+        progress = ListingProgress(prefix)
         infos = self._objects.list(prefix, after=last)
 
         def following() -> ObjectInfo | None:
@@ -110,6 +125,8 @@ class RetryingObjects:
 
         while (info := self._retry.call(following)) is not None:
             last = info.name
+            # A store that ignores where it is to go on would begin again after each such error.
+            progress.check(last)
             yield info
 
     def delete(self, names: Iterable[str]) -> None:

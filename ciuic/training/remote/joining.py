@@ -64,7 +64,7 @@ def naming_of(remote: RemoteConfig) -> Naming:
         with closing(configured_objects(remote)) as objects:
             opened = _opened(remote, objects)
     except (RemoteUnreachable, RemoteRefused) as error:
-        raise type(error)(
+        raise error.anew(
             f"cannot make a repository for {remote.url}: {error.message}",
             hint="the local directory is new, so that the remote must say how chunks are named, and what there is "
             "to resume; an existing directory begins without a connection",

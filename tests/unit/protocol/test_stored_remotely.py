@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from ciuic.protocol.stored_remotely import (
     StoredRecord,
     StoredRecordDamaged,
     decode_record,
+    doubt_record,
     encode_record,
     read_record,
+    remote_lag,
     remotes_done,
     upload_state_dir,
     write_record,
@@ -84,6 +87,37 @@ def test_what_remotes_need_no_more(tmp_path: Path) -> None:
         },
         [],
     )
+
+
+@given(stored=ids, passed_over=ids, tail_ns=st.integers(0, 1 << 62))
+def test_a_doubted_remote_has_nothing_for_anybody(
+    stored: frozenset[str], passed_over: frozenset[str], tail_ns: int
+) -> None:
+    """From a doubt on retention and lag count nothing as stored and say why, until the record is written again."""
+    record = StoredRecord(repository=REPOSITORY, stored=stored, passed_over=passed_over, tail_ns=tail_ns)
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        write_record("nas", record, place)
+        doubt_record("nas", REPOSITORY, "it went back", place)
+        found = remotes_done(("nas",), REPOSITORY, state_dir=place)
+        assert found.done == {"nas": frozenset()}
+        assert [flaw.endswith("it went back") for flaw in found.flaws] == [True]
+        lag = remote_lag("nas", REPOSITORY, [], now_ns=0, state_dir=place)
+        assert (lag.stored, lag.flaw.endswith("it went back")) == (0, True)
+        known = read_record("nas", place)
+        assert known is not None
+        assert (known.stored, known.passed_over, known.tail_ns) == (frozenset(), frozenset(), tail_ns)
+        write_record("nas", record, place)
+        assert remotes_done(("nas",), REPOSITORY, state_dir=place).flaws == []
+
+
+def test_nothing_is_doubted_where_nothing_was_stored(tmp_path: Path) -> None:
+    """A remote without a record of the repository gets none by a doubt."""
+    doubt_record("nas", REPOSITORY, "it went back", tmp_path)
+    assert read_record("nas", tmp_path) is None
+    write_record("nas", RECORD, tmp_path)
+    doubt_record("nas", "cd" * 16, "it went back", tmp_path)
+    assert read_record("nas", tmp_path) == RECORD
 
 
 def test_remotes_of_another_configuration_count_where_they_have_a_record(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import click
 
 from ciuic.cli.commands.remote.cold_data import thaw, tier
 from ciuic.cli.commands.remote.drill import drill
-from ciuic.cli.commands.remote.init_join import init, join, measure
+from ciuic.cli.commands.remote.init_join import init, join, measure, repair_identity
 from ciuic.cli.commands.remote.keys import keys
 from ciuic.cli.commands.remote.serve import serve
 from ciuic.cli.commands.remote.uploads import status, upload
@@ -22,5 +22,5 @@ def command() -> None:
     """Copies of the snapshots on an object store or another machine's disk (docs/remote.md)."""
 
 
-for _part in (init, join, status, drill, measure, keys, upload, tier, thaw, serve):
+for _part in (init, join, status, drill, measure, keys, repair_identity, upload, tier, thaw, serve):
     command.add_command(_part)

@@ -154,7 +154,7 @@ def _ask(url: str) -> None:
 
 
 def _refuse_remote(objects: Objects) -> None:
-    from ciuic.remote.access import KeySlots, RemoteExists
+    from ciuic.remote.access import KeySlots, RemoteExists, refuse_lost_identity
     from ciuic.remote.documents import is_sealed, read_document
     from ciuic.remote.object_names import REMOTE_JSON
     from ciuic.remote.objects.model import NoSuchObject
@@ -162,7 +162,8 @@ def _refuse_remote(objects: Objects) -> None:
     try:
         sealed = read_document(objects, REMOTE_JSON, is_sealed)
     except NoSuchObject:
-        return
+        # Before the proof, which takes long.
+        return refuse_lost_identity(objects)
     if sealed and not KeySlots(objects).any_object():
         raise RemoteExists(
             f"there is a remote at {objects.url} that no key opens: an earlier `remote init` was interrupted",
@@ -590,6 +591,46 @@ def say(adopted: Adopted) -> None:
         note(f"{_UPLOAD_UNIT} is running: `ciuic remote status` shows how far it is")
     else:
         note("nothing uploads yet: `ciuic remote upload` does, under systemd after `ciuic service install`")
+
+
+@click.command("repair-identity", cls=FrameCommand)
+@targets.place_argument
+@json_option
+def repair_identity(place: str, as_json: bool) -> None:
+    """Write the remote.json of a configured remote again, where it was lost.
+
+    On a host that has used the remote: with its key, the id that it knows, and the block size of its repository. Nothing is written
+    that a key slot, or in clear an entry of a log, does not verify, and nothing over a remote.json that is there.
+    """
+    from ciuic.protocol.stored_remotely import upload_state_dir
+    from ciuic.remote import access
+    from ciuic.remote.replication import read_status
+
+    session = current()
+    config = targets.find_remote(session.config, place)
+    try:
+        repository = session.repository
+    except (ConfigError, NotFound):
+        repository = None
+    state = upload_state_dir()
+    status = read_status(config.name, state)
+    known = [status.remote_id] if status is not None and status.remote_id else []
+    objects = access.configured_objects(config)
+    try:
+        remote = access.repair_identity(
+            objects,
+            access.configured_secrets(config),
+            known_ids=known,
+            repository=repository,
+            block_size=session.config.repository.block_size_bytes,
+            packs_url=config.packs_url or "",
+        )
+    finally:
+        objects.close()
+    if as_json:
+        out_json({"remote": config.name, "url": config.url, "id": remote.id})
+    else:
+        out(f"remote.json of the remote {config.name} at {config.url} is there again, id {remote.id}")
 
 
 _MIB = 1 << 20

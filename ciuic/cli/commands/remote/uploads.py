@@ -323,7 +323,8 @@ def _print_behind(behind: dict[str, Any]) -> None:
 
 def _print_upload(upload: dict[str, Any]) -> None:
     if not upload["running"]:
-        _say(f"upload     not running since {times.clock_of(upload['time'])} or later", fg="yellow")
+        why = f"; its last error: {shown_text(upload['waits_for'])}" if upload["waits_for"] else ""
+        _say(f"upload     not running since {times.clock_of(upload['time'])} or later{why}", fg="yellow")
     elif upload["waits_for"]:
         _say(
             f"upload     running, pid {upload['pid']}; waits: {shown_text(upload['waits_for'])}", fg="yellow"

@@ -224,7 +224,7 @@ def test_an_unreadable_record_of_a_remote_is_told(
     )
     result = repository.run("--config", str(config), "prune", env={"CIUIC_REPO": ""})
     assert result.exit_code == 0, result.stderr
-    assert "what remote nas has stored cannot be read" in result.stderr
+    assert "remote nas: what the remote has stored cannot be read" in result.stderr
     assert len(ids(repository)) == 5
 
 

@@ -250,6 +250,26 @@ def test_shorter_log_is_refused(bucket: LossyBucket) -> None:
         new_log(bucket, state)
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_bucket_that_goes_back_while_a_host_writes_is_refused(bucket: LossyBucket, other: bool) -> None:
+    """A commit behind entries that are gone, or are others, fails, and so does the next process: what it knows to be stored may be gone."""
+    state = MemoryState()
+    log = new_log(bucket, state)
+    assert commit(log)
+    assert commit(log)
+    name = log_entry_name(log.writer, 2)
+    bucket.delete([log_entry_name(log.writer, 1), name])
+    if other:
+        create_entry(
+            bucket, SEALER, log.writer, 2, LogHello(nonce=IDS.hex(), host="h", repository=REPOSITORY)
+        )
+    with pytest.raises(RolledBack, match="older than it was"):
+        commit(log)
+    if not other:
+        with pytest.raises(RolledBack, match="older than it was"):
+            new_log(bucket, state)
+
+
 def test_first_log_after_lost_hello_is_under_a_new_name(bucket: LossyBucket) -> None:
     """A hello whose reply was lost leaves nothing that a later hello builds on."""
     bucket.fate = "reply"

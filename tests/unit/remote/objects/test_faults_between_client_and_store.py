@@ -32,6 +32,7 @@ from ciuic.remote.objects.model import (
     TooLargeObject,
 )
 from ciuic.remote.objects.obstore_objects import ObstoreObjects
+from ciuic.remote.reading.retry_policy import RetryingObjects, RetryPolicy
 
 Connect = Callable[[], ObstoreObjects]
 
@@ -183,6 +184,59 @@ def test_listings_that_are_none_all_the_time(seaweedfs: SeaweedFS, fault_proxy: 
         list(objects.list("w/"))
     assert isinstance(error.value, RemoteUnreachable)
     assert "proxy" in error.value.hint
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_listing_whose_pages_begin_again_has_an_end(
+    seaweedfs: SeaweedFS, fault_proxy: FaultProxy, repeated: bool
+) -> None:
+    """Where the store answers each page with the first one, listing ends with an error, also for a caller that repeats requests."""
+    plain = fault_proxy.connect(seaweedfs.new_url())
+    plain._sleep = lambda seconds: None
+    prefix = plain.url.split("/", 3)[3]
+    entries = "".join(
+        f"<Contents><Key>{prefix}/w/{number:03}</Key><LastModified>2020-01-01T00:00:00.000Z</LastModified><ETag>e</ETag>"
+        "<Size>1</Size></Contents>"
+        for number in range(100)
+    )
+    page = (
+        f"<ListBucketResult><Name>b</Name><KeyCount>100</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>true</IsTruncated>"
+        f"<NextContinuationToken>t</NextContinuationToken>{entries}</ListBucketResult>"
+    )
+    fault_proxy.fault = lambda request: (
+        Fault(status=200, body=page.encode()) if "list-type" in request.path else None
+    )
+    objects = RetryingObjects(plain, RetryPolicy()) if repeated else plain
+    with pytest.raises(NotAListing, match="have no end"):
+        list(objects.list("w/"))
+
+
+_DENIED = "<Error><Key>{key}</Key><Code>{code}</Code><Message>Access Denied</Message></Error>"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("key", "code", "expected"),
+    [
+        ("there", "AccessDenied", RemoteRefused),
+        ("there", "SlowDown", RemoteUnreachable),
+        ("there", "InternalError", RemoteUnreachable),
+        ("another", "AccessDenied", NonsenseReply),
+    ],
+)
+def test_refusals_within_a_reply_of_success_are_refusals(
+    connect: Connect, fault_proxy: FaultProxy, key: str, code: str, expected: type[CiuicError]
+) -> None:
+    """What DeleteObjects answers for one object counts as an answer for the request would, and one for an unknown object is nonsense."""
+    objects = connect()
+    name = objects.url.split("/", 3)[3] + f"/{key}"
+    body = f"<DeleteResult>{_DENIED.format(key=name, code=code)}</DeleteResult>"
+    fault_proxy.fault = on("POST", *[Fault(status=200, body=body.encode())] * 100)
+    with pytest.raises(expected) as error:
+        objects.delete(["there"])
+    if expected is RemoteRefused:
+        assert error.value.message == "cannot delete objects: the store answered AccessDenied (Access Denied)"
 
 
 def _operations(objects: ObstoreObjects) -> Iterator[Callable[[], object]]:

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from ciuic.errors import UsageError
-from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import (
+    ArchivedObject,
+    NoSuchObject,
+    NotAListing,
+    RemoteRefused,
+    RemoteUnreachable,
+)
 from ciuic.remote.objects.opening import open_classes
 from ciuic.remote.objects.s3_botocore import S3Classes
 from ciuic.remote.objects.storage_classes import CLASSES, ObjectClass, find_class
@@ -134,3 +140,15 @@ def test_classes_are_ordered_and_unknown_ones_refused() -> None:
     for url in ("gs://bucket/x", "oss://bucket/x", "file:///mnt/x"):
         with pytest.raises(UsageError):
             open_classes(url)
+
+
+def test_a_page_that_names_itself_as_the_next_one_is_refused(
+    stubbed: tuple[S3Classes, stub.Stubber],
+) -> None:
+    """A listing whose continuation token comes back with the page that it asked for ends with an error."""
+    classes, stubber = stubbed
+    page = {"IsTruncated": True, "NextContinuationToken": "t", "Contents": []}
+    stubber.add_response("list_objects_v2", page)
+    stubber.add_response("list_objects_v2", page)
+    with pytest.raises(NotAListing, match="names itself"):
+        list(classes.list("packs/"))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import remote_recipe as recipe
@@ -26,6 +27,7 @@ from support import slow_line
 from support.object_servers import free_ports
 from support.ssh_server import SshServer
 
+from ciuic.cli.app import cli
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.remote.host_status import StatusReporter, read_statuses
 from ciuic.remote.objects import ssh_objects
@@ -501,3 +503,14 @@ def test_a_reply_that_is_none_is_nonsense() -> None:
     """Bytes that are no reply raise the error that has a read repeated."""
     with pytest.raises(NonsenseReply):
         decode_reply(b"\xc1")
+
+
+def test_a_command_that_cannot_connect_names_what_to_try() -> None:
+    """Of a remote over SSH the advice is about SSH, not about the servers of object stores."""
+    result = CliRunner().invoke(
+        cli, ["--repo", "ssh://u@h/srv/x", "list"], env={"CIUIC_SSH_COMMAND": "false", "CIUIC_REPO": ""}
+    )
+    assert result.exit_code != 0
+    assert "ssh" in result.stderr
+    assert "CIUIC_SSH_COMMAND" in result.stderr
+    assert "AWS_ENDPOINT_URL" not in result.stderr

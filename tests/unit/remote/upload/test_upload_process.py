@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from support.remote_host import BLOCK
 from support.restoring import take, write
 from support.until import until
 
+from ciuic.cli.app import cli
 from ciuic.config import Config, RemoteConfig
-from ciuic.protocol.stored_remotely import read_record
+from ciuic.errors import CiuicError
+from ciuic.protocol.stored_remotely import read_record, remotes_done
 from ciuic.remote.access import init_remote, open_remote
 from ciuic.remote.host_status import HostStatus, StatusBehind, read_statuses
 from ciuic.remote.objects.model import RemoteUnreachable
@@ -120,6 +125,44 @@ def test_status_of_a_remote_that_is_away_keeps_what_was_known(world: World) -> N
     assert (status.remote_id, status.snapshots) == (known.remote_id, known.snapshots)
 
 
+@pytest.mark.parametrize("fault", ["older", "replaced", "unreadable", "gone"])
+def test_a_remote_that_is_not_what_it_was_has_nothing(world: World, fault: str) -> None:
+    """From the upload on that meets such a remote prune keeps all for it, and the status has the reason; until it is read again."""
+    remote, state = world.place / "one", world.place / "state"
+    first = world.snapshot(b"1")
+    world.run(once=True)
+    shutil.copytree(remote, world.place / "older")
+    second = world.snapshot(b"2")
+    world.run(once=True)
+    assert world.stored("one") == {first, second}
+    remote.rename(world.place / "whole")
+    if fault == "older":
+        (world.place / "older").rename(remote)
+    else:
+        remote.mkdir()
+        if fault == "unreadable":
+            (remote / "remote.json").write_text("{}")
+        elif fault == "replaced":
+            objects = open_objects(f"file://{remote}")
+            init_remote(objects, master=None, block_size=BLOCK)
+            objects.close()
+    third = world.snapshot(b"3")
+    with pytest.raises(CiuicError) as failure:
+        world.run(once=True)
+    done = remotes_done(("one", "two"), world.repository.id, state_dir=state)
+    assert done.done == {"one": frozenset(), "two": {first, second, third}}
+    assert failure.value.message in done.flaws[0]
+    assert world.waits_for("one") == failure.value.message
+    if fault in ("older", "replaced"):
+        (status,) = _statuses(world, "one")
+        assert (status.behind.snapshots, status.error) == (3, failure.value.message)
+    shutil.rmtree(remote)
+    (world.place / "whole").rename(remote)
+    world.run(once=True)
+    assert world.stored("one") == {first, second, third}
+    assert world.waits_for("one") == ""
+
+
 def _statuses(world: World, name: str) -> list[HostStatus]:
     objects = open_objects(f"file://{world.place}/{name}")
     try:
@@ -155,3 +198,52 @@ def test_an_upload_says_on_the_remote_how_its_host_is(world: World) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_host_whose_status_is_lost_is_seen_by_its_snapshots(world: World) -> None:
+    """`fleet status` names a host by its manifests, also one whose repository has a space of its own."""
+    world.snapshot(b"1")
+    world.run(once=True)
+    for path in (world.place / "one/status").iterdir():
+        path.unlink()
+    assert list((world.place / "one/repositories").iterdir())
+    url = f"file://{world.place}/one"
+    result = CliRunner().invoke(cli, ["fleet", "status", "--json", url])
+    assert result.exit_code == 0, result.stderr
+    (host,) = json.loads(result.stdout)["without_status"]
+    assert host["snapshots"] == 1
+
+
+def test_the_error_that_ended_an_upload_is_kept(world: World) -> None:
+    """The status has it until the next upload begins to work."""
+    world.snapshot(b"1")
+    (world.place / "one").rename(world.place / "away")
+    with pytest.raises(RemoteUnreachable) as failure:
+        world.run(once=True)
+    assert world.waits_for("one") == failure.value.message
+    (world.place / "away").rename(world.place / "one")
+    world.run(once=True)
+    assert world.waits_for("one") == ""
+
+
+@pytest.mark.parametrize("fault", ["damaged", "gone"])
+def test_a_snapshot_whose_manifest_cannot_be_read_is_uploaded_again(world: World, fault: str) -> None:
+    """A commit alone is no copy: until the snapshot is stored again prune keeps it."""
+    id_ = world.snapshot(b"1")
+    world.run(once=True)
+    space = world.place / "one/repositories" / world.repository.id
+    (manifest,) = (path for path in (space / "manifests").rglob("*") if path.is_file())
+    if fault == "damaged":
+        manifest.write_bytes(b"damaged")
+    else:
+        manifest.unlink()
+    # What the host remembers of it is lost, as after its disk was replaced.
+    (world.place / "state/one" / world.repository.id / "facts").unlink()
+    world.run(once=True)
+    assert world.stored("one") == {id_}
+    again = [path for path in (space / "manifests").rglob("*") if path.is_file() and path != manifest]
+    assert len(again) == 1
+    requests = len(list((space / "w").rglob("*")))
+    world.run(once=True)
+    # It is read: nothing is uploaded a third time, and the log grows by the hello alone.
+    assert len(list((space / "w").rglob("*"))) == requests + 1

@@ -1,0 +1,44 @@
+"""Tests of requests of an upload that are repeated: for ever by a process that goes on, not by one that is to end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+
+from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
+from ciuic.remote.uploader import MAX_REFUSALS, persist
+
+
+class NoPause(threading.Event):
+    """Event that is waited for without waiting."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
+
+
+def _failing(error: type[Exception], times: int) -> Callable[[], int]:
+    numbers = count(1)
+
+    def request() -> int:
+        number = next(numbers)
+        if number <= times:
+            raise error(f"attempt {number}")
+        return number
+
+    return request
+
+
+def test_refusals_end_an_upload_that_is_to_end() -> None:
+    """As many refusals as allowed are waited for, the next is raised; a store that does not answer is waited for, however often."""
+    stop = NoPause()
+    told: list[str] = []
+    allowed = _failing(RemoteRefused, MAX_REFUSALS)
+    assert persist(allowed, stop, told.append, MAX_REFUSALS) == MAX_REFUSALS + 1
+    assert told[-1] == ""
+    with pytest.raises(RemoteRefused, match=f"attempt {MAX_REFUSALS + 1}"):
+        persist(_failing(RemoteRefused, 1000), stop, told.append, MAX_REFUSALS)
+    assert persist(_failing(RemoteUnreachable, 1000), stop, told.append, MAX_REFUSALS) == 1001
+    assert persist(_failing(RemoteRefused, 1000), stop, told.append) == 1001
