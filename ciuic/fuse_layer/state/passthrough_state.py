@@ -341,6 +341,8 @@ class PassthroughState:
         """Shortcut to HiddenLinks.links, which every answer with attributes calls: one call less."""
         self.gate: AbstractContextManager[Any] = nullcontext() if gate is None else gate
         self.files: dict[int, OpenFile] = {}
+        self.leaving: dict[int, threading.Lock] = {}
+        """Nodes that are losing a name, with a lock that is held from the look at their handles until the table is changed."""
         self.recent = RecentChanges()
         self.watched: dict[int, WatchedDirectory] = {}
         """Directories that are open, by node."""
