@@ -685,7 +685,7 @@ class KernelDriver:
         pieces = [p.pack_dirent(*dot) for dot in self._dots(request.node, offset)]
         room = size - sum(map(len, pieces))
         for name, number, mode, at in self.core.directories.list_names(
-            handle, max(offset - 2, 0), _fitting(p.DIRENT.size, room)
+            handle, max(offset - 2, 0), _fitting(p.DIRENT.size, room), rewinds=not offset
         ):
             pieces.append(p.pack_dirent(number, mode, at + 2, name))
         return self._listed(request, handle, pieces)
@@ -698,7 +698,7 @@ class KernelDriver:
         # The kernel forgets only what the reply has room for.
         fitting = _fitting(len(_NO_ENTRY) + p.DIRENT.size, room)
         if self._habits.wants_attributes(request.pid):
-            for name, attr, at in self.core.directories.readdir(handle, first, fitting):
+            for name, attr, at in self.core.directories.readdir(handle, first, fitting, rewinds=not offset):
                 if attr is None:
                     pieces += _NO_ENTRY, p.pack_dirent(UNKNOWN_NUMBER, 0, at + 2, name)
                 else:
@@ -707,7 +707,9 @@ class KernelDriver:
                         p.pack_dirent(attr.node, attr.st.st_mode, at + 2, name),
                     )
         else:
-            for name, number, mode, at in self.core.directories.list_names(handle, first, fitting):
+            for name, number, mode, at in self.core.directories.list_names(
+                handle, first, fitting, rewinds=not offset
+            ):
                 pieces += _NO_ENTRY, p.pack_dirent(number, mode, at + 2, name)
         return self._listed(request, handle, pieces)
 
