@@ -128,7 +128,9 @@ def _offset_without_copy(reader: CopyReader, offset: int, changes: int, count: i
         return max(0, offset - (changes - reader.changes))
     # Opened in a predecessor's time, which has left every listing that is read by more than one request and not from a copy. One of
     # few names was read by a single request, which nobody would want to be repeated.
-    return 0 if max(offset, count) >= LISTING_KEPT_FROM else offset
+    if max(offset, count) < LISTING_KEPT_FROM:
+        return offset
+    return 0 if reader.removed is None else max(0, offset - reader.removed - changes)
 
 
 class Directories:
@@ -145,9 +147,25 @@ class Directories:
         self.on_listing: Callable[[int, list[bytes]], None] = lambda handle, names: None
         """Called with a handle and the names that its offsets count from now on."""
 
-    def inherit(self, handle: int, node_id: int, names: list[bytes] | None, *, uid: int = 0) -> None:
-        """Open a directory that a predecessor had open, under its handle and with the names that its offsets count."""
-        opened = self._put(handle, node_id, uid, inherited=True)
+    def inherit(
+        self,
+        handle: int,
+        node_id: int,
+        names: list[bytes] | None,
+        *,
+        uid: int = 0,
+        removed: int | None = None,
+    ) -> None:
+        """Open a directory that a predecessor had open.
+
+        Args:
+            handle: handle of the predecessor.
+            node_id: node of the directory.
+            names: names that the handle's offsets count; None where they are not known.
+            uid: user who opened it.
+            removed: number of names that may have gone since it was opened; None where that is not known.
+        """
+        opened = self._put(handle, node_id, uid, CopyReader(None, None, removed))
         if names is not None:
             opened.names = _Names(names, self._state.allowances.names, uid)
 
@@ -166,14 +184,14 @@ class Directories:
         self._put(handle, node_id, uid)
         return handle
 
-    def _put(self, handle: int, node_id: int, uid: int, *, inherited: bool = False) -> _OpenDirectory:
+    def _put(self, handle: int, node_id: int, uid: int, reader: CopyReader | None = None) -> _OpenDirectory:
         node = self._nodes.get(node_id)
         descriptor = self._nodes.directory(node)
         with self._watch_lock:
             watched = self._state.watched.setdefault(node_id, WatchedDirectory())
             watched.handles += 1
-            if inherited:
-                watched.readers[handle] = CopyReader(None, None)
+            if reader is not None:
+                watched.readers[handle] = reader
         opened = _OpenDirectory(node, descriptor, uid, watched)
         self._state.allowances.descriptors.add(uid)
         self._open[handle] = opened

@@ -262,6 +262,8 @@ class CopyReader(NamedTuple):
     """`WatchedDirectory.changes` when it was opened; None where that was in a predecessor's time."""
     names: Sequence[bytes] | None
     """The listing that the copy was of then; None where it is not known."""
+    removed: int | None = None
+    """Names that may have gone between the opening and the predecessor's end; None where they were not counted."""
 
 
 class WatchedDirectory:

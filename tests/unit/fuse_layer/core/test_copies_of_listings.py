@@ -88,6 +88,17 @@ def test_a_predecessors_handle_misses_nothing(core: OverlayCore) -> None:
     assert _list(core, 1002, LISTING_KEPT_FROM - 1) == []
 
 
+def test_names_that_went_in_a_predecessors_time_move_the_offset(core: OverlayCore) -> None:
+    """A predecessor's handle goes on where it was when the journal counted what was removed, so that no name comes twice."""
+    names = _copy(core)
+    for name in names[:REMOVED]:
+        core.names.unlink(ROOT_ID, name)
+    core.directories.inherit(1000, ROOT_ID, None, removed=REMOVED)
+    for name in names[REMOVED : READ - 1]:
+        core.names.unlink(ROOT_ID, name)
+    assert _list(core, 1000, READ) == names[READ:]
+
+
 def test_the_first_name_is_a_position_as_all_others(core: OverlayCore) -> None:
     """A seek to the first name keeps the listing, so that a position told before gives its name; a rewind reads the directory anew."""
     handle = core.directories.opendir(ROOT_ID)
