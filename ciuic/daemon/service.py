@@ -380,7 +380,7 @@ class Daemon:
                 parts.roots.start(root, nursery)
             parts.roots.nursery = nursery
             await parts.roots.settled()
-            await parts.sessions.close_rest()
+            await parts.sessions.close_rest(parts.roots.supervisors)
             # After the roots are mounted: their backing directories remember where the repository was.
             await parts.roots.prepare_store()
             parts.snapshots.capturing.trust.take_over(

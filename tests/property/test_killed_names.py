@@ -443,6 +443,32 @@ class Run:
         )
         os.close(file.fd)
 
+    def open(self) -> None:
+        path = self._random_path(lambda path: path.is_file() and not path.is_symlink())
+        if path is not None:
+            reply = self._ask(p.OPEN, self.kernel.look(path), p.OPEN_IN.pack(os.O_RDWR, 0), f"open {path}")
+            self._opened(self.kernel.look(path), reply, os.open(self.kernel.plain / path, os.O_RDWR))
+
+    def open_late(self) -> None:
+        """Open a file whose path was walked before its name was removed or replaced."""
+        path = self._random_path(lambda path: path.is_file() and not path.is_symlink())
+        if path is None:
+            return
+        node, (parent, name) = self.kernel.look(path), self._parent_and_name(path)
+        if not self.kernel.plain.joinpath(path).stat().st_size:
+            (self.kernel.plain / path).write_bytes(b"late")
+            (self.kernel.root / path).write_bytes(b"late")
+        fd = os.open(self.kernel.plain / path, os.O_RDWR)
+        (self.kernel.plain / path).unlink()
+        self.log.append(f"unlink and open {path}")
+        self.kernel.ask(p.UNLINK, parent, name)
+        self.kernel.drop(path)
+        self._opened(node, self.kernel.ask(p.OPEN, node, p.OPEN_IN.pack(os.O_RDWR, 0)), fd)
+
+    def _opened(self, node: int, reply: bytes, fd: int) -> None:
+        handle, _, _ = p.OPEN_OUT.unpack_from(reply)
+        self.kernel.files.append(Open(handle, node, fd))
+
     def forget(self) -> None:
         path = self._random_path(lambda path: True)
         if path is not None:
@@ -461,6 +487,8 @@ class Run:
         for file in kernel.files:
             reply = kernel.ask(p.GETATTR, file.node, p.GETATTR_IN.pack(p.GETATTR_FH, 0, file.handle))
             assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(file.fd)), f"handle {file.handle}"
+            found = kernel.ask(p.READ, file.node, p.READ_IN.pack(file.handle, 0, 4096, 0, 0, os.O_RDWR, 0))
+            assert found == os.pread(file.fd, 4096, 0), f"content of handle {file.handle}"
         for node, fd in [*kernel.pipes, *kernel.folders]:
             reply = kernel.ask(p.GETATTR, node, p.GETATTR_IN.pack(0, 0, 0))
             assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(fd)), f"pipe or directory {node}"
@@ -485,6 +513,8 @@ class Run:
             self.refused,
             self.refused,
             self.forget,
+            self.open,
+            self.open_late,
         ]
         try:
             for _ in range(operations):

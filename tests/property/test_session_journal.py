@@ -324,6 +324,23 @@ def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None
     archive.close()
 
 
+def test_names_that_went_from_an_open_directory_are_counted(tmp_path: Path) -> None:
+    """Removals and renames since a handle was opened are counted, interrupted ones too, across the archive; nothing of before is."""
+    removal = records.unlinked_record(7, 5, b"gone", gone=True)
+    opened = [records.directory_opened_record(OpenedDirectory(handle, 5, handle, 0)) for handle in (1, 2)]
+    renamed = records.renamed_record(8, 5, b"a", 6, b"b")
+    begun = records.changing_record(records.ChangedNames(5, b"c"), records.ChangedInodes(9))
+    elsewhere = records.unlinked_record(10, 6, b"d", gone=True)
+    archive = _archived(tmp_path, removal + opened[0] + removal + opened[1] + elsewhere)
+    inherited = InheritedSession(archive)
+    archive.restore(inherited)
+    list(inherited.apply(renamed + begun))
+    assert [inherited.removed_since_opened(handle) for handle in (1, 2)] == [3, 2]
+    inherited.removals_before.clear()
+    assert inherited.removed_since_opened(1) is None
+    archive.close()
+
+
 def test_a_listing_that_is_too_long_is_not_replaced_by_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,11 @@ Guarantees: everything that may block runs in a thread; each method says which s
 are handed in. A mount that any process may still answer is never detached. Leaves supervising to
 supervisor.py.
 
-A root that the daemon begins to serve is in one of four cases: no overlay (mount one); a live worker of a
-predecessor (adopt it); dead mounts of killed workers, perhaps several on top of one another (detach them); an
-overlay that another process serves (refuse, and touch nothing).
+A root that the daemon begins to serve is in one of five cases: no overlay (mount one); a live worker of a
+predecessor (adopt it); a session that is held and has no worker, or one that hangs (start a successor); dead
+mounts of killed workers, perhaps several on top of one another (detach them); an overlay that another process
+serves (refuse, and touch nothing). A case can become another one at any step, when a process is killed. So a
+held session is released only when its worker has answered and a keeper has it, or when it is given up.
 
 An overlay that another process unmounts is detected by poll(2) on /proc/self/mountinfo, which reports that
 some mount came or went (proc_pid_mountinfo(5)); the file is then read once. It is detected within
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final, Protocol
@@ -35,18 +38,22 @@ from ciuic.daemon.roots.worker_process import (
     start_worker,
 )
 from ciuic.errors import Busy, CiuicError, NotFound, UsageError
+from ciuic.fuse_layer.journal.succession import pause_seconds
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import MovedMounts, mounts_in_overlay_at
-from ciuic.protocol.worker_client import peer_pid
+from ciuic.protocol.worker_client import WorkerControlClient, WorkerUnreachable, peer_pid
 from ciuic.system.bypass import Bypasser, BypassingMount, find_bypassing, find_bypassing_mounts
 from ciuic.system.open_files import MountUser, mount_users
+from ciuic.system.poll import readable
 
 # Pause between two reads: container runtimes change tens of mounts at a time, and a thousand mounts take a
 # millisecond to parse.
 _SETTLE_SECONDS: Final = 0.1
 # A dead mount answers ENOTCONN at once; one that does not answer in time hangs, and must not be detached.
 _PROBE_TIMEOUT_SECONDS = 5.0
+# Probes in a row without an answer, after which a worker counts as hung.
+_SILENCES: Final = 3
 # A bound for the loop over mounts that lie on top of one another.
 _MAX_STACKED = 64
 # Threads that search through /proc at a time, including abandoned ones that still wait: they must not use up
@@ -71,28 +78,34 @@ async def unmounted(root: str) -> None:
             await trio.sleep(_SETTLE_SECONDS)
 
 
-def _recover_root(root: str, worker_socket: Path) -> OverlayWorker | None:
-    """Adopt the live worker of `root`, or detach dead overlays and return None. Blocks; run in a thread.
+def _kill_hung(worker_socket: Path) -> bool:
+    """Kill the worker that listens if it answers none of `_SILENCES` probes; return whether none serves now.
 
-    Raises:
-        Busy: another process serves an overlay there, or one hangs there.
+    For a worker whose session outlives it. Blocks for `_SILENCES * _PROBE_TIMEOUT_SECONDS` at most.
     """
-    # Without a mount, a worker that listens there serves files that were open when the root was unmounted.
-    if mounts.overlay_at(root) is not None:
-        worker = adopt_worker(worker_socket)
-        if worker is not None:
-            log.info("worker_adopted", root=root, pid=worker.pid, session=worker.session)
-            return worker
-    detach_dead(root)
-    # A worker that still serves open handles of a detached mount may listen there; it need not be reached any
-    # more.
-    worker_socket.unlink(missing_ok=True)
-    return None
-
-
-def _is_orphaned(root: str, worker_socket: Path) -> bool:
-    """Return whether an overlay is over `root` that no worker serves."""
-    return mounts.overlay_at(root) is not None and peer_pid(worker_socket) is None
+    pid = peer_pid(worker_socket)
+    if pid is None:
+        return True
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        for _ in range(_SILENCES):
+            with WorkerControlClient(worker_socket, timeout_seconds=_PROBE_TIMEOUT_SECONDS) as client:
+                try:
+                    client.alive()
+                except WorkerUnreachable:
+                    continue
+                return False
+        # A process that still listens under this number is the one that the pidfd was opened for.
+        if peer_pid(worker_socket) == pid:
+            log.error("worker_hangs", pid=pid, silences=_SILENCES)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return readable(pidfd, _PROBE_TIMEOUT_SECONDS)
+    finally:
+        os.close(pidfd)
+    return True
 
 
 def detach_dead(root: str) -> int:
@@ -196,22 +209,56 @@ class RealMounts:
             OSError: a descriptor or a process could not be had.
         """
         options = self._options(settings)
-        # In this order: a kept session without a worker gets a successor, a live worker is adopted, and only
-        # where there is neither is a new overlay mounted.
-        left = self._kept.take(settings.path) if self._kept is not None else None
-        adopted = None
-        if left is not None:
-            adopted = await _go_on(options, *left, spare=self._spare)
-        if adopted is None:
-            # Not abandoned on cancellation: a worker that is adopted must become known.
-            adopted = await trio.to_thread.run_sync(_recover_root, settings.path, options.socket)
-        if adopted is None:
+        worker = await self._recovered(options)
+        if worker is None:
             backing_fd = await trio.to_thread.run_sync(_open_root, settings.path, abandon_on_cancel=True)
             # A process that is ready becomes the worker where there is one: the root is unprotected until the
             # worker serves.
-            adopted = await start_worker(options, backing_fd, spare=self._spare)
-        await self._prepared_for_its_death(adopted, options)
-        return adopted
+            worker = await start_worker(options, backing_fd, spare=self._spare)
+        await self._prepared_for_its_death(worker, options)
+        return worker
+
+    async def _recovered(self, options: WorkerOptions) -> OverlayWorker | None:
+        """Adopt the worker of the overlay over a root, or start one that goes on with its session.
+
+        Return None where neither is possible; dead overlays are detached then.
+
+        Raises:
+            Busy: another process serves an overlay there, or one hangs there.
+        """
+        root, failures = options.root, 0
+        while await self.is_mounted(root):
+            # Before anything that takes time: where no keeper has it, the worker's death would end the session.
+            if self._kept is not None:
+                await self._kept.ask_worker(root, options.socket)
+            # Not abandoned on cancellation: a worker that is adopted must become known.
+            adopted = await trio.to_thread.run_sync(adopt_worker, options.socket)
+            if adopted is not None:
+                log.info("worker_adopted", root=root, pid=adopted.pid, session=adopted.session)
+                return adopted
+            held = self._kept.held(root) if self._kept is not None else None
+            if held is None:
+                break
+            if not await trio.to_thread.run_sync(_kill_hung, options.socket):
+                # It answers by now, or will: `detach_dead` touches nothing then.
+                break
+            pause = pause_seconds(failures)
+            if pause is None:
+                log.error("session_given_up", root=root, deaths=failures)
+                await self.forget(root)
+                break
+            await trio.sleep(pause)
+            session_fd, backing_fd = held
+            try:
+                return await start_worker(options, os.dup(backing_fd), session_fd, spare=self._spare)
+            except (CiuicError, OSError) as error:
+                log.error("session_not_taken_over", root=root, error=str(error))
+                failures += 1
+        await self.detach_dead(root)
+        # A worker that still serves open handles of a detached mount may listen there; it need not be reached
+        # any more.
+        options.socket.unlink(missing_ok=True)
+        return None
 
     async def prepare_successor(self) -> None:
         """Wait until the process that forks workers is ready. Log a warning where there is none."""
@@ -235,6 +282,7 @@ class RealMounts:
             # A keeper has started one. As a failure this would count towards giving the session up.
             adopted = await trio.to_thread.run_sync(adopt_worker, options.socket)
             if adopted is None:
+                await trio.to_thread.run_sync(_kill_hung, options.socket)
                 raise
             log.info("worker_adopted", root=settings.path, pid=adopted.pid)
             successor = adopted
@@ -321,22 +369,3 @@ class RealMounts:
             return find_bypassing_mounts(root, ignore_pids={*ignore_pids, *self._own_pids(root)})
 
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._looking)
-
-
-async def _go_on(
-    options: WorkerOptions, session_fd: int, backing_fd: int, *, spare: SpareProcess | None
-) -> OverlayWorker | None:
-    """Start a worker for a session whose worker died while no daemon ran. Closes both descriptors.
-
-    Return None where the session is served or over, or no worker could be started.
-    """
-    try:
-        orphaned = await trio.to_thread.run_sync(_is_orphaned, options.root, options.socket)
-        if orphaned:
-            return await start_worker(options, os.dup(backing_fd), session_fd, spare=spare)
-    except (CiuicError, OSError) as error:
-        log.error("session_not_taken_over", root=options.root, error=str(error))
-    finally:
-        os.close(session_fd)
-        os.close(backing_fd)
-    return None

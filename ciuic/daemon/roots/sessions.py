@@ -25,7 +25,12 @@ import structlog
 import trio
 
 from ciuic.daemon.base.systemd import Notifier
-from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions, successor_arguments
+from ciuic.daemon.roots.worker_process import (
+    OverlayWorker,
+    WorkerOptions,
+    ask_session,
+    successor_arguments,
+)
 from ciuic.fuse_layer.prefork import keeper, messages
 from ciuic.fuse_layer.prefork.client import SpareProcess
 
@@ -40,6 +45,7 @@ _STABLE_SECONDS: Final = 60.0
 _UNWATCHED_SECONDS: Final = 1.0
 # Process id of systemd, whose descriptor store keeps what the daemon sends to NOTIFY_SOCKET.
 _SERVICE_MANAGER: Final = 1
+_KINDS: Final = ("session", "backing")
 log = structlog.get_logger(__name__)
 
 
@@ -261,8 +267,10 @@ class SessionStore:
             keeper: client of the keeper process; None where systemd starts the daemon.
         """
         self._notifier = notifier
+        # Sessions of predecessors that no worker of this daemon goes on with yet.
         self._stored = stored
         self._keeper = keeper
+        self._are_rest_closed = False
 
     @property
     def holders(self) -> set[int]:
@@ -284,13 +292,14 @@ class SessionStore:
         if prepare:
             await self._keeper.prepare()
         for root, (session_fd, backing_fd) in (await self._keeper.inherit(roots)).items():
-            for name, fd in ((_name("session", root), session_fd), (_name("backing", root), backing_fd)):
-                if self._stored.setdefault(name, fd) != fd:
+            for kind, fd in zip(_KINDS, (session_fd, backing_fd), strict=True):
+                if self._stored.setdefault(_name(kind, root), fd) != fd:
                     os.close(fd)  # a duplicate of what systemd has kept as well
 
     async def keep(self, options: WorkerOptions, worker: OverlayWorker) -> None:
-        """Keep the session of ``worker``, in place of any earlier one of its root; nothing where it has none."""
+        """Keep the session of ``worker``, in place of any earlier one of its root."""
         if worker.session_fd is None:
+            await self._settle(options.root)
             return
         # First: systemd keeps several descriptors of one name, and would give the earlier session back as
         # well.
@@ -299,6 +308,7 @@ class SessionStore:
         self._notifier.store(_name("backing", options.root), worker.backing_fd)
         if self._keeper is not None:
             await self._keeper.keep(options, worker)
+        await self._settle(options.root)
 
     # Every holder must be told: a mount whose session is held and that no worker serves is not dead but
     # hangs.
@@ -307,31 +317,62 @@ class SessionStore:
         self._unstore(root)
         if self._keeper is not None:
             await self._keeper.drop(root)
+        await self._settle(root)
 
     def _unstore(self, root: str) -> None:
-        for kind in ("session", "backing"):
+        for kind in _KINDS:
             self._notifier.unstore(_name(kind, root))
 
-    def take(self, root: str) -> tuple[int, int] | None:
-        """Return the session and backing descriptor that a predecessor kept for the root.
+    def held(self, root: str) -> tuple[int, int] | None:
+        """Return the session and backing descriptor of a root that a predecessor left, or None.
 
-        The caller owns them. Return None where one is missing.
+        They stay ours, and open until `keep` or `drop` of the root.
         """
-        session_fd = self._stored.pop(_name("session", root), None)
-        backing_fd = self._stored.pop(_name("backing", root), None)
-        # A successor needs both.
-        if session_fd is not None and backing_fd is not None:
-            return session_fd, backing_fd
-        for fd in (session_fd, backing_fd):
+        session_fd = self._stored.get(_name("session", root))
+        backing_fd = self._stored.get(_name("backing", root))
+        # A successor needs both, and the kernel's connection.
+        if session_fd is None or backing_fd is None or keeper.is_over(session_fd):
+            return None
+        return session_fd, backing_fd
+
+    async def ask_worker(self, root: str, control: Path) -> None:
+        """Hold the session of the worker that listens on ``control``, unless it is held or the worker refuses."""
+        if self.held(root) is None:
+            # Not abandoned on cancellation: descriptors would stay open.
+            fds = await trio.to_thread.run_sync(ask_session, control)
+            if fds is not None:
+                self._close_stored(root)
+                for kind, fd in zip(_KINDS, fds, strict=True):
+                    self._stored[_name(kind, root)] = fd
+
+    async def close_rest(self, roots: Iterable[str]) -> None:
+        """Close stored descriptors of other roots than these.
+
+        The keepers of earlier daemons end when no session waits for a worker any more.
+        """
+        wanted = {_name(kind, root) for root in roots for kind in _KINDS}
+        for name in list(self._stored):
+            if name not in wanted:
+                os.close(self._stored.pop(name))
+        self._are_rest_closed = True
+        await self._end_predecessors()
+
+    async def _settle(self, root: str) -> None:
+        """Close what a predecessor left of a session that is kept or given up."""
+        self._close_stored(root)
+        # Shielded: the caller has a worker that must become known.
+        with trio.CancelScope(shield=True):
+            await self._end_predecessors()
+
+    def _close_stored(self, root: str) -> None:
+        for kind in _KINDS:
+            fd = self._stored.pop(_name(kind, root), None)
             if fd is not None:
                 os.close(fd)
-        return None
 
-    async def close_rest(self) -> None:
-        """Close stored descriptors that no root has taken, and end the keepers of earlier daemons."""
-        for name in list(self._stored):
-            os.close(self._stored.pop(name))
-        if self._keeper is not None:
+    async def _end_predecessors(self) -> None:
+        # Until then a predecessor's keeper is the third holder of a session that has no worker.
+        if self._keeper is not None and self._are_rest_closed and not self._stored:
             await self._keeper.end_predecessors()
 
     async def run(self) -> None:

@@ -397,6 +397,8 @@ class RootSupervisor:
             self._root_alerts.not_mounted(self.error, hint)
             self._settled.set()
             return None
+        # Known before the first checkpoint, so that `stop` unmounts it.
+        self.worker = worker
         if worker.adopted and not self._departs:
             # An earlier daemon may have asked it to unmount as soon as nobody is in it.
             with suppress(CiuicError):
@@ -428,7 +430,7 @@ class RootSupervisor:
         self._on_session_lost(self.path, worker.session)
         self._root_alerts.clear_silent()
         if self._stopping:
-            worker.close()
+            self.worker = worker
             return
         if worker is self._handed_over:
             return
@@ -527,10 +529,15 @@ class RootSupervisor:
                     continue
                 self._now_served_by(worker, plain=plain)
                 return worker
+        except trio.Cancelled:
+            # `stop` has a successor unmount, and `leave` closes it.
+            self.worker = dead
+            raise
         finally:
             # While any process holds the session, a mount that no worker serves hangs; it is dead, and can be
             # detached, only after that.
-            dead.close()
+            if self.worker is not dead:
+                dead.close()
         await self._give_up_session()
         return None
 
@@ -608,16 +615,18 @@ class RootSupervisor:
         await self._finished.wait()
         worker, self.worker = self.worker, None
         try:
-            if worker is None:
+            while worker is not None:
+                self._on_session_lost(self.path, worker.session)
+                if self.view is not None:
+                    await self.view.end(worker)
+                if await self._stop_worker(worker):
+                    break
+                worker = await self._last_successor(worker)
+            else:
                 # In this order: the mount is dead, and can be detached, only when no process holds its
                 # session.
                 await self._hooks.forget(self.path)
                 await self._hooks.detach_dead(self.path)
-            else:
-                self._on_session_lost(self.path, worker.session)
-                if self.view is not None:
-                    await self.view.end(worker)
-                await self._stop_worker(worker)
         except (CiuicError, OSError, trio.TooSlowError) as error:
             log.error("root_not_unmounted", root=self.path, error=str(error) or type(error).__name__)
             self.error = str(error)
@@ -646,8 +655,26 @@ class RootSupervisor:
             worker.close()
         log.info("root_left_mounted", root=self.path)
 
-    async def _stop_worker(self, worker: OverlayWorker) -> None:
+    async def _last_successor(self, dead: OverlayWorker) -> OverlayWorker | None:
+        """Close a worker that died before it had unmounted, and return one that does so in its place.
+
+        Without one the files that a job has open would fail. Return None where there can be none.
+        """
+        self._deaths += 1
+        try:
+            if dead.session_fd is None or dead.session_is_over() or pause_seconds(self._deaths) is None:
+                return None
+            return await self._hooks.succeed(self.settings, dead, plain=self.plain)
+        except (CiuicError, OSError) as error:
+            log.error("session_not_taken_over", root=self.path, error=str(error))
+            return None
+        finally:
+            dead.close()
+
+    async def _stop_worker(self, worker: OverlayWorker) -> bool:
         """Have a worker unmount, and wait for its end unless it still serves handles.
+
+        Return False where it died first; it is not closed then.
 
         Where a process is in the overlay, the worker serves on and unmounts later; then `in_use` is set. What others have mounted inside the overlay stays mounted in its place.
 
@@ -656,6 +683,7 @@ class RootSupervisor:
             TooSlowError: it does not unmount in time.
         """
         moved: MovedMounts | None = None
+        has_died = False
         try:
             with trio.fail_after(STOP_TIMEOUT_SECONDS):
                 try:
@@ -665,13 +693,11 @@ class RootSupervisor:
                     await worker.ask(_abort_pending)
                     if not await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS)):
                         self.in_use = True
-                        return
+                        return True
                 except Unreachable:
                     if not worker.is_alive():
-                        worker.close()
-                        await self._hooks.forget(self.path)
-                        await self._hooks.detach_dead(self.path)
-                        return
+                        has_died = True
+                        return False
                     worker.terminate()  # SIGTERM has the effect of the stop request
                 await self._wait_detached()
             if moved is not None:
@@ -679,15 +705,17 @@ class RootSupervisor:
                 moved = None
             with trio.move_on_after(LINGER_NOTICE_SECONDS):
                 await worker.wait()
-                return
+                return True
             self.lingers = True
             log.info("worker_serves_open_handles", root=self.path, pid=worker.pid)
+            return True
         finally:
             if moved is not None:
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(_put_back, moved)
             # After it: the mounts are put back through the worker's descriptor of the plain directory.
-            worker.close()
+            if not has_died:
+                worker.close()
 
     async def _wait_detached(self) -> None:
         # Polled, although mountinfo can be waited for: a wake-up for every mount of the host costs more than

@@ -35,6 +35,8 @@ from ciuic.system.processes import describe_exit
 _READY_TIMEOUT_SECONDS = 30.0
 # A request may wait for the disk below the root.
 _CONTROL_TIMEOUT_SECONDS = 30.0
+# A worker that is adopted answers at once, or hangs.
+_ADOPTION_SECONDS = 5.0
 _T = TypeVar("_T")
 _Child = subprocess.Popen[bytes] | ForkedProcess
 log = structlog.get_logger(__name__)
@@ -112,10 +114,22 @@ class OverlayWorker:
         set_aside: Sequence[bytes] = (),
         version: str = ciuic.__version__,
     ) -> None:
+        """Take over the descriptors, in every case.
+
+        Raises:
+            WorkerDied: the process has ended, and was collected.
+        """
         self.pid = pid
-        # Works for a worker that a predecessor started just as for a child. The predecessor's pid comes from
-        # SO_PEERCRED of the control socket, not from a file that may be stale.
-        self.pidfd = os.pidfd_open(pid)
+        try:
+            # Works for a worker that a predecessor started just as for a child. The predecessor's pid comes
+            # from SO_PEERCRED of the control socket, not from a file that may be stale.
+            self.pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            # A session does not end while one of its descriptors is open here.
+            for fd in (backing_fd, session_fd, undo_fd):
+                if fd is not None:
+                    os.close(fd)
+            raise WorkerDied(f"the overlay worker with process number {pid} has ended") from error
         self.backing_fd = backing_fd
         self.session = session
         self.adopted = adopted
@@ -324,7 +338,24 @@ def _unless_refused(ask: Callable[[], int]) -> int | None:
         return None
 
 
-def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> OverlayWorker | None:
+def ask_session(socket_path: Path) -> tuple[int, int] | None:
+    """Return the session and backing descriptors of the worker on ``socket_path``; the caller closes them.
+
+    Return None where none answers, or it has no session that could go on.
+    """
+    with WorkerControlClient(socket_path, timeout_seconds=_ADOPTION_SECONDS) as client:
+        try:
+            session_fd = client.session_fd()
+        except (WorkerUnreachable, WorkerRefused):
+            return None
+        try:
+            return session_fd, client.backing_fd()
+        except (WorkerUnreachable, WorkerRefused):
+            os.close(session_fd)
+            return None
+
+
+def adopt_worker(socket_path: Path) -> OverlayWorker | None:
     """Return the worker that answers on `socket_path`, with a descriptor of its backing directory.
 
     Return None if none answers.
@@ -332,7 +363,7 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> OverlayW
     pid = peer_pid(socket_path)
     if pid is None:
         return None
-    client = WorkerControlClient(socket_path, timeout_seconds=timeout_seconds)
+    client = WorkerControlClient(socket_path, timeout_seconds=_ADOPTION_SECONDS)
     fds: list[int] = []
     try:
         with client:
@@ -344,17 +375,20 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> OverlayW
         for fd in fds:
             os.close(fd)
         return None
-    return OverlayWorker(
-        pid,
-        backing_fd,
-        answers.status.session,
-        _connector(socket_path),
-        adopted=True,
-        session_fd=answers.session_fd,
-        undo_fd=answers.undo_fd,
-        set_aside=answers.status.set_aside,
-        version=answers.status.version,
-    )
+    try:
+        return OverlayWorker(
+            pid,
+            backing_fd,
+            answers.status.session,
+            _connector(socket_path),
+            adopted=True,
+            session_fd=answers.session_fd,
+            undo_fd=answers.undo_fd,
+            set_aside=answers.status.set_aside,
+            version=answers.status.version,
+        )
+    except WorkerDied:
+        return None
 
 
 def _connector(socket_path: Path) -> Callable[[], WorkerClient]:

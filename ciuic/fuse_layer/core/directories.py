@@ -119,15 +119,18 @@ def _times(opened: _OpenDirectory) -> tuple[int, int]:
     return st.st_mtime_ns, st.st_ctime_ns
 
 
-def _offset_without_copy(reader: CopyReader, offset: int, changes: int) -> int:
+def _offset_without_copy(reader: CopyReader, offset: int, changes: int, count: int) -> int:
     """Return where a handle goes on that was in the middle of a copy, whose listing is not known any more.
 
     A change since it was opened may have taken a name before its offset away. Rather is a name listed twice than left out.
     """
     if reader.changes is not None:
         return max(0, offset - (changes - reader.changes))
-    # Opened in a predecessor's time, which has left every listing that is read by more than one request and not from a copy.
-    return 0 if offset >= LISTING_KEPT_FROM else offset
+    # Opened in a predecessor's time, which has left every listing that is read by more than one request and not from a copy. One of
+    # few names was read by a single request, which nobody would want to be repeated.
+    if max(offset, count) < LISTING_KEPT_FROM:
+        return offset
+    return 0 if reader.removed is None else max(0, offset - reader.removed - changes)
 
 
 class Directories:
@@ -144,9 +147,25 @@ class Directories:
         self.on_listing: Callable[[int, list[bytes]], None] = lambda handle, names: None
         """Called with a handle and the names that its offsets count from now on."""
 
-    def inherit(self, handle: int, node_id: int, names: list[bytes] | None, *, uid: int = 0) -> None:
-        """Open a directory that a predecessor had open, under its handle and with the names that its offsets count."""
-        opened = self._put(handle, node_id, uid, inherited=True)
+    def inherit(
+        self,
+        handle: int,
+        node_id: int,
+        names: list[bytes] | None,
+        *,
+        uid: int = 0,
+        removed: int | None = None,
+    ) -> None:
+        """Open a directory that a predecessor had open.
+
+        Args:
+            handle: handle of the predecessor.
+            node_id: node of the directory.
+            names: names that the handle's offsets count; None where they are not known.
+            uid: user who opened it.
+            removed: number of names that may have gone since it was opened; None where that is not known.
+        """
+        opened = self._put(handle, node_id, uid, CopyReader(None, None, removed))
         if names is not None:
             opened.names = _Names(names, self._state.allowances.names, uid)
 
@@ -165,27 +184,33 @@ class Directories:
         self._put(handle, node_id, uid)
         return handle
 
-    def _put(self, handle: int, node_id: int, uid: int, *, inherited: bool = False) -> _OpenDirectory:
+    def _put(self, handle: int, node_id: int, uid: int, reader: CopyReader | None = None) -> _OpenDirectory:
         node = self._nodes.get(node_id)
         descriptor = self._nodes.directory(node)
         with self._watch_lock:
             watched = self._state.watched.setdefault(node_id, WatchedDirectory())
             watched.handles += 1
-            if inherited:
-                watched.readers[handle] = CopyReader(None, None)
+            if reader is not None:
+                watched.readers[handle] = reader
         opened = _OpenDirectory(node, descriptor, uid, watched)
         self._state.allowances.descriptors.add(uid)
         self._open[handle] = opened
         return opened
 
     def readdir(
-        self, handle: int, offset: int, fitting: Fitting = _everything
+        self, handle: int, offset: int, fitting: Fitting = _everything, *, rewinds: bool | None = None
     ) -> list[tuple[bytes, Attr | None, int]]:
         """Return name, attributes and next offset of entries from ``offset``, without "." and ".."; none at the end.
 
-        Offset 0 reads the directory anew. A lookup of each entry with attributes is counted; one that cannot be looked at has none.
+        A lookup of each entry with attributes is counted; one that cannot be looked at has none.
+
+        Args:
+            handle: handle of the directory.
+            offset: number of names to leave out.
+            fitting: tells how many names the reply has room for.
+            rewinds: read the directory anew; None: where the offset is 0.
         """
-        opened, names, offset = self._names_from(handle, offset)
+        opened, names, offset = self._names_from(handle, offset, rewinds)
         while offset < len(names):
             end = fitting(names, offset)
             entries = self._state.adopt_listed(opened.node, opened.descriptor, names[offset:end], offset)
@@ -196,13 +221,16 @@ class Directories:
         return []
 
     def list_names(
-        self, handle: int, offset: int, fitting: Fitting = _everything
+        self, handle: int, offset: int, fitting: Fitting = _everything, *, rewinds: bool | None = None
     ) -> list[tuple[bytes, int, int, int]]:
-        """Return name, number, mode and next offset of entries from ``offset``, without "." and ".."; none at the end."""
-        opened, names, offset = self._names_from(handle, offset)
+        """Return name, number, mode and next offset of entries from ``offset``, without "." and ".."; none at the end.
+
+        Arguments as of `readdir`.
+        """
+        opened, names, offset = self._names_from(handle, offset, rewinds)
         # Without a look at each name, which is half of the time of a listing otherwise.
         found = names.found
-        if found is not None and offset and _times(opened) != found.times:
+        if found is not None and (offset or rewinds is False) and _times(opened) != found.times:
             found = names.found = None
         while offset < len(names):
             end = fitting(names, offset)
@@ -244,11 +272,14 @@ class Directories:
             entries.append((name, seen, st.st_mode, at))
         return entries
 
-    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names, int]:
-        """Return an open directory with its names, read anew for offset 0, and the offset in them."""
+    def _names_from(
+        self, handle: int, offset: int, rewinds: bool | None
+    ) -> tuple[_OpenDirectory, _Names, int]:
+        """Return an open directory with its names, read anew for a rewind, and the offset in them."""
         opened = self._directory(handle)
-        # Offset 0 is a rewind: rewinddir(3) shows the directory as it is now.
-        if offset and opened.names is not None:
+        # rewinddir(3) shows the directory as it is now. seekdir(3) to the first name keeps the positions of the others.
+        is_rewind = not offset if rewinds is None else rewinds
+        if not is_rewind and opened.names is not None:
             return opened, opened.names, offset
         reader = opened.watched.readers.get(handle)
         if offset and reader is not None and reader.names is not None:
@@ -258,7 +289,7 @@ class Directories:
             opened.names = self._listed(opened, names)
             opened.names.found = found
             if offset and reader is not None:
-                offset = _offset_without_copy(reader, offset, opened.watched.changes)
+                offset = _offset_without_copy(reader, offset, opened.watched.changes, len(names))
         self.on_listing(handle, opened.names)
         return opened, opened.names, offset
 

@@ -129,6 +129,8 @@ class Files:
         self._state = state
         self._nodes = state.nodes
         self._times = times
+        self.before_waiting: Callable[[], None] = lambda: None
+        """Called before an open that waits for a removal; a driver lets other requests go on."""
 
     # -- hooks: called inside the gate ----------------------------------------------------------------
 
@@ -179,12 +181,11 @@ class Files:
         node = self._nodes.get(node_id)
         truncates = bool(flags & os.O_TRUNC)
         if not truncates and not unseen:
-            return self._state.add_file(self._opened(node, flags, uid))
+            return self._opened_handle(node, flags, uid)[1]
         # An open that truncates or may be written past the worker is a change: a cut comes before or after
         # all of it.
         with self._state.gate:
-            file = self._opened(node, flags, uid)
-            handle = self._state.add_file(file)
+            file, handle = self._opened_handle(node, flags, uid)
             try:
                 if truncates and file.writes:
                     self.truncate_open(node, file.fd, 0, keeps_privileges, moves_times=True)
@@ -204,6 +205,29 @@ class Files:
         """Note that a file that was just created will be written past the worker (passthrough_writers.py)."""
         with self._state.gate:
             self._opened_unseen(handle, self._state.file(handle))
+
+    def _opened_handle(self, node: Node, flags: int, uid: int) -> tuple[OpenFile, int]:
+        """Open the node for a user, and give the file a handle with which a successor can go on."""
+        while True:
+            if node.parent is None and node.handles is None:
+                self._before_nameless(node)
+            file = self._opened(node, flags, uid)
+            handle = self._state.add_file(file)
+            # Looked at after the handle is there, as a removal looks at the handles after it is in `leaving`: one of the
+            # two sees the other. Without that a removal in another thread kept no hidden link for this handle.
+            leaving = self._state.leaving.get(node.id)
+            if leaving is None:
+                return file, handle
+            self.before_waiting()
+            with leaving:
+                pass
+            if node.parent is not None or self._state.hidden.has_orphan(node.ino):
+                return file, handle
+            # As if the removal had come first.
+            self.release(handle)
+
+    def _before_nameless(self, node: Node) -> None:
+        """Called before the first open of an inode without a known name."""
 
     def _opened(self, node: Node, flags: int, uid: int) -> OpenFile:
         """Open the node for a user.

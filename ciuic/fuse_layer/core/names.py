@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -505,20 +506,23 @@ class Names:
             entry = _entry_of(self._state, parent, name)
             target = self._target(entry)
             self._state.keep_name(parent, entry, target.st)
-            keep = self._keep_removed(target, entry)
-            # Before the system call, and for every inode that the kernel knows: a successor that did not know
-            # of a removal gave the next file with the same inode number the same node (ESTALE and wrong link
-            # counts, once in 1,500 kills).
-            if target.is_remembered:
-                _note_changing(self._nodes.journal, parent, name, target.st.st_ino, goes=target.remembered)
-            try:
-                self._state.with_space(lambda: remove(entry))
-            except OSError:
+            with _Leaving(self._state, target):
+                keep = self._keep_removed(target, entry)
+                # Before the system call, and for every inode that the kernel knows: a successor that did not know
+                # of a removal gave the next file with the same inode number the same node (ESTALE and wrong link
+                # counts, once in 1,500 kills).
                 if target.is_remembered:
-                    _note_unchanged(self._nodes.journal, parent, name)
-                raise
-            self._removed(parent, name, target)
-            self._unbound(parent, name, target, keep)
+                    _note_changing(
+                        self._nodes.journal, parent, name, target.st.st_ino, goes=target.remembered
+                    )
+                try:
+                    self._state.with_space(lambda: remove(entry))
+                except OSError:
+                    if target.is_remembered:
+                        _note_unchanged(self._nodes.journal, parent, name)
+                    raise
+                self._removed(parent, name, target)
+                self._unbound(parent, name, target, keep)
             self._state.names_changed(parent)
 
     def _target(self, entry: PathHandle) -> Target:
@@ -571,45 +575,68 @@ class Names:
             exchange = bool(flags & syscalls.RENAME_EXCHANGE)
             state.keep_name(parent, entry, source.st, moved=True)
             state.keep_name(new_parent, new_entry, replaced.st if replaced else None, moved=exchange)
-            keep = self._keep_removed(replaced, new_entry) if replaced is not None and not exchange else None
-            _note_changing(
-                self._nodes.journal, parent, name, source.st.st_ino, to=(new_parent, new_name),
-                replaced=replaced.st.st_ino if replaced is not None else 0, exchange=exchange,
-                goes=replaced.remembered if replaced is not None and not exchange else None,
-            )  # fmt: skip
-            try:
-                state.with_space(lambda: _rename(entry, new_entry, flags))
-            except OSError:
-                _note_unchanged(self._nodes.journal, parent, name, to=(new_parent, new_name))
-                raise
-            for directory in {parent, new_parent}:
-                state.names_changed(directory)
-            for moved in (source, replaced if exchange else None):
-                if moved is not None and moved.node is not None:
-                    state.recent.changed(moved.node)
-            if exchange and replaced is not None:
-                # The first one last: its record settles the change, so a successor that has this record has both.
-                if replaced.node is not None:
-                    self._nodes.renamed(replaced.node, new_parent, new_name, parent, name)
+            goes = replaced if not exchange else None
+            with _Leaving(state, goes):
+                keep = self._keep_removed(goes, new_entry) if goes is not None else None
+                _note_changing(
+                    self._nodes.journal, parent, name, source.st.st_ino, to=(new_parent, new_name),
+                    replaced=replaced.st.st_ino if replaced is not None else 0, exchange=exchange,
+                    goes=goes.remembered if goes is not None else None,
+                )  # fmt: skip
+                try:
+                    state.with_space(lambda: _rename(entry, new_entry, flags))
+                except OSError:
+                    _note_unchanged(self._nodes.journal, parent, name, to=(new_parent, new_name))
+                    raise
+                for directory in {parent, new_parent}:
+                    state.names_changed(directory)
+                for moved in (source, replaced if exchange else None):
+                    if moved is not None and moved.node is not None:
+                        state.recent.changed(moved.node)
+                if exchange and replaced is not None:
+                    # The first one last: its record settles the change, so a successor that has this record has both.
+                    if replaced.node is not None:
+                        self._nodes.renamed(replaced.node, new_parent, new_name, parent, name)
+                    if source.node is not None:
+                        self._nodes.renamed(source.node, parent, name, new_parent, new_name)
+                    self._exchanged((parent, name, source), (new_parent, new_name, replaced))
+                    return
+                if replaced is not None:
+                    self._unbound(new_parent, new_name, replaced, keep)
                 if source.node is not None:
                     self._nodes.renamed(source.node, parent, name, new_parent, new_name)
-                self._exchanged((parent, name, source), (new_parent, new_name, replaced))
-                return
-            if replaced is not None:
-                self._unbound(new_parent, new_name, replaced, keep)
-            if source.node is not None:
-                self._nodes.renamed(source.node, parent, name, new_parent, new_name)
-            self._moved(parent, name, source, new_parent, new_name, replaced)
-            if flags & syscalls.RENAME_WHITEOUT:
-                # The file system has made a new inode under the old name, whose lookup the kernel does not
-                # count.
-                self._nodes.forget(self._adopt_made(parent, name, entry.stat)[0].id, 1)
+                self._moved(parent, name, source, new_parent, new_name, replaced)
+                if flags & syscalls.RENAME_WHITEOUT:
+                    # The file system has made a new inode under the old name, whose lookup the kernel does not
+                    # count.
+                    self._nodes.forget(self._adopt_made(parent, name, entry.stat)[0].id, 1)
 
     def _target_or_none(self, entry: PathHandle) -> Target | None:
         try:
             return self._target(entry)
         except FileNotFoundError:
             return None
+
+
+class _Leaving:
+    """Span in which an inode loses a name; an open of it waits for the end (`Files.open`)."""
+
+    __slots__ = ("_leaving", "_lock", "_node")
+
+    def __init__(self, state: PassthroughState, target: Target | None) -> None:
+        self._leaving, self._lock = state.leaving, threading.Lock()
+        self._node = target.node.id if target is not None and target.node is not None else 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._node:
+            self._leaving[self._node] = self._lock
+
+    def __exit__(self, *_error: object) -> None:
+        # Another name of the inode may be leaving as well.
+        if self._leaving.get(self._node) is self._lock:
+            del self._leaving[self._node]
+        self._lock.release()
 
 
 class Target(NamedTuple):

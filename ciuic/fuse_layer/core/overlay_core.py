@@ -190,7 +190,10 @@ class OverlayCore(PassthroughCore):
         for directory in inherited.directories.values():
             names = inherited.listings.get(directory.handle)
             try:
-                self.directories.inherit(directory.handle, directory.node, names, uid=directory.uid)
+                removed = inherited.removed_since_opened(directory.handle)
+                self.directories.inherit(
+                    directory.handle, directory.node, names, uid=directory.uid, removed=removed
+                )
             except OSError:
                 lost += 1
         for node_id in inherited.lingering:

@@ -27,7 +27,7 @@ from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.overlay_state import OverlayState
 from ciuic.fuse_layer.state.passthrough_state import OWN_DESCRIPTORS, OpenFile
 from ciuic.fuse_layer.system import syscalls
-from ciuic.fuse_layer.system.path_handles import PathHandle, stale
+from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale
 from ciuic.fuse_layer.tracking.changes import ABSENT
 from ciuic.system.xattrs import read_xattrs
 
@@ -191,6 +191,32 @@ class OverlayFiles(Files):
         super().__init__(state, times)
         self._unseen = unseen
         self.swaps = TruncateSwaps(state)
+
+    def _before_nameless(self, node: Node) -> None:
+        # By an O_PATH descriptor, or by a path that was walked just before the name was removed or replaced. An inode
+        # without a link cannot be given one, and ends with this process: a copy takes its place.
+        hidden = self._state.hidden
+        if self._nodes.journal is None or node.kind != stat.S_IFREG:
+            return
+        # Best effort: without a successor's way to the file it is open all the same.
+        with suppress(OSError):
+            pinned = self._nodes.pin(node)
+            path = b"/proc/self/fd/%d" % pinned.fd
+            hidden.keep_orphan(node.ino, path, None, follow=True)
+            st = os.fstat(pinned.fd)
+            if hidden.has_orphan(node.ino) or st.st_size > COPY_LIMIT_BYTES:
+                return
+            source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+                copy = Descriptor(os.open(b".", flags, 0o600, dir_fd=self._nodes.root_directory.fd))
+                _copy_identity(source, st, copy.fd, st.st_size)
+            finally:
+                os.close(source)
+            os.utime(copy.fd, ns=(st.st_atime_ns, st.st_mtime_ns))
+            made = os.fstat(copy.fd)
+            hidden.keep_orphan(made.st_ino, b"/proc/self/fd/%d" % copy.fd, None, follow=True)
+            self._nodes.replaced(node, made, copy)
 
     def _open_inherited(self, node: Node, flags: int) -> int:
         # The predecessor has carried out O_TRUNC and O_CREAT: only the descriptor is needed again.

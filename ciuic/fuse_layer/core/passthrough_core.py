@@ -38,7 +38,8 @@ class DriverHooks(NamedTuple):
     """Calls of a core to its driver: notices and questions."""
 
     before_freeing: Callable[[], None] = lambda: None
-    """Called before a removal that frees much space, which takes the file system up to seconds: other requests may go on."""
+    """Called before a removal that frees much space, which takes the file system up to seconds, and before waiting for one: other
+    requests may go on."""
     on_listing: Callable[[int, list[bytes]], None] = lambda handle, names: None
     """Called with the handle of a directory and the names that its offsets count from now on."""
     take_back_attributes: Callable[[int], None] = lambda node_id: None
@@ -73,7 +74,7 @@ class PassthroughCore:
 
     def connect(self, driver: DriverHooks) -> None:
         """Call these hooks of the driver from now on; before the first request."""
-        self.names.before_freeing = driver.before_freeing
+        self.names.before_freeing = self.files.before_waiting = driver.before_freeing
         self.directories.on_listing = driver.on_listing
         self.recent.take_back = driver.take_back_attributes
 

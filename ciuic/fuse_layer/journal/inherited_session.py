@@ -108,6 +108,10 @@ class InheritedSession:
         self.files: dict[int, OpenedFile] = {}
         self.directories: dict[int, OpenedDirectory] = {}
         self.listings: dict[int, list[bytes]] = {}
+        self.removals: dict[int, int] = {}
+        """Names that went from a directory, by its node, of directories that were opened."""
+        self.removals_before: dict[int, int] = {}
+        """Such names before a handle of the directory was opened, by handle."""
         self.intents: dict[int, int] = {}
         """Numbers that tell whether a request that must not be repeated was carried out, by its unique."""
         self.changes: dict[ChangedNames, ChangedInodes] = {}
@@ -119,6 +123,19 @@ class InheritedSession:
     def last_handle(self) -> int:
         """Greatest handle that is open; 0 without any."""
         return max((*self.files, *self.directories), default=0)
+
+    def removed_since_opened(self, handle: int) -> int | None:
+        """Return the greatest number of names that may have gone from an open directory since; None where an older version opened it."""
+        before, node_id = self.removals_before.get(handle), self.directories[handle].node
+        if before is None:
+            return None
+        begun = sum(node_id in (names.parent, names.new_parent) for names in self.changes)
+        return self.removals[node_id] - before + begun
+
+    def note_removal(self, directory: int) -> None:
+        """Count a name that has gone from a directory."""
+        if directory in self.removals:
+            self.removals[directory] += 1
 
     @property
     def understood(self) -> bool:
@@ -248,6 +265,7 @@ def _apply_renamed(found: InheritedSession, body: bytes) -> None:
     node_id, parent, new_parent, length = f.RENAMED_FIELDS.unpack_from(body)
     names = body[f.RENAMED_FIELDS.size :]
     found.changes.pop(ChangedNames(parent, names[:length], new_parent, names[length:]), None)
+    found.note_removal(parent)
     node = found.node(node_id)
     if node is None:
         return
@@ -261,6 +279,7 @@ def _apply_renamed(found: InheritedSession, body: bytes) -> None:
 def _apply_unlinked(found: InheritedSession, body: bytes) -> None:
     node_id, parent, gone = f.UNLINKED_FIELDS.unpack_from(body)
     found.changes.pop(ChangedNames(parent, body[f.UNLINKED_FIELDS.size :]), None)
+    found.note_removal(parent)
     node = found.node(node_id)
     if node is None:
         return
@@ -315,12 +334,14 @@ def _apply_opened(found: InheritedSession, body: bytes) -> None:
 def _apply_dir_opened(found: InheritedSession, body: bytes) -> None:
     opened = OpenedDirectory._make((*f.TRIPLE.unpack_from(body), _user(body, f.TRIPLE.size)))
     found.directories[opened.handle] = opened
+    found.removals_before[opened.handle] = found.removals.setdefault(opened.node, 0)
 
 
 def _apply_dir_closed(found: InheritedSession, body: bytes) -> None:
     (handle,) = f.ONE.unpack_from(body)
     found.directories.pop(handle, None)
     found.listings.pop(handle, None)
+    found.removals_before.pop(handle, None)
 
 
 def _apply_listing(found: InheritedSession, body: bytes) -> None:
@@ -370,6 +391,8 @@ class _Rest(msgspec.Struct, array_like=True):
     intents: dict[int, int]
     lingering: set[int]
     changes: list[tuple[ChangedNames, ChangedInodes]] = []
+    removals: dict[int, int] = {}
+    removals_before: dict[int, int] = {}
 
 
 class JournalArchive:
@@ -439,6 +462,7 @@ class JournalArchive:
             to.directories = {opened.handle: opened for opened in rest.directories}
             to.listings, to.intents, to.lingering = rest.listings, rest.intents, rest.lingering
             to.changes = dict(rest.changes)
+            to.removals, to.removals_before = rest.removals, rest.removals_before
 
     # -- for a worker ---------------------------------------------------------------------------------
 
@@ -452,14 +476,17 @@ class JournalArchive:
             del found.intents[unique]
         for names in list(islice(found.changes, max(0, len(found.changes) - INTENTS_KEPT))):
             del found.changes[names]
+        opened = list(found.directories.values())
         rest = msgspec.msgpack.encode(
             _Rest(
                 list(found.files.values()),
-                list(found.directories.values()),
+                opened,
                 found.listings,
                 found.intents,
                 found.lingering,
                 list(found.changes.items()),
+                {one.node: found.removals[one.node] for one in opened if one.handle in found.removals_before},
+                found.removals_before,
             )
         )
         database = self._database

@@ -33,7 +33,7 @@ from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
 from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
 from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.kernel.session import KernelSession, Reply
+from ciuic.fuse_layer.kernel.session import MAX_THREADS, KernelSession, Reply
 from ciuic.fuse_layer.kernel.snapshots_directory import SnapshotsDirectory
 from ciuic.fuse_layer.state.node_table import ROOT_ID, SNAPSHOTS_ID
 from ciuic.fuse_layer.state.open_rules import OpenPreference
@@ -62,6 +62,8 @@ _CACHED_LISTING: Final = p.FOPEN_CACHE_DIR | p.FOPEN_KEEP_CACHE
 """Flags of an open directory: the kernel keeps a listing until it changes the directory itself (by counter,
 not by time)."""
 _NO_ENTRY: Final = bytes(p.ENTRY_HEAD.size + p.ATTR.size)
+# O_TMPFILE contains O_DIRECTORY.
+_TMPFILE_BIT: Final = os.O_TMPFILE & ~os.O_DIRECTORY
 _SHIFTS_BLOCKS: Final = syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
 
 
@@ -186,6 +188,27 @@ class KernelDriver:
                 p.OPENDIR: self._unopened_directory,
             },
         )
+
+    def answer_opens(self, inherited: InheritedSession) -> None:
+        """Answer the opens that a predecessor carried out and did not answer; before the kernel sends them again.
+
+        A program that was killed in between would have its request sent to nobody, and its handle would stay open for ever.
+        """
+        newest = sorted(inherited.files.values(), key=lambda opened: opened.unique)[-MAX_THREADS:]
+        for opened in newest:
+            if self.core.files.has(opened.handle):
+                is_create = opened.flags & (os.O_CREAT | _TMPFILE_BIT)
+                # With the attributes of a file that is gone meanwhile, the request is left to the kernel.
+                with suppress(OSError):
+                    reply = self._created_before(opened) if is_create else _opened_reply(opened)
+                    self.session.answer_for_predecessor(opened.unique, reply)
+        for directory in sorted(inherited.directories.values(), key=lambda opened: opened.unique)[
+            -MAX_THREADS:
+        ]:
+            if self.core.directories.has(directory.handle):
+                # Without the right to read the kernel's copy: this process's handles have it.
+                reply = p.OPEN_OUT.pack(directory.handle, p.FOPEN_KEEP_CACHE, 0)
+                self.session.answer_for_predecessor(directory.unique, reply)
 
     def _handlers(self) -> Mapping[int, Any]:
         handlers = self._core_handlers()
@@ -427,7 +450,7 @@ class KernelDriver:
         node = request.node
         before, lost = self._opened_before(request)
         if before is not None:
-            return p.OPEN_OUT.pack(before.handle, before.open_flags, before.backing_id)
+            return _opened_reply(before)
         if lost:
             # The predecessor has truncated the file, and others may have written since.
             flags &= ~os.O_TRUNC
@@ -511,7 +534,7 @@ class KernelDriver:
 
     def _created_before(self, before: OpenedFile) -> bytes:
         entry = self._encoder.entry(self.core.attributes.getattr(before.node, before.handle))
-        return entry + p.OPEN_OUT.pack(before.handle, before.open_flags, before.backing_id)
+        return entry + _opened_reply(before)
 
     def _tmpfile(self, request: FuseRequest, data: memoryview) -> Reply:
         flags, mode, umask, _ = p.CREATE_IN.unpack_from(data)
@@ -685,7 +708,7 @@ class KernelDriver:
         pieces = [p.pack_dirent(*dot) for dot in self._dots(request.node, offset)]
         room = size - sum(map(len, pieces))
         for name, number, mode, at in self.core.directories.list_names(
-            handle, max(offset - 2, 0), _fitting(p.DIRENT.size, room)
+            handle, max(offset - 2, 0), _fitting(p.DIRENT.size, room), rewinds=not offset
         ):
             pieces.append(p.pack_dirent(number, mode, at + 2, name))
         return self._listed(request, handle, pieces)
@@ -698,7 +721,7 @@ class KernelDriver:
         # The kernel forgets only what the reply has room for.
         fitting = _fitting(len(_NO_ENTRY) + p.DIRENT.size, room)
         if self._habits.wants_attributes(request.pid):
-            for name, attr, at in self.core.directories.readdir(handle, first, fitting):
+            for name, attr, at in self.core.directories.readdir(handle, first, fitting, rewinds=not offset):
                 if attr is None:
                     pieces += _NO_ENTRY, p.pack_dirent(UNKNOWN_NUMBER, 0, at + 2, name)
                 else:
@@ -707,7 +730,9 @@ class KernelDriver:
                         p.pack_dirent(attr.node, attr.st.st_mode, at + 2, name),
                     )
         else:
-            for name, number, mode, at in self.core.directories.list_names(handle, first, fitting):
+            for name, number, mode, at in self.core.directories.list_names(
+                handle, first, fitting, rewinds=not offset
+            ):
                 pieces += _NO_ENTRY, p.pack_dirent(number, mode, at + 2, name)
         return self._listed(request, handle, pieces)
 
@@ -794,6 +819,10 @@ class KernelDriver:
             if error.errno != errno.ENODATA or self.handle_journal.intent_of(unique) is None:
                 raise
         return b""
+
+
+def _opened_reply(opened: OpenedFile) -> bytes:
+    return p.OPEN_OUT.pack(opened.handle, opened.open_flags, opened.backing_id)
 
 
 def _nanoseconds(seconds: int, nanoseconds: int) -> int:

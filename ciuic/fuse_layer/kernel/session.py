@@ -242,6 +242,19 @@ class KernelSession:
         """
         os.write(self._fd, p.OUT_HEADER.pack(p.OUT_HEADER.size, p.NOTIFY_RESEND, 0))
 
+    def answer_for_predecessor(self, unique: int, reply: bytes) -> bool:
+        """Answer a request that a predecessor read; return whether it was waiting for that. Before `resend`."""
+        # The number has the top bit where the predecessor itself was sent the request again.
+        for number in (unique, unique | p.UNIQUE_RESEND):
+            try:
+                os.write(self._fd, p.OUT_HEADER.pack(p.OUT_HEADER.size + len(reply), 0, number) + reply)
+            except OSError as error:
+                if error.errno != errno.ENOENT:
+                    log.error("reply_refused", unique=unique, bytes=len(reply), error=str(error))
+                continue
+            return True
+        return False
+
     @property
     def is_over(self) -> bool:
         """True if this session answers no request any more."""

@@ -126,6 +126,7 @@ class KernelWorker:
         reached("nodes and handles opened")
         # After everything is open, and before the first request is read: the kernel sends again what the
         # predecessor had read.
+        driver.answer_opens(inherited)
         driver.session.resend()
         reached("requests asked for again")
         log.info(

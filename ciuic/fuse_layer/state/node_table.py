@@ -646,15 +646,18 @@ class NodeTable:
             if self._by_key.get((st.st_dev, st.st_ino)) is node:
                 del self._by_key[st.st_dev, st.st_ino]
 
-    def replaced(self, node: Node, st: os.stat_result) -> None:
-        """Give the node the inode that took its name; id and handles stay."""
+    def replaced(self, node: Node, st: os.stat_result, keep: Descriptor | None = None) -> None:
+        """Give the node the inode that took its name, or ``keep`` where it has none; id and handles stay."""
         with self._lock:
             self.replacements += 1
             if self.journal is not None:
                 self._note(records.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)
             node.dev, node.ino = st.st_dev, st.st_ino
-            self._set_key(node)
+            if keep is not None:
+                self._keep_removed(node, keep, None)
+            else:
+                self._set_key(node)
 
     # -- reaching an inode ----------------------------------------------------------------------------
 

@@ -262,6 +262,8 @@ class CopyReader(NamedTuple):
     """`WatchedDirectory.changes` when it was opened; None where that was in a predecessor's time."""
     names: Sequence[bytes] | None
     """The listing that the copy was of then; None where it is not known."""
+    removed: int | None = None
+    """Names that may have gone between the opening and the predecessor's end; None where they were not counted."""
 
 
 class WatchedDirectory:
@@ -341,6 +343,8 @@ class PassthroughState:
         """Shortcut to HiddenLinks.links, which every answer with attributes calls: one call less."""
         self.gate: AbstractContextManager[Any] = nullcontext() if gate is None else gate
         self.files: dict[int, OpenFile] = {}
+        self.leaving: dict[int, threading.Lock] = {}
+        """Nodes that are losing a name, with a lock that is held from the look at their handles until the table is changed."""
         self.recent = RecentChanges()
         self.watched: dict[int, WatchedDirectory] = {}
         """Directories that are open, by node."""

@@ -105,6 +105,10 @@ class HiddenLinks:
             finally:
                 self._version += 1
 
+    def has_orphan(self, ino: int) -> bool:
+        """Return whether a link keeps the inode for a successor."""
+        return ino in self._orphans
+
     def pin_orphans(self) -> None:
         """Keep orphans by descriptors as well: from now on another session may begin, and empty the directory."""
         for ino in list(self._orphans):

@@ -294,6 +294,32 @@ def test_a_process_that_cannot_be_started_leaves_no_name(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
+def test_a_session_is_held_until_its_worker_is_kept_or_given_up(bench: Bench) -> None:
+    """A predecessor's keeper ends, and the inherited descriptors close, when each session is kept or given up."""
+    first, second = bench.daemon(), bench.daemon()
+    (a, inode), (b, _) = bench.worker(), bench.worker()
+
+    async def main() -> None:
+        for root, worker in (("/a", a), ("/b", b)):
+            await first.keep(bench.options(root), worker)
+        pid = bench.spares[0].pid
+        bench.kill(bench.spares[0])
+        stored: dict[str, int] = {}
+        store = SessionStore(Notifier(), stored, second)
+        await store.inherit(["/a", "/b"], prepare=False)
+        await store.close_rest(["/a", "/b"])
+        await store.drop("/b")
+        found = store.held("/a")
+        assert found is not None
+        assert os.fstat(found[0]).st_ino == inode
+        assert not _ended(pid)()
+        await store.keep(bench.options("/a"), a)
+        assert stored == {}
+        await until_async(_ended(pid))
+
+    trio.run(main)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
 def test_only_root_gets_a_session(bench: Bench) -> None:
     """The socket is root's with mode 0600, and a connection of another user is closed without an answer."""
@@ -330,10 +356,10 @@ def test_systemd_and_a_keeper_may_both_have_kept_a_session(bench: Bench) -> None
         names = sorted(stored)
         await store.inherit(["/a"], prepare=False)
         assert sorted(stored) == names
-        found = store.take("/a")
+        found = store.held("/a")
         assert found is not None
-        assert _inode(found) == inode
+        assert os.fstat(found[0]).st_ino == inode
+        await store.close_rest([])
         assert stored == {}
-        await store.close_rest()
 
     trio.run(main)

@@ -184,12 +184,44 @@ def test_attempts_become_rarer(stage: Stage) -> None:
     assert 100 < 1000 - len(stage.mounts.workers) < 200
 
 
+@pytest.mark.parametrize("is_seen", [True, False], ids=["before", "during"])
+def test_a_worker_that_dies_beside_the_stop_has_a_successor_that_unmounts(
+    stage: Stage, is_seen: bool
+) -> None:
+    """A successor unmounts in place of a worker that died before or during a stop, so open files are served on."""
+    first, second = stage.worker("one"), stage.worker("two")
+    first.session_fd = os.open("/dev/null", os.O_RDONLY)
+    first.overlay.fail_on = {"status"}
+    supervisor = stage.supervisor(first)
+
+    async def script() -> None:
+        await until_async(lambda: stage.sessions == ["one"])
+        if is_seen:
+            # The successor that the supervisor starts by itself never comes.
+            first.kill()
+            await until_async(lambda: stage.mounts.successions == [False])
+        else:
+            first.is_alive = lambda: False  # type: ignore[method-assign]
+        stage.mounts.workers.append(second)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervisor.stop)
+            await until_async(lambda: "stop /a" in second.overlay.log)
+            stage.mounts.mounted = False
+            second.kill()
+
+    stage.run(supervisor, script)
+    assert "detached" not in stage.order
+    assert supervisor.state == "unmounted"
+    assert first.closed
+    assert second.closed
+
+
 def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(stage: Stage) -> None:
     """All descriptors of a session are closed before its mount is removed, which would hang otherwise."""
     worker = stage.worker("one")
     worker.session_fd = os.open("/dev/null", os.O_RDONLY)
     worker.overlay.fail_on = {"status"}
-    supervisor = stage.supervisor(worker)
+    supervisor = stage.supervisor(worker, CiuicError("no process to be had"))
     closed: list[bool] = []
     original = stage.mounts.detach_dead
 

@@ -78,10 +78,37 @@ def test_a_handle_misses_nothing_where_the_listing_is_not_remembered(
 
 def test_a_predecessors_handle_misses_nothing(core: OverlayCore) -> None:
     """Without a listing of its own it lists everything again, unless the listing was too short to be kept: it has ended then."""
-    core.directories.inherit(1000, ROOT_ID, None)
-    assert len(_list(core, 1000, READ)) == NAMES
-    core.directories.inherit(1001, ROOT_ID, None)
-    assert len(_list(core, 1001, LISTING_KEPT_FROM - 1)) == NAMES - LISTING_KEPT_FROM + 1
+    for handle, offset in ((1000, READ), (1001, 1)):
+        core.directories.inherit(handle, ROOT_ID, None)
+        assert len(_list(core, handle, offset)) == NAMES
+    below = core.names.mkdir(ROOT_ID, b"below", 0o755, ROOT).node
+    for number in range(LISTING_KEPT_FROM - 1):
+        core.names.mkdir(below, b"%d" % number, 0o755, ROOT)
+    core.directories.inherit(1002, below, None)
+    assert _list(core, 1002, LISTING_KEPT_FROM - 1) == []
+
+
+def test_names_that_went_in_a_predecessors_time_move_the_offset(core: OverlayCore) -> None:
+    """A predecessor's handle goes on where it was when the journal counted what was removed, so that no name comes twice."""
+    names = _copy(core)
+    for name in names[:REMOVED]:
+        core.names.unlink(ROOT_ID, name)
+    core.directories.inherit(1000, ROOT_ID, None, removed=REMOVED)
+    for name in names[REMOVED : READ - 1]:
+        core.names.unlink(ROOT_ID, name)
+    assert _list(core, 1000, READ) == names[READ:]
+
+
+def test_the_first_name_is_a_position_as_all_others(core: OverlayCore) -> None:
+    """A seek to the first name keeps the listing, so that a position told before gives its name; a rewind reads the directory anew."""
+    handle = core.directories.opendir(ROOT_ID)
+    names = _list(core, handle)
+    for name in names[:REMOVED]:
+        core.names.unlink(ROOT_ID, name)
+    assert [name for name, *_ in core.directories.list_names(handle, 0, rewinds=False)] == names[REMOVED:]
+    assert _list(core, handle, READ) == names[READ:]
+    assert len(_list(core, handle)) == NAMES - REMOVED
+    assert _list(core, handle, READ) == names[REMOVED + READ :]
 
 
 def test_the_copy_is_shared_until_the_directory_changes(core: OverlayCore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ciuic.fuse_layer.core.names import Names
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore, SetAttr
+from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.sealed_format import read_sealed
 from ciuic.fuse_layer.state.node_table import NodeTable
 from ciuic.fuse_layer.system import syscalls
@@ -316,3 +319,55 @@ def test_a_cut_between_making_a_file_and_writing_past_the_overlay(core: OverlayC
     assert record is not None
     assert record.stat.size == 0
     core.files.release(handle)
+
+
+@pytest.mark.parametrize("size", [4, 2 << 20], ids=["small", "freed at once"])
+@pytest.mark.parametrize("replaces", [False, True], ids=["unlink", "rename"])
+def test_an_open_beside_the_removal_of_its_name_outlives_the_worker(
+    top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, replaces: bool
+) -> None:
+    """A handle that is opened while its file loses the last name is kept for a successor, or refused with ESTALE.
+
+    The kernel walks the path anew after ESTALE. A file whose space is freed at once cannot be opened any more.
+    """
+    fd = os.open(top, os.O_PATH | os.O_DIRECTORY)
+    core = OverlayCore(fd, session="1" * 32, journal=JournalWriter(tmp_path / "journal"))
+    node, _ = created(core, b"name", b"x" * size), created(core, b"new")
+    waits = threading.Event()
+    core.files.before_waiting = waits.set
+    opened: list[int | OSError] = []
+
+    def open_() -> None:
+        try:
+            opened.append(core.files.open(node, os.O_RDONLY))
+        except OSError as error:
+            opened.append(error)
+
+    other = threading.Thread(target=open_)
+
+    def meanwhile() -> None:
+        other.start()
+        assert waits.wait(60)
+
+    once_after(monkeypatch, Names, "_keep_removed", meanwhile)
+    if replaces:
+        core.names.rename(ROOT_ID, b"new", ROOT_ID, b"name", 0)
+    else:
+        core.names.unlink(ROOT_ID, b"name")
+    other.join()
+    (found,) = opened
+    if size > 4:
+        assert isinstance(found, OSError)
+        assert found.errno == errno.ESTALE
+        assert core.open_files == 0
+    else:
+        assert isinstance(found, int)
+        assert core.files.read(found, 0, 10) == b"xxxx"
+        attr = core.attributes.getattr(node)
+        assert (attr.nlink, attr.st.st_size) == (0, 4)
+        ino = os.fstat(core.files.descriptor(found)).st_ino
+        assert core._state.hidden.has_orphan(ino)
+        core.files.release(found)
+        assert not core._state.hidden.has_orphan(ino)
+    core.close()
+    os.close(fd)
