@@ -150,7 +150,8 @@ def loop(place: Path, contender: str, scale: float) -> list[Turn]:
 
     del contender
     torch.manual_seed(1)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    # A processor is left for whatever stores: the training of a GPU does not take all of them either.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     hidden = max(64, int(_HIDDEN * scale**0.5))
     layers = [layer for _ in range(_LAYERS) for layer in (torch.nn.Linear(hidden, hidden), torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers)

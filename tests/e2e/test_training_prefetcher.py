@@ -199,7 +199,15 @@ def test_a_killed_training_with_a_prefetcher(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_pending_gradients_at_a_save_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Not gradients that a step has used, or that are zero."""
+    """Not gradients that a step has used, also one before the optimizer was registered, or that are zero."""
+    early = torch.nn.Linear(1, 1)
+    stepped = torch.optim.Adam(early.parameters())
+    early(torch.ones(1, 1)).sum().backward()
+    stepped.step()
+    with SnapshotManager(tmp_path / "early") as manager:
+        manager.register(model=early, optimizer=stepped)
+        assert manager.save_snapshot(wait=True)
+    assert "gradients" not in caplog.text
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with SnapshotManager(tmp_path / "snapshots") as manager:

@@ -1232,6 +1232,9 @@ class Gradients:
         """Look at an optimizer too."""
         if _is_of_torch(optimizer):
             self._sampled[id(optimizer)] = (optimizer, _sample(optimizer))
+            if optimizer.state:
+                # It has stepped before it was registered: the gradients that are still there were used then.
+                self.stepped(optimizer)
 
     def remove(self, optimizer: Any) -> None:
         """Look at an optimizer no longer."""
