@@ -168,7 +168,8 @@ def test_all_three_killed_leave_a_dead_mount_that_the_next_daemon_takes_off(site
     holders = Holders(site, root)
     (root / "f").write_bytes(b"x")
     os.sync()
-    holders.kill("keeper", "daemon", "worker")
+    # The daemon first: it gives a keeper that is killed a successor.
+    holders.kill("daemon", "keeper", "worker")
     # A call that the kernel had queued before the last thread of the worker was gone is aborted.
     with pytest.raises(OSError, match=r"not connected|connection abort"):
         os.listdir(root)
