@@ -853,6 +853,8 @@ class PassedOver(NamedTuple):
     """Its newest checkpoint, if it has any."""
     good: StoredCheckpoint | None = None
     """Its newest GOOD checkpoint, an older one."""
+    unfit: tuple[StoredCheckpoint, ...] = ()
+    """All of its checkpoints that would not be chosen, the newest among them."""
 
 
 class LastGood(NamedTuple):
@@ -962,7 +964,8 @@ def last_good(
             if good is not None and (second is None or good.mtime_ns > second.checkpoint.mtime_ns):
                 newer = tuple(found[: found.index(good)])
                 second = LastGood(repository, snapshot, good, tuple(passed_over), newer)
-            passed_over.append(PassedOver(snapshot, reason, newest, good))
+            unfit = tuple(one for one in found if not suits(one))
+            passed_over.append(PassedOver(snapshot, reason, newest, good, unfit))
     if second is not None:
         return second
     raise NotFound(

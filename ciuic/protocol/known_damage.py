@@ -138,8 +138,8 @@ def damage_status(places: Sequence[DamagedPlace]) -> DamageStatus | None:
 
 
 def _united(places: Iterable[DamagedPlace], limit: int) -> tuple[str, ...]:
-    """Return the snapshots of these places."""
-    return tuple(islice(dict.fromkeys(id_ for one in places for id_ in one.snapshots), limit))
+    """Return the snapshots of these places, as the plain text that a document can hold."""
+    return tuple(islice(dict.fromkeys(str(id_) for one in places for id_ in one.snapshots), limit))
 
 
 def _bounded(places: list[DamagedPlace]) -> list[DamagedPlace]:

@@ -829,6 +829,9 @@ class Replication:
         began_ns = self._now_ns()
         try:
             done = uploader.upload(id_)
+        except DamagedRemote:
+            # Not of this snapshot: the remote is not what this host knows it to be, and nothing is added to it.
+            raise
         except (NotFound, Damaged) as error:
             if not os.path.exists(self._repository.snapshots.path(id_)):
                 # Removed meanwhile.

@@ -442,10 +442,10 @@ def _staying(path: bytes, one: LastGood, dest: bytes | None) -> list[bytes]:
 
     above = os.path.dirname(path) if dest is None else os.path.abspath(dest)
     found: list[bytes] = []
-    for skipped in one.passed_over:
-        bad = skipped.checkpoint
-        if bad is None:
-            continue
+    newer = (
+        bad for skipped in one.passed_over for bad in skipped.unfit if bad.mtime_ns > one.checkpoint.mtime_ns
+    )
+    for bad in newer:
         place = os.path.join(above, os.path.relpath(bad.checkpoint.path, os.path.dirname(path)))
         try:
             find(one.repository, one.snapshot, bad.checkpoint.path)

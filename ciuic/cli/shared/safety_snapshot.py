@@ -127,11 +127,13 @@ def is_over(session: Session, taken: str, *, changed: bool) -> None:
 
     Tell how to undo it, or that there is nothing to undo.
     """
+    from ciuic.compare.restore_records import first_of, record_end
+
     if changed:
-        tell_undo(taken)
+        # Of a restore that went on with one that was cut short: to what was before both, as `ciuic undo` alone does.
+        tell_undo(first_of(session.repository_dir, taken))
     else:
         note("nothing was changed: there is nothing to undo")
-    from ciuic.compare.restore_records import record_end
 
     try:
         record_end(session.repository_dir, taken, time.time_ns(), changed=changed)

@@ -20,6 +20,7 @@ from ciuic.protocol.known_damage import (
     read_damage,
     touched_snapshots,
 )
+from ciuic.types import SnapshotId
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_damage_stands_until_it_is_refuted(home: Path) -> None:
     note_damage(home, [])
     assert not (home / NAME).exists()
     note_damage(home, [place("/a", "cs-aaaaaa"), place("/b", "cs-bbbbbb")])
-    note_damage(home, [place("/a", "cs-bbbbbb", time_ns=5)])
+    note_damage(home, [place("/a", SnapshotId("cs-bbbbbb"), time_ns=5)])
     first, second = read_damage(home)
     assert first == msgspec.structs.replace(place("/a", "cs-bbbbbb", "cs-aaaaaa", time_ns=1), seen_ns=5)
     assert second == place("/b", "cs-bbbbbb")

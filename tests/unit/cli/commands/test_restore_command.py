@@ -516,6 +516,30 @@ def test_restore_of_the_last_good_one(tmp_path: Path) -> None:
         assert "this costs 100 steps" in result.stderr
 
 
+def test_each_torn_checkpoint_that_stays_is_told(tmp_path: Path) -> None:
+    """Not the newest of a snapshot alone: with it removed by hand, the training would take the one before."""
+    made = _with_checkpoints(tmp_path)
+    run = made.root / "run"
+    run.mkdir()
+    torn = FORMATS["safetensors"].make(random.Random(1))[:50]
+    names = [f"step-{step}.safetensors" for step in (100, 150, 200)]
+    made.snapshot(
+        {
+            b"run": {
+                os.fsencode(name): (torn, {"mtime_ns": FIRST_NS + (at + 3) * 10**9})
+                for at, name in enumerate(names[1:])
+            }
+        },
+        mode="tracked",
+    )
+    for name in names:
+        (run / name).write_bytes(torn)
+    done = made.run("restore", "--last-good", "-p", str(run), "--overwrite", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+    told = done.stderr.split("that are not whole")[1]
+    assert [name in told for name in names] == [False, True, True]
+
+
 def test_a_torn_checkpoint_that_stays_is_told(tmp_path: Path) -> None:
     """The ordinary case: the newest one, torn, is still there, and the restore leaves it; nothing is told where it goes."""
     made = _with_checkpoints(tmp_path)

@@ -14,6 +14,7 @@ from support.stored import Tree, store
 from ciuic.config import RemoteConfig
 from ciuic.remote.access import Remote, init_remote, open_remote
 from ciuic.remote.documents import decode_manifest, object_digest
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.object_names import PACKS_PREFIX, parse_pack
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
@@ -365,6 +366,46 @@ def test_a_remote_that_is_older_than_it_was_is_refused(tmp_path: Path, bucket: s
     host.store(3, random_tree(rng))
     with pytest.raises(RolledBack, match="had the entry"):
         host.replication().catch_up(remote)
+
+
+class GoingBack:
+    """Objects that are those of an earlier state from the next stored object on."""
+
+    def __init__(self, objects: Objects, before: dict[str, bytes]) -> None:
+        self._objects = objects
+        self._before: dict[str, bytes] | None = before
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
+        if self._before is not None:
+            names = [info.name for info in self._objects.list("")]
+            self._objects.delete([one for one in names if one not in self._before])
+            self._before = None
+        self._objects.put(name, data)
+
+
+def test_a_remote_that_goes_back_ends_the_upload_that_notices(tmp_path: Path, bucket: str) -> None:
+    """The next snapshot is not committed behind the hole, and nothing counts as stored from then on."""
+    from ciuic.protocol.stored_remotely import is_doubted
+
+    rng = random.Random(6)
+    objects = MemoryObjects(bucket)
+    remote = new_remote(objects)
+    host = Host(tmp_path / "h", remote)
+    host.store(1, random_tree(rng))
+    host.replication().catch_up(remote)
+    before = {info.name: bytes(objects.get(info.name)) for info in objects.list("")}
+    host.store(2, random_tree(rng))
+    host.replication().catch_up(remote)
+    for number in (3, 4):
+        host.store(number, random_tree(rng))
+    with pytest.raises(DamagedRemote, match="older than it was"):
+        host.replication().catch_up(remote._replace(objects=GoingBack(objects, before)))  # type: ignore[arg-type]
+    logs = [name for info in objects.list("w/") if (name := info.name) not in before]
+    assert len(logs) == 1
+    assert is_doubted("remote", tmp_path / "h/state")
 
 
 def test_the_remote_has_a_retention_of_its_own(tmp_path: Path, bucket: str) -> None:
