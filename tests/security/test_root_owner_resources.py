@@ -120,6 +120,7 @@ def test_a_chain_of_thousands_of_levels_costs_no_other_root_its_snapshot(
     hostile, other = deep / "hostile", tmp_path / "other"
     hostile.mkdir()
     make_chain_as_its_owner(hostile, HOSTILE_LEVELS)
+    (hostile / "file").write_bytes(b"x")
     (other / "a").mkdir(parents=True)
     (other / "a" / "file").write_bytes(b"content" * 1000)
     done, rss_kib = measured_capture(repository, hostile, other)
