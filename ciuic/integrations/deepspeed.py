@@ -54,7 +54,7 @@ from ciuic.training.format import structure
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
 from ciuic.training.format.stored_files import SnapshotRef
 from ciuic.training.format.tensors import Unsaveable
-from ciuic.training.logs import log
+from ciuic.training.logs import quietly
 from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.writer.messages import StoredFile
 
@@ -124,7 +124,9 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
         # DeepSpeed ends only engines that write on their own.
         self._finalizer = weakref.finalize(self, _close, self._parts, os.getpid())
         if _rank() == 0:
-            self._complete_last_save()
+            # Rank 0 alone must not raise: the others wait for it.
+            with quietly("it is not known whether `latest` names a whole checkpoint"):
+                self._complete_last_save()
         # The other ranks read `latest` next.
         _broadcast(True if _rank() == 0 else None)
 
@@ -279,10 +281,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
         # DeepSpeed truncates it and then writes.
         is_cut = latest is not None and _is_empty(_latest_path(directory, latest))
         if not is_named or is_cut:
-            try:
-                self._name_checkpoint(token, directory, latest)
-            except OSError as error:
-                log.warning("ciuic: the checkpoint %s cannot be named: %s", directory, error)
+            self._name_checkpoint(token, directory, latest)
 
 
 def save_in(engine: Any, save_dir: str | os.PathLike[str], **options: Any) -> SnapshotCheckpointEngine:

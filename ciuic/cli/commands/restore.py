@@ -511,15 +511,24 @@ def _checkpoints_to_go(session: Session, plan: RestorePlan) -> Iterator[bytes]:
                 or newest.time_ns <= plan.snapshot.time_ns
             ):
                 continue
-            now = checkpoints(
-                repository,
-                timeline,
-                newest,
-                path=top,
-                on_damage=lambda *_: None,
-                records=VerdictRecords(repository, patterns=session.checkpoint_patterns),
-                patterns=session.checkpoint_patterns,
-            )
+            try:
+                now = list(
+                    checkpoints(
+                        repository,
+                        timeline,
+                        newest,
+                        path=top,
+                        on_damage=lambda *_: None,
+                        records=VerdictRecords(repository, patterns=session.checkpoint_patterns),
+                        patterns=session.checkpoint_patterns,
+                    )
+                )
+            except NotFound:
+                continue
+            except Damaged as error:
+                # Damage of another snapshot refuses no restore of a whole one.
+                warn(f"newer checkpoints are not named: {newest.id}: {shown_text(error.message)}")
+                continue
             for one in now:
                 path, verdict = one.checkpoint.path, one.checkpoint.verdict
                 place = os.path.join(target.path, os.path.relpath(path, top))

@@ -19,6 +19,7 @@ import trio
 from ciuic.config.places import mount_holding
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import Settings
+from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import RepositoryStatus
 from ciuic.system import mountinfo
 from ciuic.system.disk_space import Reserve, measurable, reserve_of
@@ -96,9 +97,12 @@ class SpaceWatch:
         """Return how much the roots may take of the disk: all that they hold, written anew beside it.
 
         The rest of a swing is a neighbour's, which must not keep a small snapshot from being stored. Without a snapshot of each root it
-        is not known: then it is as much as there is.
+        is not known, nor where the repository cannot be read: then it is as much as there is.
         """
-        newest = self._store().latest_of(root.path for root in settings.roots).values()
+        try:
+            newest = self._store().latest_of(root.path for root in settings.roots).values()
+        except (CiuicError, OSError):
+            return sys.maxsize
         sizes = {one.id: one.size_bytes for one in newest if one is not None}
         return 2 * sum(sizes.values()) if all(newest) else sys.maxsize
 

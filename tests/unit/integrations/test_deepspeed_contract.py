@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from support.late_modules import torch
 
-from ciuic.errors import NotFound
+from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.training.writer.housekeeping import read_back
 
@@ -251,6 +251,21 @@ def test_a_kill_in_a_save_leaves_latest_at_a_whole_checkpoint(
     engine.cleanup()
     resumed = deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots", max_snapshots=1)
     assert load(resumed, tmp_path / "run", (tmp_path / "run/latest").read_text()) == 2
+
+
+def test_a_repository_that_cannot_be_read_ends_no_training(
+    deepspeed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look at the last save only logs its failure: raised on rank 0, it would leave the other ranks waiting."""
+    save(deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots"), tmp_path / "run", "step1", 1)
+
+    def refuse(*_: object) -> None:
+        raise Damaged("the snapshot file cannot be read")
+
+    module = sys.modules[deepspeed.SnapshotCheckpointEngine.__module__]
+    monkeypatch.setattr(module, "Repository", SimpleNamespace(open=refuse))
+    deepspeed.SnapshotCheckpointEngine(tmp_path / "snapshots")
+    assert "the snapshot file cannot be read" in caplog.text
 
 
 def test_a_choice_of_the_program_stays(deepspeed: Any, tmp_path: Path) -> None:

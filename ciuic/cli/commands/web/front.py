@@ -303,8 +303,14 @@ class Front:
             return None, error
 
     async def _actions(self) -> list[Progress]:
-        """Return the actions that the broker remembers and that change something, newest first, without what they printed."""
-        found = decode_json(await self._broker.ask("/actions"), list[Progress])
+        """Return the actions that the broker remembers and that change something, newest first, without what they printed.
+
+        None where it does not answer: snapshots are shown all the same.
+        """
+        try:
+            found = decode_json(await self._broker.ask("/actions"), list[Progress])
+        except CiuicError:
+            return []
         return [one for one in reversed(found) if one.kind in CHANGES]
 
     async def _overview(self, asked: Asked) -> Reply:

@@ -20,6 +20,7 @@ from support.cli_repository import FIRST_NS, NOISE, CliRepository
 from support.cli_repository import repository as repository
 
 from ciuic.cli.shared import safety_snapshot
+from ciuic.errors import Damaged
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, journal, plan_restore
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, not_held
@@ -514,6 +515,24 @@ def test_restore_of_the_last_good_one(tmp_path: Path) -> None:
         assert "step-100.safetensors is GOOD" in result.stderr
         assert "step-200.safetensors is TORN" in result.stderr
         assert "this costs 100 steps" in result.stderr
+
+
+def test_damage_of_the_newest_snapshot_refuses_no_restore_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --delete as well: newer checkpoints that cannot be looked for are not named, which is said."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    good = made.snapshot({b"run": {b"file": b"1"}})
+    made.snapshot({b"run": {b"file": b"2"}})
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Damaged("a tree cannot be read")
+
+    monkeypatch.setattr("ciuic.history.checkpoints", refuse)
+    done = made.run("restore", "-s", str(good), "-p", str(made.root / "run"), "--overwrite", "--delete")
+    assert (done.exit_code, "not named" in done.stderr) == (0, True), done.stderr
+    assert (made.root / "run/file").read_bytes() == b"1"
 
 
 def test_each_torn_checkpoint_that_stays_is_told(tmp_path: Path) -> None:

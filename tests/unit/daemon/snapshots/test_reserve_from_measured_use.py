@@ -13,6 +13,7 @@ from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import RootSettings, Settings
 from ciuic.daemon.snapshots import reserve
 from ciuic.daemon.snapshots.reserve import SpaceWatch
+from ciuic.errors import Damaged
 from ciuic.protocol.control_types import RepositoryStatus
 from ciuic.retention import MinFree
 
@@ -105,6 +106,21 @@ def test_a_neighbour_s_swing_counts_no_more_than_the_roots_can_write(monkeypatch
         watched.reserve_gib()
         watched.disk.others -= 200 * GIB
         assert watched.reserve_gib() == reserve_gib
+
+
+def test_a_repository_that_cannot_be_read_bounds_no_swing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the roots hold is not known then, and measuring does not fail."""
+    watched = Watched(monkeypatch)
+
+    def refuse(roots: object) -> None:
+        raise Damaged("the catalogue cannot be read")
+
+    monkeypatch.setattr(watched.disk, "latest_of", refuse)
+    watched.reserve_gib()
+    watched.disk.others += 80 * GIB
+    watched.reserve_gib()
+    watched.disk.others -= 80 * GIB
+    assert watched.reserve_gib() == 80
 
 
 def test_writes_of_the_repository_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
