@@ -14,7 +14,7 @@ from ciuic.verdicts.model import Numbers, ReadRange
 MAX_FILE_BYTES: Final = 256 << 20
 """Limit of what is read of one file, as of what is read to compare checksums: half a second of a processor."""
 _STEP_BYTES: Final = 64 << 10
-"""As many bytes at once as the processor's caches hold several times."""
+"""Bytes per read: several fit into the caches of a processor."""
 
 
 class _Kind(NamedTuple):

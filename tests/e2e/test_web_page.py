@@ -296,7 +296,7 @@ def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:
 
 
 def test_a_training_is_led_to_its_own_checkpoint(short_tmp: Path) -> None:
-    """Of two roots the last good checkpoint of that of the training is offered, restored with what lies beside it, and taken back.
+    """The last good checkpoint of the training's own root is offered, restored with what lies beside it, and undone.
 
     What is passed over is named in the plan, numbers that are not finite beside the verdict; from the overview, the log and the safety snapshot a way leads to the undo.
     """

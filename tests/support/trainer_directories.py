@@ -31,7 +31,7 @@ def _archive(values: dict[str, Any]) -> bytes:
 
 WHOLE = FORMATS["safetensors"].make(random.Random(1))
 TORCH = FORMATS["npz"].make(random.Random(1))
-"""As the zip archive that `torch.save` writes."""
+"""Stands for the zip archive that `torch.save` writes."""
 PICKLE = FORMATS["pickle"].make(random.Random(1))
 NOT_FINITE = {
     WHOLE: plain_safetensors({"w": np.array([1, np.nan], "f4")}),
@@ -48,7 +48,7 @@ class Save(NamedTuple):
     path: str
     """Path that names the checkpoint."""
     files: Files
-    """In the order in which they are written."""
+    """Files in the order in which they are written."""
     renames: tuple[str, str] = ("", "")
     """Directory that is renamed when the save is complete, and its name before."""
     links: tuple[tuple[str, str], ...] = ()
@@ -202,7 +202,7 @@ LATEST: dict[str, Callable[[Save], Any]] = {
     "circle": lambda save: link("latest"),
     "empty": lambda save: b"",
 }
-"""What other programs than DeepSpeed call ``latest``."""
+"""Files that programs other than DeepSpeed call ``latest``."""
 
 BESIDE: dict[str, bytes] = {
     "notes.bin": UNKNOWN,

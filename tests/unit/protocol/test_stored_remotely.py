@@ -93,7 +93,7 @@ def test_what_remotes_need_no_more(tmp_path: Path) -> None:
 def test_a_doubted_remote_has_nothing_for_anybody(
     stored: frozenset[str], passed_over: frozenset[str], tail_ns: int
 ) -> None:
-    """From a doubt on retention and lag count nothing as stored and say why, until the record is written again."""
+    """Retention and lag count nothing as stored after a doubt, and say why, until the record is written again."""
     record = StoredRecord(repository=REPOSITORY, stored=stored, passed_over=passed_over, tail_ns=tail_ns)
     with TemporaryDirectory() as name:
         place = Path(name)

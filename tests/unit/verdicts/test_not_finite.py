@@ -27,7 +27,7 @@ _NUMBERS = st.lists(
 @pytest.mark.parametrize("kind", ["<f2", "<f4", "<f8", ">f4", "<c8", "bf16"])
 @given(numbers=_NUMBERS, times=st.sampled_from([1, 3000]))
 def test_every_number_is_counted(kind: str, numbers: list[float], times: int) -> None:
-    """As NumPy counts them, of every kind and length; not an infinity by itself, nor a tensor whose infinities are all negative."""
+    """The count equals NumPy's for every kind and length, without a lone infinity or tensors whose infinities are all negative."""
     values = np.array(numbers * times, "<f4" if kind == "bf16" else kind)
     parts = values.view(values.real.dtype)
     odd = parts[~np.isfinite(parts)]
@@ -51,7 +51,7 @@ def test_numbers_of_eight_bits_are_counted() -> None:
 
 
 def test_a_file_beyond_the_budget_is_unknown() -> None:
-    """What is found in the part that was read stays true; nothing found in a part says nothing."""
+    """Numbers found in a part count; a part without any leaves the count unknown."""
     for odd_at, expected in ((0, 1), (99, None)):
         values = np.ones(100, "f4")
         values[odd_at] = NAN

@@ -138,7 +138,7 @@ def test_numbers_that_are_not_finite_are_stored(made: CliRepository) -> None:
 
 
 def test_changed_patterns_remake_the_records(made: CliRepository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the configuration names is one checkpoint to the daemon, `list`, `checkpoints` and `restore`; a reload judges all anew."""
+    """A configured pattern names one checkpoint for the daemon, `list`, `checkpoints` and `restore`; a reload judges all anew."""
     part = {b"x.safetensors": (WEIGHTS, {"mtime_ns": 3 * 10**18})}
     whole = {b"best": {b"x": part, b"y": part}, b"kept": {b"x": part}}
     made.snapshot(whole, mode="tracked", time_ns=4 * 10**18)

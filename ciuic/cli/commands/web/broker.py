@@ -64,7 +64,7 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Directory that gets it, encoded likewise; empty to put it in its place, over what is there."""
     message: str = ""
     last_good: bool = False
-    """Of a plan: the newest snapshot in which the newest checkpoint below the path is GOOD, in place of ``snapshot``."""
+    """Plan only: use the newest snapshot whose newest checkpoint below the path is GOOD, instead of ``snapshot``."""
 
 
 class LogLine(msgspec.Struct, kw_only=True):

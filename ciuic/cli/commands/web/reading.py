@@ -200,7 +200,7 @@ class LastGoodCheckpoint(NamedTuple):
     snapshot: Snapshot
     newest: DatedCheckpoint
     directory: bytes
-    """What is restored: the checkpoint, or, where it is a file, the directory with what belongs to it."""
+    """Directory to restore: the checkpoint itself, or the parent of a checkpoint file."""
 
 
 class Listing(NamedTuple):

@@ -122,7 +122,7 @@ def test_identity_comes_back_from_a_host_that_has_key_and_id(used: Used) -> None
 
 
 def test_nothing_is_written_that_does_not_verify(used: Used, tmp_path: Path) -> None:
-    """With another's key or repository no remote.json is made."""
+    """No remote.json is made with another's key or repository."""
     used.objects.delete([REMOTE_JSON])
     with (
         Repository.create(tmp_path / "other", block_size=BLOCK) as other,

@@ -506,7 +506,7 @@ def test_a_reply_that_is_none_is_nonsense() -> None:
 
 
 def test_a_command_that_cannot_connect_names_what_to_try() -> None:
-    """Of a remote over SSH the advice is about SSH, not about the servers of object stores."""
+    """Advice for a remote over SSH is about SSH, not about servers of object stores."""
     result = CliRunner().invoke(
         cli, ["--repo", "ssh://u@h/srv/x", "list"], env={"CIUIC_SSH_COMMAND": "false", "CIUIC_REPO": ""}
     )

@@ -32,7 +32,7 @@ def _failing(error: type[Exception], times: int) -> Callable[[], int]:
 
 
 def test_refusals_end_an_upload_that_is_to_end() -> None:
-    """As many refusals as allowed are waited for, the next is raised; a store that does not answer is waited for, however often."""
+    """The allowed number of refusals is retried and the next is raised; a store that does not answer is retried without limit."""
     stop = NoPause()
     told: list[str] = []
     allowed = _failing(RemoteRefused, MAX_REFUSALS)

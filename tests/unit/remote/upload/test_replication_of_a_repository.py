@@ -348,11 +348,10 @@ def test_an_interrupted_upload_goes_on_at_the_next_object(
     assert chunks.copies == len(chunks)
 
 
-def test_a_remote_that_is_older_than_it_was_is_refused(tmp_path: Path, bucket: str) -> None:
-    """Who puts back an earlier state of the bucket does not get new snapshots built on it."""
-    from ciuic.remote.log_reader import RolledBack
-
-    rng = random.Random(6)
+def _uploaded_twice(
+    tmp_path: Path, bucket: str, rng: random.Random
+) -> tuple[MemoryObjects, Remote, Host, dict[str, bytes]]:
+    """Return a remote with two snapshots of a host, and its objects as they were with the first one alone."""
     objects = MemoryObjects(bucket)
     remote = new_remote(objects)
     host = Host(tmp_path / "h", remote)
@@ -361,6 +360,15 @@ def test_a_remote_that_is_older_than_it_was_is_refused(tmp_path: Path, bucket: s
     before = {info.name: bytes(objects.get(info.name)) for info in objects.list("")}
     host.store(2, random_tree(rng))
     host.replication().catch_up(remote)
+    return objects, remote, host, before
+
+
+def test_a_remote_that_is_older_than_it_was_is_refused(tmp_path: Path, bucket: str) -> None:
+    """Who puts back an earlier state of the bucket does not get new snapshots built on it."""
+    from ciuic.remote.log_reader import RolledBack
+
+    rng = random.Random(6)
+    objects, remote, host, before = _uploaded_twice(tmp_path, bucket, rng)
     now = [info.name for info in objects.list("")]
     objects.delete([name for name in now if name not in before])
     host.store(3, random_tree(rng))
@@ -391,14 +399,7 @@ def test_a_remote_that_goes_back_ends_the_upload_that_notices(tmp_path: Path, bu
     from ciuic.protocol.stored_remotely import is_doubted
 
     rng = random.Random(6)
-    objects = MemoryObjects(bucket)
-    remote = new_remote(objects)
-    host = Host(tmp_path / "h", remote)
-    host.store(1, random_tree(rng))
-    host.replication().catch_up(remote)
-    before = {info.name: bytes(objects.get(info.name)) for info in objects.list("")}
-    host.store(2, random_tree(rng))
-    host.replication().catch_up(remote)
+    objects, remote, host, before = _uploaded_twice(tmp_path, bucket, rng)
     for number in (3, 4):
         host.store(number, random_tree(rng))
     with pytest.raises(DamagedRemote, match="older than it was"):

@@ -127,7 +127,7 @@ def test_status_of_a_remote_that_is_away_keeps_what_was_known(world: World) -> N
 
 @pytest.mark.parametrize("fault", ["older", "replaced", "unreadable", "gone"])
 def test_a_remote_that_is_not_what_it_was_has_nothing(world: World, fault: str) -> None:
-    """From the upload on that meets such a remote prune keeps all for it, and the status has the reason; until it is read again."""
+    """Prune keeps everything, and the status says why, from the upload that meets such a remote until it is read again."""
     remote, state = world.place / "one", world.place / "state"
     first = world.snapshot(b"1")
     world.run(once=True)

@@ -102,7 +102,7 @@ def test_a_state_of_an_empty_tensor_alone_is_saved(tmp_path: Path) -> None:
 def test_a_clock_that_is_behind_makes_no_earlier_checkpoint_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is saved after a checkpoint of a remote was found is later than it, where the clock is a day behind."""
+    """A save after loading a remote checkpoint is dated later than it, even if the clock is a day behind."""
     from ciuic.training.dcp.reading import _SnapshotSource
 
     there = RemoteCandidate("r", 0, time.time_ns(), "cs-1")

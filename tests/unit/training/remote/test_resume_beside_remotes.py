@@ -241,7 +241,7 @@ def test_text_of_a_document_is_no_shortage(error: Exception) -> None:
 def test_a_clock_that_is_behind_makes_no_earlier_state_the_newest(
     resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is saved after a state of another host is later than it, where the clock is a day behind."""
+    """A save after loading another host's state is dated later than it, even if the clock is a day behind."""
     root = _save(tmp_path / "there", 4)
     there = coordinator.load_newest(tmp_path / "there", root)
     assert there is not None
