@@ -29,6 +29,7 @@ from support.live import Questions
 from support.object_servers import fault_proxy as fault_proxy
 from support.object_servers import seaweedfs as seaweedfs
 from support.overlay import ASKED_FOR
+from support.scheduling import FilesOnce
 from support.small_disks import sharing_disk as sharing_disk
 from support.ssh_server import ssh_server as ssh_server
 from support.warm_python import WarmPython
@@ -149,6 +150,12 @@ def _logs_below(top: Path, written_since: float) -> Iterator[Path]:
             path = Path(os.fsdecode(os.path.join(directory, name)))
             if path.suffix == ".log" and path.lstat().st_mtime >= written_since and path.is_file():
                 yield path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> FilesOnce | None:
+    """End a parallel run whatever becomes of its processes."""
+    return FilesOnce(config) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)

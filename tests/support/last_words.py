@@ -106,6 +106,9 @@ class Controller:
             )
             end = _end_of(node.gateway)
             self._words.append((f"{node.gateway.id} {end}", _FRAME_OF_PYTEST.sub("", words)))
+            # Also at once: the run may be ended from outside.
+            reporter = node.config.pluginmanager.get_plugin("terminalreporter")
+            reporter.write(f"\n{node.gateway.id} {end}: {self._words[-1][1]}", flush=True)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
