@@ -153,9 +153,9 @@ def _logs_below(top: Path, written_since: float) -> Iterator[Path]:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> FilesOnce | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOnce | None:
     """End a parallel run whatever becomes of its processes."""
-    return FilesOnce(config) if config.getvalue("dist") == "loadfile" else None
+    return FilesOnce(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)

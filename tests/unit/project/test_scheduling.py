@@ -12,7 +12,7 @@ from support.file_costs import CHECKOUT
 
 _CONFTEST = """
 from support.scheduling import FilesOnce
-def pytest_xdist_make_scheduler(config): return FilesOnce(config)
+def pytest_xdist_make_scheduler(config, log): return FilesOnce(config, log)
 """
 _SOUND = """
 def test_{}(): print(file=open("run", "a"))
