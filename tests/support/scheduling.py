@@ -25,6 +25,11 @@ class FilesOnce(LoadFileScheduling):
         super().remove_node(node)
         return left[0] if left else None
 
+    def _reschedule(self, node: WorkerController) -> None:
+        # One that has not collected its tests yet asks when it has.
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         if self.workqueue:
             super()._assign_work_unit(node)
