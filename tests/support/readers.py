@@ -735,7 +735,7 @@ def more_readers() -> list[Reader]:
     return readers
 
 
-_SUFFIXES = (b".safetensors", b".npz", b".npy", b".gguf", b".h5", b".pt", b".bin")
+_SUFFIXES = (b".safetensors", b".npz", b".npy", b".h5", b".pt", b".bin")
 _INDEXES = (
     b".metadata",
     b"m.safetensors.index.json",
