@@ -2,8 +2,8 @@
 
 Guarantees: a span is sent at least once unless it is dropped: where it stands is noted after the receiver has taken it, and a process
 that is killed in between sends the last request again, with the same ids. At most `_BATCH` spans are in memory; the rest waits in the
-bounded spools (`ciuic.protocol.span_spool`). A receiver that is away, slow or refuses keeps nothing but this thread waiting. What
-leaves the spools unsent, and a request that was refused for `_GIVE_UP_SECONDS`, is dropped and counted. Answers are not read, and
+bounded spool (`ciuic.protocol.span_spool`). A receiver that is away, slow or refuses keeps nothing but this thread waiting. What
+leaves the spool unsent, and a request that was refused for `_GIVE_UP_SECONDS`, is dropped and counted. Answers are not read, and
 redirections not followed: the headers may have a token.
 
 References: OpenTelemetry Protocol 1.x (OTLP/HTTP, binary protobuf, ``/v1/traces``); semantic conventions of resources.
@@ -25,7 +25,7 @@ import msgspec
 
 from ciuic import __version__
 from ciuic.errors import CiuicError, NotFound, UsageError, pip_install
-from ciuic.protocol.span_spool import Span, SpoolPosition, parent_id, read_spans, span_id, trace_id
+from ciuic.protocol.span_spool import Span, SpoolPosition, read_spans, span_id, trace_id
 from ciuic.structs import decode_json
 from ciuic.system.state_home import state_home
 
@@ -100,11 +100,11 @@ def read_headers(path: Path | None, environ: Mapping[str, str] | None = None) ->
 
 
 class SpanSender:
-    """Sends what the spools have until `stop`; `run` is for a thread of its own."""
+    """Sends what the spool has until `stop`; `run` is for a thread of its own."""
 
-    def __init__(self, paths: Sequence[Path], state: Path, send: Send) -> None:
-        """Take the spools, the directory for positions, and what sends a batch and returns whether it was taken."""
-        self._paths = paths
+    def __init__(self, path: Path, state: Path, send: Send) -> None:
+        """Take the spool, the directory for the position, and what sends a batch and returns whether it was taken."""
+        self._path = path
         self._state = state
         self._send = send
         self._positions = self._read_positions()
@@ -134,20 +134,19 @@ class SpanSender:
     def run(self) -> None:
         """Send until stopped."""
         while not self._stop.is_set():
-            # All are looked at, also after one that had spans.
-            if not sum(self._send_some(path) for path in self._paths):
+            if not self._send_some():
                 self._stop.wait(_POLL_SECONDS)
 
-    def _send_some(self, path: Path) -> bool:
-        """Send the next spans of a spool; return whether there were any."""
-        before = self._positions.get(str(path), SpoolPosition())
-        part = read_spans(path, before, _BATCH)
+    def _send_some(self) -> bool:
+        """Send the next spans of the spool; return whether there were any."""
+        before = self._positions.get(str(self._path), SpoolPosition())
+        part = read_spans(self._path, before, _BATCH)
         if part.position == before:
             return False
         if part.spans and not self._deliver(part.spans):
             return True
         self.dropped += part.missed
-        self._positions[str(path)] = part.position
+        self._positions[str(self._path)] = part.position
         self._write_positions()
         return True
 
@@ -248,23 +247,19 @@ def _readable(span: Span, resource: Any) -> ReadableSpan:
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
     trace = trace_id(span.repository, span.snapshot)
-
-    def context(number: int) -> SpanContext:
-        return SpanContext(trace, number, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
-    parent = parent_id(span)
     attributes: dict[str, Any] = {
         "ciuic.repository.id": span.repository,
         "ciuic.snapshot.id": span.snapshot,
         **span.attributes,
     }
     return ReadableSpan(
-        name=span.name,
-        context=context(span_id(span)),
-        parent=None if parent is None else context(parent),
+        name="snapshot",
+        context=SpanContext(
+            trace, span_id(span), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+        ),
         resource=resource,
         attributes=attributes,
-        kind=SpanKind.CLIENT if span.name == "upload" else SpanKind.INTERNAL,
+        kind=SpanKind.INTERNAL,
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),
         start_time=span.start_ns,
         end_time=span.end_ns,

@@ -1,8 +1,4 @@
-"""Finished spans of snapshots as files, for the exporter, which sends them to a tracing system.
-
-The daemon has no network and the uploader is another process, perhaps minutes later: both append to a spool of their own, and agree
-on one trace without talking, because its id and those of its spans are derived from the repository, the snapshot and the work
-(`trace_id`, `span_id`).
+"""A span of each snapshot that has ended, as files, for the exporter, which sends them to a tracing system: the daemon has no network.
 
 Guarantees: a spool takes at most two files of `MAX_BYTES`, ``NAME`` and the older ``NAME.1``; the oldest spans yield. A reader sees
 whole lines, and knows how many spans it has missed: they are numbered. Nothing is synced; a reboot empties the runtime directories.
@@ -16,9 +12,9 @@ import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -27,37 +23,22 @@ from ciuic.types import MAX_TIME_NS
 
 SPANS_NAME: Final = "spans.jsonl"
 """Spool of the daemon in its runtime directory."""
-UPLOAD_SPANS_NAME: Final = "upload-spans.jsonl"
-"""Spool of the uploader, in the runtime directory of its unit, or else beside the daemon's."""
 MAX_BYTES: Final = 1 << 20
 """Size at which a file is set aside: about 2,500 spans."""
 _MAX_LINE_BYTES: Final = 64 << 10
 _MAX_ROOTS: Final = 32
-_UPLOAD_RUNTIME_DIR: Final = Path("/run/ciuic-upload")
-_RUNTIME_VARIABLE: Final = "RUNTIME_DIRECTORY"
 
-SpanName = Literal["cut", "capture", "commit", "upload"]
-PARENTS: Final[dict[SpanName, SpanName | None]] = {
-    "cut": None,
-    "capture": "cut",
-    "commit": "capture",
-    "upload": "cut",
-}
-"""Work that each is a part or a consequence of."""
 Attribute = str | int | float | list[str]
 _TimeNs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of work on a snapshot that has ended."""
+    """Course of a snapshot from its cut to its end."""
 
-    name: SpanName
     repository: str
     snapshot: str
     start_ns: _TimeNs
     end_ns: _TimeNs
-    remote: str = ""
-    """Remote of an upload."""
     error: str = ""
     """Why it failed; empty: it did not."""
     attributes: dict[str, Attribute] = {}
@@ -93,37 +74,14 @@ def trace_id(repository: str, snapshot: str) -> int:
 
 
 def span_id(span: Span) -> int:
-    """Return the id of a span, 64 bits; the same for the same work, so that a span that was sent twice can be told."""
-    return _digest(8, "span", span.repository, span.snapshot, span.name, span.remote)
-
-
-def parent_id(span: Span) -> int | None:
-    """Return the id of the span that this one belongs below; None for the first."""
-    parent = PARENTS[span.name]
-    return None if parent is None else span_id(msgspec.structs.replace(span, name=parent, remote=""))
+    """Return the id of a span, 64 bits; the same for the same snapshot, so that a span that was sent twice can be told."""
+    return _digest(8, "span", span.repository, span.snapshot)
 
 
 def _digest(size: int, *parts: str) -> int:
     text = "\0".join(("ciuic", *parts)).encode("utf-8", "surrogateescape")
     # 0 is no id (W3C Trace Context).
     return int.from_bytes(hashlib.blake2b(text, digest_size=size).digest(), "big") or 1
-
-
-def upload_spool(runtime_dir: Path, environ: Mapping[str, str] | None = None) -> Path:
-    """Return the spool of the process that uploads.
-
-    Args:
-        runtime_dir: the daemon's runtime directory, where the process is no unit with one of its own.
-        environ: environment; None for that of the process.
-    """
-    own = (os.environ if environ is None else environ).get(_RUNTIME_VARIABLE, "")
-    return Path(own or runtime_dir) / UPLOAD_SPANS_NAME
-
-
-def spools(runtime_dir: Path) -> list[Path]:
-    """Return the spools that an exporter reads, which may not exist."""
-    places = (runtime_dir, _UPLOAD_RUNTIME_DIR)
-    return [runtime_dir / SPANS_NAME, *(place / UPLOAD_SPANS_NAME for place in places)]
 
 
 def append_spans(path: Path, spans: Sequence[Span], max_bytes: int = MAX_BYTES) -> None:

@@ -40,7 +40,6 @@ from ciuic import __version__
 from ciuic.config import Config, RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.last_drill import read_last_drill
-from ciuic.protocol.span_spool import Span, append_spans, upload_spool
 from ciuic.protocol.stored_remotely import (
     StoredRecord,
     StoredRecordDamaged,
@@ -398,7 +397,6 @@ class Replication:
         unreadable: Callable[[str], None] = lambda text: None,
         again: Collection[str] = (),
         max_refusals: int | None = None,
-        spool: Path | None = None,
         deadlines: DeadlineWatch | None = None,
         rate: Callable[[], WriteRate] = WriteRate,
         forecast: Callable[[UploadForecast | None], None] = lambda forecast: None,
@@ -424,7 +422,6 @@ class Replication:
             unreadable: Told in words which snapshot could not be read here; with an empty text when none is left.
             again: Snapshots to upload although an operator gave them up.
             max_refusals: As in `persist`.
-            spool: Takes a span of each upload; None: nobody asks for it.
             deadlines: Tells of the end of this machine; None: it has none.
             rate: Returns how fast the store takes objects.
             forecast: Told what the remote will have at a deadline; None: there is none any more.
@@ -447,7 +444,6 @@ class Replication:
         self._unreadable = unreadable
         self._again = frozenset(again)
         self._max_refusals = max_refusals
-        self._spool = spool
         self._deadlines = deadlines or DeadlineWatch(None)
         self._rate = rate
         self._forecast = forecast
@@ -826,7 +822,6 @@ class Replication:
     def _upload(self, uploader: Uploader, info: SnapshotInfo) -> UploadedSnapshot | None:
         self._check_overtaken()
         id_ = info.id
-        began_ns = self._now_ns()
         try:
             done = uploader.upload(id_)
         except DamagedRemote:
@@ -851,32 +846,8 @@ class Replication:
         infos = self._repository.snapshots.list()
         self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
         self._uploaded(done)
-        self._record_span(info, done, began_ns)
         self._persist(self._own_log.tidy)
         return done
-
-    def _record_span(self, info: SnapshotInfo, done: UploadedSnapshot, began_ns: int) -> None:
-        """Write the span of an upload; what cannot be written is left out."""
-        if self._spool is None:
-            return
-        span = Span(
-            name="upload",
-            repository=self._repository.id,
-            snapshot=str(info.id),
-            remote=self._config.name,
-            start_ns=began_ns,
-            # Not the wall clock, which may have been set meanwhile.
-            end_ns=began_ns + int(done.seconds * 1e9),
-            attributes={
-                "ciuic.snapshot.outcome": "uploaded",
-                "ciuic.remote.name": self._config.name,
-                "ciuic.upload.bytes_sent": done.sent_bytes,
-            },
-        )
-        try:
-            append_spans(self._spool, [span])
-        except OSError as error:
-            events.warning("span_not_written", path=str(self._spool), error=str(error))
 
     def _content(self, id_: str) -> str:
         """Return the digest of a snapshot file here; empty if it is not here."""
@@ -1491,7 +1462,6 @@ class _RemoteUpload:
                 unreadable=self._status.unreadable,
                 again=self._again,
                 max_refusals=max_refusals,
-                spool=None if self._config.exporter.otlp is None else upload_spool(self._config.runtime_dir),
                 deadlines=DeadlineWatch(self._state_dir),
                 rate=lambda: WriteRate() if self._counting is None else self._counting.write_rate(),
                 forecast=self._status.forecast,

@@ -87,7 +87,7 @@ def shown_name(name: bytes) -> str:
 _SHARD_INDEX_SUFFIXES: Final = (b".safetensors.index.json", b".bin.index.json")
 
 
-_SHARD: Final = re.compile(rb"(.+)-(\d{5})-of-(\d{5})\.(safetensors|gguf|bin)\Z", re.DOTALL)
+_SHARD: Final = re.compile(rb"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)\Z", re.DOTALL)
 _INDEXED: Final = (b"model", b"pytorch_model", b"diffusion_pytorch_model")
 """Names that `save_pretrained` gives, which writes an index after them."""
 
@@ -124,11 +124,11 @@ def _recognise_sharded(directory: DirectorySource, names: list[bytes]) -> Iterat
         # Data of a training are called NAME-00001-of-00002.bin as well.
         if (found := _SHARD.match(name)) and (found[4] != b"bin" or found[1] in _INDEXED):
             sets.setdefault(found.group(1, 3, 4), set()).add(name)
-    for (prefix, count, suffix), parts in sets.items():
+    for (prefix, count, _suffix), parts in sets.items():
         if indexed.isdisjoint(parts):
             lacking = int(count) - len(parts)
             torn = f"{lacking} of {plural(int(count), 'file')} are missing" if lacking > 0 else ""
-            needs_index = suffix != b"gguf" and prefix in _INDEXED
+            needs_index = prefix in _INDEXED
             has_index = any(
                 name.startswith(prefix) and name.endswith(_SHARD_INDEX_SUFFIXES) for name in names
             )

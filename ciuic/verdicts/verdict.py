@@ -32,7 +32,6 @@ from ciuic.verdicts.checkpoint_directories import (
     is_step,
     shown_name,
 )
-from ciuic.verdicts.formats.gguf import read_gguf
 from ciuic.verdicts.formats.hdf5 import read_hdf5
 from ciuic.verdicts.formats.npy import read_npy
 from ciuic.verdicts.formats.pickles import read_pickle
@@ -57,7 +56,6 @@ from ciuic.verdicts.sources import DirectorySource, FileSource
 _FORMATS: Final[tuple[Callable[[BoundedReader], Structure], ...]] = (
     read_zip,
     read_hdf5,
-    read_gguf,
     read_npy,
     read_safetensors,
     read_pickle,
@@ -213,7 +211,7 @@ def _crc32(source: FileSource, piece: Piece) -> int:
 
 SUFFIXES: Final = (
     *(b".safetensors", b".pt", b".pth", b".ckpt", b".bin", b".npz", b".npy", b".h5", b".hdf5", b".keras"),
-    *(b".gguf", b".pkl"),
+    b".pkl",
 )
 """Ends of the names of files that may be checkpoints."""
 MARKS: Final = (

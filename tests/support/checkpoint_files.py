@@ -146,36 +146,6 @@ def make_npy(rng: random.Random) -> bytes:
     return into.getvalue()
 
 
-def make_gguf(rng: random.Random) -> bytes:
-    """Return a GGUF file of version 3 with values of every kind."""
-    return plain_gguf({name: values.astype("f4") for name, values in arrays(rng).items()})
-
-
-def plain_gguf(tensors: dict[str, np.ndarray[Any, Any]]) -> bytes:
-    """Return a GGUF file with these tensors of 32-bit floats."""
-
-    def text(value: str) -> bytes:
-        data = value.encode()
-        return struct.pack("<Q", len(data)) + data
-
-    values = [
-        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
-        text("general.alignment") + struct.pack("<II", 4, 32),
-        text("tokens") + struct.pack("<IIQ", 9, 8, 3) + b"".join(map(text, "abc")),
-        text("scores") + struct.pack("<IIQ3f", 9, 6, 3, 1.0, 2.0, 3.0),
-        text("flag") + struct.pack("<IB", 7, 1),
-    ]
-    described, body = b"", b""
-    for name, numbers in tensors.items():
-        body += bytes(-len(body) % 32)
-        described += text(name) + struct.pack("<I", numbers.ndim)
-        described += struct.pack(f"<{numbers.ndim}Q", *reversed(numbers.shape))
-        described += struct.pack("<IQ", 0, len(body))
-        body += numbers.tobytes()
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + b"".join(values) + described
-    return head + bytes(-len(head) % 32) + body
-
-
 def make_pickle(rng: random.Random) -> bytes:
     """Return a pickle of plain values."""
     from pickle import dumps  # noqa: TID251 - it writes one, and nothing reads it
@@ -224,7 +194,6 @@ FORMATS = {
     "safetensors": Format(b".safetensors", make_safetensors),
     "npz": Format(b".npz", make_npz),
     "npy": Format(b".npy", make_npy),
-    "gguf": Format(b".gguf", make_gguf),
     "pickle": Format(b".pkl", make_pickle),
     "hdf5": Format(b".h5", make_hdf5, "h5py"),
     "torch": Format(b".pt", make_torch, "torch"),
@@ -477,16 +446,10 @@ def _save_pickle(into: Any, values: dict[str, Any]) -> None:
     into.write(dumps({key: value.tobytes() for key, value in values.items()}))
 
 
-def _save_gguf(into: Any, values: dict[str, Any]) -> None:
-
-    into.write(plain_gguf(values))
-
-
 _SAVERS: dict[str, Callable[[Any, Any], None]] = {
     "safetensors": _save_safetensors,
     "npz": lambda into, values: np.savez(into, **values),
     "npy": lambda into, values: np.save(into, values["w0"]),
-    "gguf": _save_gguf,
     "pickle": _save_pickle,
     "hdf5": _save_hdf5,
     "torch": _save_torch,

@@ -46,7 +46,6 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
         (
             "ciuic/verdicts/formats/safetensors.py",
             "ciuic/verdicts/formats/zip_archive.py",
-            "ciuic/verdicts/formats/gguf.py",
             "ciuic/verdicts/formats/npy.py",
             "ciuic/verdicts/formats/hdf5.py",
             "ciuic/verdicts/formats/hdf5.py",

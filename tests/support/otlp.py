@@ -36,9 +36,9 @@ class Receiver(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def named(self, snapshot: str) -> dict[str, Span]:
-        """Return the spans of a snapshot by name."""
-        return {span.name: span for span in self.spans if attributes(span)["ciuic.snapshot.id"] == snapshot}
+    def of(self, snapshot: str) -> list[Span]:
+        """Return the spans of a snapshot."""
+        return [span for span in self.spans if attributes(span)["ciuic.snapshot.id"] == snapshot]
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -706,7 +706,7 @@ def more_readers() -> list[Reader]:
         Reader("job of a view", _json(view_process.ViewJob), msgspec.json.encode(view_process.ViewJob(repository="/r", root="/d", socket="/s"))),
         Reader("verdicts on a snapshot", _json(VerdictRecord), msgspec.json.encode(_VERDICTS)),
         Reader("record of verdicts", lambda data: verdict_records.decode_record(_signed(data), b"k", VerdictRecord), msgspec.json.encode(_VERDICTS)),
-        Reader("span of a snapshot", decode_span, msgspec.json.encode(Span(name="cut", repository="0f", snapshot="cs-abcdef", start_ns=1, end_ns=2, attributes={"n": 1.5, "roots": ["/d"]}))),
+        Reader("span of a snapshot", decode_span, msgspec.json.encode(Span(repository="0f", snapshot="cs-abcdef", start_ns=1, end_ns=2, attributes={"n": 1.5, "roots": ["/d"]}))),
         Reader("record of a drill", decode_drill, encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
         Reader("record of damage", decode_damage, encode_damage([DamagedPlace(where="/r/a", reason="bad", snapshots=("cs-abcdef",))])),
         Reader("records of drills", decode_drills, b"[" + encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
@@ -735,7 +735,7 @@ def more_readers() -> list[Reader]:
     return readers
 
 
-_SUFFIXES = (b".safetensors", b".npz", b".npy", b".gguf", b".h5", b".pt", b".bin")
+_SUFFIXES = (b".safetensors", b".npz", b".npy", b".h5", b".pt", b".bin")
 _INDEXES = (
     b".metadata",
     b"m.safetensors.index.json",

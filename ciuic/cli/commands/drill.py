@@ -27,7 +27,6 @@ from ciuic.units import human_duration
 
 if TYPE_CHECKING:
     from ciuic.protocol.last_drill import LastDrill
-    from ciuic.repository import SnapshotInfo
     from ciuic.types import Snapshot
 
 
@@ -53,21 +52,9 @@ _RUN_SECONDS = 3600
     "its exit status counts.",
 )
 @click.option(
-    "--game-day",
-    metavar="CMD",
-    help="Train by CMD on a copy of one PATH, kill it, resume it from a snapshot, and compare with an undisturbed copy.",
-)
-@click.option(
-    "--compare",
-    "globs",
-    multiple=True,
-    metavar="GLOB",
-    help="With --game-day: checkpoints, relative to PATH, such as 'ckpt/**/*.pt'; may be given several times.",
-)
-@click.option(
     "--run-timeout",
     metavar="DURATION",
-    help="End CMD after this time, with --game-day each of its three runs; default: 1h.",
+    help="End CMD after this time; default: 1h.",
 )
 @json_option
 def command(
@@ -77,8 +64,6 @@ def command(
     scratch: Path | None,
     paths: tuple[bytes, ...],
     run: str | None,
-    game_day: str | None,
-    globs: tuple[str, ...],
     run_timeout: str | None,
     as_json: bool,
 ) -> int:
@@ -86,13 +71,10 @@ def command(
 
     Without ID, the newest snapshot and one at random. The newest checkpoint is restored whole, other files are chosen at random.
     Content, attributes and links are compared. Exit 4 on damage. With -p or a smaller --sample, status and alerts
-    count damage alone, and how --run and --game-day ended.
+    count damage alone, and how --run ended.
 
     With --run, the newest snapshot alone. CMD finds the restored directory in CIUIC_DRILL_DIR and as its working directory; exit 1
     if it fails.
-
-    With --game-day, the newest snapshot with a GOOD checkpoint. CMD resumes from the newest checkpoint in its working directory, which it
-    sees at PATH; exit 1 if the resumed training is not the same, bit for bit.
     """
     from ciuic.maintenance.drill import choose_snapshots, failed_outcome
 
@@ -104,14 +86,8 @@ def command(
         )
     if run is not None and len(paths) > 1:
         raise UsageError("--run restores one path: give -p once")
-    if run is not None and game_day is not None:
-        raise UsageError("--run and --game-day are two drills: give one of them")
-    if (game_day is None) != (not globs):
-        raise UsageError("--game-day and --compare go together: which files must be equal?")
-    if game_day is not None and len(paths) > 1:
-        raise UsageError("--game-day copies one path: give -p once")
-    if run_timeout is not None and run is None and game_day is None:
-        raise UsageError("--run-timeout goes with --run and --game-day")
+    if run_timeout is not None and run is None:
+        raise UsageError("--run-timeout goes with --run")
     timeout_seconds = _timeout(run_timeout)
     limit_bytes = drills.sample_bytes(sample)
     seed = drills.new_seed() if seed is None else seed
@@ -119,16 +95,12 @@ def command(
     documents: list[dict[str, Any]] = []
     try:
         store = session.snapshots
-        path = next(iter(paths), None)
-        if id_ is not None:
-            chosen = [store.load(store.resolve(id_))]
-        else:
-            chosen = choose_snapshots(store, seed) if game_day is None else [_with_good(session, path)]
+        chosen = [store.load(store.resolve(id_))] if id_ is not None else choose_snapshots(store, seed)
         for snapshot in chosen[: 1 if run is not None else None]:
-            if game_day is not None:
-                document = _drill_game_day(session, snapshot, scratch, path, game_day, globs, timeout_seconds)
-            elif run is not None:
-                document = _drill_run(session, snapshot, scratch, path, run, timeout_seconds)
+            if run is not None:
+                document = _drill_run(
+                    session, snapshot, scratch, next(iter(paths), None), run, timeout_seconds
+                )
             else:
                 document = _drill(session, snapshot, scratch, seed, limit_bytes, paths)
             documents.append(document)
@@ -145,8 +117,7 @@ def command(
     # Damage counts wherever it was found; that all is well was not proven by a part that was picked. A command that succeeds takes back
     # that it failed, and no damage.
     is_whole = not paths and limit_bytes >= drills.sample_bytes(None)
-    is_training = run is not None or game_day is not None
-    if worst["verdict"] != "good" or is_whole or (is_training and not _damage_stands(session)):
+    if worst["verdict"] != "good" or is_whole or (run is not None and not _damage_stands(session)):
         _note(session, drills.outcome(worst, seconds))
     else:
         note("not noted as a drill of this repository: only a part was asked for")
@@ -236,79 +207,6 @@ def _drill_run(
     return document
 
 
-def _with_good(session: Session, path: bytes | None) -> Snapshot:
-    """Return the newest snapshot whose newest checkpoint, at or below the path or the only root, is GOOD."""
-    from ciuic.cli.shared.timelines import PassedOver, timelines_with
-    from ciuic.history import last_good
-
-    damaged = PassedOver()
-    places = timelines_with(session, path or _only_root(session.snapshots.list(safety=False)), damaged)
-    chosen = last_good(places.timelines, places.path, patterns=session.checkpoint_patterns)
-    damaged.tell()
-    return chosen.snapshot
-
-
-def _only_root(snapshots: Sequence[SnapshotInfo]) -> bytes:
-    """Return the root of the newest snapshot."""
-    if not snapshots:
-        raise NotFound("the repository has no snapshot to restore from", hint="ciuic snapshot takes one")
-    if len(snapshots[0].roots) != 1:
-        raise UsageError(f"{snapshots[0].id} has several roots", hint="-p names the one that is copied")
-    return snapshots[0].roots[0]
-
-
-def _drill_game_day(
-    session: Session,
-    snapshot: Snapshot,
-    scratch: Path | None,
-    path: bytes | None,
-    command_line: str,
-    globs: Sequence[str],
-    timeout_seconds: int,
-) -> dict[str, Any]:
-    """Kill a training on a copy, resume it, and compare."""
-    from ciuic.cli.shared.output import note
-    from ciuic.maintenance.drill import scratch_directory
-    from ciuic.maintenance.game_day import PREFIX, empty_leftover, game_day
-    from ciuic.system.child_process import without_secrets
-
-    began = time.monotonic()
-    if path is None:
-        path = _only_root([session.snapshots.info(snapshot.id)])
-    with scratch_directory(drills.scratch_parent(scratch), PREFIX, empty_leftover) as place:
-        result = game_day(
-            session.repository,
-            snapshot,
-            path,
-            place,
-            command=command_line,
-            globs=globs,
-            env=without_secrets(os.environ),
-            timeout_seconds=timeout_seconds,
-            between=_pace(session),
-            say=lambda text: note(f"game day: {text}"),
-        )
-    document = drills.result_document(session, snapshot, result.restored)
-    difference = result.difference
-    document["game_day"] = {
-        "command": command_line,
-        **json_name("path", path),
-        "exact": difference is None and bool(result.compared),
-        "compared": list(result.compared),
-        "difference": None if difference is None else difference._asdict(),
-        "resumed_from": result.resumed_from,
-        "run_seconds": result.run_seconds,
-        "lost_seconds": result.lost_seconds,
-        "restore_seconds": result.restore_seconds,
-        "had_network": result.had_network,
-    }
-    if difference is not None:
-        document["verdict"] = "failed"
-        document["reason"] = f"the resumed training is not the same: {difference}"
-    document["seconds"] = time.monotonic() - began
-    return document
-
-
 def _pace(session: Session) -> Callable[[], None]:
     """Return the function that pauses while other processes wait for the disk."""
     from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files
@@ -360,19 +258,10 @@ def _print(document: dict[str, Any], *, is_first: bool) -> None:
             "; with the network: no namespace could be made" if ran["had_network"] else ", without network"
         )
         say(f"run        exit status {ran['status']} after {ran['seconds']:.1f} s{network}")
-    if (day := document.get("game_day")) and not document["damages"]:
-        network = "; with the network: no namespace could be made" if day["had_network"] else ""
-        say(f"killed     after {day['run_seconds']:.1f} s{network}")
-        say(
-            f"resumed    from {shown_text(day['resumed_from'])}, restored in {day['restore_seconds']:.1f} s; "
-            f"{day['lost_seconds']:.1f} s of work lost"
-        )
-        say(f"compared   {plural(len(day['compared']), 'file')} equal to those of an undisturbed training")
     took = f"{document['seconds']:.0f} s, {plural(document['files'], 'file')}"
     if document["verdict"] == "failed":
         say(f"verdict    FAILED, {took}: {shown_text(document['reason'])}", fg="red")
     elif document["damages"]:
         say(f"verdict    DAMAGED, {took}; ciuic verify --checksum says how far it goes", fg="red")
     else:
-        word = "EXACT" if day else "exact"
-        say(f"verdict    {word}, {took}", fg="green")
+        say(f"verdict    exact, {took}", fg="green")

@@ -69,12 +69,12 @@ def exporter_command(listen: str | None, otlp: str | None, otlp_headers: Path | 
     """Show the daemon's metrics to Prometheus and send traces, in the foreground, until SIGTERM.
 
     Exit code 3 means that neither an address nor a receiver of traces is configured, or that the SDK for traces is not installed. The
-    daemon writes its metrics only while `exporter.listen` is configured, and it and the upload write spans only while `exporter.otlp` is.
+    daemon writes its metrics only while `exporter.listen` is configured, and spans only while `exporter.otlp` is.
     """
     from ciuic.exporter.server import ExporterServer
     from ciuic.exporter.traces import SpanSender, open_sender, read_headers, state_dir
     from ciuic.protocol.metrics_file import METRICS_NAME
-    from ciuic.protocol.span_spool import spools
+    from ciuic.protocol.span_spool import SPANS_NAME
 
     config = current().config
     place = _parsed("--listen", listen_value, listen, config.exporter.listen)
@@ -89,7 +89,7 @@ def exporter_command(listen: str | None, otlp: str | None, otlp_headers: Path | 
     ends: list[Callable[[], None]] = [stopped.set]
     if url is not None:
         send, end = open_sender(url, read_headers(otlp_headers or config.exporter.otlp_headers))
-        sender = SpanSender(spools(config.runtime_dir), state_dir(), send)
+        sender = SpanSender(config.runtime_dir / SPANS_NAME, state_dir(), send)
         thread = threading.Thread(target=sender.run, name="traces", daemon=True)
         ends += [sender.stop, end]
     if place is not None:

@@ -45,6 +45,7 @@ from ciuic.daemon.snapshots.pending import MAX_RETAKES, PendingSnapshot, Phase
 from ciuic.daemon.snapshots.reserve import Shortage, SpaceWatch
 from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
 from ciuic.errors import CiuicError
+from ciuic.printable import one_line
 from ciuic.protocol.control_types import Progress, RepositoryStatus, SnapshotState, rfc3339
 from ciuic.protocol.span_spool import Attribute
 from ciuic.system.processes import start_ticks
@@ -57,6 +58,7 @@ _LOCK_WAIT_SECONDS = 30.0
 # Captures whose duration counts for one that has not begun: enough for a median, and few enough to follow a
 # change of load.
 MAX_REMEMBERED: Final = 9
+_MAX_TRACED_ROOTS: Final = 32
 # Steps of the sum over the time to the deadline.
 _PARTS: Final = 1000
 # Shortest step of that sum: progress, which it starts from, comes twice a second.
@@ -377,25 +379,21 @@ class Capturing:
         """Record how a snapshot that is committed or given up came about; without `done` its figures are not known."""
         if self._context.spans is None:
             return
-        end_ns = self._context.now_ns()
-        began_at = pending.capture_began_at
-        figures: dict[str, Attribute] = {"ciuic.capture.attempts": pending.record.attempts}
+        record = pending.record
+        figures: dict[str, Attribute] = {
+            "ciuic.snapshot.roots": [
+                one_line(os.fsencode(cut.path)) for cut in record.cuts[:_MAX_TRACED_ROOTS]
+            ],
+            "ciuic.cut.hold_ms": record.hold_microseconds / 1000,
+            "ciuic.capture.attempts": record.attempts,
+        }
         if done is not None:
             figures["ciuic.snapshot.files"] = done.files
             figures["ciuic.capture.files_read"] = done.files_read
             figures["ciuic.capture.bytes_read"] = done.bytes_read
             figures["ciuic.capture.bytes_stored"] = done.new_bytes
-        course = SnapshotCourse(
-            snapshot=pending.id,
-            roots=[cut.path for cut in pending.record.cuts],
-            cut_ns=pending.record.time_ns,
-            hold_microseconds=pending.record.hold_microseconds,
-            capture_ns=None if began_at is None else end_ns - int((trio.current_time() - began_at) * 1e9),
-            commit_ns=None if done is None else end_ns - int(done.commit_seconds * 1e9),
-            end_ns=end_ns,
-            error=error,
-            figures=figures,
-        )
+            figures["ciuic.commit.seconds"] = done.commit_seconds
+        course = SnapshotCourse(pending.id, record.time_ns, self._context.now_ns(), figures, error)
         await self._context.spans.write(course)
 
     def _after_commit(self, pending: PendingSnapshot) -> None:

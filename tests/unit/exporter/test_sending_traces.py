@@ -19,7 +19,6 @@ from ciuic.protocol.span_spool import SPANS_NAME, Span, append_spans, span_id, t
 
 def span(number: int, error: str = "") -> Span:
     return Span(
-        name="capture",
         repository="0f",
         snapshot=f"s{number}",
         start_ns=number,
@@ -46,7 +45,7 @@ class Running:
 
     def __init__(self, spool: Path, url: str, headers: dict[str, str] | None = None) -> None:
         send, self._end = open_sender(url, headers or {})
-        self.sender = SpanSender([spool], spool.parent / "state", send)
+        self.sender = SpanSender(spool, spool.parent / "state", send)
         self._thread = threading.Thread(target=self.sender.run)
 
     def __enter__(self) -> SpanSender:
@@ -64,14 +63,14 @@ def snapshots(server: Receiver) -> list[str]:
 
 
 def test_a_receiver_gets_the_spans(spool: Path) -> None:
-    """Ids, parent, times, status, attributes, resource and headers arrive, in protobuf."""
+    """Ids, times, status, attributes, resource and headers arrive, in protobuf."""
     append_spans(spool, [span(1), span(2, error="no space")])
     with receiver() as server, Running(spool, server.url, {"X-Token": "t"}) as sender:
         until("both spans", lambda: sender.sent == 2)
     first, second = server.spans
     assert first.trace_id == trace_id("0f", "s1").to_bytes(16, "big")
     assert first.span_id == span_id(span(1)).to_bytes(8, "big")
-    assert first.parent_span_id not in (b"", first.span_id)
+    assert (first.name, first.parent_span_id) == ("snapshot", b"")
     assert (first.start_time_unix_nano, first.end_time_unix_nano) == (1, 6)
     assert attributes(first)["ciuic.snapshot.roots"] == ["/a", "/b"]
     assert (first.status.code, second.status.code, second.status.message) == (0, 2, "no space")
@@ -106,7 +105,7 @@ def test_a_process_that_dies_before_the_answer_sends_again(spool: Path) -> None:
             raise Killed
 
         with pytest.raises(Killed):
-            SpanSender([spool], spool.parent / "state", killed).run()
+            SpanSender(spool, spool.parent / "state", killed).run()
         end()
         with Running(spool, server.url) as sender:
             until("the span", lambda: sender.sent == 1)
@@ -164,7 +163,7 @@ def test_what_is_never_taken_is_dropped_and_counted(spool: Path, monkeypatch: py
         taken.extend(one.snapshot for one in spans)
         return True
 
-    sender = SpanSender([spool], spool.parent / "state", refuse_first)
+    sender = SpanSender(spool, spool.parent / "state", refuse_first)
     thread = threading.Thread(target=sender.run)
     thread.start()
     until("the newest", lambda: sender.sent + sender.dropped == 99)

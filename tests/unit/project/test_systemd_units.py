@@ -13,7 +13,6 @@ from support.ci import needs
 from ciuic.cli.shared.systemd import UNITS, for_program, unit_text
 from ciuic.daemon.service import WORKER_SERVICE
 from ciuic.errors import ConfigError, NotFound
-from ciuic.protocol.span_spool import UPLOAD_SPANS_NAME, spools
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system import syscall_profiles
 from ciuic.system.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP
@@ -109,13 +108,6 @@ def test_the_service_gets_no_mount_namespace_of_its_own(unit: str) -> None:
     assert used.isdisjoint(MOUNT_NAMESPACE_OPTIONS)
     # PrivateNetwork= would imply PrivateMounts=yes from systemd 255 on.
     assert dict(settings(unit))["PrivateMounts"] == "no"
-
-
-def test_the_exporter_finds_the_spans_of_the_upload() -> None:
-    """The upload's runtime directory is one that the exporter looks into, and may be entered."""
-    values = dict(settings("ciuic-upload.service"))
-    assert Path("/run", values["RuntimeDirectory"], UPLOAD_SPANS_NAME) in spools(Path("/run/ciuic"))
-    assert values["RuntimeDirectoryMode"] == "0755"
 
 
 def test_a_crash_of_the_daemon_leaves_the_workers_alone() -> None:

@@ -13,7 +13,6 @@ from ciuic.protocol.span_spool import (
     Span,
     SpoolPosition,
     append_spans,
-    parent_id,
     read_spans,
     span_id,
     trace_id,
@@ -23,7 +22,7 @@ START = SpoolPosition()
 
 
 def span(number: int) -> Span:
-    return Span(name="cut", repository="0f", snapshot=f"s{number}", start_ns=number, end_ns=number + 1)
+    return Span(repository="0f", snapshot=f"s{number}", start_ns=number, end_ns=number + 1)
 
 
 def names(spans: list[Span]) -> list[str]:
@@ -35,15 +34,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / SPANS_NAME
 
 
-def test_both_sides_derive_the_same_trace() -> None:
-    """The upload's parent is the daemon's cut, by ids that depend on the repository, the snapshot and the remote alone."""
-    cut = Span(name="cut", repository="0f", snapshot="a", start_ns=1, end_ns=2)
-    upload = Span(name="upload", repository="0f", snapshot="a", start_ns=8, end_ns=9, remote="nas")
-    assert parent_id(upload) == span_id(cut)
-    assert parent_id(cut) is None
+def test_ids_are_those_of_the_snapshot() -> None:
+    """They depend on the repository and the snapshot alone: a span that is sent again is known."""
+    one, again, other = (
+        Span(repository=of, snapshot="a", start_ns=1, end_ns=end)
+        for of, end in (("0f", 2), ("0f", 3), ("0e", 2))
+    )
+    assert span_id(one) == span_id(again) != span_id(other)
     assert trace_id("0f", "a") != trace_id("0e", "a")
-    other = Span(name="upload", repository="0f", snapshot="a", start_ns=8, end_ns=9, remote="s3")
-    assert span_id(other) != span_id(upload)
 
 
 def test_a_reader_gets_every_span_once(path: Path) -> None:
@@ -71,7 +69,7 @@ def test_a_reader_knows_what_it_missed(path: Path) -> None:
         append_spans(path, [span(number)], max_bytes=1000)
     with open(path, "ab") as stream:
         # As a writer leaves it that is killed.
-        stream.write(b'{"name": "cu')
+        stream.write(b'{"snapshot": "cu')
     append_spans(path, [span(100)])
     part = read_spans(path, position, 1000)
     assert names(part.spans)[-2:] == ["s99", "s100"]
@@ -138,7 +136,7 @@ def test_a_spool_that_is_no_file_is_left_alone(path: Path) -> None:
 
 def test_a_long_span_is_written_without_its_texts(path: Path) -> None:
     """Texts beyond the limit of a line are left out, and the span stays."""
-    long = Span(name="capture", repository="0f", snapshot="a", start_ns=1, end_ns=2, error="x" * 100_000)
+    long = Span(repository="0f", snapshot="a", start_ns=1, end_ns=2, error="x" * 100_000)
     append_spans(path, [long])
     (read,) = read_spans(path, START, 9).spans
     assert (read.snapshot, read.error) == ("a", "x" * 1000)
