@@ -1,16 +1,19 @@
-"""A command in a directory, without a network where that is possible, with a time limit.
+"""A command in a directory, without a network where that is possible, with limits of time and memory.
 
-Guarantees: no process of the command's group is left on return, however it ended. What it prints goes to standard error, because the
-caller's standard output is for results.
+Guarantees: no process of the command's group is left on return, however it ended. Of all processes it is the first to end where
+memory runs out. Run by root it has the given user's rights and no capabilities, and can gain none. What it prints goes to standard
+error, because the caller's standard output is for results.
 
 References:
-    unshare(1), network_namespaces(7)
+    unshare(1), setpriv(1), network_namespaces(7), capabilities(7), proc_pid_oom_score_adj(5), setrlimit(2)
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import pwd
+import resource
 import signal
 import subprocess
 import time
@@ -21,8 +24,10 @@ from typing import Final, NamedTuple
 
 from ciuic.system.child_process import find_program
 
-# The loopback device of a new network namespace is down. $1 is ip(8), $2 the command.
-_SCRIPT: Final = '"$1" link set lo up 2>/dev/null; exec /bin/sh -c "$2"'
+# The loopback device of a new network namespace is down. $1 is ip(8), the others are the command.
+_SCRIPT: Final = '"$1" link set lo up 2>/dev/null; shift; exec "$@"'
+# Highest score: the first that the kernel ends where memory runs out.
+_OOM_SCORE: Final = b"1000"
 # From the request to end until the group is killed.
 _END_SECONDS: Final = 5.0
 _STDERR: Final = 2
@@ -41,7 +46,12 @@ class CommandEnd(NamedTuple):
 
 
 def run_isolated(
-    command: str, directory: Path, env: Mapping[str, str], timeout_seconds: float | None
+    command: str,
+    directory: Path,
+    env: Mapping[str, str],
+    timeout_seconds: float | None,
+    *,
+    user: tuple[int, int] | None = None,
 ) -> CommandEnd:
     """Run a command by the shell, in an empty network namespace where that is permitted, and end what is left of it.
 
@@ -50,21 +60,36 @@ def run_isolated(
         directory: Its working directory.
         env: Its environment.
         timeout_seconds: Time after which it is ended; None: never.
+        user: Uid and gid whose rights it has, without capabilities; None: those of this process. Needs root.
     """
+    argv = ["/bin/sh", "-c", command]
+    env = dict(env)
+    if user is not None:
+        uid, gid = user
+        argv = [
+            *(find_program("setpriv"), f"--reuid={uid}", f"--regid={gid}", "--clear-groups"),
+            *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--", *argv),
+        ]
+        try:
+            known = pwd.getpwuid(uid)
+            env.update(HOME=known.pw_dir, USER=known.pw_name, LOGNAME=known.pw_name)
+        except KeyError:
+            env.update(HOME="/", USER=str(uid), LOGNAME=str(uid))
     # A user who is not root may make one in a user namespace, unless that is forbidden.
-    user = () if os.geteuid() == 0 else ("--user", "--map-current-user")
-    unshare = [find_program("unshare"), *user, "--net"]
+    own = () if os.geteuid() == 0 else ("--user", "--map-current-user")
+    unshare = [find_program("unshare"), *own, "--net"]
     had_network = not _works([*unshare, "/bin/true"])
-    own_network = [*unshare, "/bin/sh", "-c", _SCRIPT, "sh", find_program("ip"), command]
+    if not had_network:
+        argv = [*unshare, "/bin/sh", "-c", _SCRIPT, "sh", find_program("ip"), *argv]
     began = time.monotonic()
     process = subprocess.Popen(
-        ["/bin/sh", "-c", command] if had_network else own_network,
+        argv,
         cwd=directory,
-        env=dict(env),
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=_STDERR,
         start_new_session=True,
-        preexec_fn=_ends_with_parent(signal.SIGKILL),
+        preexec_fn=_limits(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2),
     )
     timed_out = False
     try:
@@ -79,11 +104,21 @@ def run_isolated(
     )
 
 
-def _ends_with_parent(number: int) -> Callable[[], object]:
-    """Return what a child has to call before it runs a program, so that it gets this signal when this thread ends (prctl(2))."""
+def _limits(memory_bytes: int) -> Callable[[], None]:
+    """Return what the child calls before it runs a program: it ends with this thread, has a limit of data, and goes first without memory."""
     # Loaded here: between fork and exec nothing may be imported.
     libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
+
+    def apply() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard == resource.RLIM_INFINITY or hard > memory_bytes:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(fd, _OOM_SCORE)
+        os.close(fd)
+
+    return apply
 
 
 def _works(command: list[str]) -> bool:

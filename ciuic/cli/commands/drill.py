@@ -52,6 +52,11 @@ _RUN_SECONDS = 3600
     "its exit status counts.",
 )
 @click.option(
+    "--as-root",
+    is_flag=True,
+    help="Run CMD as root, with all capabilities, not as the owner of what is restored.",
+)
+@click.option(
     "--run-timeout",
     metavar="DURATION",
     help="End CMD after this time; default: 1h.",
@@ -64,6 +69,7 @@ def command(
     scratch: Path | None,
     paths: tuple[bytes, ...],
     run: str | None,
+    as_root: bool,
     run_timeout: str | None,
     as_json: bool,
 ) -> int:
@@ -74,7 +80,7 @@ def command(
     count damage alone, and how --run ended.
 
     With --run, the newest snapshot alone. CMD finds the restored directory in CIUIC_DRILL_DIR and as its working directory; exit 1
-    if it fails.
+    if it fails. Root runs it as the directory's owner, without capabilities.
     """
     from ciuic.maintenance.drill import choose_snapshots, failed_outcome
 
@@ -86,8 +92,8 @@ def command(
         )
     if run is not None and len(paths) > 1:
         raise UsageError("--run restores one path: give -p once")
-    if run_timeout is not None and run is None:
-        raise UsageError("--run-timeout goes with --run")
+    if run is None and (as_root or run_timeout is not None):
+        raise UsageError("--run-timeout and --as-root go with --run")
     timeout_seconds = _timeout(run_timeout)
     limit_bytes = drills.sample_bytes(sample)
     seed = drills.new_seed() if seed is None else seed
@@ -99,7 +105,7 @@ def command(
         for snapshot in chosen[: 1 if run is not None else None]:
             if run is not None:
                 document = _drill_run(
-                    session, snapshot, scratch, next(iter(paths), None), run, timeout_seconds
+                    session, snapshot, scratch, next(iter(paths), None), run, timeout_seconds, as_root
                 )
             else:
                 document = _drill(session, snapshot, scratch, seed, limit_bytes, paths)
@@ -175,6 +181,7 @@ def _drill_run(
     path: bytes | None,
     command_line: str,
     timeout_seconds: int,
+    as_root: bool,
 ) -> dict[str, Any]:
     """Restore a path whole, and run a command on it if it is exact."""
     from ciuic.maintenance.drill import newest_checkpoint_directory, restore_whole, scratch_directory
@@ -184,17 +191,26 @@ def _drill_run(
     began = time.monotonic()
     repository = session.repository
     with scratch_directory(drills.scratch_parent(scratch)) as place:
+        own = place / "restored"
+        own.mkdir(0o700)
         patterns = session.checkpoint_patterns
         path = path or newest_checkpoint_directory(repository, snapshot, patterns)
         result, restored = restore_whole(
-            repository, snapshot, path, place, patterns=patterns, between=_pace(session)
+            repository, snapshot, path, own, patterns=patterns, between=_pace(session)
         )
         document = drills.result_document(session, snapshot, result)
         document["run"] = None
         if not result.damages:
-            directory = restored if restored.is_dir() else place
+            directory = restored if restored.is_dir() else own
             env = {**without_secrets(os.environ), "CIUIC_DRILL_DIR": str(restored)}
-            end = run_isolated(command_line, directory, env, timeout_seconds)
+            user = None
+            if os.geteuid() == 0 and not as_root:
+                of = os.lstat(restored)
+                user = (of.st_uid, of.st_gid)
+                # Nobody else gets to what was restored: the directories above it may have been closed.
+                os.chown(own, *user)
+                place.chmod(0o711)
+            end = run_isolated(command_line, directory, env, timeout_seconds, user=user)
             document["run"] = {"command": command_line, **json_name("path", path), **end._asdict()}
             if end.status or end.timed_out:
                 document["verdict"] = "failed"

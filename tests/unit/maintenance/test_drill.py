@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -443,3 +445,34 @@ def test_damage_stands_until_it_is_taken_back(tmp_path: Path) -> None:
     (repository / "snapshots" / "cs-00000a").unlink()
     assert drilled("failed", "cs-00000b", 0) == "failed"
     assert standing_drill([]) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("as_root", [False, True])
+def test_root_runs_the_command_as_the_owner(tmp_path: Path, as_root: bool) -> None:
+    """It has the owner's ids alone, no capability, cannot read root's files, and reads and writes what was restored."""
+    repository = CliRepository(tmp_path / "repo", tmp_path / "root")
+    repository.snapshot({b"own": (b"data", {"uid": 4711, "gid": 4712, "mode": 0o100600})})
+    # No other user may enter the directories that tests are given.
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chmod(scratch, 0o755)
+        secret = Path(scratch, "secret")
+        secret.write_text("root's")
+        secret.chmod(0o600)
+        command = (
+            f"cat {secret} own; echo >> $CIUIC_DRILL_DIR && touch new && id -u; id -G;"
+            "sed -n 's/^\\(CapEff\\|CapBnd\\|NoNewPrivs\\):.//p' /proc/self/status; cat /proc/self/oom_score_adj"
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "ciuic", "--repo", str(repository.path), "drill", "--scratch", scratch, "--run", command]
+            + ["-p", f"{repository.root}/own"] + ["--as-root"] * as_root,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    words = done.stderr.split()
+    if as_root:
+        assert "root'sdata0" in done.stderr.replace("\n", "")
+    else:
+        at = next(number for number, word in enumerate(words) if word.startswith("data"))
+        assert "Permission denied" in done.stderr
+        assert words[at:][:6] == ["data4711", "4712", "0" * 16, "0" * 16, "1", "1000"]
