@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +66,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 
     require_own(job.repository, trusted=job.trust_repository)
     with Repository.open(job.repository) as repository:
-        remotes = remotes_done(job.remotes, repository.id)
+        remotes = remotes_done(job.remotes, repository.id, now_ns=time.time_ns())
         result = prune(
             repository,
             job.policy,

@@ -2,13 +2,16 @@
 
 The record is ``<state directory>/<name of the remote>/stored``, JSON:
 
-    {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000, "doubt": ""}
+    {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000,
+     "remote": "<id>", "seen_ns": 1760000000000000000, "doubt": ""}
 
 ``stored`` has the local snapshots that the remote has committed, ``passed_over`` those that it does not want
 (its schedule or its own retention leaves them out). A snapshot in neither waits for the remote, and prune keeps
 it (ciuic.retention). ``tail_ns`` is the cut of the newest snapshot that the remote has ever stored; 0: none.
 ``doubt`` says why the remote is not what it was: it went back to an older state, was replaced, or cannot be read. From then
-on nothing counts as stored there, until it was read again (`doubt_record`).
+on nothing counts as stored there, until it was read again (`doubt_record`). ``seen_ns`` is when the remote was last seen to be
+what the record says. Nothing is removed for an older look than `MAX_UNSEEN_SECONDS`: meanwhile the remote may have gone back
+to an older state, or be gone (`remotes_done`).
 
 Guarantees: the writer replaces the record atomically and durably. The reader takes it for hostile, because the
 process that uploads has no privileges and talks to a network: it follows no link below the state directory,
@@ -24,12 +27,14 @@ import stat
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Final, NamedTuple, Protocol
 
 import msgspec
 
 from ciuic.errors import Damaged
 from ciuic.structs import decode_json
+from ciuic.units import human_duration
 
 STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
 DEFAULT_STATE_DIR: Final = Path("/var/lib/ciuic-upload")
@@ -37,6 +42,11 @@ DEFAULT_STATE_DIR: Final = Path("/var/lib/ciuic-upload")
 _NAME: Final = "stored"
 # An id has 9 to 35 characters: room for 100,000 snapshots at least, and little memory.
 MAX_RECORD_BYTES: Final = 4 << 20
+LOOK_EVERY_SECONDS: Final = 300.0
+"""Time between two looks of a process that uploads: a LIST and a GET each, about a cent a month."""
+MAX_UNSEEN_SECONDS: Final = 900
+"""Age of a look on which something may be removed. The daemon, which has no way to a remote, removes only what it could spare
+where the remote was as recorded within a quarter of an hour: three looks, so that a request that is tried again costs nothing."""
 
 
 class StoredRecordDamaged(Damaged):
@@ -51,6 +61,10 @@ class StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
     stored: frozenset[str] = frozenset()
     passed_over: frozenset[str] = frozenset()
     tail_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
+    remote: str = ""
+    """Id of the remote; empty if it was not noted."""
+    seen_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """When the remote was last seen to be as it was left, UTC; 0: not noted."""
     doubt: str = ""
     """Why the remote is not what it was, in words; then nothing is stored or passed over. Empty while all is well."""
 
@@ -109,17 +123,26 @@ def read_record(name: str, state_dir: Path | None = None) -> StoredRecord | None
 
 
 def remotes_done(
-    names: Iterable[str], repository: str, *, is_theirs: bool = True, state_dir: Path | None = None
+    names: Iterable[str],
+    repository: str,
+    *,
+    now_ns: int,
+    is_theirs: bool = True,
+    looks: Mapping[str, str] = MappingProxyType({}),
+    state_dir: Path | None = None,
 ) -> RemotesDone:
     """Return what the remotes of a configuration need no more of a repository.
 
-    A remote whose record cannot be read needs everything: a read error is no reason to delete.
+    A remote whose record cannot be read needs everything, and so does one that was not looked at for `MAX_UNSEEN_SECONDS`: neither
+    is a reason to delete.
 
     Args:
         names: names of the remotes.
         repository: id of the repository.
+        now_ns: the clock, UTC.
         is_theirs: the configuration that has the remotes names this repository as well. Otherwise a remote
             counts only if it has a record of this repository.
+        looks: remotes that the caller has looked at just now, by name: why they may lack what is recorded, empty if they have it.
         state_dir: state directory; None: `upload_state_dir`.
     """
     result = RemotesDone({}, [])
@@ -128,10 +151,25 @@ def remotes_done(
         if known.record is None and not is_theirs:
             continue
         done = known.stored | known.passed_over
+        flaw = known.flaw if known.is_doubted else ""
+        if done:
+            flaw = looks[name] if name in looks else _unseen(known.record, now_ns)
+        if flaw:
+            result.flaws.append(f"remote {name}: {flaw}")
+            done = frozenset()
         result.done[name] = done if known.tail_ns or known.is_doubted else None
-        if known.is_doubted:
-            result.flaws.append(f"remote {name}: {known.flaw}")
     return result
+
+
+def _unseen(record: StoredRecord | None, now_ns: int) -> str:
+    """Return why a record is too old to remove anything for it; empty if it is not."""
+    seen_ns = 0 if record is None else record.seen_ns
+    # A clock that was set back makes no look young.
+    seconds = abs(now_ns - seen_ns) / 1e9
+    if seconds <= MAX_UNSEEN_SECONDS:
+        return ""
+    ago = f"for {human_duration(seconds)}" if seen_ns else "since it was recorded"
+    return f"nothing is removed because it is stored there: no upload has looked at the remote {ago}"
 
 
 class _Known(NamedTuple):

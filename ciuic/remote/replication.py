@@ -42,6 +42,7 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.last_drill import read_last_drill
 from ciuic.protocol.span_spool import Span, append_spans, upload_spool
 from ciuic.protocol.stored_remotely import (
+    LOOK_EVERY_SECONDS,
     StoredRecord,
     StoredRecordDamaged,
     doubt_record,
@@ -469,8 +470,13 @@ class Replication:
         self._adopted: set[str] = set()
         # Directory of the remote's state, and the log of this host.
         self._place: tuple[Path, WriterLog] | None = None
+        self._remote_id = ""
         known = _last_record(config.name, repository.id, state_dir)
         self._tail_ns = 0 if known is None else known.tail_ns
+        if known is not None:
+            self._passed_over.update(known.passed_over)
+        # When the remote was last seen to be what this host knows it to be, and the tick of a clock that nobody sets.
+        self._seen_ns, self._looked = 0, 0.0
         # Snapshots that could not be uploaded, and when they are tried again.
         self._failed: dict[str, float] = {}
 
@@ -548,6 +554,7 @@ class Replication:
             raise Overtaken
         if self._plan is not None and self._changes() != self._seen:
             raise Overtaken
+        self._look()
 
     def _persist(self, request: Callable[[], _Result]) -> _Result:
         return persist(request, self._stop, self._problem, self._max_refusals)
@@ -566,6 +573,7 @@ class Replication:
 
     def _open(self, remote: Remote) -> _Opened:
         space = self._persist(lambda: repository_space(remote, self._repository))
+        self._remote_id = remote.id
         directory = self._state_dir / self._config.name / space.id
         os.makedirs(directory, mode=0o700, exist_ok=True)
         with naming_memory(str(directory)):
@@ -600,6 +608,7 @@ class Replication:
                 max_refusals=self._max_refusals,
             )
             self._place = directory, log
+            self._note_look(self._now_ns())
             uploader.begin()
             reader = LogReader(
                 space.objects,
@@ -638,11 +647,8 @@ class Replication:
         self._logs = reader
         self._own_log = LogRotation(space.objects, space.sealer, log, reader)
         self._given_up = reader.given_up(self._repository.id) - self._again
-        known = _last_record(self._config.name, self._repository.id, self._state_dir)
-        if known is not None and known.doubt:
-            # Also where nothing is sent now: it was read again.
-            infos = self._repository.snapshots.list()
-            self._tell(infos, [info for info in infos if info.id not in self._stored])
+        # Also where nothing is sent now: it was read again.
+        self._tell_all()
         self._began(directory, log)
         for damaged in reader.damaged.values():
             # Snapshots whose commits are lost are uploaded again: their packs are there.
@@ -848,8 +854,7 @@ class Replication:
         self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
         if self._failed.pop(id_, None) is not None and not self._failed:
             self._unreadable("")
-        infos = self._repository.snapshots.list()
-        self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
+        self._tell_all()
         self._uploaded(done)
         self._record_span(info, done, began_ns)
         self._persist(self._own_log.tidy)
@@ -885,6 +890,27 @@ class Replication:
         except OSError:
             return ""
 
+    def _look(self) -> None:
+        """Look whether the remote is still what this host knows it to be, where the last look is some minutes old.
+
+        Raises:
+            DamagedRemote: it is not.
+        """
+        if time.monotonic() - self._looked < LOOK_EVERY_SECONDS:
+            return
+        began_ns = self._now_ns()
+        # In an outage nothing else could be done either.
+        if self._persist(self._log.look):
+            self._note_look(began_ns)
+            self._tell_all()
+
+    def _note_look(self, began_ns: int) -> None:
+        self._seen_ns, self._looked = began_ns, time.monotonic()
+
+    def _tell_all(self) -> None:
+        infos = self._repository.snapshots.list()
+        self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
+
     def _tell(self, infos: list[SnapshotInfo], lacking: list[SnapshotInfo]) -> None:
         here = {info.id for info in infos}
         times = [info.time_ns for info in infos if info.id in self._stored]
@@ -894,6 +920,8 @@ class Replication:
             stored=frozenset(map(str, self._stored & here)),
             passed_over=frozenset(map(str, self._passed_over & here)),
             tail_ns=self._tail_ns,
+            remote=self._remote_id,
+            seen_ns=max(0, self._seen_ns),
         )
         write_record(self._config.name, record, self._state_dir)
         oldest = min((info.time_ns for info in lacking), default=0)
@@ -925,6 +953,7 @@ class Replication:
                 return
             if time.monotonic() - began > _AGAIN_SECONDS:
                 return
+            self._look()
 
 
 def _last_record(name: str, repository_id: str, state_dir: Path) -> StoredRecord | None:

@@ -90,7 +90,7 @@ def _upkeep_need(
             [root.path for snapshot in lacking for root in snapshot.left_out],
         ),
         undoes=partial(undoes_newest_change, repository, infos),
-        remotes=remotes_done(rules.remotes, repository.id).done,
+        remotes=remotes_done(rules.remotes, repository.id, now_ns=now_ns).done,
     )
     floor_bytes = unstored_floor_bytes(rules.min_free, file_system_bytes, rules.reserve_bytes)
     # Without min_free, only snapshots yield that nothing but a remote keeps.

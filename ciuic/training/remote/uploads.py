@@ -328,9 +328,12 @@ class RemotePins:
         """
         if not self._remotes or not drop:
             return list(drop), set()
-        done = remotes_done(self._remotes, repository_id, state_dir=state_dir(self._repository)).done
+        now_ns = self._now_ns()
+        done = remotes_done(
+            self._remotes, repository_id, now_ns=now_ns, state_dir=state_dir(self._repository)
+        ).done
         times = {info.id: info.time_ns for info in known}
-        since_ns = self._now_ns() - FORGOTTEN_AFTER_NS
+        since_ns = now_ns - FORGOTTEN_AFTER_NS
         needed = {
             id_
             for id_ in drop

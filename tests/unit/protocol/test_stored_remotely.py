@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ciuic.protocol.stored_remotely import (
     DEFAULT_STATE_DIR,
     MAX_RECORD_BYTES,
+    MAX_UNSEEN_SECONDS,
     RemotesDone,
     StoredRecord,
     StoredRecordDamaged,
@@ -29,11 +30,13 @@ from ciuic.protocol.stored_remotely import (
 )
 
 REPOSITORY = "ab" * 16
+NOW_NS = 1_760_000_000 * 10**9
 RECORD = StoredRecord(
     repository=REPOSITORY,
     stored=frozenset({"cs-000001", "cs-000002"}),
     passed_over=frozenset({"cs-000003"}),
     tail_ns=5,
+    seen_ns=NOW_NS,
 )
 ids = st.frozensets(st.from_regex(r"cs-[0-9a-f]{6}", fullmatch=True), max_size=20)
 
@@ -77,7 +80,7 @@ def test_what_remotes_need_no_more(tmp_path: Path) -> None:
     # It stored something once, and nothing of that is left on the host.
     write_record("stalled", StoredRecord(repository=REPOSITORY, tail_ns=9), tmp_path)
     names = ("good", "empty", "other", "stalled", "missing")
-    assert remotes_done(names, REPOSITORY, state_dir=tmp_path) == RemotesDone(
+    assert remotes_done(names, REPOSITORY, now_ns=NOW_NS, state_dir=tmp_path) == RemotesDone(
         {
             "good": {"cs-000001", "cs-000002", "cs-000003"},
             "empty": None,
@@ -94,12 +97,14 @@ def test_a_doubted_remote_has_nothing_for_anybody(
     stored: frozenset[str], passed_over: frozenset[str], tail_ns: int
 ) -> None:
     """Retention and lag count nothing as stored after a doubt, and say why, until the record is written again."""
-    record = StoredRecord(repository=REPOSITORY, stored=stored, passed_over=passed_over, tail_ns=tail_ns)
+    record = StoredRecord(
+        repository=REPOSITORY, stored=stored, passed_over=passed_over, tail_ns=tail_ns, seen_ns=NOW_NS
+    )
     with TemporaryDirectory() as name:
         place = Path(name)
         write_record("nas", record, place)
         doubt_record("nas", REPOSITORY, "it went back", place)
-        found = remotes_done(("nas",), REPOSITORY, state_dir=place)
+        found = remotes_done(("nas",), REPOSITORY, now_ns=NOW_NS, state_dir=place)
         assert found.done == {"nas": frozenset()}
         assert [flaw.endswith("it went back") for flaw in found.flaws] == [True]
         lag = remote_lag("nas", REPOSITORY, [], now_ns=0, state_dir=place)
@@ -108,7 +113,23 @@ def test_a_doubted_remote_has_nothing_for_anybody(
         assert known is not None
         assert (known.stored, known.passed_over, known.tail_ns) == (frozenset(), frozenset(), tail_ns)
         write_record("nas", record, place)
-        assert remotes_done(("nas",), REPOSITORY, state_dir=place).flaws == []
+        assert remotes_done(("nas",), REPOSITORY, now_ns=NOW_NS, state_dir=place).flaws == []
+
+
+@given(
+    seconds=st.integers(-3 * MAX_UNSEEN_SECONDS, 3 * MAX_UNSEEN_SECONDS),
+    look=st.sampled_from([None, "", "it is away"]),
+)
+def test_what_was_not_seen_lately_lets_nothing_go(seconds: int, look: str | None) -> None:
+    """A look of this run decides; without one, a record that no clock calls older than a quarter of an hour."""
+    with TemporaryDirectory() as name:
+        write_record("nas", RECORD, Path(name))
+        looks = {} if look is None else {"nas": look}
+        now_ns = NOW_NS + seconds * 10**9
+        found = remotes_done(("nas",), REPOSITORY, now_ns=now_ns, looks=looks, state_dir=Path(name))
+        trusted = abs(seconds) <= MAX_UNSEEN_SECONDS if look is None else not look
+        assert found.done == {"nas": RECORD.stored | RECORD.passed_over if trusted else frozenset()}
+        assert len(found.flaws) == (not trusted)
 
 
 def test_nothing_is_doubted_where_nothing_was_stored(tmp_path: Path) -> None:
@@ -125,9 +146,11 @@ def test_remotes_of_another_configuration_count_where_they_have_a_record(tmp_pat
     write_record("good", RECORD, tmp_path)
     write_record("bad", RECORD, tmp_path)
     (tmp_path / "bad" / "stored").write_text("{")
-    found = remotes_done(("good", "bad", "missing"), REPOSITORY, is_theirs=False, state_dir=tmp_path)
+    found = remotes_done(
+        ("good", "bad", "missing"), REPOSITORY, is_theirs=False, now_ns=NOW_NS, state_dir=tmp_path
+    )
     assert found == RemotesDone({"good": RECORD.stored | RECORD.passed_over}, [])
-    assert remotes_done(("good",), "cd" * 16, is_theirs=False, state_dir=tmp_path).done == {}
+    assert remotes_done(("good",), "cd" * 16, is_theirs=False, now_ns=NOW_NS, state_dir=tmp_path).done == {}
 
 
 def _link_to_a_record(place: Path) -> None:
@@ -174,7 +197,7 @@ def test_a_hostile_record_lets_nothing_go(tmp_path: Path, what: str) -> None:
     HOSTILE[what](place)
     with pytest.raises(StoredRecordDamaged):
         read_record("nas", tmp_path)
-    found = remotes_done(["nas"], REPOSITORY, state_dir=tmp_path)
+    found = remotes_done(["nas"], REPOSITORY, now_ns=NOW_NS, state_dir=tmp_path)
     assert found.done == {"nas": frozenset()}
     assert "remote nas" in found.flaws[0]
 

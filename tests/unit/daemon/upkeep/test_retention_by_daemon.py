@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +70,8 @@ def upkeep_of(
         trio.Lock(),
         alerts or Alerts(EventBus(lambda: NOW_NS), lambda: NOW_NS),
         cwd=repository.parent,
-        now_ns=lambda: NOW_NS,
+        # What is recorded of a remote has to be young for the process as well, which has no other clock.
+        now_ns=time.time_ns if remotes else lambda: NOW_NS,
         **more,
     )
 
@@ -170,7 +172,10 @@ def nas(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         identity = opened.id
 
     def write(*stored: str) -> None:
-        write_record("nas", StoredRecord(repository=identity, stored=frozenset(stored), tail_ns=1))
+        record = StoredRecord(
+            repository=identity, stored=frozenset(stored), tail_ns=1, seen_ns=time.time_ns()
+        )
+        write_record("nas", record)
 
     return write
 

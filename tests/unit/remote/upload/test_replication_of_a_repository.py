@@ -409,6 +409,30 @@ def test_a_remote_that_goes_back_ends_the_upload_that_notices(tmp_path: Path, bu
     assert is_doubted("remote", tmp_path / "h/state")
 
 
+def test_a_remote_that_goes_back_beside_an_idle_upload_is_noticed(tmp_path: Path, bucket: str) -> None:
+    """An upload with nothing to send looks again and again: each look is recorded, and one at an older state ends it."""
+    from ciuic.protocol.stored_remotely import read_record
+
+    def seen() -> int:
+        record = read_record("remote", tmp_path / "h/state")
+        assert record is not None
+        return record.seen_ns
+
+    objects, remote, host, before = _uploaded_twice(tmp_path, bucket, random.Random(6))
+    replication = host.replication()
+    with replication._open(remote):
+        began_ns = seen()
+        replication._look()
+        assert seen() == began_ns
+        replication._looked = -float("inf")
+        replication._look()
+        assert seen() > began_ns
+        objects.delete([info.name for info in objects.list("") if info.name not in before])
+        replication._looked = -float("inf")
+        with pytest.raises(DamagedRemote, match="older than it was"):
+            replication._look()
+
+
 def test_the_remote_has_a_retention_of_its_own(tmp_path: Path, bucket: str) -> None:
     """What the remote's rules do not keep is given up there, and not sent again while it is still here."""
     rng = random.Random(8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_only_what_every_remote_has_or_refuses_goes(
             stored=frozenset(f"cs-{number:06x}" for number in has),
             passed_over=frozenset(f"cs-{number:06x}" for number in refuses),
             tail_ns=1,
+            seen_ns=NOW_NS,
         )
         write_record(f"remote-{remote}", record, state_dir(place))
     infos = [_info(number, NOW_NS - age) for number, age in enumerate(ages)]
@@ -114,7 +116,9 @@ def test_the_rules_of_a_training_wait_for_its_remote(tmp_path: Path) -> None:
 
     assert left() == ids
     with Repository.open(where) as repository:
-        record = StoredRecord(repository=repository.id, stored=frozenset(ids[:2]), tail_ns=1)
+        record = StoredRecord(
+            repository=repository.id, stored=frozenset(ids[:2]), tail_ns=1, seen_ns=time.time_ns()
+        )
     write_record("remote", record, state_dir(where))
     assert left() == ids[2:]
     assert notes == []
