@@ -136,7 +136,7 @@ def remote_has_it(repository: Repository, remote: RemoteConfig, now_ns: int) -> 
     from ciuic.remote.replication import read_status
 
     check = f"recovery: remote {remote.name}"
-    lag = remote_lag(remote.name, repository.id, repository.snapshots.list(), now_ns=now_ns)
+    lag = remote_lag(remote, repository.id, repository.snapshots.list(), now_ns=now_ns)
     limit_seconds = remote.max_lag_seconds or _MAX_LAG_SECONDS
     upload = read_status(remote.name, upload_state_dir())
     if lag.flaw:

@@ -27,6 +27,7 @@ from ciuic.protocol.control_types import (
     UnstoredSnapshot,
     rfc3339,
 )
+from ciuic.protocol.stored_remotely import RemotePlace, remotes_done
 from ciuic.retention import RetentionPolicy
 from ciuic.structs import decode_json
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
@@ -42,7 +43,7 @@ class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
     repository: str
     policy: RetentionPolicy
     min_free: MinFree | None = None
-    remotes: tuple[str, ...] = ()
+    remotes: tuple[RemotePlace, ...] = ()
     reserve_bytes: int = 0
     dry_run: bool = False
     io_priority: str = "idle"
@@ -60,7 +61,6 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
     """
     # Imported here: the daemon imports this module for `UpkeepJob`, and needs none of these.
     from ciuic.maintenance.prune import prune
-    from ciuic.protocol.stored_remotely import remotes_done
     from ciuic.repository import Repository
     from ciuic.repository.trust import require_own
 

@@ -3,7 +3,7 @@
 The record is ``<state directory>/<name of the remote>/stored``, JSON:
 
     {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000,
-     "remote": "<id>", "seen_ns": 1760000000000000000, "doubt": ""}
+     "url": "s3://bucket/prefix", "remote": "<id>", "seen_ns": 1760000000000000000, "doubt": ""}
 
 ``stored`` has the local snapshots that the remote has committed, ``passed_over`` those that it does not want
 (its schedule or its own retention leaves them out). A snapshot in neither waits for the remote, and prune keeps
@@ -12,6 +12,8 @@ it (ciuic.retention). ``tail_ns`` is the cut of the newest snapshot that the rem
 on nothing counts as stored there, until it was read again (`doubt_record`). ``seen_ns`` is when the remote was last seen to be
 what the record says. Nothing is removed for an older look than `MAX_UNSEEN_SECONDS`: meanwhile the remote may have gone back
 to an older state, or be gone (`remotes_done`).
+
+A record is of the remote at ``url``. Where the configuration has another URL under this name, nothing is known of that one.
 
 Guarantees: the writer replaces the record atomically and durably. The reader takes it for hostile, because the
 process that uploads has no privileges and talks to a network: it follows no link below the state directory,
@@ -61,12 +63,37 @@ class StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
     stored: frozenset[str] = frozenset()
     passed_over: frozenset[str] = frozenset()
     tail_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
+    url: str = ""
+    """URL of the remote; empty if it was not noted."""
     remote: str = ""
     """Id of the remote; empty if it was not noted."""
     seen_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
     """When the remote was last seen to be as it was left, UTC; 0: not noted."""
     doubt: str = ""
     """Why the remote is not what it was, in words; then nothing is stored or passed over. Empty while all is well."""
+
+    def is_of(self, remote: ConfiguredRemote) -> bool:
+        """Return whether the record is of the remote that the configuration has under this name now."""
+        return self.url in ("", remote.url)
+
+
+class ConfiguredRemote(Protocol):
+    """Remote as the configuration names it; `ciuic.config.RemoteConfig` does."""
+
+    @property
+    def name(self) -> str:
+        """Name of the remote."""
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+
+
+class RemotePlace(NamedTuple):
+    """Name and URL of a remote."""
+
+    name: str
+    url: str
 
 
 class RemotesDone(NamedTuple):
@@ -123,7 +150,7 @@ def read_record(name: str, state_dir: Path | None = None) -> StoredRecord | None
 
 
 def remotes_done(
-    names: Iterable[str],
+    remotes: Iterable[ConfiguredRemote],
     repository: str,
     *,
     now_ns: int,
@@ -137,7 +164,7 @@ def remotes_done(
     is a reason to delete.
 
     Args:
-        names: names of the remotes.
+        remotes: the remotes.
         repository: id of the repository.
         now_ns: the clock, UTC.
         is_theirs: the configuration that has the remotes names this repository as well. Otherwise a remote
@@ -146,8 +173,9 @@ def remotes_done(
         state_dir: state directory; None: `upload_state_dir`.
     """
     result = RemotesDone({}, [])
-    for name in names:
-        known = _known(name, repository, state_dir)
+    for remote in remotes:
+        name = remote.name
+        known = _known(remote, repository, state_dir)
         if known.record is None and not is_theirs:
             continue
         done = known.stored | known.passed_over
@@ -195,16 +223,18 @@ class _Known(NamedTuple):
         return 0 if self.record is None else self.record.tail_ns
 
 
-def _known(name: str, repository: str, state_dir: Path | None) -> _Known:
+def _known(remote: ConfiguredRemote, repository: str, state_dir: Path | None) -> _Known:
     """Return what a remote has of a repository: the one place that decides it, for retention, status and metrics."""
     try:
-        record = read_record(name, state_dir)
+        record = read_record(remote.name, state_dir)
     except StoredRecordDamaged as error:
         return _Known(None, f"what the remote has stored cannot be read: {error}", True)
     if record is None:
         return _Known(None, "nothing was ever uploaded from this host")
     if record.repository != repository:
         return _Known(None, "nothing was ever uploaded from this repository")
+    if not record.is_of(remote):
+        return _Known(None, f"nothing is known of it yet: the last upload went to {record.url}")
     if record.doubt:
         return _Known(
             record, f"nothing counts as stored until the remote was read again: {record.doubt}", True
@@ -212,16 +242,18 @@ def _known(name: str, repository: str, state_dir: Path | None) -> _Known:
     return _Known(record)
 
 
-def is_doubted(name: str, state_dir: Path | None = None) -> bool:
+def is_doubted(remote: ConfiguredRemote, state_dir: Path | None = None) -> bool:
     """Return whether nothing counts as stored on a remote, whatever else this host remembers of it."""
     try:
-        record = read_record(name, state_dir)
+        record = read_record(remote.name, state_dir)
     except StoredRecordDamaged:
         return True
-    return record is not None and bool(record.doubt)
+    return record is not None and (bool(record.doubt) or not record.is_of(remote))
 
 
-def doubt_record(name: str, repository: str, reason: str, state_dir: Path | None = None) -> None:
+def doubt_record(
+    remote: ConfiguredRemote, repository: str, reason: str, state_dir: Path | None = None
+) -> None:
     """Have nothing of a repository count as stored on a remote until `write_record` says so again; durable on return.
 
     A remote that has never stored anything, or whose record cannot be read, has nothing already.
@@ -229,11 +261,11 @@ def doubt_record(name: str, repository: str, reason: str, state_dir: Path | None
     Raises:
         OSError: the record cannot be written.
     """
-    record = _known(name, repository, state_dir).record
+    record = _known(remote, repository, state_dir).record
     if record is not None and record.doubt != reason:
         nothing: frozenset[str] = frozenset()
         doubted = msgspec.structs.replace(record, stored=nothing, passed_over=nothing, doubt=reason)
-        write_record(name, doubted, state_dir)
+        write_record(remote.name, doubted, state_dir)
 
 
 def write_record(name: str, record: StoredRecord, state_dir: Path | None = None) -> None:
@@ -368,23 +400,23 @@ class RemoteLag(NamedTuple):
 
 
 def remote_lag(
-    name: str,
+    remote: ConfiguredRemote,
     repository: str,
     snapshots: Iterable[LaggingSnapshot],
     *,
     now_ns: int,
     state_dir: Path | None = None,
 ) -> RemoteLag:
-    """Return how far the remote ``name`` is behind.
+    """Return how far a remote is behind.
 
     Args:
-        name: Name of the remote.
+        remote: The remote.
         repository: Id of the repository.
         snapshots: All its snapshots.
         now_ns: The clock, UTC.
         state_dir: State directory of the process that uploads; None: the usual one.
     """
-    known = _known(name, repository, state_dir)
+    known = _known(remote, repository, state_dir)
     stored, passed_over = known.stored, known.passed_over
     everything = list(snapshots)
     there = max((one for one in everything if one.id in stored), key=lambda one: one.order_ns, default=None)

@@ -43,6 +43,7 @@ from ciuic.protocol.last_drill import read_last_drill
 from ciuic.protocol.span_spool import Span, append_spans, upload_spool
 from ciuic.protocol.stored_remotely import (
     LOOK_EVERY_SECONDS,
+    ConfiguredRemote,
     StoredRecord,
     StoredRecordDamaged,
     doubt_record,
@@ -160,21 +161,23 @@ class StoredState(NamedTuple):
     step: int
 
 
-def newest_stored_states(state_dir: Path, name: str, space_ids: Iterable[str]) -> dict[bytes, StoredState]:
+def newest_stored_states(
+    state_dir: Path, remote: ConfiguredRemote, space_ids: Iterable[str]
+) -> dict[bytes, StoredState]:
     """Return the newest state of each training on a remote, by the path of its root; the store is not asked.
 
     What another process uploads from now on, or gives up, shows when it has noted it.
 
     Args:
         state_dir: State directory of the process that uploads.
-        name: Name of the remote.
+        remote: The remote.
         space_ids: Ids of the spaces that the repository may be stored in.
     """
-    if is_doubted(name, state_dir):
+    if is_doubted(remote, state_dir):
         return {}
     newest: dict[bytes, StoredFacts] = {}
     for space_id in space_ids:
-        note = read_note(str(state_dir / name / space_id), _FACTS_NAME, _Note)
+        note = read_note(str(state_dir / remote.name / space_id), _FACTS_NAME, _Note)
         for one in () if note is None else note.facts:
             # An operator may have tagged a snapshot of files so: that one has no labels.
             if STATE_TAGS.isdisjoint(one.tags) or len(one.roots) != 1:
@@ -471,7 +474,7 @@ class Replication:
         # Directory of the remote's state, and the log of this host.
         self._place: tuple[Path, WriterLog] | None = None
         self._remote_id = ""
-        known = _last_record(config.name, repository.id, state_dir)
+        known = _last_record(config, repository.id, state_dir)
         self._tail_ns = 0 if known is None else known.tail_ns
         if known is not None:
             self._passed_over.update(known.passed_over)
@@ -565,7 +568,7 @@ class Replication:
         try:
             yield
         except (DamagedRemote, NoSuchBucket) as error:
-            doubt_record(self._config.name, self._repository.id, error.message, self._state_dir)
+            doubt_record(self._config, self._repository.id, error.message, self._state_dir)
             self._doubted(error.message)
             if self._place is not None:
                 self._began(*self._place)
@@ -920,6 +923,7 @@ class Replication:
             stored=frozenset(map(str, self._stored & here)),
             passed_over=frozenset(map(str, self._passed_over & here)),
             tail_ns=self._tail_ns,
+            url=self._config.url,
             remote=self._remote_id,
             seen_ns=max(0, self._seen_ns),
         )
@@ -956,13 +960,14 @@ class Replication:
             self._look()
 
 
-def _last_record(name: str, repository_id: str, state_dir: Path) -> StoredRecord | None:
+def _last_record(remote: RemoteConfig, repository_id: str, state_dir: Path) -> StoredRecord | None:
     """Return the record of a repository that an earlier process wrote; None for none that can be read."""
     try:
-        record = read_record(name, state_dir)
+        record = read_record(remote.name, state_dir)
     except StoredRecordDamaged:
         return None
-    return record if record is not None and record.repository == repository_id else None
+    is_its = record is not None and record.repository == repository_id and record.is_of(remote)
+    return record if is_its else None
 
 
 class _Opened:
@@ -1484,7 +1489,7 @@ class _RemoteUpload:
                 raise
             except CiuicError as error:
                 # Another remote, none, or one that no key of this host opens.
-                doubt_record(self._remote.name, repository.id, error.message, self._state_dir)
+                doubt_record(self._remote, repository.id, error.message, self._state_dir)
                 raise
             self._status.opened(remote.id)
             pace = Pace(
@@ -1573,7 +1578,7 @@ def _host_status(
     now_ns = time.time_ns()
     with Repository.open(repository_dir) as repository:
         infos = repository.snapshots.list()
-        lag = remote_lag(remote.name, repository.id, infos, now_ns=now_ns, state_dir=state_dir)
+        lag = remote_lag(remote, repository.id, infos, now_ns=now_ns, state_dir=state_dir)
         newest: dict[bytes, SnapshotInfo] = {}
         states: dict[bytes, host_status.StatusState] = {}
         for info in infos:
@@ -1583,7 +1588,7 @@ def _host_status(
                 if root not in newest and _is_state(repository, info):
                     states[root] = _local_state(repository, info, labels)
                 newest.setdefault(root, info)
-        stored = newest_stored_states(state_dir, remote.name, (repository.id, remote_id))
+        stored = newest_stored_states(state_dir, remote, (repository.id, remote_id))
         verdicts = VerdictRecords(repository, patterns=checkpoint_patterns)
         roots = [(path, info) for path, info in newest.items() if path not in states]
         drill = read_last_drill(remote.name, state_dir)

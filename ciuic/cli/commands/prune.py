@@ -89,7 +89,7 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
     # A dry run writes nothing, so that it is allowed in another user's repository as well.
     repository = session.repository if dry_run else session.own_repository
     remotes = remotes_done(
-        (remote.name for remote in config.remotes),
+        config.remotes,
         repository.id,
         now_ns=session.now_ns,
         is_theirs=config.names_repository,

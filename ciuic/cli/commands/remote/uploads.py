@@ -118,7 +118,7 @@ def _trainings(session: Session, config: RemoteConfig, upload: UploadStatus | No
                 if repository.snapshots.load(info.id).is_state:
                     newest[info.roots[0]] = info
     spaces = [repository.id, *([upload.remote_id] if upload and upload.remote_id else [])]
-    stored = newest_stored_states(upload_state_dir(), config.name, spaces)
+    stored = newest_stored_states(upload_state_dir(), config, spaces)
     found = []
     for root in sorted(newest.keys() | stored.keys()):
         here, there = newest.get(root), stored.get(root)
@@ -177,7 +177,7 @@ def _lag(session: Session, config: RemoteConfig) -> tuple[RemoteLag | None, str]
         return None, "there is no repository yet"
     except CiuicError as error:
         return None, error.message
-    return remote_lag(config.name, repository.id, infos, now_ns=session.now_ns), ""
+    return remote_lag(config, repository.id, infos, now_ns=session.now_ns), ""
 
 
 def _behind(lag: RemoteLag) -> dict[str, Any]:
@@ -563,7 +563,7 @@ def _lags(session: Session, config: Config) -> dict[str, RemoteLag]:
     repository = session.repository
     infos = repository.snapshots.list()
     return {
-        remote.name: remote_lag(remote.name, repository.id, infos, now_ns=time.time_ns())
+        remote.name: remote_lag(remote, repository.id, infos, now_ns=time.time_ns())
         for remote in config.remotes
     }
 

@@ -145,7 +145,7 @@ class _Beside:
                 looks["remote"] = answer
         before = set(map(str, repository.snapshots.names()))
         done = remotes_done(
-            ("remote",), repository.id, now_ns=self.now_ns(), looks=looks, state_dir=self.state
+            [self.config], repository.id, now_ns=self.now_ns(), looks=looks, state_dir=self.state
         ).done
         prune(repository, _KEEP_ONE, remotes=done)
         assert before - repository.snapshots.names() <= self.there()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis.strategies import booleans, dictionaries, integers, lists, sets, tuples
 
 from ciuic import SnapshotManager
-from ciuic.protocol.stored_remotely import StoredRecord, write_record
+from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, write_record
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.training import Latest
 from ciuic.training.remote.uploads import FORGOTTEN_AFTER_NS, MIN_FREE_SHARE, RemotePins, state_dir
@@ -31,7 +31,8 @@ def _info(number: int, time_ns: int) -> SnapshotInfo:
 
 
 def _pins(place: Path, remotes: tuple[str, ...], free_share: float = 1.0) -> RemotePins:
-    return RemotePins(str(place), remotes, lambda _: free_share, lambda: NOW_NS)
+    places = [RemotePlace(name, "memory://bucket") for name in remotes]
+    return RemotePins(str(place), places, lambda _: free_share, lambda: NOW_NS)
 
 
 @given(
@@ -105,7 +106,7 @@ def test_the_rules_of_a_training_wait_for_its_remote(tmp_path: Path) -> None:
         RetentionRules(keep=(Latest(1),)),
         should_stop=lambda: False,
         tell=notes.append,
-        remotes=("remote",),
+        remotes=(RemotePlace("remote", "memory://bucket"),),
         free_share=lambda _: share,
     )
 
