@@ -405,6 +405,7 @@ def remote_lag(
     snapshots: Iterable[LaggingSnapshot],
     *,
     now_ns: int,
+    look: str = "",
     state_dir: Path | None = None,
 ) -> RemoteLag:
     """Return how far a remote is behind.
@@ -414,9 +415,12 @@ def remote_lag(
         repository: Id of the repository.
         snapshots: All its snapshots.
         now_ns: The clock, UTC.
+        look: Why the remote may lack what is recorded, where the caller has just looked; empty for nothing.
         state_dir: State directory of the process that uploads; None: the usual one.
     """
     known = _known(remote, repository, state_dir)
+    if look and not known.flaw:
+        known = known._replace(flaw=look, is_doubted=True)
     stored, passed_over = known.stored, known.passed_over
     everything = list(snapshots)
     there = max((one for one in everything if one.id in stored), key=lambda one: one.order_ns, default=None)

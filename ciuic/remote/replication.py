@@ -109,6 +109,7 @@ from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files,
 from ciuic.system.precedence import IoPriority, place
 from ciuic.system.urgency import REQUESTED_MIN_SHARE, Urgency
 from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
+from ciuic.units import plural
 from ciuic.verdicts.records import VerdictRecords, newest_of
 
 _FACTS_NAME: Final = "facts"
@@ -316,6 +317,39 @@ class FactsOfRemote:
 
     def _write(self) -> None:
         write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
+
+
+_MAX_NAMED: Final = 5
+
+
+def lacking_words(space: Remote, directory: str, repository: Repository) -> str:
+    """Return which snapshots of a repository a remote had and lacks now, and which of them are not here; empty where that is unknown.
+
+    Args:
+        space: Where its snapshots go.
+        directory: What this host remembers of that.
+        repository: The repository.
+    """
+    note = read_note(directory, _FACTS_NAME, _Note)
+    reader = LogReader(space.objects, space.sealer, skip_damaged=True)
+    try:
+        reader.refresh()
+    except CiuicError:
+        return ""
+    there = {one.snapshot for one in reader.live().values() if one.repository == repository.id}
+    facts = sorted(() if note is None else note.facts, key=lambda one: (-one.order_ns, one.snapshot))
+    lacking = [one.snapshot for one in facts if one.snapshot not in there]
+    if not lacking:
+        return ""
+    here = repository.snapshots.names()
+    gone = [id_ for id_ in lacking if id_ not in here]
+    text = f"; it lacks {plural(len(lacking), 'snapshot')} that it had: {_named(lacking)}"
+    return f"{text}; not on this host either: {_named(gone)}" if gone else f"{text}; this host has them all"
+
+
+def _named(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
+    return f"{', '.join(ids[:_MAX_NAMED])}{more}"
 
 
 _OTHERS_NAME: Final = "other-logs"
@@ -579,7 +613,7 @@ class Replication:
         self._remote_id = remote.id
         directory = self._state_dir / self._config.name / space.id
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        with naming_memory(str(directory)):
+        with naming_memory(str(directory), lambda: lacking_words(space, str(directory), self._repository)):
             return self._begin(space, directory)
 
     def _begin(self, space: Remote, directory: Path) -> _Opened:

@@ -10,7 +10,6 @@ anywhere, the next run of any host goes on.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,8 @@ from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
 from ciuic.errors import Damaged
 
 if TYPE_CHECKING:
-    from ciuic.config import RemoteConfig
     from ciuic.maintenance.prune import PruneResult
     from ciuic.remote.upkeep.collect import CollectedSpace
-    from ciuic.repository import Repository
 
 
 @click.command("prune", cls=FrameCommand)
@@ -86,6 +83,9 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
         stop = True
 
     config = session.config
+    if config.remotes:
+        # Only here: the module imports the store's client.
+        from ciuic.remote.remote_look import looks
     # A dry run writes nothing, so that it is allowed in another user's repository as well.
     repository = session.repository if dry_run else session.own_repository
     remotes = remotes_done(
@@ -93,7 +93,7 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
         repository.id,
         now_ns=session.now_ns,
         is_theirs=config.names_repository,
-        looks=_looks(config.remotes, repository),
+        looks=looks(config.remotes, repository) if config.remotes else {},
     )
     reserve = reserve_of(config.repository.reserve, total_bytes(repository.path))
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -117,27 +117,6 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
             signal.signal(number, handler)
     report.notes += remotes.flaws
     return report
-
-
-def _looks(remotes: Sequence[RemoteConfig], repository: Repository) -> dict[str, str]:
-    """Look at the remotes for which something may be removed; return what `remotes_done` takes of each that could be looked at."""
-    from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_record, upload_state_dir
-
-    found = {}
-    for remote in remotes:
-        try:
-            record = read_record(remote.name)
-        except StoredRecordDamaged:
-            continue
-        if record is None or record.repository != repository.id or not record.stored | record.passed_over:
-            continue
-        # Only here: the module imports the store's client.
-        from ciuic.remote.remote_look import look_at
-
-        answer = look_at(remote, repository, record, upload_state_dir())
-        if answer is not None:
-            found[remote.name] = answer
-    return found
 
 
 def _document(report: PruneResult) -> dict[str, Any]:

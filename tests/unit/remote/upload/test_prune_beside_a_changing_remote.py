@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import threading
@@ -9,13 +10,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.remote_host import BLOCK
 from support.stored import store
 
+from ciuic.cli.app import cli
 from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError
 from ciuic.maintenance.prune import prune
@@ -29,6 +33,7 @@ from ciuic.remote.uploader import Labels
 from ciuic.repository import Repository
 from ciuic.repository.pack_directory import Packs
 from ciuic.retention import RetentionPolicy
+from ciuic.types import SnapshotId
 
 _KEEP_ONE = RetentionPolicy(keep_within_seconds=0, keep_last=1)
 Step = Literal[
@@ -183,3 +188,38 @@ def test_prune_removes_what_the_remote_has() -> None:
             beside.do(step)
         beside.prune_blindly()
         assert len(beside.repository.snapshots.names()) == 1
+
+
+def test_doctor_and_status_say_what_a_remote_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollback that no upload has met both name the snapshots that the remote lacks, and those that are not here either."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "upload", "copy", "save", "save", "upload"):
+            beside.do(step)
+        lost, kept = "cs-000002", "cs-000003"
+        with beside.repository.writer() as writer:
+            writer.remove_snapshots([SnapshotId(lost)])
+        beside.go_back()
+        config = Path(place) / "ciuic.toml"
+        config.write_text(
+            f'[repository]\npath = "{beside.repository.path}"\n'
+            f'[remote]\nname = "remote"\nurl = "{beside.config.url}"\nencryption = false\n'
+        )
+        monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(beside.state))
+        monkeypatch.setenv("CIUIC_REPO", "")
+
+        def say(*words: str) -> Any:
+            return json.loads(CliRunner().invoke(cli, ["--config", str(config), *words, "--json"]).stdout)
+
+        (status,) = say("remote", "status", "--contact")["remotes"]
+        (found,) = [
+            one
+            for one in say("doctor", "--recovery")["findings"]
+            if one["check"] == "recovery: remote remote"
+        ]
+        assert (
+            f"it lacks 2 snapshots that it had: {kept}, {lost}; not on this host either: {lost}"
+            in status["problem"]
+        )
+        assert (found["level"], found["message"]) == ("problem", status["problem"])
+        assert status["behind"]["snapshots"] == 2
