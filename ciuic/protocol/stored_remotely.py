@@ -15,6 +15,9 @@ to an older state, or be gone (`remotes_done`).
 
 A record is of the remote at ``url``. Where the configuration has another URL under this name, nothing is known of that one.
 
+A check of the remote notes in ``damaged``, beside the record, which snapshots cannot be read whole there: these do not count as stored
+until a check finds them whole (`note_damaged`).
+
 Guarantees: the writer replaces the record atomically and durably. The reader takes it for hostile, because the
 process that uploads has no privileges and talks to a network: it follows no link below the state directory,
 waits for no pipe, reads a limited number of bytes, and a record that cannot be read never lets a snapshot go.
@@ -42,6 +45,8 @@ STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
 DEFAULT_STATE_DIR: Final = Path("/var/lib/ciuic-upload")
 """State directory of ciuic-upload.service."""
 _NAME: Final = "stored"
+_DAMAGED_NAME: Final = "damaged"
+_MAX_NAMED: Final = 5
 # An id has 9 to 35 characters: room for 100,000 snapshots at least, and little memory.
 MAX_RECORD_BYTES: Final = 4 << 20
 LOOK_EVERY_SECONDS: Final = 300.0
@@ -94,6 +99,16 @@ class RemotePlace(NamedTuple):
 
     name: str
     url: str
+
+
+class _DamagedThere(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshots that a check could not read whole on the remote at this URL."""
+
+    url: str
+    listed: frozenset[str] = frozenset()
+    """Found without reading all data: a manifest, pack or chunk is missing."""
+    read: frozenset[str] = frozenset()
+    """Found by reading all data; no other check refutes it."""
 
 
 class RemotesDone(NamedTuple):
@@ -182,9 +197,8 @@ def remotes_done(
         flaw = known.flaw if known.is_doubted else ""
         if done:
             flaw = looks[name] if name in looks else _unseen(known.record, now_ns)
-        if flaw:
-            result.flaws.append(f"remote {name}: {flaw}")
-            done = frozenset()
+        done = frozenset() if flaw else done
+        result.flaws.extend(f"remote {name}: {text}" for text in (flaw, known.damage) if text)
         result.done[name] = done if known.tail_ns or known.is_doubted else None
     return result
 
@@ -209,10 +223,22 @@ class _Known(NamedTuple):
     """Why nothing counts as stored; empty while all is well."""
     is_doubted: bool = False
     """True if the remote may have had something."""
+    damaged: frozenset[str] = frozenset()
+    """Snapshots that a check could not read whole there."""
 
     @property
     def stored(self) -> frozenset[str]:
-        return frozenset() if self.record is None or self.flaw else self.record.stored
+        return frozenset() if self.record is None or self.flaw else self.record.stored - self.damaged
+
+    @property
+    def damage(self) -> str:
+        """Sentence about what is stored and damaged; empty for nothing."""
+        lost = [] if self.record is None or self.flaw else sorted(self.record.stored & self.damaged)
+        if not lost:
+            return ""
+        named = ", ".join(lost[:_MAX_NAMED])
+        more = f" and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
+        return f"what is there cannot be read whole of {named}{more}: ciuic check --remote --repair"
 
     @property
     def passed_over(self) -> frozenset[str]:
@@ -239,7 +265,58 @@ def _known(remote: ConfiguredRemote, repository: str, state_dir: Path | None) ->
         return _Known(
             record, f"nothing counts as stored until the remote was read again: {record.doubt}", True
         )
-    return _Known(record)
+    try:
+        return _Known(record, damaged=_damaged_there(remote, state_dir))
+    except StoredRecordDamaged as error:
+        return _Known(record, f"what a check found there cannot be read: {error}", True)
+
+
+def _damaged_there(remote: ConfiguredRemote, state_dir: Path | None) -> frozenset[str]:
+    noted = _read_damaged(remote, state_dir)
+    return noted.listed | noted.read
+
+
+def _read_damaged(remote: ConfiguredRemote, state_dir: Path | None) -> _DamagedThere:
+    nothing = _DamagedThere(url=remote.url)
+    place = upload_state_dir() if state_dir is None else state_dir
+    try:
+        data = read_state_file(place, remote.name, _DAMAGED_NAME, MAX_RECORD_BYTES)
+        noted = decode_json(data, _DamagedThere)
+    except FileNotFoundError:
+        return nothing
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoredRecordDamaged(f"{error}") from error
+    return noted if noted.url == remote.url else nothing
+
+
+def note_damaged(
+    remote: ConfiguredRemote, snapshots: Iterable[str], *, data_read: bool, state_dir: Path | None = None
+) -> None:
+    """Have these snapshots, and no others that the same check could find, not count as stored on a remote; durable on return.
+
+    Args:
+        remote: The remote that was checked.
+        snapshots: Those that cannot be read whole.
+        data_read: The check read all data. Otherwise what an earlier one found by that stands.
+        state_dir: State directory; None: `upload_state_dir`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    found = frozenset(snapshots)
+    try:
+        before = _read_damaged(remote, state_dir)
+    except StoredRecordDamaged:
+        before = _DamagedThere(url=remote.url)
+    after = (
+        _DamagedThere(url=remote.url, read=found)
+        if data_read
+        else msgspec.structs.replace(before, listed=found)
+    )
+    if after != before:
+        place = upload_state_dir() if state_dir is None else state_dir
+        document = {"url": after.url, "listed": sorted(after.listed), "read": sorted(after.read)}
+        write_state_file(place, remote.name, _DAMAGED_NAME, msgspec.json.encode(document))
 
 
 def is_doubted(remote: ConfiguredRemote, state_dir: Path | None = None) -> bool:
@@ -396,7 +473,7 @@ class RemoteLag(NamedTuple):
     newest_ns: int = 0
     """Its cut."""
     flaw: str = ""
-    """Why nothing is known of the remote, so that all counts as waiting; empty if all is well."""
+    """Why all that is recorded, or some of it, does not count as stored; empty if all is well."""
 
 
 def remote_lag(
@@ -435,5 +512,5 @@ def remote_lag(
         stored=sum(one.id in stored for one in everything),
         newest="" if there is None else str(there.id),
         newest_ns=newest_ns,
-        flaw=known.flaw,
+        flaw=known.flaw or known.damage,
     )

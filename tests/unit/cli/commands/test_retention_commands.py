@@ -198,7 +198,7 @@ def test_prune_keeps_what_a_remote_lacks(
         )
     write_record("nas", record)
     # There is no such place: the word of an upload that has just looked is all there is.
-    monkeypatch.setattr("ciuic.remote.remote_look.look_at", lambda *words: None)
+    monkeypatch.setattr("ciuic.remote.remote_look.look_at", lambda *words, **named: None)
 
     def prune(*words: str, named: str = "") -> Result:
         return repository.run("--config", str(config), "prune", *words, env={"CIUIC_REPO": named})

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.remote_host import BLOCK
@@ -121,6 +121,14 @@ class _Beside:
     def go_back(self) -> None:
         self._copy_now(self.older, self.bucket)
 
+    def write_config(self, place: Path) -> Path:
+        config = place / "ciuic.toml"
+        config.write_text(
+            f'[repository]\npath = "{self.repository.path}"\n'
+            f'[remote]\nname = "remote"\nurl = "{self.config.url}"\nencryption = false\n'
+        )
+        return config
+
     def now_ns(self) -> int:
         return time.time_ns() + self.ahead_ns
 
@@ -200,11 +208,7 @@ def test_doctor_and_status_say_what_a_remote_has_lost(monkeypatch: pytest.Monkey
         with beside.repository.writer() as writer:
             writer.remove_snapshots([SnapshotId(lost)])
         beside.go_back()
-        config = Path(place) / "ciuic.toml"
-        config.write_text(
-            f'[repository]\npath = "{beside.repository.path}"\n'
-            f'[remote]\nname = "remote"\nurl = "{beside.config.url}"\nencryption = false\n'
-        )
+        config = beside.write_config(Path(place))
         monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(beside.state))
         monkeypatch.setenv("CIUIC_REPO", "")
 
@@ -223,3 +227,37 @@ def test_doctor_and_status_say_what_a_remote_has_lost(monkeypatch: pytest.Monkey
         )
         assert (found["level"], found["message"]) == ("problem", status["problem"])
         assert status["behind"]["snapshots"] == 2
+
+
+@pytest.mark.parametrize("kind", ["manifests", "packs"])
+def test_prune_keeps_what_a_check_could_not_read(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A lost manifest or pack counts its snapshots out for prune and status from the check on that meets it, until one finds them whole."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "save", "upload"):
+            beside.do(step)
+        monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(beside.state))
+        monkeypatch.setenv("CIUIC_REPO", "")
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{place}/cache")
+        config = beside.write_config(Path(place))
+
+        def run(*words: str) -> Result:
+            return CliRunner().invoke(cli, ["--config", str(config), *words])
+
+        (lost, *_) = sorted(path for path in beside.bucket.rglob(f"{kind}/**/*") if path.is_file())
+        content = lost.read_bytes()
+        lost.unlink()
+        assert run("check", "--remote").exit_code == 4
+        assert "cannot be read whole of cs-00000" in run("remote", "status").stdout
+        here = beside.repository.snapshots.names()
+        record = read_record("remote", beside.state)
+        assert record is not None
+        done = remotes_done([beside.config], beside.repository.id, now_ns=beside.now_ns())
+        kept = here - set(done.done["remote"] or ())
+        assert kept
+        assert len(done.flaws) == 1
+        lost.write_bytes(content)
+        checked = run("check", "--remote")
+        assert checked.exit_code == 0, checked.output
+        done = remotes_done([beside.config], beside.repository.id, now_ns=beside.now_ns())
+        assert (done.done, done.flaws) == ({"remote": record.stored}, [])
