@@ -1,7 +1,7 @@
 """Checks of `ciuic doctor --recovery`: the checklist of docs/restore.md, line by line, on what is known here.
 
-Guarantees: nothing is changed. Stores are asked for their key slots alone, which takes no key; everything else is read from the
-repository and the records of this host. A line that cannot be looked at is a warning and stops no other.
+Guarantees: nothing is changed. Stores are asked for their key slots, and whether they still are what this host left; everything else
+is read from the repository and the records of this host. A line that cannot be looked at is a warning and stops no other.
 """
 
 from __future__ import annotations
@@ -133,10 +133,12 @@ def remote_has_it(repository: Repository, remote: RemoteConfig, now_ns: int) -> 
     """The remote has the newest snapshots, the upload waits for nothing, and a rescue was tried."""
     from ciuic.protocol.last_drill import read_last_drill
     from ciuic.protocol.stored_remotely import remote_lag, upload_state_dir
+    from ciuic.remote.remote_look import looks
     from ciuic.remote.replication import read_status
 
     check = f"recovery: remote {remote.name}"
-    lag = remote_lag(remote.name, repository.id, repository.snapshots.list(), now_ns=now_ns)
+    look = looks([remote], repository, away=False).get(remote.name, "")
+    lag = remote_lag(remote, repository.id, repository.snapshots.list(), now_ns=now_ns, look=look)
     limit_seconds = remote.max_lag_seconds or _MAX_LAG_SECONDS
     upload = read_status(remote.name, upload_state_dir())
     if lag.flaw:

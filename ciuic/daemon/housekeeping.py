@@ -295,7 +295,8 @@ class DaemonHousekeeping:
         if not max_lags:
             return
         store, now_ns = self._parts.store, self._parts.now_ns()
-        for remote in await trio.to_thread.run_sync(partial(store.remotes, list(max_lags), now_ns=now_ns)):
+        limited = [one for one in self._parts.settings.remotes if one.name in max_lags]
+        for remote in await trio.to_thread.run_sync(partial(store.remotes, limited, now_ns=now_ns)):
             key = f"{_KEY_REMOTE}{remote.name}"
             if remote.seconds <= max_lags[remote.name]:
                 alerts.clear(key)

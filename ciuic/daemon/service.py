@@ -69,6 +69,7 @@ from ciuic.protocol.http_server import serve_http
 from ciuic.protocol.known_damage import damage_status, read_damage
 from ciuic.protocol.last_drill import LastDrill, drill_status, read_drills, standing_drill
 from ciuic.protocol.metrics_file import METRICS_NAME
+from ciuic.protocol.stored_remotely import RemotePlace
 from ciuic.system import logs
 from ciuic.system.io_throttle import audible, waits_files
 
@@ -180,7 +181,7 @@ class _StoreFacts(NamedTuple):
 
 
 def _ask_store(
-    store: Store, space: SpaceWatch, roots: Sequence[str], remotes: Sequence[str], now_ns: int
+    store: Store, space: SpaceWatch, roots: Sequence[str], remotes: Sequence[RemotePlace], now_ns: int
 ) -> _StoreFacts:
     # Every root has an entry, also where the repository cannot be read.
     by_root: dict[str, LastSnapshot | None] = dict.fromkeys(roots)

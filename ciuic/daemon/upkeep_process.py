@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from ciuic.protocol.control_types import (
     UnstoredSnapshot,
     rfc3339,
 )
+from ciuic.protocol.stored_remotely import RemotePlace, remotes_done
 from ciuic.retention import RetentionPolicy
 from ciuic.structs import decode_json
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
@@ -41,7 +43,7 @@ class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
     repository: str
     policy: RetentionPolicy
     min_free: MinFree | None = None
-    remotes: tuple[str, ...] = ()
+    remotes: tuple[RemotePlace, ...] = ()
     reserve_bytes: int = 0
     dry_run: bool = False
     io_priority: str = "idle"
@@ -59,13 +61,12 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
     """
     # Imported here: the daemon imports this module for `UpkeepJob`, and needs none of these.
     from ciuic.maintenance.prune import prune
-    from ciuic.protocol.stored_remotely import remotes_done
     from ciuic.repository import Repository
     from ciuic.repository.trust import require_own
 
     require_own(job.repository, trusted=job.trust_repository)
     with Repository.open(job.repository) as repository:
-        remotes = remotes_done(job.remotes, repository.id)
+        remotes = remotes_done(job.remotes, repository.id, now_ns=time.time_ns())
         result = prune(
             repository,
             job.policy,

@@ -78,6 +78,8 @@ class CheckReport:
     """Size of stored chunks that nothing refers to, in any pack."""
     data_read: bool = False
     """True if every byte of every pack was read."""
+    damaged_snapshots: set[str] = field(default_factory=set)
+    """Snapshots of a remote that cannot be read whole."""
 
     @property
     def damaged(self) -> bool:

@@ -105,11 +105,10 @@ class LocalDaemon:
             except StoredRecordDamaged as error:
                 _log.warning("remote_not_known", remote=remote.name, error=str(error))
                 return "Waiting"
-            if record is None or record.repository != repository or snapshot not in record.stored:
-                gone = (
-                    record is not None and record.repository == repository and snapshot in record.passed_over
-                )
-                return "PassedOver" if gone else "Waiting"
+            if record is None or record.repository != repository or not record.is_of(remote):
+                return "Waiting"
+            if snapshot not in record.stored:
+                return "PassedOver" if snapshot in record.passed_over else "Waiting"
         return "Stored"
 
     def reload(self) -> None:

@@ -2,13 +2,21 @@
 
 The record is ``<state directory>/<name of the remote>/stored``, JSON:
 
-    {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000, "doubt": ""}
+    {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000,
+     "url": "s3://bucket/prefix", "remote": "<id>", "seen_ns": 1760000000000000000, "doubt": ""}
 
 ``stored`` has the local snapshots that the remote has committed, ``passed_over`` those that it does not want
 (its schedule or its own retention leaves them out). A snapshot in neither waits for the remote, and prune keeps
 it (ciuic.retention). ``tail_ns`` is the cut of the newest snapshot that the remote has ever stored; 0: none.
 ``doubt`` says why the remote is not what it was: it went back to an older state, was replaced, or cannot be read. From then
-on nothing counts as stored there, until it was read again (`doubt_record`).
+on nothing counts as stored there, until it was read again (`doubt_record`). ``seen_ns`` is when the remote was last seen to be
+what the record says. Nothing is removed for an older look than `MAX_UNSEEN_SECONDS`: meanwhile the remote may have gone back
+to an older state, or be gone (`remotes_done`).
+
+A record is of the remote at ``url``. Where the configuration has another URL under this name, nothing is known of that one.
+
+A check of the remote notes in ``damaged``, beside the record, which snapshots cannot be read whole there: these do not count as stored
+until a check finds them whole (`note_damaged`).
 
 Guarantees: the writer replaces the record atomically and durably. The reader takes it for hostile, because the
 process that uploads has no privileges and talks to a network: it follows no link below the state directory,
@@ -24,19 +32,28 @@ import stat
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Final, NamedTuple, Protocol
 
 import msgspec
 
 from ciuic.errors import Damaged
 from ciuic.structs import decode_json
+from ciuic.units import human_duration
 
 STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
 DEFAULT_STATE_DIR: Final = Path("/var/lib/ciuic-upload")
 """State directory of ciuic-upload.service."""
 _NAME: Final = "stored"
+_DAMAGED_NAME: Final = "damaged"
+_MAX_NAMED: Final = 5
 # An id has 9 to 35 characters: room for 100,000 snapshots at least, and little memory.
 MAX_RECORD_BYTES: Final = 4 << 20
+LOOK_EVERY_SECONDS: Final = 300.0
+"""Time between two looks of a process that uploads: a LIST and a GET each, about a cent a month."""
+MAX_UNSEEN_SECONDS: Final = 900
+"""Age of a look on which something may be removed. The daemon, which has no way to a remote, removes only what it could spare
+where the remote was as recorded within a quarter of an hour: three looks, so that a request that is tried again costs nothing."""
 
 
 class StoredRecordDamaged(Damaged):
@@ -51,8 +68,47 @@ class StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
     stored: frozenset[str] = frozenset()
     passed_over: frozenset[str] = frozenset()
     tail_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
+    url: str = ""
+    """URL of the remote; empty if it was not noted."""
+    remote: str = ""
+    """Id of the remote; empty if it was not noted."""
+    seen_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """When the remote was last seen to be as it was left, UTC; 0: not noted."""
     doubt: str = ""
     """Why the remote is not what it was, in words; then nothing is stored or passed over. Empty while all is well."""
+
+    def is_of(self, remote: ConfiguredRemote) -> bool:
+        """Return whether the record is of the remote that the configuration has under this name now."""
+        return self.url in ("", remote.url)
+
+
+class ConfiguredRemote(Protocol):
+    """Remote as the configuration names it; `ciuic.config.RemoteConfig` does."""
+
+    @property
+    def name(self) -> str:
+        """Name of the remote."""
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+
+
+class RemotePlace(NamedTuple):
+    """Name and URL of a remote."""
+
+    name: str
+    url: str
+
+
+class _DamagedThere(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshots that a check could not read whole on the remote at this URL."""
+
+    url: str
+    listed: frozenset[str] = frozenset()
+    """Found without reading all data: a manifest, pack or chunk is missing."""
+    read: frozenset[str] = frozenset()
+    """Found by reading all data; no other check refutes it."""
 
 
 class RemotesDone(NamedTuple):
@@ -109,29 +165,53 @@ def read_record(name: str, state_dir: Path | None = None) -> StoredRecord | None
 
 
 def remotes_done(
-    names: Iterable[str], repository: str, *, is_theirs: bool = True, state_dir: Path | None = None
+    remotes: Iterable[ConfiguredRemote],
+    repository: str,
+    *,
+    now_ns: int,
+    is_theirs: bool = True,
+    looks: Mapping[str, str] = MappingProxyType({}),
+    state_dir: Path | None = None,
 ) -> RemotesDone:
     """Return what the remotes of a configuration need no more of a repository.
 
-    A remote whose record cannot be read needs everything: a read error is no reason to delete.
+    A remote whose record cannot be read needs everything, and so does one that was not looked at for `MAX_UNSEEN_SECONDS`: neither
+    is a reason to delete.
 
     Args:
-        names: names of the remotes.
+        remotes: the remotes.
         repository: id of the repository.
+        now_ns: the clock, UTC.
         is_theirs: the configuration that has the remotes names this repository as well. Otherwise a remote
             counts only if it has a record of this repository.
+        looks: remotes that the caller has looked at just now, by name: why they may lack what is recorded, empty if they have it.
         state_dir: state directory; None: `upload_state_dir`.
     """
     result = RemotesDone({}, [])
-    for name in names:
-        known = _known(name, repository, state_dir)
+    for remote in remotes:
+        name = remote.name
+        known = _known(remote, repository, state_dir)
         if known.record is None and not is_theirs:
             continue
         done = known.stored | known.passed_over
+        flaw = known.flaw if known.is_doubted else ""
+        if done:
+            flaw = looks[name] if name in looks else _unseen(known.record, now_ns)
+        done = frozenset() if flaw else done
+        result.flaws.extend(f"remote {name}: {text}" for text in (flaw, known.damage) if text)
         result.done[name] = done if known.tail_ns or known.is_doubted else None
-        if known.is_doubted:
-            result.flaws.append(f"remote {name}: {known.flaw}")
     return result
+
+
+def _unseen(record: StoredRecord | None, now_ns: int) -> str:
+    """Return why a record is too old to remove anything for it; empty if it is not."""
+    seen_ns = 0 if record is None else record.seen_ns
+    # A clock that was set back makes no look young.
+    seconds = abs(now_ns - seen_ns) / 1e9
+    if seconds <= MAX_UNSEEN_SECONDS:
+        return ""
+    ago = f"for {human_duration(seconds)}" if seen_ns else "since it was recorded"
+    return f"nothing is removed because it is stored there: no upload has looked at the remote {ago}"
 
 
 class _Known(NamedTuple):
@@ -143,10 +223,22 @@ class _Known(NamedTuple):
     """Why nothing counts as stored; empty while all is well."""
     is_doubted: bool = False
     """True if the remote may have had something."""
+    damaged: frozenset[str] = frozenset()
+    """Snapshots that a check could not read whole there."""
 
     @property
     def stored(self) -> frozenset[str]:
-        return frozenset() if self.record is None or self.flaw else self.record.stored
+        return frozenset() if self.record is None or self.flaw else self.record.stored - self.damaged
+
+    @property
+    def damage(self) -> str:
+        """Sentence about what is stored and damaged; empty for nothing."""
+        lost = [] if self.record is None or self.flaw else sorted(self.record.stored & self.damaged)
+        if not lost:
+            return ""
+        named = ", ".join(lost[:_MAX_NAMED])
+        more = f" and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
+        return f"what is there cannot be read whole of {named}{more}: ciuic check --remote --repair"
 
     @property
     def passed_over(self) -> frozenset[str]:
@@ -157,33 +249,88 @@ class _Known(NamedTuple):
         return 0 if self.record is None else self.record.tail_ns
 
 
-def _known(name: str, repository: str, state_dir: Path | None) -> _Known:
+def _known(remote: ConfiguredRemote, repository: str, state_dir: Path | None) -> _Known:
     """Return what a remote has of a repository: the one place that decides it, for retention, status and metrics."""
     try:
-        record = read_record(name, state_dir)
+        record = read_record(remote.name, state_dir)
     except StoredRecordDamaged as error:
         return _Known(None, f"what the remote has stored cannot be read: {error}", True)
     if record is None:
         return _Known(None, "nothing was ever uploaded from this host")
     if record.repository != repository:
         return _Known(None, "nothing was ever uploaded from this repository")
+    if not record.is_of(remote):
+        return _Known(None, f"nothing is known of it yet: the last upload went to {record.url}")
     if record.doubt:
         return _Known(
             record, f"nothing counts as stored until the remote was read again: {record.doubt}", True
         )
-    return _Known(record)
+    try:
+        return _Known(record, damaged=_damaged_there(remote, state_dir))
+    except StoredRecordDamaged as error:
+        return _Known(record, f"what a check found there cannot be read: {error}", True)
 
 
-def is_doubted(name: str, state_dir: Path | None = None) -> bool:
+def _damaged_there(remote: ConfiguredRemote, state_dir: Path | None) -> frozenset[str]:
+    noted = _read_damaged(remote, state_dir)
+    return noted.listed | noted.read
+
+
+def _read_damaged(remote: ConfiguredRemote, state_dir: Path | None) -> _DamagedThere:
+    nothing = _DamagedThere(url=remote.url)
+    place = upload_state_dir() if state_dir is None else state_dir
+    try:
+        data = read_state_file(place, remote.name, _DAMAGED_NAME, MAX_RECORD_BYTES)
+        noted = decode_json(data, _DamagedThere)
+    except FileNotFoundError:
+        return nothing
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoredRecordDamaged(f"{error}") from error
+    return noted if noted.url == remote.url else nothing
+
+
+def note_damaged(
+    remote: ConfiguredRemote, snapshots: Iterable[str], *, data_read: bool, state_dir: Path | None = None
+) -> None:
+    """Have these snapshots, and no others that the same check could find, not count as stored on a remote; durable on return.
+
+    Args:
+        remote: The remote that was checked.
+        snapshots: Those that cannot be read whole.
+        data_read: The check read all data. Otherwise what an earlier one found by that stands.
+        state_dir: State directory; None: `upload_state_dir`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    found = frozenset(snapshots)
+    try:
+        before = _read_damaged(remote, state_dir)
+    except StoredRecordDamaged:
+        before = _DamagedThere(url=remote.url)
+    after = (
+        _DamagedThere(url=remote.url, read=found)
+        if data_read
+        else msgspec.structs.replace(before, listed=found)
+    )
+    if after != before:
+        place = upload_state_dir() if state_dir is None else state_dir
+        document = {"url": after.url, "listed": sorted(after.listed), "read": sorted(after.read)}
+        write_state_file(place, remote.name, _DAMAGED_NAME, msgspec.json.encode(document))
+
+
+def is_doubted(remote: ConfiguredRemote, state_dir: Path | None = None) -> bool:
     """Return whether nothing counts as stored on a remote, whatever else this host remembers of it."""
     try:
-        record = read_record(name, state_dir)
+        record = read_record(remote.name, state_dir)
     except StoredRecordDamaged:
         return True
-    return record is not None and bool(record.doubt)
+    return record is not None and (bool(record.doubt) or not record.is_of(remote))
 
 
-def doubt_record(name: str, repository: str, reason: str, state_dir: Path | None = None) -> None:
+def doubt_record(
+    remote: ConfiguredRemote, repository: str, reason: str, state_dir: Path | None = None
+) -> None:
     """Have nothing of a repository count as stored on a remote until `write_record` says so again; durable on return.
 
     A remote that has never stored anything, or whose record cannot be read, has nothing already.
@@ -191,11 +338,11 @@ def doubt_record(name: str, repository: str, reason: str, state_dir: Path | None
     Raises:
         OSError: the record cannot be written.
     """
-    record = _known(name, repository, state_dir).record
+    record = _known(remote, repository, state_dir).record
     if record is not None and record.doubt != reason:
         nothing: frozenset[str] = frozenset()
         doubted = msgspec.structs.replace(record, stored=nothing, passed_over=nothing, doubt=reason)
-        write_record(name, doubted, state_dir)
+        write_record(remote.name, doubted, state_dir)
 
 
 def write_record(name: str, record: StoredRecord, state_dir: Path | None = None) -> None:
@@ -326,27 +473,31 @@ class RemoteLag(NamedTuple):
     newest_ns: int = 0
     """Its cut."""
     flaw: str = ""
-    """Why nothing is known of the remote, so that all counts as waiting; empty if all is well."""
+    """Why all that is recorded, or some of it, does not count as stored; empty if all is well."""
 
 
 def remote_lag(
-    name: str,
+    remote: ConfiguredRemote,
     repository: str,
     snapshots: Iterable[LaggingSnapshot],
     *,
     now_ns: int,
+    look: str = "",
     state_dir: Path | None = None,
 ) -> RemoteLag:
-    """Return how far the remote ``name`` is behind.
+    """Return how far a remote is behind.
 
     Args:
-        name: Name of the remote.
+        remote: The remote.
         repository: Id of the repository.
         snapshots: All its snapshots.
         now_ns: The clock, UTC.
+        look: Why the remote may lack what is recorded, where the caller has just looked; empty for nothing.
         state_dir: State directory of the process that uploads; None: the usual one.
     """
-    known = _known(name, repository, state_dir)
+    known = _known(remote, repository, state_dir)
+    if look and not known.flaw:
+        known = known._replace(flaw=look, is_doubted=True)
     stored, passed_over = known.stored, known.passed_over
     everything = list(snapshots)
     there = max((one for one in everything if one.id in stored), key=lambda one: one.order_ns, default=None)
@@ -361,5 +512,5 @@ def remote_lag(
         stored=sum(one.id in stored for one in everything),
         newest="" if there is None else str(there.id),
         newest_ns=newest_ns,
-        flaw=known.flaw,
+        flaw=known.flaw or known.damage,
     )

@@ -628,17 +628,20 @@ def require_packs(remote: Remote, packs_url: str) -> None:
         )
 
 
-def repository_space(remote: Remote, repository: Repository) -> Remote:
+def repository_space(remote: Remote, repository: Repository, *, make: bool = True) -> Remote:
     """Return where the snapshots of this repository go, and make that space if it is missing.
 
     It is the remote itself if the repository names chunks as the remote does, else a space of its own.
 
     Raises:
         DamagedRemote: the space was altered.
+        NoSuchObject: without ``make``: it is missing.
     """
-    if remote.identity == repository.identity and remote.stored.block_size == repository.block_size:
+    if shares_chunks(repository, remote):
         return remote
     objects = PrefixedObjects(remote.objects, repository_prefix(repository.id).rstrip("/"))
+    if not make:
+        return _opened_space(objects, remote, repository.id)
     data = encode_repository(
         repository_id=bytes.fromhex(repository.id),
         master=remote.master,

@@ -86,12 +86,12 @@ from ciuic.units import plural
 class RolledBack(DamagedRemote):
     """The remote lacks something that this host has seen in it: somebody brought back an older state."""
 
-    def __init__(self, name: str, reason: str, directory: str = "") -> None:
-        """Take the object that is missing, what was expected, and where this host remembers what it saw; empty for unknown."""
+    def __init__(self, name: str, reason: str, directory: str = "", lacks: str = "") -> None:
+        """Take the object that is missing, what was expected, where this host remembers what it saw, and what else is gone; empty for unknown."""
         memory = shlex.quote(directory) if directory else "this host's cache of the remote"
         super().__init__(
             name,
-            f"the remote is older than it was: {reason}",
+            f"the remote is older than it was: {reason}{lacks}",
             hint=f"somebody deleted in it, or restored it from a copy; to go on with what is there now, remove {memory}, "
             "and commit again what was lost: ciuic check --remote --repair",
         )
@@ -99,12 +99,12 @@ class RolledBack(DamagedRemote):
 
 
 @contextmanager
-def naming_memory(directory: str) -> Iterator[None]:
-    """Name the directory with what this host remembers of a remote in the hint of a RolledBack."""
+def naming_memory(directory: str, lacks: Callable[[], str] = str) -> Iterator[None]:
+    """Name the directory with what this host remembers of a remote in the hint of a RolledBack, and in its message what is gone."""
     try:
         yield
     except RolledBack as error:
-        raise RolledBack(error.name, error.expected, directory) from None
+        raise RolledBack(error.name, error.expected, directory, lacks()) from None
 
 
 class NothingCommitted(Damaged):

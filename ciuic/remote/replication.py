@@ -41,6 +41,8 @@ from ciuic.config import Config, RemoteConfig
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.last_drill import read_last_drill
 from ciuic.protocol.stored_remotely import (
+    LOOK_EVERY_SECONDS,
+    ConfiguredRemote,
     StoredRecord,
     StoredRecordDamaged,
     doubt_record,
@@ -106,6 +108,7 @@ from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files,
 from ciuic.system.precedence import IoPriority, place
 from ciuic.system.urgency import REQUESTED_MIN_SHARE, Urgency
 from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
+from ciuic.units import plural
 from ciuic.verdicts.records import VerdictRecords, newest_of
 
 _FACTS_NAME: Final = "facts"
@@ -158,21 +161,23 @@ class StoredState(NamedTuple):
     step: int
 
 
-def newest_stored_states(state_dir: Path, name: str, space_ids: Iterable[str]) -> dict[bytes, StoredState]:
+def newest_stored_states(
+    state_dir: Path, remote: ConfiguredRemote, space_ids: Iterable[str]
+) -> dict[bytes, StoredState]:
     """Return the newest state of each training on a remote, by the path of its root; the store is not asked.
 
     What another process uploads from now on, or gives up, shows when it has noted it.
 
     Args:
         state_dir: State directory of the process that uploads.
-        name: Name of the remote.
+        remote: The remote.
         space_ids: Ids of the spaces that the repository may be stored in.
     """
-    if is_doubted(name, state_dir):
+    if is_doubted(remote, state_dir):
         return {}
     newest: dict[bytes, StoredFacts] = {}
     for space_id in space_ids:
-        note = read_note(str(state_dir / name / space_id), _FACTS_NAME, _Note)
+        note = read_note(str(state_dir / remote.name / space_id), _FACTS_NAME, _Note)
         for one in () if note is None else note.facts:
             # An operator may have tagged a snapshot of files so: that one has no labels.
             if STATE_TAGS.isdisjoint(one.tags) or len(one.roots) != 1:
@@ -311,6 +316,39 @@ class FactsOfRemote:
 
     def _write(self) -> None:
         write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
+
+
+_MAX_NAMED: Final = 5
+
+
+def lacking_words(space: Remote, directory: str, repository: Repository) -> str:
+    """Return which snapshots of a repository a remote had and lacks now, and which of them are not here; empty where that is unknown.
+
+    Args:
+        space: Where its snapshots go.
+        directory: What this host remembers of that.
+        repository: The repository.
+    """
+    note = read_note(directory, _FACTS_NAME, _Note)
+    reader = LogReader(space.objects, space.sealer, skip_damaged=True)
+    try:
+        reader.refresh()
+    except CiuicError:
+        return ""
+    there = {one.snapshot for one in reader.live().values() if one.repository == repository.id}
+    facts = sorted(() if note is None else note.facts, key=lambda one: (-one.order_ns, one.snapshot))
+    lacking = [one.snapshot for one in facts if one.snapshot not in there]
+    if not lacking:
+        return ""
+    here = repository.snapshots.names()
+    gone = [id_ for id_ in lacking if id_ not in here]
+    text = f"; it lacks {plural(len(lacking), 'snapshot')} that it had: {_named(lacking)}"
+    return f"{text}; not on this host either: {_named(gone)}" if gone else f"{text}; this host has them all"
+
+
+def _named(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
+    return f"{', '.join(ids[:_MAX_NAMED])}{more}"
 
 
 _OTHERS_NAME: Final = "other-logs"
@@ -465,8 +503,13 @@ class Replication:
         self._adopted: set[str] = set()
         # Directory of the remote's state, and the log of this host.
         self._place: tuple[Path, WriterLog] | None = None
-        known = _last_record(config.name, repository.id, state_dir)
+        self._remote_id = ""
+        known = _last_record(config, repository.id, state_dir)
         self._tail_ns = 0 if known is None else known.tail_ns
+        if known is not None:
+            self._passed_over.update(known.passed_over)
+        # When the remote was last seen to be what this host knows it to be, and the tick of a clock that nobody sets.
+        self._seen_ns, self._looked = 0, 0.0
         # Snapshots that could not be uploaded, and when they are tried again.
         self._failed: dict[str, float] = {}
 
@@ -544,6 +587,7 @@ class Replication:
             raise Overtaken
         if self._plan is not None and self._changes() != self._seen:
             raise Overtaken
+        self._look()
 
     def _persist(self, request: Callable[[], _Result]) -> _Result:
         return persist(request, self._stop, self._problem, self._max_refusals)
@@ -554,7 +598,7 @@ class Replication:
         try:
             yield
         except (DamagedRemote, NoSuchBucket) as error:
-            doubt_record(self._config.name, self._repository.id, error.message, self._state_dir)
+            doubt_record(self._config, self._repository.id, error.message, self._state_dir)
             self._doubted(error.message)
             if self._place is not None:
                 self._began(*self._place)
@@ -562,9 +606,10 @@ class Replication:
 
     def _open(self, remote: Remote) -> _Opened:
         space = self._persist(lambda: repository_space(remote, self._repository))
+        self._remote_id = remote.id
         directory = self._state_dir / self._config.name / space.id
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        with naming_memory(str(directory)):
+        with naming_memory(str(directory), lambda: lacking_words(space, str(directory), self._repository)):
             return self._begin(space, directory)
 
     def _begin(self, space: Remote, directory: Path) -> _Opened:
@@ -596,6 +641,7 @@ class Replication:
                 max_refusals=self._max_refusals,
             )
             self._place = directory, log
+            self._note_look(self._now_ns())
             uploader.begin()
             reader = LogReader(
                 space.objects,
@@ -634,11 +680,8 @@ class Replication:
         self._logs = reader
         self._own_log = LogRotation(space.objects, space.sealer, log, reader)
         self._given_up = reader.given_up(self._repository.id) - self._again
-        known = _last_record(self._config.name, self._repository.id, self._state_dir)
-        if known is not None and known.doubt:
-            # Also where nothing is sent now: it was read again.
-            infos = self._repository.snapshots.list()
-            self._tell(infos, [info for info in infos if info.id not in self._stored])
+        # Also where nothing is sent now: it was read again.
+        self._tell_all()
         self._began(directory, log)
         for damaged in reader.damaged.values():
             # Snapshots whose commits are lost are uploaded again: their packs are there.
@@ -843,8 +886,7 @@ class Replication:
         self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
         if self._failed.pop(id_, None) is not None and not self._failed:
             self._unreadable("")
-        infos = self._repository.snapshots.list()
-        self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
+        self._tell_all()
         self._uploaded(done)
         self._persist(self._own_log.tidy)
         return done
@@ -856,6 +898,27 @@ class Replication:
         except OSError:
             return ""
 
+    def _look(self) -> None:
+        """Look whether the remote is still what this host knows it to be, where the last look is some minutes old.
+
+        Raises:
+            DamagedRemote: it is not.
+        """
+        if time.monotonic() - self._looked < LOOK_EVERY_SECONDS:
+            return
+        began_ns = self._now_ns()
+        # In an outage nothing else could be done either.
+        if self._persist(self._log.look):
+            self._note_look(began_ns)
+            self._tell_all()
+
+    def _note_look(self, began_ns: int) -> None:
+        self._seen_ns, self._looked = began_ns, time.monotonic()
+
+    def _tell_all(self) -> None:
+        infos = self._repository.snapshots.list()
+        self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
+
     def _tell(self, infos: list[SnapshotInfo], lacking: list[SnapshotInfo]) -> None:
         here = {info.id for info in infos}
         times = [info.time_ns for info in infos if info.id in self._stored]
@@ -865,6 +928,9 @@ class Replication:
             stored=frozenset(map(str, self._stored & here)),
             passed_over=frozenset(map(str, self._passed_over & here)),
             tail_ns=self._tail_ns,
+            url=self._config.url,
+            remote=self._remote_id,
+            seen_ns=max(0, self._seen_ns),
         )
         write_record(self._config.name, record, self._state_dir)
         oldest = min((info.time_ns for info in lacking), default=0)
@@ -896,15 +962,17 @@ class Replication:
                 return
             if time.monotonic() - began > _AGAIN_SECONDS:
                 return
+            self._look()
 
 
-def _last_record(name: str, repository_id: str, state_dir: Path) -> StoredRecord | None:
+def _last_record(remote: RemoteConfig, repository_id: str, state_dir: Path) -> StoredRecord | None:
     """Return the record of a repository that an earlier process wrote; None for none that can be read."""
     try:
-        record = read_record(name, state_dir)
+        record = read_record(remote.name, state_dir)
     except StoredRecordDamaged:
         return None
-    return record if record is not None and record.repository == repository_id else None
+    is_its = record is not None and record.repository == repository_id and record.is_of(remote)
+    return record if is_its else None
 
 
 class _Opened:
@@ -1426,7 +1494,7 @@ class _RemoteUpload:
                 raise
             except CiuicError as error:
                 # Another remote, none, or one that no key of this host opens.
-                doubt_record(self._remote.name, repository.id, error.message, self._state_dir)
+                doubt_record(self._remote, repository.id, error.message, self._state_dir)
                 raise
             self._status.opened(remote.id)
             pace = Pace(
@@ -1514,7 +1582,7 @@ def _host_status(
     now_ns = time.time_ns()
     with Repository.open(repository_dir) as repository:
         infos = repository.snapshots.list()
-        lag = remote_lag(remote.name, repository.id, infos, now_ns=now_ns, state_dir=state_dir)
+        lag = remote_lag(remote, repository.id, infos, now_ns=now_ns, state_dir=state_dir)
         newest: dict[bytes, SnapshotInfo] = {}
         states: dict[bytes, host_status.StatusState] = {}
         for info in infos:
@@ -1524,7 +1592,7 @@ def _host_status(
                 if root not in newest and _is_state(repository, info):
                     states[root] = _local_state(repository, info, labels)
                 newest.setdefault(root, info)
-        stored = newest_stored_states(state_dir, remote.name, (repository.id, remote_id))
+        stored = newest_stored_states(state_dir, remote, (repository.id, remote_id))
         verdicts = VerdictRecords(repository, patterns=checkpoint_patterns)
         roots = [(path, info) for path, info in newest.items() if path not in states]
         drill = read_last_drill(remote.name, state_dir)

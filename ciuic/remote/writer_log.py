@@ -85,6 +85,8 @@ class WriterPosition(msgspec.Struct, frozen=True, kw_only=True):
     next: Number
     earlier: tuple[HexId, ...] = ()
     """Earlier logs of this host, which have no other writer."""
+    nonce: str = ""
+    """Nonce of the entry before ``next``; empty if it was not noted."""
 
 
 class WriterState:
@@ -272,6 +274,17 @@ class WriterLog:
                 if self._append(entry):
                     return True
 
+    def look(self) -> bool:
+        """Look whether the log is still what this host knows it to be; False for one that says nothing of it any more.
+
+        Raises:
+            RolledBack: it is not.
+        """
+        with self._lock:
+            if not self._lost:
+                read_end(self._objects, self._sealer, self._position())
+            return not self._lost
+
     def begin_another(self) -> None:
         """Have the next entry begin a new log; this one keeps what it has."""
         with self._lock:
@@ -313,14 +326,10 @@ class WriterLog:
 
     def _continue(self, known: WriterPosition) -> bool:
         """Continue the log of an earlier process; False if it has ended or somebody else writes to it."""
-        numbers = self._numbers(known.writer)
-        end = max(numbers, default=-1)
+        # Also of a log that is refused: what this host says of itself goes by its name.
+        self._become(known.writer, 0, "")
+        end, last = read_end(self._objects, self._sealer, known)
         self._become(known.writer, end, "")
-        if known.next - 1 not in numbers and not self._is_summed_up(known.next, numbers):
-            reason = f"this host's log had the entry {known.next - 1}, now its last is {end}"
-            name = log_entry_name(known.writer, known.next - 1)
-            raise missing_object_error(self._objects, log_prefix(known.writer), name, reason)
-        last = self._read(end)
         if last is None or isinstance(last, LogRetired):
             return False
         if self._went_on(known.next, end):
@@ -333,16 +342,6 @@ class WriterLog:
             if self._append(hello):
                 return True
         return False
-
-    def _numbers(self, writer: str) -> set[int]:
-        """Return the numbers of the entries that a listing of the log has."""
-        listed = self._objects.list(log_prefix(writer))
-        return {position.number for info in listed if (position := parse_log_entry(info.name))}
-
-    def _is_summed_up(self, begin: int, numbers: Collection[int]) -> bool:
-        """Return whether one of the entries from ``begin`` on sums up those before it, which may then be gone; or may do so, unreadable."""
-        later = (self._read(number) for number in sorted(numbers, reverse=True) if number >= begin)
-        return any(entry is None or isinstance(entry, LogState | LogRetired) for entry in later)
 
     def _went_on(self, begin: int, end: int) -> bool:
         """Return whether a writer, and not collectors alone, made entries that this host's state does not know.
@@ -409,7 +408,7 @@ class WriterLog:
         Collectors delete entries only behind a later one that sums them up, so this log is that of an older state of the bucket, and
         what this process knows to be stored may be gone.
         """
-        if max(self._numbers(self.writer), default=-1) > self._next:
+        if max(_numbers(self._objects, self.writer), default=-1) > self._next:
             return
         name = log_entry_name(self.writer, self._next - 1)
         try:
@@ -423,10 +422,7 @@ class WriterLog:
 
     def _read(self, number: int) -> LogEntry | None:
         """Return the entry; None if it was deleted, or cannot be read: another log can always be begun."""
-        try:
-            return read_entry(self._objects, self._sealer, self.writer, number)
-        except (NoSuchObject, DamagedRemote, UnsupportedFormat):
-            return None
+        return _read_any(self._objects, self._sealer, self.writer, number)
 
     def _become(self, writer: str, next_: int, before: str) -> None:
         self.writer, self._next, self._before = writer, next_, before
@@ -440,7 +436,53 @@ class WriterLog:
         self._tried.clear()
 
     def _save(self) -> None:
-        self._state.save(WriterPosition(writer=self.writer, next=self._next, earlier=self._earlier))
+        self._state.save(self._position())
+
+    def _position(self) -> WriterPosition:
+        return WriterPosition(writer=self.writer, next=self._next, earlier=self._earlier, nonce=self._before)
+
+
+def read_end(objects: Objects, sealer: Sealer, known: WriterPosition) -> tuple[int, LogEntry | None]:
+    """Return number and content of the last entry of this host's log, None for one that cannot be read. A LIST and a GET.
+
+    Raises:
+        RolledBack: the log is not what this host knows it to be.
+        IncompleteListing: the listing lacks an entry that is there.
+    """
+    numbers, number = _numbers(objects, known.writer), known.next - 1
+    end = max(numbers, default=-1)
+    last = _read_any(objects, sealer, known.writer, end) if numbers else None
+    if number in numbers:
+        before = last if number == end else _read_any(objects, sealer, known.writer, number)
+        if before is not None and known.nonce not in ("", before.nonce):
+            raise RolledBack(
+                log_entry_name(known.writer, number), f"this host's log had another entry {number}"
+            )
+        return end, last
+    # One of the later entries may sum up those before it, which may then be gone; or may do so, unreadable.
+    later = (
+        _read_any(objects, sealer, known.writer, one) for one in sorted(numbers, reverse=True) if one > number
+    )
+    if not any(entry is None or isinstance(entry, LogState | LogRetired) for entry in later):
+        reason = f"this host's log had the entry {number}, now its last is {end}"
+        raise missing_object_error(
+            objects, log_prefix(known.writer), log_entry_name(known.writer, number), reason
+        )
+    return end, last
+
+
+def _numbers(objects: Objects, writer: str) -> set[int]:
+    """Return the numbers of the entries that a listing of the log has."""
+    listed = objects.list(log_prefix(writer))
+    return {position.number for info in listed if (position := parse_log_entry(info.name))}
+
+
+def _read_any(objects: Objects, sealer: Sealer, writer: str, number: int) -> LogEntry | None:
+    """Return the entry; None if it was deleted, or cannot be read."""
+    try:
+        return read_entry(objects, sealer, writer, number)
+    except (NoSuchObject, DamagedRemote, UnsupportedFormat):
+        return None
 
 
 def append_to_log(

@@ -279,7 +279,7 @@ class _Writer:
             should_stop=trainer.waiting,
             is_busy=lambda: self._chooser.is_busy,
             tell=self._on_housekeeping_note,
-            remotes=tuple(order.name for order in begin.uploads),
+            remotes=begin.uploads,
         )
         self._uploads = Uploads(
             begin.repository, begin.uploads, lambda text: trainer.tell(Note("not_uploaded", text))

@@ -26,7 +26,7 @@ _UNIT = "ciuic-upload.service"
 _START_SECONDS = 60.0
 # What a taken-over uploader would try. Each attempt is "done" or the name of the error.
 _PROBE = r"""
-import errno, json, os, socket, sys
+import errno, json, os, socket, sys, time
 found = {}
 def attempt(name, do):
     try:
@@ -73,15 +73,16 @@ except ModuleNotFoundError as error:
     found["libraries"] = f"absent: {error.name}"
 os.mkdir(f"{state}/nas")
 with open(f"{state}/nas/stored", "w") as file:
-    json.dump({"repository": "ab" * 16, "stored": ["cs-000001"], "tail_ns": 1}, file)
+    json.dump({"repository": "ab" * 16, "stored": ["cs-000001"], "tail_ns": 1, "seen_ns": time.time_ns()}, file)
 with open(f"{state}/found", "w") as file:
     json.dump(found, file)
 """
 _READ = """
 import sys
+import time
 sys.path[:0] = sys.argv[1:]
-from ciuic.protocol.stored_remotely import remotes_done
-print(sorted(remotes_done(["nas"], "ab" * 16).done["nas"]))
+from ciuic.protocol.stored_remotely import RemotePlace, remotes_done
+print(sorted(remotes_done([RemotePlace("nas", "file:///nas")], "ab" * 16, now_ns=time.time_ns()).done["nas"]))
 """
 
 

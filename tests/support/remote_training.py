@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from support.until import until
 
+from ciuic.protocol.stored_remotely import read_record
 from ciuic.repository import Repository
-from ciuic.training.remote.uploads import record_of
+from ciuic.training.remote.uploads import state_dir
 
 _MARK = "CIUIC_REMOTE_TEST_MARK"
 _SUPPORT = Path(__file__).parent
@@ -128,6 +129,5 @@ def stored_states(save_dir: Path) -> frozenset[str]:
     remotes = save_dir / "remotes"
     if not remotes.is_dir() or not Repository.exists(save_dir):
         return frozenset()
-    with Repository.open(save_dir) as repository:
-        records = [record_of(str(save_dir), one.name, repository.id) for one in remotes.iterdir()]
+    records = [read_record(one.name, state_dir(save_dir)) for one in remotes.iterdir()]
     return frozenset().union(*(record.stored for record in records if record is not None))

@@ -17,9 +17,10 @@ from typing import Any
 from support.until import until
 from support.warm_python import WarmPython
 
+from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.sealing.key_slots import make_key_file
 from ciuic.repository import Repository
-from ciuic.training.remote.uploads import record_of, state_dir
+from ciuic.training.remote.uploads import state_dir
 
 
 def take_over(host: str, remote: str) -> str:
@@ -53,9 +54,7 @@ def _is_done(save_dir: str) -> bool:
     """Return whether everything is uploaded, and nothing runs that would write to the directory."""
     place = state_dir(save_dir)
     with Repository.open(save_dir) as repository:
-        records = (
-            [record_of(save_dir, name, repository.id) for name in os.listdir(place)] if place.is_dir() else []
-        )
+        records = [read_record(name, place) for name in os.listdir(place)] if place.is_dir() else []
         stored = [record is not None and record.stored >= repository.snapshots.names() for record in records]
     return bool(stored) and all(stored) and not _named_by_a_process(save_dir)
 

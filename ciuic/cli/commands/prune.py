@@ -83,10 +83,17 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
         stop = True
 
     config = session.config
+    if config.remotes:
+        # Only here: the module imports the store's client.
+        from ciuic.remote.remote_look import looks
     # A dry run writes nothing, so that it is allowed in another user's repository as well.
     repository = session.repository if dry_run else session.own_repository
     remotes = remotes_done(
-        (remote.name for remote in config.remotes), repository.id, is_theirs=config.names_repository
+        config.remotes,
+        repository.id,
+        now_ns=session.now_ns,
+        is_theirs=config.names_repository,
+        looks=looks(config.remotes, repository) if config.remotes else {},
     )
     reserve = reserve_of(config.repository.reserve, total_bytes(repository.path))
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}

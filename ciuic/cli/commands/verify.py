@@ -456,7 +456,9 @@ def check_command(
             return _renew(session, renew_locks, as_json)
         if session.every_version is not None:
             return _report(_check_behind_deletions(session, repair=repair), as_json)
-        return _report(_check_remotely(session, repair=repair, read_data=read_data), as_json)
+        found = _check_remotely(session, repair=repair, read_data=read_data)
+        _note_damaged(session, found)
+        return _report(found, as_json)
     if renew_locks or session.every_version is not None:
         raise UsageError("--renew-locks, --behind-deletions and --stored-before go with a remote")
     with progress("check") as reporter:
@@ -584,6 +586,25 @@ def _check_remotely(session: Session, *, repair: bool, read_data: bool) -> Check
             caches=_caches(session),
             progress=report,
         )
+
+
+def _note_damaged(session: Session, report: CheckReport) -> None:
+    """Have prune and status hear which snapshots cannot be read whole on the remote, or can again."""
+    from ciuic.protocol.stored_remotely import note_damaged
+
+    if not report.snapshots:
+        # It could not be opened, which says nothing of any snapshot.
+        return
+    for remote in session.config.remotes:
+        if remote.url != session.remote_url:
+            continue
+        try:
+            note_damaged(remote, report.damaged_snapshots, data_read=report.data_read)
+        except FileNotFoundError:
+            # Nothing was ever uploaded from here.
+            continue
+        except OSError as error:
+            warn(f"prune on this host does not hear of it: {error.strerror or error}")
 
 
 def _check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:

@@ -27,7 +27,7 @@ from ciuic.config.repository_mark import RepositoryMark, absent_mount_point, mar
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import RemoteStatus, RepositoryStatus, SnapshotSummary, rfc3339
 from ciuic.protocol.last_drill import read_last_drill
-from ciuic.protocol.stored_remotely import remote_lag, remotes_done
+from ciuic.protocol.stored_remotely import RemotePlace, remote_lag, remotes_done
 from ciuic.repository import Repository, promised
 from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own
@@ -46,8 +46,8 @@ class UpkeepRules(NamedTuple):
 
     policy: RetentionPolicy
     min_free: MinFree | None = None
-    remotes: tuple[str, ...] = ()
-    """Names of the remotes to which snapshots go."""
+    remotes: tuple[RemotePlace, ...] = ()
+    """Remotes to which snapshots go."""
     reserve_bytes: int = 0
     """Free space that captures leave to others."""
 
@@ -90,7 +90,7 @@ def _upkeep_need(
             [root.path for snapshot in lacking for root in snapshot.left_out],
         ),
         undoes=partial(undoes_newest_change, repository, infos),
-        remotes=remotes_done(rules.remotes, repository.id).done,
+        remotes=remotes_done(rules.remotes, repository.id, now_ns=now_ns).done,
     )
     floor_bytes = unstored_floor_bytes(rules.min_free, file_system_bytes, rules.reserve_bytes)
     # Without min_free, only snapshots yield that nothing but a remote keeps.
@@ -411,17 +411,17 @@ class Store:
         except NotFound:
             return UpkeepNeed(is_due=False)
 
-    def remotes(self, names: Sequence[str], *, now_ns: int) -> list[RemoteStatus]:
+    def remotes(self, remotes: Sequence[RemotePlace], *, now_ns: int) -> list[RemoteStatus]:
         """Return how far each remote is behind; none while there is no repository. May raise CiuicError."""
-        if not names or self.path is None:
+        if not remotes or self.path is None:
             return []
         try:
             with self._open() as repository:
                 infos = repository.snapshots.list()
-                lags = {name: remote_lag(name, repository.id, infos, now_ns=now_ns) for name in names}
+                lags = {one.name: remote_lag(one, repository.id, infos, now_ns=now_ns) for one in remotes}
         except NotFound:
             return []
-        drills = {name: read_last_drill(name) for name in names}
+        drills = {name: read_last_drill(name) for name in lags}
         return [
             RemoteStatus(
                 name=name,

@@ -30,6 +30,7 @@ from ciuic.config import (
 )
 from ciuic.daemon.base.repository_store import Store
 from ciuic.errors import CiuicError
+from ciuic.protocol.stored_remotely import RemotePlace
 from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo, service_manager
 from ciuic.system.urgency import MAX_DEFAULT_FINISH_WITHIN_SECONDS, MIN_SHARE, default_finish_within_seconds
@@ -70,8 +71,8 @@ class Settings(NamedTuple):
     """Time from one drill of a restore to the next; 0: none is done."""
     drill_scratch: Path = Path("/var/tmp")
     preemption: PreemptionConfig = PreemptionConfig()
-    remotes: tuple[str, ...] = ()
-    """Names of the remotes to which snapshots are replicated."""
+    remotes: tuple[RemotePlace, ...] = ()
+    """Remotes to which snapshots are replicated."""
     max_lags: tuple[tuple[str, int], ...] = ()
     """Name and limit, in seconds, of each remote that must not fall behind by more."""
     block_bytes: int = 256 * 1024
@@ -126,7 +127,7 @@ def settings_of(config: Config) -> Settings:
         drill_every_seconds=config.drill.every_seconds or 0,
         drill_scratch=config.drill.scratch,
         preemption=config.preemption,
-        remotes=tuple(remote.name for remote in config.remotes),
+        remotes=tuple(RemotePlace(remote.name, remote.url) for remote in config.remotes),
         max_lags=tuple(
             (remote.name, remote.max_lag_seconds)
             for remote in config.remotes
@@ -216,7 +217,7 @@ def _open_store(settings: Settings) -> Store:
 
 def _first_remote(settings: Settings) -> str:
     """Return the remote with which a repository can share chunks: of several, the first."""
-    return settings.remotes[0] if settings.remotes else ""
+    return settings.remotes[0].name if settings.remotes else ""
 
 
 def _check_repository(config: Config) -> list[Problem]:

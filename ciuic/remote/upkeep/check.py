@@ -691,6 +691,7 @@ def _check_space(
         if damage.kind == "pack" and damage.chunk is None and ref in damaged:
             continue
         report.findings.append(_finding(damage))
+        report.damaged_snapshots.update(map(str, damage.snapshots))
         if ref is not None:
             damaged.add(ref)
         if damage.chunk is not None:

@@ -211,7 +211,7 @@ class RemoteCopies:
         # Only here: the module imports the store's client.
         from ciuic.remote.replication import read_status
 
-        record = record_of(self._save_dir, order.name, repository_id)
+        record = record_of(self._save_dir, order, repository_id)
         stored = frozenset() if record is None else record.stored
         unwanted = frozenset() if record is None else record.passed_over
         lacking = [info for info in infos if info.id not in stored | unwanted]
@@ -241,7 +241,7 @@ class RemoteCopies:
             return repository.id
 
     def _has(self, order: UploadOrder, repository_id: str, id_: str) -> bool:
-        record = record_of(self._save_dir, order.name, repository_id)
+        record = record_of(self._save_dir, order, repository_id)
         return record is not None and id_ in record.stored
 
     def _is_uploading(self, order: UploadOrder) -> bool:

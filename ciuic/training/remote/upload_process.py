@@ -56,7 +56,7 @@ def _upload(save_dir: str, order: UploadOrder, urgent_nice: int) -> bool:
         _limit_log(state_dir(save_dir) / order.name / LOG_NAME)
     stop = threading.Event()
     users = UploadLock.users(save_dir, order.name)
-    end = _End(save_dir, order.name, users)
+    end = _End(save_dir, order, users)
     threading.Thread(target=_watch, args=(end, stop), name="end", daemon=True).start()
     run(
         Config(remotes=(order.config(),)),
@@ -90,9 +90,9 @@ def _limit_log(log: Path) -> None:
 class _End:
     """Decides when the process ends."""
 
-    def __init__(self, save_dir: str, name: str, users: UploadLock) -> None:
+    def __init__(self, save_dir: str, order: UploadOrder, users: UploadLock) -> None:
         self._save_dir = save_dir
-        self._name = name
+        self._order = order
         self._users = users
         self._began_with = self._repository_id()
         self.is_replaced = False
@@ -131,7 +131,7 @@ class _End:
         try:
             with Repository.open(self._save_dir) as repository:
                 here = repository.snapshots.names()
-                record = record_of(self._save_dir, self._name, repository.id)
+                record = record_of(self._save_dir, self._order, repository.id)
         except CiuicError:
             return False
         lacking = here if record is None else here - record.stored - record.passed_over
@@ -142,7 +142,7 @@ class _End:
 
         Then the snapshots that are left cannot be read.
         """
-        status = read_status(self._name, state_dir(self._save_dir))
+        status = read_status(self._order.name, state_dir(self._save_dir))
         waits = status is None or bool(status.waits_for)
         seen = lacking, None if status is None else status.sent_bytes
         if waits or seen != self._seen:

@@ -36,7 +36,13 @@ import msgspec
 from msgspec.structs import asdict
 
 from ciuic.errors import CiuicError
-from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record, remotes_done
+from ciuic.protocol.stored_remotely import (
+    ConfiguredRemote,
+    StoredRecord,
+    StoredRecordDamaged,
+    read_record,
+    remotes_done,
+)
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository.repository import UPLOADS_DIR
 from ciuic.system.child_process import environment, module_command
@@ -252,13 +258,14 @@ def is_uploading(save_dir: str, name: str) -> bool:
         lock.release()
 
 
-def record_of(save_dir: str, name: str, repository_id: str) -> StoredRecord | None:
+def record_of(save_dir: str, remote: ConfiguredRemote, repository_id: str) -> StoredRecord | None:
     """Return what is recorded of a remote; None if nothing is, or nothing that can be read."""
     try:
-        record = read_record(name, state_dir(save_dir))
+        record = read_record(remote.name, state_dir(save_dir))
     except StoredRecordDamaged:
         return None
-    return record if record is not None and record.repository == repository_id else None
+    is_its = record is not None and record.repository == repository_id and record.is_of(remote)
+    return record if is_its else None
 
 
 def _start(save_dir: str, order: UploadOrder) -> subprocess.Popen[bytes]:
@@ -304,11 +311,11 @@ class RemotePins:
     def __init__(
         self,
         repository: str,
-        remotes: Sequence[str],
+        remotes: Sequence[ConfiguredRemote],
         free_share: Callable[[str], float] = free_share,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Take the path of the repository and the names of the remotes."""
+        """Take the path of the repository and the remotes."""
         self._repository = repository
         self._remotes = tuple(remotes)
         self._free_share = free_share
@@ -328,9 +335,12 @@ class RemotePins:
         """
         if not self._remotes or not drop:
             return list(drop), set()
-        done = remotes_done(self._remotes, repository_id, state_dir=state_dir(self._repository)).done
+        now_ns = self._now_ns()
+        done = remotes_done(
+            self._remotes, repository_id, now_ns=now_ns, state_dir=state_dir(self._repository)
+        ).done
         times = {info.id: info.time_ns for info in known}
-        since_ns = self._now_ns() - FORGOTTEN_AFTER_NS
+        since_ns = now_ns - FORGOTTEN_AFTER_NS
         needed = {
             id_
             for id_ in drop

@@ -22,6 +22,7 @@ from typing import Final
 
 from ciuic.errors import CiuicError
 from ciuic.maintenance.sweep import HURRIED, USUAL, Thresholds
+from ciuic.protocol.stored_remotely import ConfiguredRemote
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.training.format.reading import Facts, check_resolves, read_facts
 from ciuic.training.remote.uploads import RemotePins, free_share
@@ -59,7 +60,7 @@ class WriterHousekeeping:
         should_stop: Callable[[], bool],
         is_busy: Callable[[], bool] = lambda: False,
         tell: Callable[[Note], None],
-        remotes: Sequence[str] = (),
+        remotes: Sequence[ConfiguredRemote] = (),
         free_share: Callable[[str], float] = free_share,
     ) -> None:
         """Prepare housekeeping.
@@ -71,7 +72,7 @@ class WriterHousekeeping:
             should_stop: whether the next save is waiting.
             is_busy: whether the training uses all processors.
             tell: called with a note for the trainer's log.
-            remotes: names of the remotes that still need some of the snapshots.
+            remotes: remotes that still need some of the snapshots.
             free_share: returns the free share of the file system of a directory.
         """
         self._repository = repository

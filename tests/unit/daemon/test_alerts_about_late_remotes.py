@@ -14,7 +14,7 @@ from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.housekeeping import DaemonHousekeeping
 from ciuic.protocol.known_damage import DamagedPlace, note_damage
-from ciuic.protocol.stored_remotely import STATE_VARIABLE, StoredRecord, write_record
+from ciuic.protocol.stored_remotely import STATE_VARIABLE, RemotePlace, StoredRecord, write_record
 from ciuic.repository import Repository
 
 
@@ -25,7 +25,11 @@ class Checked:
         self.now_ns = FIRST_NS
         self.made = CliRepository(top / "repository", top / "root")
         self.alerts = Alerts(EventBus(lambda: self.now_ns), lambda: self.now_ns)
-        self.settings = SimpleNamespace(max_lags=(("nas", 60),), repository=self.made.path)
+        self.settings = SimpleNamespace(
+            max_lags=(("nas", 60),),
+            remotes=tuple(RemotePlace(name, f"file:///mnt/{name}") for name in ("nas", "cloud")),
+            repository=self.made.path,
+        )
         daemon: Any = SimpleNamespace(
             settings=self.settings,
             alerts=self.alerts,

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +16,15 @@ from hypothesis import strategies as st
 from ciuic.protocol.stored_remotely import (
     DEFAULT_STATE_DIR,
     MAX_RECORD_BYTES,
+    MAX_UNSEEN_SECONDS,
+    RemotePlace,
     RemotesDone,
     StoredRecord,
     StoredRecordDamaged,
     decode_record,
     doubt_record,
     encode_record,
+    is_doubted,
     read_record,
     remote_lag,
     remotes_done,
@@ -29,12 +33,21 @@ from ciuic.protocol.stored_remotely import (
 )
 
 REPOSITORY = "ab" * 16
+NOW_NS = 1_760_000_000 * 10**9
+NAS = RemotePlace("nas", "file:///mnt/nas")
 RECORD = StoredRecord(
     repository=REPOSITORY,
     stored=frozenset({"cs-000001", "cs-000002"}),
     passed_over=frozenset({"cs-000003"}),
     tail_ns=5,
+    seen_ns=NOW_NS,
 )
+
+
+def _places(*names: str) -> list[RemotePlace]:
+    return [RemotePlace(name, "file:///mnt/nas") for name in names]
+
+
 ids = st.frozensets(st.from_regex(r"cs-[0-9a-f]{6}", fullmatch=True), max_size=20)
 
 
@@ -77,7 +90,7 @@ def test_what_remotes_need_no_more(tmp_path: Path) -> None:
     # It stored something once, and nothing of that is left on the host.
     write_record("stalled", StoredRecord(repository=REPOSITORY, tail_ns=9), tmp_path)
     names = ("good", "empty", "other", "stalled", "missing")
-    assert remotes_done(names, REPOSITORY, state_dir=tmp_path) == RemotesDone(
+    assert remotes_done(_places(*names), REPOSITORY, now_ns=NOW_NS, state_dir=tmp_path) == RemotesDone(
         {
             "good": {"cs-000001", "cs-000002", "cs-000003"},
             "empty": None,
@@ -94,29 +107,61 @@ def test_a_doubted_remote_has_nothing_for_anybody(
     stored: frozenset[str], passed_over: frozenset[str], tail_ns: int
 ) -> None:
     """Retention and lag count nothing as stored after a doubt, and say why, until the record is written again."""
-    record = StoredRecord(repository=REPOSITORY, stored=stored, passed_over=passed_over, tail_ns=tail_ns)
+    record = StoredRecord(
+        repository=REPOSITORY, stored=stored, passed_over=passed_over, tail_ns=tail_ns, seen_ns=NOW_NS
+    )
     with TemporaryDirectory() as name:
         place = Path(name)
         write_record("nas", record, place)
-        doubt_record("nas", REPOSITORY, "it went back", place)
-        found = remotes_done(("nas",), REPOSITORY, state_dir=place)
+        doubt_record(NAS, REPOSITORY, "it went back", place)
+        found = remotes_done(_places("nas"), REPOSITORY, now_ns=NOW_NS, state_dir=place)
         assert found.done == {"nas": frozenset()}
         assert [flaw.endswith("it went back") for flaw in found.flaws] == [True]
-        lag = remote_lag("nas", REPOSITORY, [], now_ns=0, state_dir=place)
+        lag = remote_lag(NAS, REPOSITORY, [], now_ns=0, state_dir=place)
         assert (lag.stored, lag.flaw.endswith("it went back")) == (0, True)
         known = read_record("nas", place)
         assert known is not None
         assert (known.stored, known.passed_over, known.tail_ns) == (frozenset(), frozenset(), tail_ns)
         write_record("nas", record, place)
-        assert remotes_done(("nas",), REPOSITORY, state_dir=place).flaws == []
+        assert remotes_done(_places("nas"), REPOSITORY, now_ns=NOW_NS, state_dir=place).flaws == []
+
+
+@given(
+    seconds=st.integers(-3 * MAX_UNSEEN_SECONDS, 3 * MAX_UNSEEN_SECONDS),
+    look=st.sampled_from([None, "", "it is away"]),
+)
+def test_what_was_not_seen_lately_lets_nothing_go(seconds: int, look: str | None) -> None:
+    """A look of this run decides; without one, a record that no clock calls older than a quarter of an hour."""
+    with TemporaryDirectory() as name:
+        write_record("nas", RECORD, Path(name))
+        looks = {} if look is None else {"nas": look}
+        now_ns = NOW_NS + seconds * 10**9
+        found = remotes_done(_places("nas"), REPOSITORY, now_ns=now_ns, looks=looks, state_dir=Path(name))
+        trusted = abs(seconds) <= MAX_UNSEEN_SECONDS if look is None else not look
+        assert found.done == {"nas": RECORD.stored | RECORD.passed_over if trusted else frozenset()}
+        assert len(found.flaws) == (not trusted)
+
+
+def test_another_url_is_another_remote(tmp_path: Path) -> None:
+    """Of what is configured under the old name nothing is known, and what the old remote has lets nothing go."""
+    record = msgspec.structs.replace(RECORD, url="s3://bucket/old")
+    write_record("nas", record, tmp_path)
+    for url, is_known in (("s3://bucket/old", True), ("s3://bucket/new", False)):
+        place = RemotePlace("nas", url)
+        done = remotes_done([place], REPOSITORY, now_ns=NOW_NS, state_dir=tmp_path).done["nas"]
+        assert done == (RECORD.stored | RECORD.passed_over if is_known else None)
+        lag = remote_lag(place, REPOSITORY, [], now_ns=NOW_NS, state_dir=tmp_path)
+        assert ("s3://bucket/old" in lag.flaw, is_doubted(place, tmp_path)) == (not is_known, not is_known)
+    doubt_record(RemotePlace("nas", "s3://bucket/new"), REPOSITORY, "it went back", tmp_path)
+    assert read_record("nas", tmp_path) == record
 
 
 def test_nothing_is_doubted_where_nothing_was_stored(tmp_path: Path) -> None:
     """A remote without a record of the repository gets none by a doubt."""
-    doubt_record("nas", REPOSITORY, "it went back", tmp_path)
+    doubt_record(NAS, REPOSITORY, "it went back", tmp_path)
     assert read_record("nas", tmp_path) is None
     write_record("nas", RECORD, tmp_path)
-    doubt_record("nas", "cd" * 16, "it went back", tmp_path)
+    doubt_record(NAS, "cd" * 16, "it went back", tmp_path)
     assert read_record("nas", tmp_path) == RECORD
 
 
@@ -125,9 +170,14 @@ def test_remotes_of_another_configuration_count_where_they_have_a_record(tmp_pat
     write_record("good", RECORD, tmp_path)
     write_record("bad", RECORD, tmp_path)
     (tmp_path / "bad" / "stored").write_text("{")
-    found = remotes_done(("good", "bad", "missing"), REPOSITORY, is_theirs=False, state_dir=tmp_path)
+    found = remotes_done(
+        _places("good", "bad", "missing"), REPOSITORY, is_theirs=False, now_ns=NOW_NS, state_dir=tmp_path
+    )
     assert found == RemotesDone({"good": RECORD.stored | RECORD.passed_over}, [])
-    assert remotes_done(("good",), "cd" * 16, is_theirs=False, state_dir=tmp_path).done == {}
+    assert (
+        remotes_done(_places("good"), "cd" * 16, is_theirs=False, now_ns=NOW_NS, state_dir=tmp_path).done
+        == {}
+    )
 
 
 def _link_to_a_record(place: Path) -> None:
@@ -174,7 +224,7 @@ def test_a_hostile_record_lets_nothing_go(tmp_path: Path, what: str) -> None:
     HOSTILE[what](place)
     with pytest.raises(StoredRecordDamaged):
         read_record("nas", tmp_path)
-    found = remotes_done(["nas"], REPOSITORY, state_dir=tmp_path)
+    found = remotes_done([NAS], REPOSITORY, now_ns=NOW_NS, state_dir=tmp_path)
     assert found.done == {"nas": frozenset()}
     assert "remote nas" in found.flaws[0]
 

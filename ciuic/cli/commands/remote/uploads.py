@@ -62,7 +62,7 @@ def status(place: str, contact: bool, as_json: bool) -> None:
     chosen = targets.find_remotes(session.config, place)
     documents, failures = [], []
     for config in chosen:
-        document = _facts(session, config)
+        document = _facts(session, config, contact=contact)
         if contact:
             try:
                 document["contact"] = _contact(config)
@@ -81,14 +81,14 @@ def status(place: str, contact: bool, as_json: bool) -> None:
         raise failures[0]
 
 
-def _facts(session: Session, config: RemoteConfig) -> dict[str, Any]:
+def _facts(session: Session, config: RemoteConfig, *, contact: bool) -> dict[str, Any]:
     from ciuic.protocol.last_drill import read_last_drill
     from ciuic.protocol.stored_remotely import upload_state_dir
     from ciuic.remote.replication import read_status
 
     upload = read_status(config.name, upload_state_dir())
     drill = read_last_drill(config.name)
-    lag, problem = _lag(session, config)
+    lag, problem = _lag(session, config, contact=contact)
     return {
         "remote": config.name,
         "url": config.url,
@@ -118,7 +118,7 @@ def _trainings(session: Session, config: RemoteConfig, upload: UploadStatus | No
                 if repository.snapshots.load(info.id).is_state:
                     newest[info.roots[0]] = info
     spaces = [repository.id, *([upload.remote_id] if upload and upload.remote_id else [])]
-    stored = newest_stored_states(upload_state_dir(), config.name, spaces)
+    stored = newest_stored_states(upload_state_dir(), config, spaces)
     found = []
     for root in sorted(newest.keys() | stored.keys()):
         here, there = newest.get(root), stored.get(root)
@@ -167,7 +167,7 @@ def _drill(drill: LastDrill) -> dict[str, Any]:
     }
 
 
-def _lag(session: Session, config: RemoteConfig) -> tuple[RemoteLag | None, str]:
+def _lag(session: Session, config: RemoteConfig, *, contact: bool) -> tuple[RemoteLag | None, str]:
     from ciuic.protocol.stored_remotely import remote_lag
 
     try:
@@ -177,7 +177,12 @@ def _lag(session: Session, config: RemoteConfig) -> tuple[RemoteLag | None, str]
         return None, "there is no repository yet"
     except CiuicError as error:
         return None, error.message
-    return remote_lag(config.name, repository.id, infos, now_ns=session.now_ns), ""
+    look = ""
+    if contact:
+        from ciuic.remote.remote_look import looks
+
+        look = looks([config], repository, away=False).get(config.name, "")
+    return remote_lag(config, repository.id, infos, now_ns=session.now_ns, look=look), ""
 
 
 def _behind(lag: RemoteLag) -> dict[str, Any]:
@@ -563,7 +568,7 @@ def _lags(session: Session, config: Config) -> dict[str, RemoteLag]:
     repository = session.repository
     infos = repository.snapshots.list()
     return {
-        remote.name: remote_lag(remote.name, repository.id, infos, now_ns=time.time_ns())
+        remote.name: remote_lag(remote, repository.id, infos, now_ns=time.time_ns())
         for remote in config.remotes
     }
 

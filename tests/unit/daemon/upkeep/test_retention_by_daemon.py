@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.upkeep import Upkeep
 from ciuic.errors import Busy, CiuicError
 from ciuic.protocol.control_types import PruneReport, UnstoredSnapshot
-from ciuic.protocol.stored_remotely import StoredRecord, write_record
+from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, write_record
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
@@ -51,7 +52,7 @@ def upkeep_of(
     repository: Path,
     *,
     policy: RetentionPolicy = ONE,
-    remotes: tuple[str, ...] = (),
+    remotes: tuple[RemotePlace, ...] = (),
     alerts: Alerts | None = None,
     **more: Any,
 ) -> Upkeep:
@@ -69,7 +70,8 @@ def upkeep_of(
         trio.Lock(),
         alerts or Alerts(EventBus(lambda: NOW_NS), lambda: NOW_NS),
         cwd=repository.parent,
-        now_ns=lambda: NOW_NS,
+        # What is recorded of a remote has to be young for the process as well, which has no other clock.
+        now_ns=time.time_ns if remotes else lambda: NOW_NS,
         **more,
     )
 
@@ -170,7 +172,10 @@ def nas(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         identity = opened.id
 
     def write(*stored: str) -> None:
-        write_record("nas", StoredRecord(repository=identity, stored=frozenset(stored), tail_ns=1))
+        record = StoredRecord(
+            repository=identity, stored=frozenset(stored), tail_ns=1, seen_ns=time.time_ns()
+        )
+        write_record("nas", record)
 
     return write
 
@@ -178,7 +183,7 @@ def nas(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 def test_what_a_remote_lacks_is_kept_by_the_process_too(repository: Path, nas: Callable[..., None]) -> None:
     """The process keeps what a remote has not stored, and upkeep is due again when the remote has it."""
     nas("cs-000001", "cs-000004")
-    upkeep = upkeep_of(repository, remotes=("nas",))
+    upkeep = upkeep_of(repository, remotes=(RemotePlace("nas", "file:///mnt/nas"),))
     report = trio.run(lambda: upkeep.prune(dry_run=False))
     assert report.removed == ["cs-000001"]
     assert report.removed_unstored == []
@@ -198,7 +203,12 @@ def test_an_alert_names_what_was_removed_before_a_remote_had_it(
     """Where the disk fills, snapshots go that a remote lacks, and an alert names them until it has caught up."""
     nas("cs-000004")
     alerts = Alerts(EventBus(lambda: NOW_NS), lambda: NOW_NS)
-    upkeep = upkeep_of(repository, remotes=("nas",), alerts=alerts, reserve_bytes=lambda: 1 << 60)
+    upkeep = upkeep_of(
+        repository,
+        remotes=(RemotePlace("nas", "file:///mnt/nas"),),
+        alerts=alerts,
+        reserve_bytes=lambda: 1 << 60,
+    )
     assert upkeep._need() == UpkeepNeed(is_due=True, unstored=3)
     trio.run(lambda: upkeep.prune(dry_run=True))
     assert "unstored" not in alerts
@@ -216,7 +226,9 @@ def test_the_alert_ends_when_the_remotes_have_caught_up(repository: Path, nas: C
     """The alert stands while a snapshot waits for a remote, and ends at the first round in which none does."""
     alerts = Alerts(EventBus(lambda: NOW_NS), lambda: NOW_NS)
     keep_all = RetentionPolicy(keep_within_seconds=0, keep_last=4)
-    upkeep = upkeep_of(repository, policy=keep_all, remotes=("nas",), alerts=alerts)
+    upkeep = upkeep_of(
+        repository, policy=keep_all, remotes=(RemotePlace("nas", "file:///mnt/nas"),), alerts=alerts
+    )
     report = PruneReport(dry_run=False, removed_unstored=[UnstoredSnapshot(id="cs-000000", remotes=["nas"])])
     upkeep._tell_unstored(report)
     for stored, stands in ((["cs-000001"], True), (ids(repository), False)):

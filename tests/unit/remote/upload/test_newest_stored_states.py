@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ciuic.protocol.stored_remotely import StoredRecord, doubt_record, write_record
+from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, doubt_record, write_record
 from ciuic.remote.object_names import manifest_name
 from ciuic.remote.replication import StoredFacts, _Note, newest_stored_states
 from ciuic.repository.notes import write_note
 
 REPOSITORY = "ab" * 16
+NAS = RemotePlace("nas", "memory://bucket")
 
 
 def test_a_doubted_remote_has_nothing_to_resume_from(tmp_path: Path) -> None:
@@ -20,8 +21,8 @@ def test_a_doubted_remote_has_nothing_to_resume_from(tmp_path: Path) -> None:
     write_record("nas", record, tmp_path)
     (tmp_path / "nas" / REPOSITORY).mkdir()
     write_note(str(tmp_path / "nas" / REPOSITORY), "facts", _Note(facts=(fact,)), durable=False)
-    assert newest_stored_states(tmp_path, "nas", [REPOSITORY])[b"run"].step == 7
-    doubt_record("nas", REPOSITORY, "it went back", tmp_path)
-    assert newest_stored_states(tmp_path, "nas", [REPOSITORY]) == {}
+    assert newest_stored_states(tmp_path, NAS, [REPOSITORY])[b"run"].step == 7
+    doubt_record(NAS, REPOSITORY, "it went back", tmp_path)
+    assert newest_stored_states(tmp_path, NAS, [REPOSITORY]) == {}
     write_record("nas", record, tmp_path)
-    assert newest_stored_states(tmp_path, "nas", [REPOSITORY])[b"run"].step == 7
+    assert newest_stored_states(tmp_path, NAS, [REPOSITORY])[b"run"].step == 7

@@ -396,7 +396,7 @@ class GoingBack:
 
 def test_a_remote_that_goes_back_ends_the_upload_that_notices(tmp_path: Path, bucket: str) -> None:
     """The next snapshot is not committed behind the hole, and nothing counts as stored from then on."""
-    from ciuic.protocol.stored_remotely import is_doubted
+    from ciuic.protocol.stored_remotely import RemotePlace, is_doubted
 
     rng = random.Random(6)
     objects, remote, host, before = _uploaded_twice(tmp_path, bucket, rng)
@@ -406,7 +406,31 @@ def test_a_remote_that_goes_back_ends_the_upload_that_notices(tmp_path: Path, bu
         host.replication().catch_up(remote._replace(objects=GoingBack(objects, before)))  # type: ignore[arg-type]
     logs = [name for info in objects.list("w/") if (name := info.name) not in before]
     assert len(logs) == 1
-    assert is_doubted("remote", tmp_path / "h/state")
+    assert is_doubted(RemotePlace("remote", "memory://unused"), tmp_path / "h/state")
+
+
+def test_a_remote_that_goes_back_beside_an_idle_upload_is_noticed(tmp_path: Path, bucket: str) -> None:
+    """An upload with nothing to send looks again and again: each look is recorded, and one at an older state ends it."""
+    from ciuic.protocol.stored_remotely import read_record
+
+    def seen() -> int:
+        record = read_record("remote", tmp_path / "h/state")
+        assert record is not None
+        return record.seen_ns
+
+    objects, remote, host, before = _uploaded_twice(tmp_path, bucket, random.Random(6))
+    replication = host.replication()
+    with replication._open(remote):
+        began_ns = seen()
+        replication._look()
+        assert seen() == began_ns
+        replication._looked = -float("inf")
+        replication._look()
+        assert seen() > began_ns
+        objects.delete([info.name for info in objects.list("") if info.name not in before])
+        replication._looked = -float("inf")
+        with pytest.raises(DamagedRemote, match="older than it was"):
+            replication._look()
 
 
 def test_the_remote_has_a_retention_of_its_own(tmp_path: Path, bucket: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def test_a_remote_that_is_not_what_it_was_has_nothing(world: World, fault: str) 
     third = world.snapshot(b"3")
     with pytest.raises(CiuicError) as failure:
         world.run(once=True)
-    done = remotes_done(("one", "two"), world.repository.id, state_dir=state)
+    done = remotes_done(world.config.remotes, world.repository.id, now_ns=time.time_ns(), state_dir=state)
     assert done.done == {"one": frozenset(), "two": {first, second, third}}
     assert failure.value.message in done.flaws[0]
     assert world.waits_for("one") == failure.value.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis.strategies import booleans, dictionaries, integers, lists, sets, tuples
 
 from ciuic import SnapshotManager
-from ciuic.protocol.stored_remotely import StoredRecord, write_record
+from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, write_record
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.training import Latest
 from ciuic.training.remote.uploads import FORGOTTEN_AFTER_NS, MIN_FREE_SHARE, RemotePins, state_dir
@@ -30,7 +31,8 @@ def _info(number: int, time_ns: int) -> SnapshotInfo:
 
 
 def _pins(place: Path, remotes: tuple[str, ...], free_share: float = 1.0) -> RemotePins:
-    return RemotePins(str(place), remotes, lambda _: free_share, lambda: NOW_NS)
+    places = [RemotePlace(name, "memory://bucket") for name in remotes]
+    return RemotePins(str(place), places, lambda _: free_share, lambda: NOW_NS)
 
 
 @given(
@@ -54,6 +56,7 @@ def test_only_what_every_remote_has_or_refuses_goes(
             stored=frozenset(f"cs-{number:06x}" for number in has),
             passed_over=frozenset(f"cs-{number:06x}" for number in refuses),
             tail_ns=1,
+            seen_ns=NOW_NS,
         )
         write_record(f"remote-{remote}", record, state_dir(place))
     infos = [_info(number, NOW_NS - age) for number, age in enumerate(ages)]
@@ -103,7 +106,7 @@ def test_the_rules_of_a_training_wait_for_its_remote(tmp_path: Path) -> None:
         RetentionRules(keep=(Latest(1),)),
         should_stop=lambda: False,
         tell=notes.append,
-        remotes=("remote",),
+        remotes=(RemotePlace("remote", "memory://bucket"),),
         free_share=lambda _: share,
     )
 
@@ -114,7 +117,9 @@ def test_the_rules_of_a_training_wait_for_its_remote(tmp_path: Path) -> None:
 
     assert left() == ids
     with Repository.open(where) as repository:
-        record = StoredRecord(repository=repository.id, stored=frozenset(ids[:2]), tail_ns=1)
+        record = StoredRecord(
+            repository=repository.id, stored=frozenset(ids[:2]), tail_ns=1, seen_ns=time.time_ns()
+        )
     write_record("remote", record, state_dir(where))
     assert left() == ids[2:]
     assert notes == []

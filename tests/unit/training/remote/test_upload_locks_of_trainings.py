@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ciuic.training.remote import upload_process
-from ciuic.training.remote.uploads import UploadLock, Uploads, is_uploading, store_variables
+from ciuic.training.remote.uploads import UploadLock, UploadOrder, Uploads, is_uploading, store_variables
 
 
 def test_one_process_uploads_and_asking_does_not_change_that(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_end_comes_when_the_repository_is_gone(tmp_path: Path) -> None:
     """A process whose directory was removed ends once nobody saves, and holds the lock from then on."""
     saver = UploadLock.users(str(tmp_path), "remote")
     users = UploadLock.users(str(tmp_path), "remote")
-    end = upload_process._End(str(tmp_path), "remote", users)
+    end = upload_process._End(str(tmp_path), UploadOrder(name="remote", url="memory://bucket"), users)
     assert saver.acquire(shared=True)
     assert not end.has_come()
     saver.release()

@@ -1,0 +1,110 @@
+"""Look at a remote: whether it still is what this host left, before anything is removed because it is stored there.
+
+What is compared is what an upload compares when it begins: the id of the remote, and the last entry of this host's log. A bucket
+that went back to an older state, was emptied or was replaced lacks it. One remote.json, one key slot, a LIST and a GET.
+
+References:
+    docs/remote-format.md, section 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from ciuic.config import RemoteConfig
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record, upload_state_dir
+from ciuic.remote.access import configured_objects, configured_secrets, open_configured, repository_space
+from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_remote_id
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.log_reader import naming_memory
+from ciuic.remote.object_names import REMOTE_JSON
+from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteUnreachable
+from ciuic.remote.writer_log import WriterState, read_end
+from ciuic.repository import Repository
+
+
+def looks(remotes: Iterable[RemoteConfig], repository: Repository, *, away: bool = True) -> dict[str, str]:
+    """Look at the remotes that are recorded to have something of a repository.
+
+    Args:
+        remotes: The remotes of the configuration.
+        repository: The repository.
+        away: Count one that does not answer among those that may lack something; otherwise nobody could look.
+
+    Returns:
+        By name, why a remote may lack what is recorded as stored there; empty if it has it. Without those at which nobody could look,
+        because this user has no way into the remote or no right to what this host remembers of it.
+    """
+    found = {}
+    for remote in remotes:
+        # Whoever asks for the record hears that it cannot be read.
+        with suppress(StoredRecordDamaged):
+            record = read_record(remote.name)
+            if record is None or record.repository != repository.id or not record.is_of(remote):
+                continue
+            if record.stored | record.passed_over:
+                answer = look_at(remote, repository, record, upload_state_dir(), away=away)
+                if answer is not None:
+                    found[remote.name] = answer
+    return found
+
+
+def look_at(
+    config: RemoteConfig,
+    repository: Repository,
+    record: StoredRecord,
+    state_dir: Path,
+    *,
+    away: bool = True,
+) -> str | None:
+    """Return why a remote may lack what is recorded as stored there; empty if it has it.
+
+    None: nobody could look, because this user has no way into the remote or no right to what this host remembers of it.
+
+    Args:
+        config: The remote's part of the configuration.
+        repository: Repository whose snapshots are meant.
+        record: What is recorded.
+        state_dir: State directory of the process that uploads.
+        away: As in `looks`.
+    """
+    try:
+        objects = configured_objects(config)
+        try:
+            _require_as_left(config, objects, repository, record, state_dir)
+        finally:
+            objects.close()
+    # A wrong key is none of these: who replaced the remote was found out by its id.
+    except (RemoteUnreachable, Damaged, NotFound, NoSuchBucket) as error:
+        if isinstance(error, RemoteUnreachable) and not away:
+            return None
+        return f"nothing counts as stored there: {error.message}"
+    except (CiuicError, OSError):
+        return None
+    return ""
+
+
+def _require_as_left(
+    config: RemoteConfig, objects: Objects, repository: Repository, record: StoredRecord, state_dir: Path
+) -> None:
+    found = read_document(objects, REMOTE_JSON, read_remote_id, MAX_REMOTE_JSON_BYTES).hex()
+    if record.remote not in ("", found):
+        raise DamagedRemote(REMOTE_JSON, f"another remote, {found}, is in the place of {record.remote}")
+    remote = open_configured(config, objects, configured_secrets(config))
+    space = repository_space(remote, repository, make=False)
+    directory = str(state_dir / config.name / space.id)
+    known = WriterState(f"{directory}/writer").load()
+    if known is None:
+        raise NotFound(f"this host does not remember what it stored in {config.url}")
+
+    # Imported where it is needed, after a fault: the module is large.
+    def lacks() -> str:
+        from ciuic.remote.replication import lacking_words
+
+        return lacking_words(space, directory, repository)
+
+    with naming_memory(directory, lacks):
+        read_end(space.objects, space.sealer, known)
