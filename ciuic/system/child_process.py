@@ -15,6 +15,7 @@ This module is the only one that starts ``sys.executable``; `tests/security/test
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -143,6 +144,25 @@ def _is_passed_on(name: str) -> bool:
 def without_secrets(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program of the user's that is started as the user would: all but the secrets of remotes."""
     return {name: value for name, value in ours.items() if not name.startswith("CIUIC_REMOTE_")}
+
+
+def as_user(
+    command: Sequence[str], ours: Mapping[str, str], uid: int, gid: int
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command line and environment that run a command with a user's rights alone (setpriv(1)). Needs root.
+
+    It has no capability and can gain none, also not by setuid programs.
+    """
+    try:
+        known = pwd.getpwuid(uid)
+        name, home, groups = known.pw_name, known.pw_dir, "--init-groups"
+    except KeyError:
+        name, home, groups = str(uid), "/", "--clear-groups"
+    argv = [
+        *(find_program("setpriv"), f"--reuid={uid}", f"--regid={gid}", groups),
+        *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--", *command),
+    ]
+    return argv, {**ours, "HOME": home, "USER": name, "LOGNAME": name}
 
 
 def import_path(entries: Sequence[object] | None = None, *, of_trainer: bool = False) -> list[str]:

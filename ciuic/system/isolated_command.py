@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pwd
 import resource
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ciuic.system.child_process import find_program
+from ciuic.system.child_process import as_user, find_program
 
 # The loopback device of a new network namespace is down. $1 is ip(8), the others are the command.
 _SCRIPT: Final = '"$1" link set lo up 2>/dev/null; shift; exec "$@"'
@@ -62,19 +61,9 @@ def run_isolated(
         timeout_seconds: Time after which it is ended; None: never.
         user: Uid and gid whose rights it has, without capabilities; None: those of this process. Needs root.
     """
-    argv = ["/bin/sh", "-c", command]
-    env = dict(env)
+    argv, env = ["/bin/sh", "-c", command], dict(env)
     if user is not None:
-        uid, gid = user
-        argv = [
-            *(find_program("setpriv"), f"--reuid={uid}", f"--regid={gid}", "--clear-groups"),
-            *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--", *argv),
-        ]
-        try:
-            known = pwd.getpwuid(uid)
-            env.update(HOME=known.pw_dir, USER=known.pw_name, LOGNAME=known.pw_name)
-        except KeyError:
-            env.update(HOME="/", USER=str(uid), LOGNAME=str(uid))
+        argv, env = as_user(argv, env, *user)
     # A user who is not root may make one in a user namespace, unless that is forbidden.
     own = () if os.geteuid() == 0 else ("--user", "--map-current-user")
     unshare = [find_program("unshare"), *own, "--net"]

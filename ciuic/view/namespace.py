@@ -22,7 +22,7 @@ from ciuic.errors import CiuicError, NotPermitted
 from ciuic.fuse_layer.system import mounts
 from ciuic.maintenance.drill import scratch_directory
 from ciuic.printable import one_line
-from ciuic.system.child_process import find_program
+from ciuic.system.child_process import as_user, find_program, without_secrets
 from ciuic.types import Snapshot
 from ciuic.view.mount import FS_TYPE, MountedView
 from ciuic.view.tree import ViewTree
@@ -60,6 +60,7 @@ def run_at(
     problem: Callable[[str], None],
     scratch: Path | None = None,
     *,
+    user: tuple[int, int] | None,
     may_wait: bool = False,
     stdout: int | None = None,
 ) -> int:
@@ -73,6 +74,7 @@ def run_at(
         begin_in: Its working directory; the first root where the snapshot does not have it.
         problem: Told in words what of the snapshot cannot be read.
         scratch: Directory for what the program writes; None: TMPDIR, or /var/tmp.
+        user: Uid and gid whose rights the program has; None: those of the owner of the first root as it is now. Of uid 0 it is as any of root's.
         may_wait: As of `MountedView`.
         stdout: Descriptor to which the program prints; None: as of this process.
 
@@ -97,6 +99,8 @@ def run_at(
                 f"{one_line(root)} is no directory now, so that nothing can be shown there",
                 hint="make an empty directory there, or look into it by ciuic mount",
             )
+    owner = os.stat(roots[0])
+    user = user or (owner.st_uid, owner.st_gid)
     parent = (scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")).resolve()
     with scratch_directory(parent, "ciuic-shell-", _unmount_view) as place:
         if set(str(place)) & set(",:\\"):
@@ -112,7 +116,7 @@ def run_at(
             _copy_attributes(snapshot, roots[number], place / f"upper-{number}")
         view = MountedView(tree, os.fsencode(place / _VIEW), problem, for_others=True, may_wait=may_wait)
         try:
-            return _run(place, snapshot, roots, command, begin_in, stdout)
+            return _run(place, snapshot, roots, command, begin_in, user, stdout)
         finally:
             view.close()
 
@@ -136,8 +140,12 @@ def _run(
     roots: Sequence[bytes],
     command: Sequence[str],
     begin_in: bytes,
+    user: tuple[int, int],
     stdout: int | None,
 ) -> int:
+    env = {**without_secrets(os.environ), "CIUIC_SNAPSHOT": str(snapshot.id)}
+    if user[0] != 0:
+        command, env = as_user(command, env, *user)
     # An interrupt is for the program, which has the terminal. Functions, unlike SIG_IGN, are not inherited.
     interrupts: list[int] = []
     mount = find_program("mount")
@@ -164,7 +172,7 @@ def _run(
                 roots[0],
                 *command,
             ],
-            env={**os.environ, "CIUIC_SNAPSHOT": str(snapshot.id)},
+            env=env,
             cwd="/",
             stdout=stdout,
         )

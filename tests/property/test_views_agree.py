@@ -332,7 +332,18 @@ def test_mounts_agree(history: History, tmp_path: Path) -> None:
             if os.path.ismount(view):
                 mounts.detach(os.fspath(view))
     id_, model = history.at(_SNAPSHOTS // 3)
-    listing = [*command, "shell", "-s", id_, "--", "find", os.fsdecode(history.root), "-printf", "%p\\0"]
+    listing = [
+        *command,
+        "--trust-repository",
+        "shell",
+        "-s",
+        id_,
+        "--",
+        "find",
+        os.fsdecode(history.root),
+        "-printf",
+        "%p\\0",
+    ]
     done = subprocess.run(listing, env=environment, capture_output=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split(b"\0")[:-1]) == {history.absolute(path) for path in model}

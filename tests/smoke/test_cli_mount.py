@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from support.restoring import take, write
 from support.trees import STEPS, play
 from support.until import until
 
+from ciuic.errors import NotPermitted
 from ciuic.fuse_layer.system import mounts
 from ciuic.remote.objects.opening import open_objects
 from ciuic.repository import Repository
@@ -53,7 +55,9 @@ class Place:
     def command(self, *words: str | Path, repo: str = "") -> list[str]:
         """Return a command line."""
         repo = repo or str(self.top / "repository")
-        return [sys.executable, "-m", "ciuic", "--repo", repo, *map(str, words)]
+        # The snapshots are of a host with another name.
+        trust = ["--trust-repository"] if words[0] in ("shell", "bisect") else []
+        return [sys.executable, "-m", "ciuic", "--repo", repo, *trust, *map(str, words)]
 
     def mount(self, *words: str | Path, repo: str = "") -> None:
         """Mount a view, and return when it answers."""
@@ -633,3 +637,39 @@ def test_a_shell_shows_nothing_where_a_link_leads(place: Place, at: str) -> None
             place.command("shell", "true"), capture_output=True, text=True, check=False, timeout=60
         ).stderr
     )
+
+
+@pytest.mark.parametrize("why", ["another host", "another user"])
+def test_root_runs_no_program_of_a_stranger(why: str) -> None:
+    """A root that others may have written is shown only where the configuration has it, or with trust; then the owner runs what it has."""
+    # No other user may enter the directories that tests are given.
+    with tempfile.TemporaryDirectory() as top:
+        os.chmod(top, 0o755)
+        place = Place(Path(top))
+        program = place.root / "evaluate"
+        program.write_text(
+            "#!/bin/sh\nid -u; id -G; printenv CIUIC_REMOTE_PASSPHRASE; cat /etc/shadow; exit 0\n"
+        )
+        program.chmod(0o755)
+        os.chown(place.root, 4711, 4712)
+        place.snapshot()
+        place.repository.close()
+        if why == "another user":
+            os.chown(place.top / "repository", 4711, 4712)
+        environment = {**os.environ, "CIUIC_REMOTE_PASSPHRASE": "secret", "CIUIC_CONFIG": "/dev/null"}
+
+        def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+            line = [sys.executable, "-m", "ciuic", *words, "shell", "--scratch", place.top, program]
+            return subprocess.run(
+                line, env=environment, capture_output=True, text=True, check=False, timeout=60
+            )
+
+        repository = ("--repo", place.top / "repository")
+        refused = run(*repository)
+        assert (refused.returncode, refused.stdout) == (NotPermitted.exit_code, ""), refused.stderr
+        assert why in refused.stderr
+        config = place.top / "ciuic.toml"
+        config.write_text(f'[repository]\npath = "{place.top}/repository"\n[[root]]\npath = "{place.root}"\n')
+        for words in ((*repository, "--trust-repository"), ("--config", config)):
+            done = run(*words)
+            assert (done.returncode, done.stdout) == (0, "4711\n4712\n"), done.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.timelines import PassedOver, all_timelines
-from ciuic.errors import CiuicError, NotFound, Partial, UsageError
+from ciuic.errors import CiuicError, NotFound, NotPermitted, Partial, UsageError
 from ciuic.system.interrupts import SIGNALS
 
 if TYPE_CHECKING:
@@ -105,6 +107,11 @@ _SCRATCH = click.option(
     type=click.Path(path_type=Path),
     help="For what is written: removed at the end. Default: TMPDIR, or /var/tmp.",
 )
+_USER = click.option(
+    "--user",
+    metavar="NAME",
+    help="Whose rights COMMAND has: a name or uid. Default: those of the owner of the first root.",
+)
 
 
 @click.command(
@@ -124,15 +131,21 @@ _SCRATCH = click.option(
     help="Which snapshot; a time will do, such as 14:05 or 2h.",
 )
 @_ROOTS
+@_USER
 @_SCRATCH
 @click.argument("command", nargs=-1, metavar="[COMMAND...]")
 def shell_command(
-    snapshot_id: str, paths: tuple[bytes, ...], scratch: Path | None, command: tuple[str, ...]
+    snapshot_id: str,
+    paths: tuple[bytes, ...],
+    user: str | None,
+    scratch: Path | None,
+    command: tuple[str, ...],
 ) -> None:
     """Run COMMAND, or a shell, for which the directories are as in the snapshot.
 
     It sees them at their paths, and may write: what it writes is kept aside and gone with it. Everything else, other programs included, is as
-    it is. It begins in the current directory, or in the first root where the snapshot does not have that. Ends with the exit code of COMMAND. Needs root.
+    it is. It begins in the current directory, or in the first root where the snapshot does not have that. Ends with the exit code of COMMAND.
+    Needs root, and runs COMMAND with the rights of the first root's owner.
     """
     session = current()
     store = session.snapshots
@@ -143,7 +156,7 @@ def shell_command(
         note(
             f"{', '.join(map(shown, roots))} as in {snapshot.id}, {times.clock(snapshot.time_ns)}; what is written here is gone at the end"
         )
-    session.exit_code = _run_at(session, snapshot, roots, program, scratch)
+    session.exit_code = _run_at(session, snapshot, roots, program, user, scratch)
 
 
 def _roots_of(snapshot: Snapshot, paths: Sequence[bytes]) -> list[bytes]:
@@ -163,17 +176,62 @@ def _run_at(
     snapshot: Snapshot,
     roots: Sequence[bytes],
     program: Sequence[str],
+    user: str | None,
     scratch: Path | None,
     stdout: int | None = None,
 ) -> int:
     from ciuic.view.namespace import run_at
     from ciuic.view.tree import ViewTree
 
+    _require_trust(session, snapshot, roots)
     tree = ViewTree(session.snapshots, session.repository_of, snapshot.id)
     may_wait = session.remote_url is not None
     return run_at(
-        tree, snapshot, roots, program, _here(), _Teller(), scratch, may_wait=may_wait, stdout=stdout
+        tree, snapshot, roots, program, _here(), _Teller(), scratch,
+        user=_user(user), may_wait=may_wait, stdout=stdout,
+    )  # fmt: skip
+
+
+def _require_trust(session: Session, snapshot: Snapshot, roots: Sequence[bytes]) -> None:
+    """Raise NotPermitted where others may have written what is shown: as a directory of PATH it would be run as root.
+
+    What the configuration protects may be shown from any repository.
+    """
+    from ciuic.repository.trust import foreign_flaw
+
+    if os.geteuid() != 0 or session.trusts_repository:
+        return
+    try:
+        protected = {os.fsencode(root.path) for root in session.config.roots}
+    except CiuicError:
+        # --repo works without any configuration.
+        protected = set()
+    others = [root for root in roots if root not in protected]
+    if not others:
+        return
+    flaw = None if session.remote_url is not None else foreign_flaw(session.repository_dir)
+    if session.remote_url is not None:
+        reason = "other hosts may write into the remote"
+    elif flaw is not None:
+        reason = f"another user may have written what is in this repository: the {shown_text(flaw.found)}"
+    elif snapshot.host != socket.gethostname():
+        reason = f"{snapshot.id} is of another host, {shown_text(snapshot.host)}"
+    else:
+        return
+    raise NotPermitted(
+        f"{shown(others[0])} is no root of this host's configuration, and {reason}: root would run what it has",
+        hint="--trust-repository shows it all the same; ciuic mount shows it beside",
     )
+
+
+def _user(name: str | None) -> tuple[int, int] | None:
+    if name is None:
+        return None
+    try:
+        known = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
+    except (KeyError, OverflowError):
+        raise UsageError(f"--user: there is no user {shown_text(name)}") from None
+    return known.pw_uid, known.pw_gid
 
 
 def _here() -> bytes:
@@ -202,6 +260,7 @@ _CANNOT_RUN = (126, 127)
     "--bad", default="latest", show_default=True, metavar="ID", type=ID, help="A later one, which is bad."
 )
 @_ROOTS
+@_USER
 @_SCRATCH
 @json_option
 @click.argument("command", nargs=-1, required=True, metavar="COMMAND...")
@@ -209,6 +268,7 @@ def bisect_command(
     good: str,
     bad: str,
     paths: tuple[bytes, ...],
+    user: str | None,
     scratch: Path | None,
     as_json: bool,
     command: tuple[str, ...],
@@ -230,7 +290,7 @@ def bisect_command(
 
     def tried(snapshot: Snapshot, why: str) -> Trial:
         note(f"{snapshot.id}, {times.clock(snapshot.time_ns)}: trying this {why}")
-        trial = _trial(_run_at(session, snapshot, roots, command, scratch, _STDERR), snapshot, command)
+        trial = _trial(_run_at(session, snapshot, roots, command, user, scratch, _STDERR), snapshot, command)
         note(f"{snapshot.id}, {times.clock(snapshot.time_ns)}: {_WORDS[trial]}")
         trials.append((snapshot, trial))
         return trial
