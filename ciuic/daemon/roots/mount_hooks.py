@@ -38,7 +38,7 @@ from ciuic.daemon.roots.worker_process import (
     start_worker,
 )
 from ciuic.errors import Busy, CiuicError, NotFound, UsageError
-from ciuic.fuse_layer.journal.succession import pause_seconds
+from ciuic.fuse_layer.journal.succession import PLAIN_AFTER_DEATHS, pause_seconds
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import MovedMounts, mounts_in_overlay_at
@@ -167,8 +167,10 @@ class MountHooks(Protocol):
     """
 
     async def establish(self, settings: RootSettings) -> OverlayWorker: ...
+    async def recover(self, settings: RootSettings) -> OverlayWorker | None: ...
     async def prepare_successor(self) -> None: ...
     async def succeed(self, settings: RootSettings, dead: OverlayWorker, *, plain: bool) -> OverlayWorker: ...
+    def hold(self, root: str, worker: OverlayWorker) -> None: ...
     async def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
     async def is_mounted(self, root: str) -> bool: ...
@@ -208,24 +210,32 @@ class RealMounts:
             CiuicError: the root cannot be served now.
             OSError: a descriptor or a process could not be had.
         """
-        options = self._options(settings)
-        worker = await self._recovered(options)
+        worker = await self.recover(settings)
         if worker is None:
+            options = self._options(settings)
             backing_fd = await trio.to_thread.run_sync(_open_root, settings.path, abandon_on_cancel=True)
             # A process that is ready becomes the worker where there is one: the root is unprotected until the
             # worker serves.
             worker = await start_worker(options, backing_fd, spare=self._spare)
-        await self._prepared_for_its_death(worker, options)
+            await self._prepared_for_its_death(worker, options)
         return worker
 
-    async def _recovered(self, options: WorkerOptions) -> OverlayWorker | None:
-        """Adopt the worker of the overlay over a root, or start one that goes on with its session.
+    async def recover(self, settings: RootSettings) -> OverlayWorker | None:
+        """Return a worker that goes on with the overlay over a root; None where there can be none.
 
-        Return None where neither is possible; dead overlays are detached then.
+        Dead overlays are detached then.
 
         Raises:
             Busy: another process serves an overlay there, or one hangs there.
         """
+        options = self._options(settings)
+        worker = await self._recovered(options)
+        if worker is not None:
+            await self._prepared_for_its_death(worker, options)
+        return worker
+
+    async def _recovered(self, options: WorkerOptions) -> OverlayWorker | None:
+        """Adopt the worker of the overlay over a root, or start one that goes on with its session (`recover`)."""
         root, failures = options.root, 0
         while await self.is_mounted(root):
             # Before anything that takes time: where no keeper has it, the worker's death would end the session.
@@ -249,8 +259,9 @@ class RealMounts:
                 break
             await trio.sleep(pause)
             session_fd, backing_fd = held
+            successor = options._replace(plain=failures >= PLAIN_AFTER_DEATHS)
             try:
-                return await start_worker(options, os.dup(backing_fd), session_fd, spare=self._spare)
+                return await start_worker(successor, os.dup(backing_fd), session_fd, spare=self._spare)
             except (CiuicError, OSError) as error:
                 log.error("session_not_taken_over", root=root, error=str(error))
                 failures += 1
@@ -288,6 +299,14 @@ class RealMounts:
             successor = adopted
         await self._prepared_for_its_death(successor, options)
         return successor
+
+    def hold(self, root: str, worker: OverlayWorker) -> None:
+        """Hold the session of a worker that is going to be closed, for the next `establish` of its root.
+
+        It may die before it is adopted, and what other holders have cannot be taken back from them.
+        """
+        if self._kept is not None:
+            self._kept.hold(root, worker)
 
     async def forget(self, root: str) -> None:
         """Have every holder release the session of a root that is unmounted or given up.
