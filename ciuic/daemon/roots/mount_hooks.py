@@ -28,6 +28,7 @@ from typing import Final, Protocol
 import structlog
 import trio
 
+from ciuic.config import RootConfig, check_root, raise_for
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.worker_process import (
@@ -37,12 +38,13 @@ from ciuic.daemon.roots.worker_process import (
     adopt_worker,
     start_worker,
 )
-from ciuic.errors import Busy, CiuicError, NotFound, UsageError
+from ciuic.errors import Busy, CiuicError
 from ciuic.fuse_layer.journal.succession import PLAIN_AFTER_DEATHS, pause_seconds
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import MovedMounts, mounts_in_overlay_at
 from ciuic.protocol.worker_client import WorkerControlClient, WorkerUnreachable, peer_pid
+from ciuic.system import mountinfo
 from ciuic.system.bypass import Bypasser, BypassingMount, find_bypassing, find_bypassing_mounts
 from ciuic.system.open_files import MountUser, mount_users
 from ciuic.system.poll import readable
@@ -137,20 +139,11 @@ def _open_root(root: str) -> int:
     """Return the backing descriptor of `root`.
 
     Raises:
-        NotFound: there is nothing at the path.
-        UsageError: the path is not a directory.
-        CiuicError: the directory cannot be opened.
+        CiuicError: `ciuic protect` would refuse it, or the directory cannot be opened.
     """
+    raise_for(check_root(RootConfig(Path(root)), mountinfo.read()))
     try:
         return mounts.open_backing(root)
-    except FileNotFoundError as error:
-        raise NotFound(
-            f"{root} does not exist", hint="make it, or take it out of the configuration"
-        ) from error
-    except NotADirectoryError as error:
-        raise UsageError(
-            f"{root} is not a directory", hint="protect the directory that contains it"
-        ) from error
     except OSError as error:
         raise CiuicError(f"{root} cannot be opened: {os.strerror(error.errno or 0)}") from error
 
