@@ -32,7 +32,7 @@ def main() -> None:
         from ciuic.fuse_layer.prefork import client
 
         worker_process._ADOPTION_SECONDS = mount_hooks._PROBE_TIMEOUT_SECONDS = 0.5
-        sessions._ANSWER_SECONDS = client._ANSWER_SECONDS = 2.0
+        sessions._ANSWER_SECONDS = client._ANSWER_SECONDS = 2.0  # type: ignore[misc]
         supervisor._PROBE_ANSWER_SECONDS = 0.5
         injection.carry_out(Path(os.environ[injection.PLAN]))
         ciuic.__version__ = os.environ.get(injection.VERSION, ciuic.__version__)

@@ -114,5 +114,5 @@ def carry_out(plan: Path) -> None:
         before(what)
         return predecessor_ask(predecessor, what, root)
 
-    SpareProcess._ask = ask_spare  # type: ignore[method-assign]
-    _Predecessor.ask = ask_predecessor  # type: ignore[method-assign]
+    SpareProcess._ask = ask_spare  # type: ignore[assignment,method-assign]
+    _Predecessor.ask = ask_predecessor  # type: ignore[assignment,method-assign]
