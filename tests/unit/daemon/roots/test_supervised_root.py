@@ -248,6 +248,32 @@ def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(
     assert supervisor.state == "unmounted"
 
 
+def test_a_stop_beside_the_start_of_a_successor_recovers_the_session(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop that comes while no worker serves has one that goes on with the session unmount, so open files are served on."""
+    worker = stage.worker("one")
+    supervisor = stage.supervisor(CiuicError("no process to be had"))
+
+    async def recover(settings: RootSettings) -> OverlayWorker:
+        await trio.lowlevel.checkpoint()
+        stage.mounts.mounted = True
+        return worker
+
+    monkeypatch.setattr(stage.mounts, "recover", recover)
+
+    async def script() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervisor.stop)
+            await until_async(lambda: "stop /a" in worker.overlay.log)
+            stage.mounts.mounted = False
+            worker.kill()
+
+    stage.run(supervisor, script)
+    assert "detached" not in stage.order
+    assert supervisor.state == "unmounted"
+
+
 def test_stopping_detaches_and_waits_for_the_worker(stage: Stage) -> None:
     """Pending epochs are given back before the worker is asked to stop, and nothing is mounted afterwards."""
     worker = stage.worker("one")
