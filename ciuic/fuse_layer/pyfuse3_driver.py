@@ -503,7 +503,6 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
-        # O_TRUNC is carried out by the core (libfuse asks for FUSE_ATOMIC_O_TRUNC).
         operation = functools.partial(
             self.core.files.open, inode, flags, keeps_privileges=ctx.uid == 0, uid=ctx.uid
         )

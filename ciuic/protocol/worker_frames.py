@@ -70,6 +70,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Version of ciuic."""
     set_aside: tuple[bytes, ...] = ()
     """New names, in the root, of files that had the reserved name and were not made by ciuic."""
+    plain: bool = False
+    """True if it tracks nothing, because the workers before it kept dying."""
     renewed: int = 0
     """Number of times that its state directory was made anew because another program had deleted it."""
 

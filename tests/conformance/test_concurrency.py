@@ -318,6 +318,26 @@ def test_stores_in_a_mapping_that_all_share(overlay: Overlay, actors: list[Actor
         assert slots == [b"%08d" % count] * WORKERS
 
 
+@pytest.mark.full
+def test_an_open_that_truncates_beside_writes_leaves_the_size_of_the_file(
+    overlay: Overlay, place: Path
+) -> None:
+    """The size after O_TRUNC and write beside other writes is that of the file below the mount."""
+
+    def write(thread: int) -> None:
+        flags, size = (os.O_TRUNC, 5_100) if thread == 0 else (0, 70_000)
+        for _ in range(20):
+            fd = os.open(place / "file", os.O_WRONLY | os.O_CREAT | flags)
+            os.pwrite(fd, b"x" * size, 0)
+            os.close(fd)
+            os.stat(place / "file")
+
+    below = overlay.backing / place.name / "file"
+    for _ in range(100):
+        _at_once(3, write)
+        assert (place / "file").stat().st_size == len((place / "file").read_bytes()) == below.stat().st_size
+
+
 def test_exactly_one_of_simultaneous_calls_succeeds(
     overlay: Overlay, actors: list[Actor], place: Path
 ) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from support.holders import PAIRS, Holders, keeper_pids, kill_pairs, sessions_held_by
+from support.holders import PAIRS, Holders, kill_pairs, sessions_held_by
+from support.injection import keeper_pids
 from support.site import Site, ended
 from support.site import kernel_site as kernel_site
 from support.until import until

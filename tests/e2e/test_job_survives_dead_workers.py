@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import surviving_job
-from support.holders import keeper_pids
+from support.injection import keeper_pids
 from support.site import Site, ended
 from support.site import kernel_site as kernel_site
 from support.until import until

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.holders import keeper_pids
+from support.injection import keeper_pids
 from support.site import Site, ended, site_in
 from support.until import until
 

@@ -311,12 +311,18 @@ class NoMounts:
         self.mounted = True
         return worker
 
+    async def recover(self, settings: RootSettings) -> OverlayWorker | None:
+        await trio.lowlevel.checkpoint()
+        return None
+
     async def prepare_successor(self) -> None:
         await trio.lowlevel.checkpoint()
 
     async def succeed(self, settings: RootSettings, dead: OverlayWorker, *, plain: bool) -> OverlayWorker:
         self.successions.append(plain)
         return await self.establish(settings)
+
+    def hold(self, root: str, worker: OverlayWorker) -> None: ...
 
     async def forget(self, root: str) -> None:
         await trio.lowlevel.checkpoint()

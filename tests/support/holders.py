@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -18,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support import surviving_job
+from support.injection import keeper_pids
 from support.site import Site, ended
 from support.until import until
 
 from ciuic.daemon.base.runtime import RuntimeDirectory
-from ciuic.fuse_layer.prefork.messages import KEEPER_PREFIX
 from ciuic.protocol.worker_client import peer_pid
 
 PAIRS = (("daemon", "worker"), ("daemon", "keeper"), ("worker", "keeper"))
@@ -39,25 +37,6 @@ class Outcome(NamedTuple):
     longest_seconds: float
     """Longest of the jobs' rounds, dozens of calls each."""
     failures: list[str]
-
-
-def keeper_pids(runtime: Path) -> list[int]:
-    """Return the pids of the keepers that answer in a runtime directory."""
-    found = []
-    for path in runtime.glob(f"{KEEPER_PREFIX}*.sock"):
-        # The process was killed.
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
-            suppress(OSError),
-        ):
-            probe.connect(str(path))
-            size = struct.calcsize("3i")
-            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-            pid = struct.unpack("3i", credentials)[0]
-            # Until the keeper has imported its modules, the listener is the daemon that made the socket.
-            if b"fuse_layer.standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
 
 
 def sessions_held_by(pid: int) -> int:

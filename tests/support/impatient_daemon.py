@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,11 @@ PROGRAM = Path(__file__)
 def main() -> None:
     """Run the command with the pauses of this module."""
     # Modules beside this one have names that others may import.
+    sys.path[0] = str(PROGRAM.parents[1])
+    from support import injection
+
     del sys.path[0]
+    import ciuic
     from ciuic import cli
     from ciuic.daemon import housekeeping
     from ciuic.daemon.roots import supervisor
@@ -22,6 +27,15 @@ def main() -> None:
     pending._STORE_RETRY_SECONDS = 4.0
     supervisor._PROBE_PERIOD_SECONDS = 0.5
     supervisor._PROBE_ANSWER_SECONDS = 1.5
+    if injection.PLAN in os.environ:
+        from ciuic.daemon.roots import mount_hooks, sessions, worker_process
+        from ciuic.fuse_layer.prefork import client
+
+        worker_process._ADOPTION_SECONDS = mount_hooks._PROBE_TIMEOUT_SECONDS = 0.5
+        sessions._ANSWER_SECONDS = client._ANSWER_SECONDS = 2.0  # type: ignore[misc]
+        supervisor._PROBE_ANSWER_SECONDS = 0.5
+        injection.carry_out(Path(os.environ[injection.PLAN]))
+        ciuic.__version__ = os.environ.get(injection.VERSION, ciuic.__version__)
     cli.main()
 
 

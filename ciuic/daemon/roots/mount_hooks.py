@@ -28,6 +28,7 @@ from typing import Final, Protocol
 import structlog
 import trio
 
+from ciuic.config import RootConfig, check_root, raise_for
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.worker_process import (
@@ -37,12 +38,13 @@ from ciuic.daemon.roots.worker_process import (
     adopt_worker,
     start_worker,
 )
-from ciuic.errors import Busy, CiuicError, NotFound, UsageError
-from ciuic.fuse_layer.journal.succession import pause_seconds
+from ciuic.errors import Busy, CiuicError
+from ciuic.fuse_layer.journal.succession import PLAIN_AFTER_DEATHS, pause_seconds
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.system.mounts import MovedMounts, mounts_in_overlay_at
 from ciuic.protocol.worker_client import WorkerControlClient, WorkerUnreachable, peer_pid
+from ciuic.system import mountinfo
 from ciuic.system.bypass import Bypasser, BypassingMount, find_bypassing, find_bypassing_mounts
 from ciuic.system.open_files import MountUser, mount_users
 from ciuic.system.poll import readable
@@ -137,20 +139,11 @@ def _open_root(root: str) -> int:
     """Return the backing descriptor of `root`.
 
     Raises:
-        NotFound: there is nothing at the path.
-        UsageError: the path is not a directory.
-        CiuicError: the directory cannot be opened.
+        CiuicError: `ciuic protect` would refuse it, or the directory cannot be opened.
     """
+    raise_for(check_root(RootConfig(Path(root)), mountinfo.read()))
     try:
         return mounts.open_backing(root)
-    except FileNotFoundError as error:
-        raise NotFound(
-            f"{root} does not exist", hint="make it, or take it out of the configuration"
-        ) from error
-    except NotADirectoryError as error:
-        raise UsageError(
-            f"{root} is not a directory", hint="protect the directory that contains it"
-        ) from error
     except OSError as error:
         raise CiuicError(f"{root} cannot be opened: {os.strerror(error.errno or 0)}") from error
 
@@ -167,8 +160,10 @@ class MountHooks(Protocol):
     """
 
     async def establish(self, settings: RootSettings) -> OverlayWorker: ...
+    async def recover(self, settings: RootSettings) -> OverlayWorker | None: ...
     async def prepare_successor(self) -> None: ...
     async def succeed(self, settings: RootSettings, dead: OverlayWorker, *, plain: bool) -> OverlayWorker: ...
+    def hold(self, root: str, worker: OverlayWorker) -> None: ...
     async def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
     async def is_mounted(self, root: str) -> bool: ...
@@ -208,24 +203,32 @@ class RealMounts:
             CiuicError: the root cannot be served now.
             OSError: a descriptor or a process could not be had.
         """
-        options = self._options(settings)
-        worker = await self._recovered(options)
+        worker = await self.recover(settings)
         if worker is None:
+            options = self._options(settings)
             backing_fd = await trio.to_thread.run_sync(_open_root, settings.path, abandon_on_cancel=True)
             # A process that is ready becomes the worker where there is one: the root is unprotected until the
             # worker serves.
             worker = await start_worker(options, backing_fd, spare=self._spare)
-        await self._prepared_for_its_death(worker, options)
+            await self._prepared_for_its_death(worker, options)
         return worker
 
-    async def _recovered(self, options: WorkerOptions) -> OverlayWorker | None:
-        """Adopt the worker of the overlay over a root, or start one that goes on with its session.
+    async def recover(self, settings: RootSettings) -> OverlayWorker | None:
+        """Return a worker that goes on with the overlay over a root; None where there can be none.
 
-        Return None where neither is possible; dead overlays are detached then.
+        Dead overlays are detached then.
 
         Raises:
             Busy: another process serves an overlay there, or one hangs there.
         """
+        options = self._options(settings)
+        worker = await self._recovered(options)
+        if worker is not None:
+            await self._prepared_for_its_death(worker, options)
+        return worker
+
+    async def _recovered(self, options: WorkerOptions) -> OverlayWorker | None:
+        """Adopt the worker of the overlay over a root, or start one that goes on with its session (`recover`)."""
         root, failures = options.root, 0
         while await self.is_mounted(root):
             # Before anything that takes time: where no keeper has it, the worker's death would end the session.
@@ -249,8 +252,9 @@ class RealMounts:
                 break
             await trio.sleep(pause)
             session_fd, backing_fd = held
+            successor = options._replace(plain=failures >= PLAIN_AFTER_DEATHS)
             try:
-                return await start_worker(options, os.dup(backing_fd), session_fd, spare=self._spare)
+                return await start_worker(successor, os.dup(backing_fd), session_fd, spare=self._spare)
             except (CiuicError, OSError) as error:
                 log.error("session_not_taken_over", root=root, error=str(error))
                 failures += 1
@@ -288,6 +292,14 @@ class RealMounts:
             successor = adopted
         await self._prepared_for_its_death(successor, options)
         return successor
+
+    def hold(self, root: str, worker: OverlayWorker) -> None:
+        """Hold the session of a worker that is going to be closed, for the next `establish` of its root.
+
+        It may die before it is adopted, and what other holders have cannot be taken back from them.
+        """
+        if self._kept is not None:
+            self._kept.hold(root, worker)
 
     async def forget(self, root: str) -> None:
         """Have every holder release the session of a root that is unmounted or given up.

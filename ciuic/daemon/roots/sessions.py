@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -58,22 +59,35 @@ class _Predecessor:
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_ANSWER_SECONDS)
+        self._path, self._is_silent = path, False
         try:
             self._socket.connect(str(path))
-            # The keeper answers nobody while it starts a worker, so an answer says that none is being
-            # started.
-            self.ask("take", "")
         except BaseException:
             self.close()
             raise
 
     def ask(self, what: str, root: str) -> list[int]:
         """Send one request, and return the descriptors that come with the answer."""
-        self._socket.send(json.dumps({"do": what, "root": root}).encode())
-        answer, fds = messages.receive(self._socket)
+        # A late answer would be taken for that of the next request.
+        if self._is_silent:
+            raise TimeoutError("the keeper hangs")
+        try:
+            self._socket.send(json.dumps({"do": what, "root": root}).encode())
+            answer, fds = messages.receive(self._socket)
+        except TimeoutError:
+            self._is_silent = True
+            raise
         if answer is None:
             raise ConnectionResetError("the keeper has ended")
         return fds
+
+    def kill_if_silent(self) -> None:
+        """Kill a keeper that has left a request unanswered: it would go on with sessions that another one holds by now."""
+        pid = messages.listener_pid(self._socket)
+        if self._is_silent and b"ciuic.fuse_layer.standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            log.error("keeper_hangs", pid=pid)
+            os.kill(pid, signal.SIGKILL)
+            self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the connection, so that the keeper starts workers again for sessions that it still holds."""
@@ -126,6 +140,9 @@ class SessionKeeper:
                 continue
             self._predecessors.append(predecessor)
             try:
+                # The keeper answers nobody while it starts a worker, so an answer says that none is being
+                # started.
+                predecessor.ask("take", "")
                 for root in roots:
                     self._add(found, root, predecessor.ask("take", root))
             except OSError as error:
@@ -196,6 +213,8 @@ class SessionKeeper:
         async with self._lock:  # a thread of `keep` or `drop` may be asking them
             await trio.to_thread.run_sync(self._tell_predecessors, "end", "")
             for predecessor in self._predecessors:
+                with suppress(OSError):  # it has ended
+                    predecessor.kill_if_silent()
                 predecessor.close()
             self._predecessors.clear()
 
@@ -335,15 +354,23 @@ class SessionStore:
             return None
         return session_fd, backing_fd
 
+    def hold(self, root: str, worker: OverlayWorker) -> None:
+        """Hold the session of a worker that is going to be closed."""
+        if worker.session_fd is not None:
+            self._store(root, (os.dup(worker.session_fd), os.dup(worker.backing_fd)))
+
     async def ask_worker(self, root: str, control: Path) -> None:
         """Hold the session of the worker that listens on ``control``, unless it is held or the worker refuses."""
         if self.held(root) is None:
             # Not abandoned on cancellation: descriptors would stay open.
             fds = await trio.to_thread.run_sync(ask_session, control)
             if fds is not None:
-                self._close_stored(root)
-                for kind, fd in zip(_KINDS, fds, strict=True):
-                    self._stored[_name(kind, root)] = fd
+                self._store(root, fds)
+
+    def _store(self, root: str, fds: tuple[int, int]) -> None:
+        self._close_stored(root)
+        for kind, fd in zip(_KINDS, fds, strict=True):
+            self._stored[_name(kind, root)] = fd
 
     async def close_rest(self, roots: Iterable[str]) -> None:
         """Close stored descriptors of other roots than these.

@@ -47,7 +47,6 @@ from ciuic.protocol.control_types import MountState, RootStatus, rfc3339
 from ciuic.system import service_manager
 from ciuic.system.open_files import describe
 from ciuic.system.processes import describe_exit
-from ciuic.units import plural
 
 # The first attempts follow at once, because the root is unprotected meanwhile; a lasting cause is tried twice
 # a minute.
@@ -158,14 +157,14 @@ class _RootAlerts:
             severity="warning",
         )
 
-    def plain(self, plain: bool, deaths: int) -> None:
-        """Report that the root is served without tracking after `deaths` deaths in a row, or clear that."""
+    def plain(self, plain: bool) -> None:
+        """Report that the root is served without tracking, or clear that."""
         if not plain:
             self._alerts.clear(f"plain:{self._path}")
             return
         self._alerts.report(
             f"plain:{self._path}",
-            f"{self._path} is served without snapshots: its overlay worker died {plural(deaths, 'time')} in a row",
+            f"{self._path} is served without snapshots: its overlay workers kept dying",
             hint="the job goes on, and the log has the workers' last lines; to try again, "
             + service_manager.restart_hint(),
             root=self._path,
@@ -187,13 +186,15 @@ class _RootAlerts:
 
 
 async def _end_when_hung(worker: OverlayWorker) -> None:
-    """Probe a worker until it hangs, and kill it then. Cancel this when the worker ends by itself."""
+    """Probe a worker until it hangs, and kill it then. Ends with the use of the worker."""
     if worker.session_fd is None:
         return
     silences = 0
     while silences < _SILENCES:
         await trio.sleep(_PROBE_PERIOD_SECONDS)
         silences = 0 if await _answers(worker) else silences + 1
+        if worker.closed:
+            return
     log.error("worker_hangs", pid=worker.pid, silences=silences)
     worker.kill()
 
@@ -399,14 +400,8 @@ class RootSupervisor:
             return None
         # Known before the first checkpoint, so that `stop` unmounts it.
         self.worker = worker
-        if worker.adopted and not self._departs:
-            # An earlier daemon may have asked it to unmount as soon as nobody is in it.
-            with suppress(CiuicError):
-                await worker.ask(lambda client: client.stay())
         self.bypass.mounted(adopted=worker.adopted)
         self._now_served_by(worker)
-        await self._renew(worker)
-        self._settled.set()
         return worker
 
     async def _watch(self, worker: OverlayWorker) -> None:
@@ -415,6 +410,7 @@ class RootSupervisor:
         self._session_gone = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_when_hung, worker)
+            nursery.start_soon(self._take_up, worker)
             # In a task of its own: it waits for the cut that is being made, which may itself wait for this
             # worker's successor.
             nursery.start_soon(self._on_session, self.path, worker)
@@ -424,6 +420,7 @@ class RootSupervisor:
                 nursery.start_soon(self._ask_to_depart, worker)
             status = await worker.wait()
             nursery.cancel_scope.cancel()
+        self._settled.set()
         self.worker = None
         # Before anything else: the plain directory is open to everybody now, and a capture that goes on would
         # not be exact.
@@ -449,6 +446,15 @@ class RootSupervisor:
         self._set("restarting")
         log.error("worker_died", root=self.path, pid=worker.pid, status=describe_exit(status))
         self._root_alerts.worker_died(status, has_session=worker.session_fd is not None)
+
+    async def _take_up(self, worker: OverlayWorker) -> None:
+        """Have the worker of an earlier daemon serve on, or hand over."""
+        if worker.adopted and not self._departs:
+            # An earlier daemon may have asked it to unmount as soon as nobody is in it.
+            with suppress(CiuicError):
+                await worker.ask(lambda client: client.stay())
+        await self._renew(worker)
+        self._settled.set()
 
     async def _end_when_unmounted(self, watching: trio.CancelScope) -> None:
         try:
@@ -509,25 +515,9 @@ class RootSupervisor:
             dead.close()
             return None
         try:
-            while dead.session_fd is not None and not self._stopping:
-                pause = pause_seconds(self._deaths)
-                if pause is None:
-                    log.error("session_given_up", root=self.path, deaths=self._deaths)
-                    break
-                # The job waits meanwhile, so the first pauses are 0.
-                await trio.sleep(pause)
-                # Without tracking a defect in it cannot end the next worker: the job goes on, and snapshots
-                # are refused.
-                plain = self._deaths >= PLAIN_AFTER_DEATHS
-                try:
-                    worker = await self._hooks.succeed(self.settings, dead, plain=plain)
-                except (CiuicError, OSError) as error:
-                    log.error("session_not_taken_over", root=self.path, error=str(error))
-                    # Counted as a death: the pause grows, and in the end the session is given up instead of
-                    # hanging.
-                    self._deaths += 1
-                    continue
-                self._now_served_by(worker, plain=plain)
+            worker = await self._successor_of(dead)
+            if worker is not None:
+                self._now_served_by(worker)
                 return worker
         except trio.Cancelled:
             # `stop` has a successor unmount, and `leave` closes it.
@@ -539,6 +529,27 @@ class RootSupervisor:
             if self.worker is not dead:
                 dead.close()
         await self._give_up_session()
+        return None
+
+    async def _successor_of(self, dead: OverlayWorker) -> OverlayWorker | None:
+        """Return a worker that goes on with the session of `dead`; None where there can be none."""
+        while dead.session_fd is not None and not dead.session_is_over():
+            pause = pause_seconds(self._deaths)
+            if pause is None:
+                log.error("session_given_up", root=self.path, deaths=self._deaths)
+                break
+            # The job waits meanwhile, so the first pauses are 0.
+            await trio.sleep(pause)
+            # Without tracking a defect in it cannot end the next worker: the job goes on, and snapshots are
+            # refused.
+            plain = self._deaths >= PLAIN_AFTER_DEATHS
+            try:
+                return await self._hooks.succeed(self.settings, dead, plain=plain)
+            except (CiuicError, OSError) as error:
+                log.error("session_not_taken_over", root=self.path, error=str(error))
+                # Counted as a death: the pause grows, and in the end the session is given up instead of
+                # hanging.
+                self._deaths += 1
         return None
 
     async def _give_up_session(self) -> None:
@@ -554,16 +565,18 @@ class RootSupervisor:
         except (CiuicError, OSError) as error:
             log.error("dead_mount_not_detached", root=self.path, error=str(error))
 
-    def _now_served_by(self, worker: OverlayWorker, *, plain: bool = False) -> None:
+    def _now_served_by(self, worker: OverlayWorker) -> None:
         self.worker = worker
         self.error = ""
         self._served_since = trio.current_time()
         self._handed_over = None
         self._root_alerts.clear_mount()
-        if plain != self.plain:
-            self.plain = plain
-            log.log(logging.ERROR if plain else logging.INFO, "root_plain", root=self.path, plain=plain)
-        self._root_alerts.plain(plain, self._deaths)
+        if worker.plain != self.plain:
+            self.plain = worker.plain
+            log.log(
+                logging.ERROR if self.plain else logging.INFO, "root_plain", root=self.path, plain=self.plain
+            )
+        self._root_alerts.plain(self.plain)
         self._root_alerts.set_aside(worker.set_aside)
         self._set("mounted")
         log.info(
@@ -571,8 +584,9 @@ class RootSupervisor:
         )
 
     async def _renew(self, worker: OverlayWorker) -> None:
-        """Replace an adopted worker of another version by one of this version."""
-        if not worker.adopted or worker.session_fd is None or worker.version == ciuic.__version__:
+        """Replace an adopted worker of another version, or one that tracks nothing, by a full one of this version."""
+        is_current = worker.version == ciuic.__version__ and not worker.plain
+        if not worker.adopted or worker.session_fd is None or is_current:
             return
         # The job waits from the hand-over on. Without a prepared process it would wait for an interpreter to
         # start as well: 2.4 s after an upgrade, on two busy processors.
@@ -613,9 +627,24 @@ class RootSupervisor:
         self._set("stopping")
         self._scope.cancel()
         await self._finished.wait()
+        async with trio.open_nursery() as nursery:
+            await self._unmount(nursery)
+            nursery.cancel_scope.cancel()
+
+    async def _unmount(self, nursery: trio.Nursery) -> None:
+        """Have the worker unmount, or where it dies or hangs a successor of it.
+
+        Args:
+            nursery: looks whether the workers hang.
+        """
         worker, self.worker = self.worker, None
         try:
+            if worker is None:
+                # The stop may have come while a successor was being started, of which files are open.
+                with suppress(CiuicError):
+                    worker = await self._hooks.recover(self.settings)
             while worker is not None:
+                nursery.start_soon(_end_when_hung, worker)
                 self._on_session_lost(self.path, worker.session)
                 if self.view is not None:
                     await self.view.end(worker)
@@ -652,6 +681,7 @@ class RootSupervisor:
         await self._finished.wait()
         worker, self.worker = self.worker, None
         if worker is not None:
+            self._hooks.hold(self.path, worker)
             worker.close()
         log.info("root_left_mounted", root=self.path)
 
@@ -662,12 +692,7 @@ class RootSupervisor:
         """
         self._deaths += 1
         try:
-            if dead.session_fd is None or dead.session_is_over() or pause_seconds(self._deaths) is None:
-                return None
-            return await self._hooks.succeed(self.settings, dead, plain=self.plain)
-        except (CiuicError, OSError) as error:
-            log.error("session_not_taken_over", root=self.path, error=str(error))
-            return None
+            return await self._successor_of(dead)
         finally:
             dead.close()
 
@@ -693,13 +718,14 @@ class RootSupervisor:
                     await worker.ask(_abort_pending)
                     if not await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS)):
                         self.in_use = True
+                        self._hooks.hold(self.path, worker)
                         return True
                 except Unreachable:
-                    if not worker.is_alive():
-                        has_died = True
-                        return False
-                    worker.terminate()  # SIGTERM has the effect of the stop request
-                await self._wait_detached()
+                    if worker.is_alive():
+                        worker.terminate()  # SIGTERM has the effect of the stop request
+                has_died = not await self._is_detached_by(worker)
+                if has_died:
+                    return False
             if moved is not None:
                 moved.close()
                 moved = None
@@ -717,11 +743,15 @@ class RootSupervisor:
             if not has_died:
                 worker.close()
 
-    async def _wait_detached(self) -> None:
+    async def _is_detached_by(self, worker: OverlayWorker) -> bool:
+        """Wait until the overlay is gone, and return True; return False where the worker ended first."""
         # Polled, although mountinfo can be waited for: a wake-up for every mount of the host costs more than
         # this.
-        while await self._hooks.is_mounted(self.path):  # noqa: ASYNC110
+        while await self._hooks.is_mounted(self.path):
+            if not worker.is_alive():
+                return False
             await trio.sleep(0.02)
+        return True
 
     async def status(self) -> RootStatus:
         """Return the status of the root, with what its worker answers in time."""

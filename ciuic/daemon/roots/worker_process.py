@@ -28,6 +28,7 @@ from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACK
 from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, WorkerUnreachable, peer_pid
 from ciuic.protocol.worker_frames import CutReply, NameCounts, WatchedNames, WorkerStatus
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.poll import readable
 from ciuic.system.processes import describe_exit
 
 # A worker is ready within milliseconds when it is forked, and in some tenths of a second when an interpreter
@@ -112,6 +113,7 @@ class OverlayWorker:
         session_fd: int | None = None,
         undo_fd: int | None = None,
         set_aside: Sequence[bytes] = (),
+        plain: bool = False,
         version: str = ciuic.__version__,
     ) -> None:
         """Take over the descriptors, in every case.
@@ -140,6 +142,8 @@ class OverlayWorker:
         out."""
         self.set_aside = tuple(set_aside)
         """New names of what the owner of the root had put where the worker's state belongs."""
+        self.plain = plain
+        """True if it tracks nothing, so that no snapshot has its root."""
         self.version = version
         self.connect = connect
         """Returns a new connection each time: a hold belongs to its connection."""
@@ -163,11 +167,8 @@ class OverlayWorker:
 
     def is_alive(self) -> bool:
         """Return whether the process still runs."""
-        try:
-            signal.pidfd_send_signal(self.pidfd, 0)
-        except ProcessLookupError:
-            return False
-        return self._child is None or self._child.poll() is None
+        # Readable also while its parent, which may be another process, has not collected it.
+        return not readable(self.pidfd)
 
     def session_is_over(self) -> bool:
         """Return whether the kernel has ended the connection: the mount is gone, and no file is open in it.
@@ -262,6 +263,7 @@ async def start_worker(
         session_fd=answers.session_fd,
         undo_fd=answers.undo_fd,
         set_aside=answers.status.set_aside,
+        plain=answers.status.plain,
     )
 
 
@@ -385,6 +387,7 @@ def adopt_worker(socket_path: Path) -> OverlayWorker | None:
             session_fd=answers.session_fd,
             undo_fd=answers.undo_fd,
             set_aside=answers.status.set_aside,
+            plain=answers.status.plain,
             version=answers.status.version,
         )
     except WorkerDied:

@@ -430,6 +430,10 @@ class UntrackedCore(OverlayCore):
     _state_class = UntrackedState
     _inherits_epochs = False
 
+    def status(self) -> dict[str, Any]:
+        """Return what any core does, and that this one tracks nothing."""
+        return {**super().status(), "plain": True}
+
     def cut_held(self, token: int) -> SealedEpoch:
         """Refuse to end the epoch.
 

@@ -16,7 +16,8 @@ MAX_WRITE_BYTES: Final = 1 << 20
 # DO_READDIRPLUS without READDIRPLUS_AUTO: core/directories.py chooses the names that come with attributes.
 _WANTED = (
     p.ASYNC_READ
-    # O_TRUNC comes with the open and not as a SETATTR after it: both are one step inside the gate (core/files.py).
+    # O_TRUNC comes with the open and not as a SETATTR after it: both are one step inside the gate
+    # (core/files.py). Not beside the write cache (`negotiate`).
     | p.ATOMIC_O_TRUNC
     | p.BIG_WRITES
     # The umask comes beside the mode: only the worker knows whether a default ACL overrides it.
@@ -109,6 +110,9 @@ def negotiate(fuse_fd: int, *, passthrough: bool, stack_depth: int = 1) -> Negot
     else:
         stack_depth = 0
         flags |= p.WRITEBACK_CACHE & offered
+        # After such an open the kernel empties the file once more by itself. With its write cache it keeps
+        # that size, although another write was carried out in between.
+        flags &= ~p.ATOMIC_O_TRUNC
     _send_init(fuse_fd, unique, readahead, flags, stack_depth)
     return Negotiated(min(minor, p.KERNEL_MINOR_VERSION), flags)
 

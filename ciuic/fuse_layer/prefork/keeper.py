@@ -11,6 +11,7 @@ Guarantees:
 * While none is, a worker that ends is followed within milliseconds by one forked here, with the arguments
   that the daemon left: the job goes on, with the same open files, and no snapshot is taken until a daemon
   comes and adopts that worker.
+* Meanwhile, a worker that answers no three probes in a row is killed, as the daemon would do.
 * A daemon that connects is answered when no successor is being started: it finds either a worker that serves
   or none.
 * The keeper ends when no daemon is connected and nothing is held: a daemon that stops in order has released
@@ -47,6 +48,7 @@ from ciuic.fuse_layer.prefork.messages import ForkedChild
 from ciuic.fuse_layer.prefork.service import Forker
 from ciuic.fuse_layer.system import mounts
 from ciuic.protocol.worker_client import peer_pid
+from ciuic.protocol.worker_frames import connect, send_frame
 
 START_SECONDS: Final = 20.0
 """Time limit of a successor's start, after which it is killed. A daemon that connects waits a little longer
@@ -55,6 +57,12 @@ _AGAIN_SECONDS: Final = 0.5
 """Pause before another attempt where no process or descriptor could be had."""
 _ELSEWHERE_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before a session is looked at again whose claim is held by a worker that does not answer yet."""
+_PROBE_SECONDS: Final = 5.0
+"""Time in which a worker answers a probe, for which it needs no lock and no disk; and the pause between two probes."""
+_CONNECT_SECONDS: Final = 1.0
+"""Time for which a worker's queue of connections may be full."""
+_SILENCES: Final = 3
+"""Probes in a row without an answer, after which a worker counts as hung."""
 log = structlog.get_logger(__name__)
 
 
@@ -96,7 +104,11 @@ class _Kept:
         self.refused = 0
         """Number of successors that have found the session claimed by another worker."""
         self.due = 0.0
-        """Time of the next attempt to find a successor (monotonic)."""
+        """Time of the next attempt to find a successor, or of the next probe or its end (monotonic)."""
+        self.probe: socket.socket | None = None
+        """Connection on which the worker's answer to a probe is awaited."""
+        self.silences = 0
+        """Number of probes in a row without an answer."""
 
     @property
     def fds(self) -> list[int]:
@@ -168,6 +180,7 @@ class Keeper(Forker):
         kept = self._kept.pop(root, None)
         if kept is None:
             return
+        self._end_probe(kept)
         for fd in (kept.pidfd, kept.ready_fd):
             if fd is not None:
                 self._poll.unregister(fd)
@@ -184,6 +197,10 @@ class Keeper(Forker):
             if fd == kept.pidfd:
                 self._ended(kept)
                 return None
+            if kept.probe is not None and fd == kept.probe.fileno():
+                self._end_probe(kept)
+                kept.silences = 0
+                return None
         return super()._handle(fd)
 
     def _started(self, kept: _Kept) -> None:
@@ -199,6 +216,7 @@ class Keeper(Forker):
         assert kept.pidfd is not None
         if kept.ready_fd is not None:
             self._started(kept)
+        self._end_probe(kept)
         self._poll.unregister(kept.pidfd)
         os.close(kept.pidfd)
         kept.pidfd = None
@@ -218,9 +236,16 @@ class Keeper(Forker):
         for kept in list(self._kept.values()):
             if kept.ready_fd is not None and now - kept.since > START_SECONDS:
                 self._kill(kept)
-            if self._connections or kept.pidfd is not None or kept.due > now:
+            if self._connections:
+                self._end_probe(kept)
+                kept.silences = 0
+                continue
+            if kept.ready_fd is not None or kept.due > now:
                 continue
             try:
+                if kept.pidfd is not None:
+                    self._probe(kept, kept.pidfd, now)
+                    continue
                 child = self._go_on(kept)
             except OSError as error:
                 # Out of descriptors. The session outlives that, and is looked at again.
@@ -230,6 +255,40 @@ class Keeper(Forker):
             if child is not None:
                 return child
         return None
+
+    def _probe(self, kept: _Kept, pidfd: int, now: float) -> None:
+        """Begin a probe of a worker, or note that it has not answered one in time, and kill it after the last.
+
+        Raises:
+            OSError: there is no descriptor left.
+        """
+        kept.due = now + _PROBE_SECONDS
+        if kept.probe is not None:
+            self._end_probe(kept)
+            kept.silences += 1
+        # A worker whose overlay was detached may have left the socket to another one.
+        if kept.silences >= _SILENCES and peer_pid(kept.control) == kept.pid:
+            log.error("worker_hangs", root=kept.root, pid=kept.pid, silences=kept.silences)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connect(probe, str(kept.control), _CONNECT_SECONDS)
+            send_frame(probe, {"do": "alive"})
+        except OSError as error:
+            probe.close()
+            # It has no socket where it is ending, and a full queue where it hangs.
+            kept.silences += isinstance(error, TimeoutError)
+            return
+        kept.probe = probe
+        self._poll.register(probe, select.POLLIN)
+
+    def _end_probe(self, kept: _Kept) -> None:
+        if kept.probe is not None:
+            self._poll.unregister(kept.probe)
+            kept.probe.close()
+            kept.probe = None
 
     def _go_on(self, kept: _Kept) -> ForkedChild | None:
         """Adopt the worker that serves the session, start one, or release the session; return as `_start` does."""
@@ -300,7 +359,7 @@ class Keeper(Forker):
         for kept in self._kept.values():
             if kept.ready_fd is not None:
                 moments.append(kept.since + START_SECONDS)
-            elif kept.pidfd is None and not self._connections:
+            elif not self._connections:
                 moments.append(kept.due)
         return max(0, int((min(moments) - now) * 1000) + 1) if moments else None
 

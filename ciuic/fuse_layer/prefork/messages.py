@@ -16,6 +16,7 @@ import secrets
 import select
 import signal
 import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -59,6 +60,13 @@ def listen_for_daemons(directory: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def listener_pid(connection: socket.socket) -> int:
+    """Return the process that listens at the other end (SO_PEERCRED of unix(7))."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid
 
 
 def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any] | None, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -13,6 +14,8 @@ from ciuic.compare.diff import diff_restored
 from ciuic.config import RootConfig
 from ciuic.config.places import check_root
 from ciuic.daemon.capture.roots import RootUnreadable
+from ciuic.daemon.roots.mount_hooks import _open_root
+from ciuic.errors import UsageError
 from ciuic.repository import Repository
 from ciuic.repository.lookup import find, join
 from ciuic.restore import Overwrite, execute, plan_restore
@@ -83,6 +86,9 @@ def test_files_of_layers_on_other_file_systems_are_no_border(short_tmp: Path, la
         subprocess.run(["mount", "-t", "overlay", "-o", options, "none", merged], check=True, timeout=30)
         problems = check_root(RootConfig(merged), mountinfo.read())
         assert ["layers on different" in one.message for one in problems] == [True] * (layers != "both")
+        # The daemon mounts nothing there either, whoever has written the configuration.
+        with pytest.raises(UsageError) if problems else contextlib.nullcontext():
+            os.close(_open_root(str(merged)))
         with Repository.create(short_tmp / "repository") as repository:
             snapshot = take(repository, plain)
             source = find(repository, snapshot, os.fsencode(plain))

@@ -16,10 +16,12 @@ from support.fake_daemon import FakeOverlay, FakeWorker
 from support.second_user import MADE_UP, run_as
 from support.until import until, until_async
 
+from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.base.systemd import Notifier
-from ciuic.daemon.roots import sessions
+from ciuic.daemon.roots import mount_hooks, sessions
+from ciuic.daemon.roots.mount_hooks import RealMounts
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
-from ciuic.daemon.roots.worker_process import WorkerOptions
+from ciuic.daemon.roots.worker_process import WorkerDied, WorkerOptions
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.system.child_process import environment
 
@@ -208,6 +210,62 @@ def test_hanging_keeper_is_killed_and_replaced(bench: Bench) -> None:
         assert bench.spares[0].tell({"do": "take", "root": "/a"})
 
     trio.run(main)
+
+
+def test_a_hanging_keeper_of_an_earlier_daemon_is_killed_when_another_holds_its_sessions(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that was stopped ends, and its socket with it, not before this daemon's keeper has the session."""
+    monkeypatch.setattr(sessions, "_ANSWER_SECONDS", 0.2)
+    _, worker = bench.keeping("/a")
+    hanging, (socket_path,) = bench.spares[0].pid, bench.sockets()
+    bench.kill(bench.spares[0])
+    assert hanging is not None
+    os.kill(hanging, signal.SIGSTOP)
+    second = bench.daemon()
+
+    async def main() -> None:
+        assert await second.inherit(["/a"]) == {}
+        await second.keep(bench.options("/a"), worker)
+        assert not _ended(hanging)()
+        await second.end_predecessors()
+
+    trio.run(main)
+    until("the end of the keeper", _ended(hanging))
+    assert socket_path not in bench.sockets()
+    assert bench.spares[1].tell({"do": "take", "root": "/a"})
+
+
+def test_a_session_whose_successors_keep_dying_is_served_without_tracking(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that a daemon finds at its start is served by a worker that tracks nothing after five that died."""
+    worker, _ = bench.worker()
+    assert worker.session_fd is not None
+    stored = {
+        sessions._name("session", "/a"): os.dup(worker.session_fd),
+        sessions._name("backing", "/a"): os.dup(worker.backing_fd),
+    }
+    asked = []
+
+    async def start(
+        options: WorkerOptions, backing_fd: int, session_fd: int | None, **rest: object
+    ) -> FakeWorker:
+        await trio.lowlevel.checkpoint()
+        os.close(backing_fd)
+        asked.append(options.plain)
+        if not options.plain:
+            raise WorkerDied("it has a defect in its tracking")
+        return worker
+
+    monkeypatch.setattr(mount_hooks, "start_worker", start)
+    monkeypatch.setattr(mount_hooks, "is_mounted", lambda root: True)
+    monkeypatch.setattr("ciuic.fuse_layer.journal.succession.SUCCESSION_SECONDS", (0.0,) * 8)
+    hooks = RealMounts(
+        lambda settings: bench.options("/a"), lambda root: (), kept=SessionStore(Notifier(), stored)
+    )
+    assert trio.run(hooks.establish, RootSettings("/a")) is worker
+    assert asked == [False] * 5 + [True]
 
 
 def test_garbage_and_requests_of_another_version_end_nothing(bench: Bench) -> None:

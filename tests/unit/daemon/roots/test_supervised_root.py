@@ -11,6 +11,7 @@ import trio.testing
 from support.fake_daemon import FakeOverlay, FakeWorker, NoMounts
 from support.until import until_async
 
+import ciuic
 import ciuic.daemon.roots.supervisor as supervisor_module
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
@@ -216,12 +217,18 @@ def test_a_worker_that_dies_beside_the_stop_has_a_successor_that_unmounts(
     assert second.closed
 
 
-def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(stage: Stage) -> None:
-    """All descriptors of a session are closed before its mount is removed, which would hang otherwise."""
+def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All descriptors of a session are closed before its mount is removed, which would hang otherwise.
+
+    A session is given up after as many attempts as at any other time.
+    """
+    monkeypatch.setattr("ciuic.fuse_layer.journal.succession.SUCCESSION_SECONDS", (0.0,) * 3)
     worker = stage.worker("one")
     worker.session_fd = os.open("/dev/null", os.O_RDONLY)
     worker.overlay.fail_on = {"status"}
-    supervisor = stage.supervisor(worker, CiuicError("no process to be had"))
+    supervisor = stage.supervisor(worker, *[CiuicError("no process to be had")] * 3)
     closed: list[bool] = []
     original = stage.mounts.detach_dead
 
@@ -236,7 +243,34 @@ def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(stage: Stage) 
         await supervisor.stop()
 
     stage.run(supervisor, script)
+    assert len(stage.mounts.successions) == 3
     assert closed == [True]
+    assert supervisor.state == "unmounted"
+
+
+def test_a_stop_beside_the_start_of_a_successor_recovers_the_session(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop that comes while no worker serves has one that goes on with the session unmount, so open files are served on."""
+    worker = stage.worker("one")
+    supervisor = stage.supervisor(CiuicError("no process to be had"))
+
+    async def recover(settings: RootSettings) -> OverlayWorker:
+        await trio.lowlevel.checkpoint()
+        stage.mounts.mounted = True
+        return worker
+
+    monkeypatch.setattr(stage.mounts, "recover", recover)
+
+    async def script() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervisor.stop)
+            await until_async(lambda: "stop /a" in worker.overlay.log)
+            stage.mounts.mounted = False
+            worker.kill()
+
+    stage.run(supervisor, script)
+    assert "detached" not in stage.order
     assert supervisor.state == "unmounted"
 
 
@@ -385,10 +419,15 @@ def test_a_look_that_does_not_end_delays_no_mount(stage: Stage, monkeypatch: pyt
     assert stage.alerts.standing() == []
 
 
-def test_an_older_worker_hands_over_when_its_successor_can_be_forked(stage: Stage) -> None:
-    """An older worker hands over only when its successor can be forked, so the job need not wait."""
+@pytest.mark.parametrize("version", ["0.0.1", ciuic.__version__])
+def test_an_older_worker_hands_over_when_its_successor_can_be_forked(stage: Stage, version: str) -> None:
+    """An older worker, or one that tracks nothing, hands over only when its successor can be forked.
+
+    So the job need not wait.
+    """
     old = stage.worker("one")
-    old.adopted, old.session_fd, old.version = True, os.open("/dev/null", os.O_RDONLY), "0.0.1"
+    old.adopted, old.session_fd, old.version = True, os.open("/dev/null", os.O_RDONLY), version
+    old.plain = version == ciuic.__version__
     supervisor = stage.supervisor(old)
 
     async def prepared() -> None:
@@ -407,6 +446,7 @@ def test_an_older_worker_hands_over_when_its_successor_can_be_forked(stage: Stag
 
     stage.run(supervisor, script)
     assert stage.order == ["ready to fork", "handed over"]
+    assert [alert.key for alert in stage.alerts.standing()] == ["plain:/a"] * old.plain
 
 
 def test_abandoned_session_is_removed_from_systemd(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,11 +331,13 @@ def test_negotiation_asks_only_for_what_is_offered(
 ) -> None:
     """Negotiation asks only for what is offered, and answers with 64 bytes.
 
-    Without passthrough it asks for the kernel's write cache.
+    Without passthrough it asks for the kernel's write cache, and never beside it for opens that truncate.
     """
+    offered |= p.ATOMIC_O_TRUNC
     kernel.sock.send(_init(7, minor, offered))
     agreed = negotiate(kernel.fd, passthrough=wants)
     assert (agreed.passthrough, agreed.writeback, agreed.resends) == (passthrough, writeback, resends)
+    assert bool(agreed.flags & p.ATOMIC_O_TRUNC) == passthrough
     assert agreed.minor == minor
     _, number, body = kernel.answer()
     assert number == 0

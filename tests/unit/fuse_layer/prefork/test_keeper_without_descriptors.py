@@ -1,18 +1,20 @@
-"""Tests of the keeper, in this process, when it is out of descriptors."""
+"""Tests of the keeper, in this process: out of descriptors, and with workers that hang."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from ciuic.fuse_layer.prefork import messages, service
+from ciuic.fuse_layer.prefork import keeper, messages, service
 from ciuic.fuse_layer.prefork.keeper import Keeper
 
 
@@ -88,3 +90,42 @@ def test_a_successor_that_cannot_be_watched_leaves_nothing_open(
     for process in (worker, successor):
         process.kill()
         process.wait(30)
+
+
+_LISTENING = """
+import signal, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print(flush=True)
+for _ in range(int(sys.argv[2])):
+    connection = listener.accept()[0]
+    connection.recv(100)
+    connection.send(b"alive")
+if sys.argv[2] == "0":
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("answers", "status"), [(0, -signal.SIGKILL), (5, 0)])
+def test_a_worker_that_hangs_is_ended_while_there_is_no_daemon(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, answers: int, status: int
+) -> None:
+    """Without a daemon the keeper kills a worker that answers no three probes in a row, and no other."""
+    monkeypatch.setattr(keeper, "_PROBE_SECONDS", 0.2 if answers else 0.01)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control = short_tmp / "w.sock"
+    with subprocess.Popen(
+        [sys.executable, "-c", _LISTENING, control, str(answers)], stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        pidfd = os.pidfd_open(worker.pid)
+        held = Keeper(messages.listen_for_daemons(short_tmp), theirs)
+        request = {"do": "keep", "root": "/none", "control": str(control), "arguments": [], "pid": worker.pid}
+        assert held._do(request, [pidfd, pidfd, pidfd]) == (True, [])
+        os.close(pidfd)
+        ours.close()
+        # It ends with the session of a root that is not mounted, which is looked at when the worker has ended.
+        assert held.serve() is None
+        assert worker.wait(30) == status
