@@ -59,6 +59,7 @@ from ciuic.restore.destination_directories import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk
 from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
@@ -211,20 +212,8 @@ class LazyLayout:
     def write(self, record: LazyRecord, *, durable: bool = True) -> None:
         """Replace the record, durably unless the caller says that a lost one does no harm."""
         record.lost = record.lost[:_MAX_FAILURES]
-        temporary = _RECORD + b".new"
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=self.directory)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.directory)
-        with os.fdopen(fd, "wb") as file:
-            file.write(record.encode())
-            file.flush()
-            if durable:
-                # The bytes before the name: a record that is cut would be taken for damage.
-                os.fsync(fd)
-        os.rename(temporary, _RECORD, src_dir_fd=self.directory, dst_dir_fd=self.directory)
-        if durable:
-            # The phase must be durable before what it permits.
-            os.fsync(self.directory)
+        # The phase must be durable before what it permits.
+        Disk().replace_file(_RECORD, record.encode(), dir_fd=self.directory, durable=durable)
         self.record = record
 
     def needs_skeleton(self) -> bool:

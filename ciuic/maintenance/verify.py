@@ -38,7 +38,6 @@ from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
 from ciuic.repository import Repository, Walker
 from ciuic.repository.block_maps import blocks_of
-from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import Archived, DamagedTree
 from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
@@ -48,6 +47,7 @@ from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker
 from ciuic.restore.pool import Pool
 from ciuic.structs import decode_json
+from ciuic.system.disk import open_regular
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 # Comparisons that a commit may disturb before the result is given up as unknown.

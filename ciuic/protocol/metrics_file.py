@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import Unreachable
 from ciuic.system import service_manager
+from ciuic.system.disk import Disk
 
 METRICS_NAME: Final = "metrics.prom"
 """Name of the file in the runtime directory."""
@@ -42,14 +43,8 @@ def write_metrics(path: Path, text: bytes) -> None:
 
     The file is gone after a reboot; nothing is synced. Raises OSError.
     """
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as stream:
-        stream.write(_FIRST + b"%.3f\n" % _boot_seconds() + text)
-        # Independent of the daemon's umask.
-        os.fchmod(stream.fileno(), 0o644)
-    os.replace(temporary, path)
+    data = _FIRST + b"%.3f\n" % _boot_seconds() + text
+    Disk().replace_file(path, data, mode=0o644, durable=False)
 
 
 def read_metrics(path: Path) -> MetricsDocument:

@@ -23,6 +23,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk
 from ciuic.types import MAX_TIME_NS
 
 SPANS_NAME: Final = "spans.jsonl"
@@ -173,14 +174,8 @@ def _open_locked(path: Path) -> int:
 
 def _replace(path: Path, header: _Header, lines: bytes) -> None:
     """Replace a file by the next, under the lock on the former."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as stream:
-        stream.write(msgspec.json.encode(header) + b"\n" + lines)
-        # Independent of the umask of the writer.
-        os.fchmod(stream.fileno(), 0o644)
-    os.replace(temporary, path)
+    data = msgspec.json.encode(header) + b"\n" + lines
+    Disk().replace_file(path, data, mode=0o644, durable=False)
 
 
 def _older(path: Path) -> Path:

@@ -45,8 +45,8 @@ from ciuic.remote.object_names import (
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log as events
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk, open_regular
 from ciuic.units import human_duration
 
 MAX_STATUS_BYTES: Final = 64 << 10

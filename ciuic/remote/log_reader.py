@@ -77,9 +77,9 @@ from ciuic.remote.object_names import (
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.structs import decode_msgpack
+from ciuic.system.disk import Disk, open_regular
 from ciuic.units import plural
 
 

@@ -69,9 +69,9 @@ from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, Refuse
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
 from ciuic.repository import log as events
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.structs import convert, decode_json
+from ciuic.system.disk import Disk, open_regular
 
 _MAX_BYTES: Final = 4096
 # 35 bytes each: they fit into the file. A host begins another log after 32,768 snapshots, and where it lost one.

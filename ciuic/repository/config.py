@@ -14,10 +14,10 @@ import zlib
 import msgspec
 
 from ciuic.errors import NotFound, NotPermitted
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import DamagedRepository, UnsupportedFormat
 from ciuic.repository.identity import BLAKE3, KEY_BYTES, XXH3, HashName, Identity
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk, open_regular
 
 CONFIG_NAMES = ("config", "config.copy")
 FORMAT_VERSION = 1

@@ -21,8 +21,8 @@ from typing import Final, Protocol
 import msgspec
 
 from ciuic.errors import Busy
-from ciuic.repository.disk import open_to_write
 from ciuic.structs import decode_json
+from ciuic.system.disk import open_to_write
 
 LOCK_NAME = "lock"
 # First pause, doubled up to `_POLL_SECONDS`: writers that take turns wait for no more than each other's last

@@ -39,10 +39,11 @@ from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, Wor
 from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.extent_sharing import ALIGN_BYTES, clone_range, share_extents
+from ciuic.repository.extent_sharing import ALIGN_BYTES, share_extents
 from ciuic.repository.identity import is_zero
 from ciuic.repository.pack_format import CODED_FLAGS
 from ciuic.system import mountinfo
+from ciuic.system.disk import clone_range
 from ciuic.types import ChunkId, Entry
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ import structlog
 
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.structs import decode_msgpack
+from ciuic.system.disk import Disk
 
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -148,16 +149,8 @@ class OpenRules:
         with self._lock:
             self._unsaved = False
             data = msgspec.msgpack.encode(_Learned(list(self._names), list(self._inodes)))
-        temporary = _FILE + b".new"
         try:
-            # O_EXCL and O_NOFOLLOW, because the state directory may lie in a root whose owner could plant a
-            # link in it.
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=state_fd)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=state_fd), "wb") as file:
-                file.write(data)
-            os.rename(temporary, _FILE, src_dir_fd=state_fd, dst_dir_fd=state_fd)
+            Disk().replace_file(_FILE, data, dir_fd=state_fd, durable=False)
         except OSError as error:
             log.warning("open_rules_not_saved", error=str(error))
 

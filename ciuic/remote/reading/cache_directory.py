@@ -20,7 +20,7 @@ import xxhash
 from ciuic.errors import NotPermitted
 from ciuic.remote.access import Remote
 from ciuic.repository import log as events
-from ciuic.repository.disk import open_regular
+from ciuic.system.disk import Disk, open_regular
 from ciuic.system.ownership import find_flaw, temporary_directory
 
 ROOT_CACHE: Final = Path("/var/cache/ciuic/remotes")
@@ -84,15 +84,7 @@ class CacheDirectory:
         """Keep an object, unless the disk refuses."""
         try:
             self._objects.mkdir(_PERMISSIONS, exist_ok=True)
-            fd, temporary = tempfile.mkstemp(dir=self._objects, suffix=".tmp")
-            try:
-                with open(fd, "wb") as file:
-                    file.write(data)
-                os.replace(temporary, self._objects / name)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            Disk().replace_file(self._objects / name, data, durable=False, shared=True)
         except OSError as error:
             events.warning("remote_cache_not_written", path=str(self._objects), error=str(error))
             return

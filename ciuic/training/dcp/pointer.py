@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
-from ciuic.repository.disk import Disk, open_regular
+from ciuic.system.disk import Disk, open_regular
 from ciuic.training.json_documents import decode_json
 
 POINTER_FILE: Final = ".metadata"

@@ -1,23 +1,31 @@
-"""File operations of a repository: how its files are opened, and what makes a change of them durable.
+"""File operations: how files that others may have made are opened, and what makes a change of files durable.
 
 Opening: regular files only, whatever lies under their names. No symbolic link is followed, so that a
-repository made by another user leads no reader and no writer to a file outside; nothing waits for a pipe, a
+directory made by another user leads no reader and no writer to a file outside; nothing waits for a pipe, a
 device or a socket, and none of them is read.
+
+Replacing: whoever reads a file, also after a crash, finds the old content or the new one, whole. Until then the new
+one has a temporary name in the same directory: `<name>.tmp` where one process at a time writes the file, and a
+process that was killed leaves one at most, which the next removes; otherwise `.<name>.<random>.tmp`, which
+`remove_leftovers` removes.
 
 Durable operations are in one object, `Disk`, so that a test can fail any of them, tear a write, or lose
 unsynced ones. Everything that must survive a crash goes through it, and the order that makes a file durable
-under its name is written once (`replace_file`). SQLite is the exception: the index can be rebuilt, so nothing
+under its name is written once (`replacing`). SQLite is the exception: the index can be rebuilt, so nothing
 durable depends on it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import stat
-from collections.abc import Iterable
-
-from ciuic.repository.identity import Bytes
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
 
 # O_NONBLOCK: opening a pipe does not wait for its other end. O_NOCTTY: a terminal that lies there does not
 # become the controlling terminal of a daemon (open(2)).
@@ -25,6 +33,12 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Errors of open(2) for a symbolic link, a pipe or socket, a device without driver and a directory.
 _OTHER_KINDS = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)
+_TEMPORARY: Final = ".tmp"
+# Of a long name, so that the temporary name fits into NAME_MAX (255 bytes).
+_MAX_STEM_BYTES: Final = 200
+# linux/fs.h: source descriptor, its offset, length, offset in the target.
+_FICLONERANGE: Final = 0x4020940D
+_RANGE: Final = struct.Struct("=qQQQ")
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
@@ -76,6 +90,32 @@ def _irregular(path: str | os.PathLike[str]) -> OSError:
     return OSError(errno.EINVAL, "it must be a regular file, but is not", os.fspath(path))
 
 
+def clone_range(source: int, offset: int, length: int, target: int, target_offset: int) -> None:
+    """Share the extents of the source's range with the target. OSError where that is not possible."""
+    fcntl.ioctl(target, _FICLONERANGE, _RANGE.pack(source, offset, length, target_offset))
+
+
+def temporary_name(path: str | os.PathLike[str]) -> str:
+    """Return a name beside ``path`` that no other process uses."""
+    return f"{_temporary_start(path)}{os.urandom(6).hex()}{_TEMPORARY}"
+
+
+def remove_leftovers(path: str | os.PathLike[str]) -> None:
+    """Remove the temporary files that killed processes have left beside this file.
+
+    For a file that no other process writes now.
+    """
+    directory, start = os.path.split(_temporary_start(path))
+    is_leftover = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(_TEMPORARY)).fullmatch
+    for name in filter(is_leftover, os.listdir(directory or ".")):
+        os.unlink(os.path.join(directory, name))
+
+
+def _temporary_start(path: str | os.PathLike[str]) -> str:
+    directory, name = os.path.split(os.fspath(path))
+    return os.path.join(directory, f".{os.fsdecode(os.fsencode(name)[:_MAX_STEM_BYTES])}.")
+
+
 # The kernel takes 1024 at most (UIO_MAXIOV).
 _IOVECS = 512
 
@@ -87,17 +127,17 @@ class Disk:
         """Make a directory."""
         os.mkdir(path, mode)
 
-    def create(self, path: str, mode: int = 0o600) -> int:
+    def create(self, path: str, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
         """Create a file that must not exist; return a descriptor for reading and writing."""
         # O_EXCL follows no link, so a name that another user planted is refused, not written through
         # (open(2)).
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=dir_fd)
 
     def open_write(self, path: str) -> int:
         """Open an existing file; return a descriptor for reading and writing."""
         return open_to_write(path, os.O_RDWR)
 
-    def write_at(self, fd: int, parts: Iterable[Bytes], offset: int) -> int:
+    def write_at(self, fd: int, parts: Iterable[bytes | bytearray | memoryview], offset: int) -> int:
         """Write all parts one after the other from ``offset``; return the offset after the last."""
         # Reversed, so that finished parts are popped from the end: pop(0) would be quadratic.
         pending = [memoryview(part).cast("B") for part in parts if len(part)]
@@ -117,9 +157,6 @@ class Disk:
 
     def share(self, source: int, offset: int, length: int, fd: int, target_offset: int) -> bool:
         """Share a range of ``source`` with ``fd`` and return True; False where that is not possible."""
-        # Imported here, as in `start_writing`: readers of a repository import this module, and need no ctypes (5 ms).
-        from ciuic.repository.extent_sharing import clone_range
-
         try:
             clone_range(source, offset, length, fd, target_offset)
         except OSError:
@@ -140,6 +177,7 @@ class Disk:
 
         This makes nothing durable.
         """
+        # Imported here: readers import this module, and need no ctypes (5 ms).
         from ciuic.system import page_cache
 
         page_cache.start_writing(fd, offset, length)
@@ -156,13 +194,13 @@ class Disk:
         """Close the descriptor."""
         os.close(fd)
 
-    def rename(self, source: str, target: str) -> None:
+    def rename(self, source: str, target: str, *, dir_fd: int | None = None) -> None:
         """Rename; durable after `sync_dir`."""
-        os.rename(source, target)
+        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         """Remove a name; durable after `sync_dir`."""
-        os.unlink(path)
+        os.unlink(path, dir_fd=dir_fd)
 
     def sync_dir(self, path: str) -> None:
         """Make the names in a directory durable: fsync(2) of a file says nothing about its name."""
@@ -172,31 +210,74 @@ class Disk:
         finally:
             os.close(fd)
 
-    def replace_file(self, path: str, data: bytes) -> None:
-        """Replace the content of ``path`` atomically and durably.
+    @contextmanager
+    def replacing(
+        self,
+        path: str | bytes | os.PathLike[str],
+        *,
+        mode: int | None = 0o600,
+        dir_fd: int | None = None,
+        durable: bool = True,
+        shared: bool = False,
+    ) -> Iterator[int]:
+        """Open a new file, which takes the place of ``path`` when the block ends without an error.
 
-        After a crash there is the old or the new file, whole. The temporary name is always `<path>.tmp`, so a
-        crash leaves at most one behind; the writer's lock excludes concurrent replacements.
+        Args:
+            path: File to replace; with ``dir_fd`` a name in this directory.
+            mode: Permissions whatever the umask is; None for those that the umask leaves of 0666.
+            dir_fd: Descriptor of the directory; None for a path.
+            durable: Whether content and name survive a power cut once the block has ended. Otherwise the file
+                may be missing, old, or empty afterwards.
+            shared: Whether other processes may replace the file at the same time; the last wins.
+
+        Yields:
+            A descriptor for reading and writing, which is closed at the end.
         """
-        temporary = path + ".tmp"
-        if os.path.lexists(temporary):
-            self.unlink(temporary)
-        fd = self.create(temporary)
+        name = os.fsdecode(path)
+        temporary = temporary_name(name) if shared else name + _TEMPORARY
+        permissions = 0o666 if mode is None else mode
+        try:
+            fd = self.create(temporary, permissions, dir_fd=dir_fd)
+        except FileExistsError:
+            # Left by a process that was killed before its rename.
+            self.unlink(temporary, dir_fd=dir_fd)
+            fd = self.create(temporary, permissions, dir_fd=dir_fd)
         try:
             try:
-                self.write_at(fd, [data], 0)
+                # The umask takes permissions of group and others away.
+                if mode is not None and mode & 0o077:
+                    os.fchmod(fd, mode)
+                yield fd
                 # Before the rename: a name must never lead to content that a power cut can take away.
-                self.sync(fd)
+                if durable:
+                    self.sync(fd)
             finally:
                 self.close(fd)
-            self.rename(temporary, path)
-        except OSError:
+            self.rename(temporary, name, dir_fd=dir_fd)
+        except BaseException:
             # On a full disk the incomplete copy takes space that the next deletion needs.
-            if os.path.lexists(temporary):
-                self.unlink(temporary)
+            with suppress(OSError):
+                self.unlink(temporary, dir_fd=dir_fd)
             raise
-        # The rename itself is durable only with the directory.
-        self.sync_dir(os.path.dirname(path))
+        # The rename itself is durable only with the directory (fsync(2)).
+        if durable and dir_fd is not None:
+            self.sync(dir_fd)
+        elif durable:
+            self.sync_dir(os.path.dirname(name) or ".")
+
+    def replace_file(
+        self,
+        path: str | bytes | os.PathLike[str],
+        data: bytes,
+        *,
+        mode: int | None = 0o600,
+        dir_fd: int | None = None,
+        durable: bool = True,
+        shared: bool = False,
+    ) -> None:
+        """Replace the content of a file; `replacing` has the arguments."""
+        with self.replacing(path, mode=mode, dir_fd=dir_fd, durable=durable, shared=shared) as fd:
+            self.write_at(fd, [data], 0)
 
     def remove_file(self, path: str) -> None:
         """Remove the name, durably."""
