@@ -7,7 +7,6 @@ only where that was asked for. One export at a time works in a directory.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from ciuic.printable import one_line
 from ciuic.repository import is_zero
 from ciuic.restore.destination import open_directory, open_way, stat_at, unlink_if_there
 from ciuic.system.child_process import is_privileged
+from ciuic.system.file_locks import try_lock
 from ciuic.system.ownership import find_flaw
 
 MANIFEST: Final = b".ciuic-export.json"
@@ -166,10 +166,8 @@ class ExportFolder:
             os.unlink(left, dir_fd=self._temporary)
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(f"another export writes to {self.path}", hint="wait for its end") from None
+        if not try_lock(self.fd):
+            raise Busy(f"another export writes to {self.path}", hint="wait for its end")
 
     def read(self, name: bytes) -> bytes | None:
         """Return the content of a regular file; None if there is none."""

@@ -8,7 +8,6 @@ durably, keeping its mode and owner, and through a symbolic link. Concurrent edi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from ciuic.config.model import DEFAULT, Config, RemoteConfig, RootConfig
 from ciuic.config.toml_source import Statement, quote, statements
 from ciuic.errors import ConfigError, NotPermitted
 from ciuic.system.disk import Disk
+from ciuic.system.file_locks import open_locked
 
 _NEW_FILE = """\
 # Configuration of ciuic. `ciuic config show` prints what is in force, with every default.
@@ -229,9 +229,8 @@ def _locked(file: Path) -> Iterator[None]:
     # user may open that one, and so hold the lock for ever.
     lock = file.with_name(f".{file.name}.lock")
     # Made anew where a power cut took it: nothing is in it.
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_locked(lock, wait=True)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

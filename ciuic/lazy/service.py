@@ -21,7 +21,6 @@ tree appears in the destination only after `LazyPhase.MOVING` is durable, which 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import posixpath
 import signal
@@ -60,6 +59,7 @@ from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
 from ciuic.system.disk import Disk
+from ciuic.system.file_locks import open_locked
 from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
@@ -182,10 +182,8 @@ class LazyLayout:
         return fd
 
     def _lock(self) -> None:
-        fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | _FILE, 0o600, dir_fd=self.directory)
-        self._opened.append(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._opened.append(open_locked(_LOCK, dir_fd=self.directory))
         except BlockingIOError:
             raise Busy(
                 f"another process restores {one_line(self.path)}", hint="ciuic restore --status shows it"

@@ -12,7 +12,6 @@ Format: lines of JSON. The first is a `_Header`, each further one a `Span` whose
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -24,6 +23,7 @@ import msgspec
 
 from ciuic.structs import decode_json
 from ciuic.system.disk import Disk
+from ciuic.system.file_locks import open_locked
 from ciuic.types import MAX_TIME_NS
 
 SPANS_NAME: Final = "spans.jsonl"
@@ -133,7 +133,8 @@ def append_spans(path: Path, spans: Sequence[Span], max_bytes: int = MAX_BYTES) 
     The directory is on tmpfs, and must be writable by the caller alone.
     """
     lines = b"".join(_encode(span) for span in spans)
-    fd = _open_locked(path)
+    # Another writer may set the file aside meanwhile: the lock is on the one that is there.
+    fd = open_locked(path, mode=0o644, wait=True)
     # Unbuffered: a reader sees whole lines, and the lock ends with the descriptor.
     with os.fdopen(fd, "r+b", buffering=0) as stream:
         size = os.fstat(fd).st_size
@@ -153,23 +154,6 @@ def append_spans(path: Path, spans: Sequence[Span], max_bytes: int = MAX_BYTES) 
             is_whole = os.pread(fd, 1, size - 1) == b"\n"
             stream.seek(size)
             stream.write((b"" if is_whole else b"\n") + lines)
-
-
-def _open_locked(path: Path) -> int:
-    """Return a descriptor of the file at ``path``, locked against other writers."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # Another writer may have set it aside meanwhile.
-            if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
-                return fd
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
 
 
 def _replace(path: Path, header: _Header, lines: bytes) -> None:

@@ -18,7 +18,7 @@ from torture.figure import Figure
 
 CHECKOUT = Path(__file__).parents[2]
 _SYNC = re.compile(
-    r"\bos\.fsync\(|\bos\.fdatasync|\bdisk\.sync(_dir)?\(|\bself\.sync(_dir)?\(|_sync_file\(\)|\bstore\.sync\(\)"
+    r"\bos\.fsync\(|\bos\.fdatasync|\b[dD]isk(\(\))?\.sync(_dir)?\(|\bself\.sync(_dir)?\(|_sync_file\(\)|\bstore\.sync\(\)"
 )
 # Tests that notice their absence, or the reason why nothing is lost.
 _ELSEWHERE = {
@@ -42,6 +42,7 @@ _ELSEWHERE = {
         "ciuic/restore/unfinished.py",
         "os.fsync(fd)",
     ): "a record that a power cut takes is not told; the restore goes on by its journal, whose sync is mutated",
+    ("ciuic/restore/unfinished.py", "Disk().sync_dir(str(directory))"): "likewise",
     (
         "ciuic/restore/deferred_check.py",
         "os.fsync(folder)",
@@ -102,7 +103,7 @@ MUTATIONS = (
     Mutation("the name of a new artefact", "ciuic/artefacts/folder.py", "os.fsync(above)", (_ORDER,)),
     Mutation("the name of a checkpoint's directory", "ciuic/training/dcp/pointer.py", "disk.sync_dir(", (_ORDER,)),
     Mutation("an action of the page in its log", "ciuic/cli/commands/web/broker.py", "os.fsync(fd)", (_WEB,)),
-    Mutation("the name of that log", "ciuic/cli/commands/web/broker.py", "os.fsync(directory)", (_WEB,)),
+    Mutation("the name of that log", "ciuic/cli/commands/web/broker.py", "Disk().sync_dir(", (_WEB,)),
     Mutation("the directory of a remote", "ciuic/remote/objects/directory_objects.py", "self._disk.sync_dir(", (_ORDER,)),
     Mutation("the name of another host's object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,)),
     Mutation("a deleted object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,), nth=1),
