@@ -22,6 +22,7 @@ from ciuic.printable import one_line
 from ciuic.repository import is_zero
 from ciuic.restore.destination import open_directory, open_way, stat_at, unlink_if_there
 from ciuic.system.child_process import is_privileged
+from ciuic.system.disk import open_regular
 from ciuic.system.file_locks import try_lock
 from ciuic.system.ownership import find_flaw
 
@@ -173,16 +174,15 @@ class ExportFolder:
         """Return the content of a regular file; None if there is none."""
         try:
             with self._above(name.rpartition(b"/")[0], make=False) as folder:
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                fd = os.open(name.rpartition(b"/")[2], flags, dir_fd=folder)
+                fd = open_regular(name.rpartition(b"/")[2], os.O_RDONLY, dir_fd=folder)
         except (FileNotFoundError, DestinationExists):
             return None
         except OSError as error:
-            if error.errno == errno.ELOOP:
+            if error.errno == errno.EINVAL:
                 return None
             raise
         with os.fdopen(fd, "rb") as file:
-            return file.read() if stat.S_ISREG(os.fstat(fd).st_mode) else None
+            return file.read()
 
     def status(self, name: bytes) -> os.stat_result | None:
         """Return the status of what is at a name, None for nothing."""

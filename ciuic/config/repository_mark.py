@@ -23,7 +23,7 @@ from ciuic.config.places import mount_holding
 from ciuic.errors import CiuicError
 from ciuic.protocol.state_directory import find_state
 from ciuic.structs import decode_msgpack
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, read_regular
 from ciuic.system.mountinfo import Mount
 
 _NAME = "repository"
@@ -59,9 +59,7 @@ def read_mark(root_fd: int) -> RepositoryMark | None:
     """Return the mark of the root with this backing directory (O_PATH suffices); None if unreadable."""
     try:
         with _state_directory(root_fd) as directory:
-            fd = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-            with open(fd, "rb") as file:
-                return decode_msgpack(file.read(_MAX_MARK_BYTES), RepositoryMark)
+            return decode_msgpack(read_regular(_NAME, _MAX_MARK_BYTES, dir_fd=directory), RepositoryMark)
     except (OSError, CiuicError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

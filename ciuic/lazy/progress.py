@@ -20,7 +20,7 @@ import msgspec
 
 from ciuic.errors import Partial
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, read_regular
 
 DEFAULT_DIRECTORY: Final = Path("/run/ciuic/restores")
 _MAX_BYTES: Final = 4 << 20
@@ -163,9 +163,7 @@ def read_statuses(directory: Path = DEFAULT_DIRECTORY) -> list[LazyStatus]:
         return []
     for name in names:
         with suppress(OSError):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with os.fdopen(os.open(directory / name, flags), "rb") as file:
-                status = decode_status(file.read(_MAX_BYTES))
+            status = decode_status(read_regular(directory / name, _MAX_BYTES))
             if status is not None:
                 if status.state not in ("complete", "interrupted") and not _is_alive(status.pid):
                     status.state = "interrupted"

@@ -58,7 +58,7 @@ from ciuic.restore.destination_directories import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, read_regular
 from ciuic.system.file_locks import open_locked
 from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
@@ -191,21 +191,19 @@ class LazyLayout:
 
     def _read(self) -> LazyRecord | None:
         try:
-            fd = os.open(_RECORD, os.O_RDONLY | _FILE, dir_fd=self.directory)
+            data = read_regular(_RECORD, _MAX_RECORD_BYTES, dir_fd=self.directory)
         except FileNotFoundError:
             return None
-        with os.fdopen(fd, "rb") as file:
-            data = file.read(_MAX_RECORD_BYTES)
-            if not data:
-                # One that was not durable yet when the machine stopped.
-                return None
-            try:
-                return LazyRecord.decode(data)
-            except ValueError as error:
-                raise CiuicError(
-                    f"{one_line(self.path)} holds an interrupted lazy restore that cannot be read: {error}",
-                    hint="remove the directory, and restore anew",
-                ) from None
+        if not data:
+            # One that was not durable yet when the machine stopped.
+            return None
+        try:
+            return LazyRecord.decode(data)
+        except ValueError as error:
+            raise CiuicError(
+                f"{one_line(self.path)} holds an interrupted lazy restore that cannot be read: {error}",
+                hint="remove the directory, and restore anew",
+            ) from None
 
     def write(self, record: LazyRecord, *, durable: bool = True) -> None:
         """Replace the record, durably unless the caller says that a lost one does no harm."""

@@ -12,14 +12,13 @@ Format: Prometheus text exposition format, version 0.0.4.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from ciuic.errors import Unreachable
 from ciuic.system import service_manager
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, read_regular
 
 METRICS_NAME: Final = "metrics.prom"
 """Name of the file in the runtime directory."""
@@ -54,9 +53,7 @@ def read_metrics(path: Path) -> MetricsDocument:
         Unreachable: there is no such file, or it is not the daemon's.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as stream:
-            content = stream.read(_MAX_BYTES)
+        content = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise Unreachable(
             f"there are no metrics at {path}: {error.strerror}",

@@ -22,7 +22,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, read_regular
 from ciuic.system.file_locks import open_locked
 from ciuic.types import MAX_TIME_NS
 
@@ -223,9 +223,7 @@ def read_spans(path: Path, position: SpoolPosition, most: int) -> SpoolPart:
 
 def _content(path: Path) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as stream:
-            return stream.read(4 * MAX_BYTES)
+        return read_regular(path, 4 * MAX_BYTES)
     except OSError:
         return b""
 

@@ -22,7 +22,7 @@ from ciuic.errors import CiuicError
 from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.structs import decode_json
 from ciuic.system import mountinfo
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, open_regular
 from ciuic.system.file_locks import open_locked
 from ciuic.system.state_home import state_home
 
@@ -109,8 +109,7 @@ def unfinished(directory: Path) -> list[UnfinishedRestore]:
         return []
     for name in names:
         with suppress(OSError):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with os.fdopen(os.open(directory / name, flags), "rb") as file:
+            with os.fdopen(open_regular(directory / name, os.O_RDONLY), "rb") as file:
                 # A restore that runs holds the lock: BlockingIOError.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 record = decode_record(file.read(_MAX_BYTES))

@@ -41,10 +41,12 @@ _FICLONERANGE: Final = 0x4020940D
 _RANGE: Final = struct.Struct("=qQQQ")
 
 
-def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
+def open_regular(
+    path: str | bytes | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None
+) -> int:
     """Open a file like os.open. OSError (EINVAL) for anything but a regular file."""
     try:
-        fd = os.open(path, flags | _FLAGS, mode)
+        fd = os.open(path, flags | _FLAGS, mode, dir_fd=dir_fd)
     except OSError as error:
         if error.errno in _OTHER_KINDS:
             raise _irregular(path) from None
@@ -54,6 +56,16 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o600) ->
         os.close(fd)
         raise _irregular(path)
     return fd
+
+
+def read_regular(
+    path: str | bytes | os.PathLike[str], limit_bytes: int, *, dir_fd: int | None = None
+) -> bytes:
+    """Return the first bytes of a file, at most ``limit_bytes``. OSError, also (EINVAL) for anything but a regular file."""
+    fd = open_regular(path, os.O_RDONLY, dir_fd=dir_fd)
+    with os.fdopen(fd, "rb") as file:
+        # read() allocates what it is asked for, so the request is limited to the size of the file.
+        return file.read(min(limit_bytes, os.fstat(fd).st_size))
 
 
 def open_to_write(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
@@ -86,7 +98,7 @@ def who_else_writes(path: str) -> str:
     return ""
 
 
-def _irregular(path: str | os.PathLike[str]) -> OSError:
+def _irregular(path: str | bytes | os.PathLike[str]) -> OSError:
     return OSError(errno.EINVAL, "it must be a regular file, but is not", os.fspath(path))
 
 
