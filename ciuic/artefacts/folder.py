@@ -22,7 +22,7 @@ from ciuic.printable import one_line
 from ciuic.repository import is_zero
 from ciuic.restore.destination import open_directory, open_way, stat_at, unlink_if_there
 from ciuic.system.child_process import is_privileged
-from ciuic.system.disk import open_regular
+from ciuic.system.disk import open_regular, write_all
 from ciuic.system.file_locks import try_lock
 from ciuic.system.ownership import find_flaw
 
@@ -294,10 +294,8 @@ class ExportFolder:
                 if is_zero(piece):
                     at += len(piece)
                     continue
-                view = memoryview(piece)
-                while view:
-                    done = os.pwrite(fd, view, at)
-                    view, at = view[done:], at + done
+                write_all(fd, piece, at)
+                at += len(piece)
             os.ftruncate(fd, at)
             if mtime_ns is not None:
                 os.utime(fd, ns=(mtime_ns, mtime_ns))

@@ -63,6 +63,7 @@ from ciuic.system.file_locks import open_locked
 from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
+from ciuic.system.processes import boot_id
 from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Snapshot
 
@@ -218,7 +219,7 @@ class LazyLayout:
         if record is None or record.phase is LazyPhase.SKELETON:
             return True
         # Not synced yet when the machine stopped: any of its names may be missing.
-        return bool(record.boot) and record.boot != _boot_id()
+        return bool(record.boot) and record.boot != boot_id()
 
     def mark(self) -> None:
         """Put the file into the destination that says in words what it is."""
@@ -288,12 +289,6 @@ class LazyLayout:
         for fd in reversed(self._opened):
             os.close(fd)
         self._opened = []
-
-
-def _boot_id() -> str:
-    """Return the id of this start of the machine."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 def _has_directory(destination: int) -> bool:
@@ -787,7 +782,7 @@ class LazyRestore:
         self._note_failures(record, result, tree)
         record.phase = LazyPhase.FILLING
         # Placeholders and their hidden links become durable behind the mount (`MountedRestore`).
-        record.boot = record.used_in = _boot_id()
+        record.boot = record.used_in = boot_id()
         layout.write(record, durable=False)
 
     def _note_failures(self, record: LazyRecord, result: Result, tree: bytes) -> None:
@@ -801,7 +796,7 @@ class LazyRestore:
         self, layout: LazyLayout, pending: PendingFiles, journals: ChangeJournals, record: LazyRecord
     ) -> None:
         """Read from the hidden links, and the journals, what an interrupted run has left to do."""
-        same_boot = record.used_in == _boot_id()
+        same_boot = record.used_in == boot_id()
         kept: set[bytes] = set()
         for name in map(os.fsencode, os.listdir(pending.directory)):
             shape = PendingName.decode(name)
@@ -827,5 +822,5 @@ class LazyRestore:
         journals.keep_only(kept)
         if not same_boot:
             # After every journal has lost what does not count any more: a later run in this boot believes all of it.
-            record.used_in = _boot_id()
+            record.used_in = boot_id()
             layout.write(record)

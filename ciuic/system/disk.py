@@ -102,6 +102,15 @@ def _irregular(path: str | bytes | os.PathLike[str]) -> OSError:
     return OSError(errno.EINVAL, "it must be a regular file, but is not", os.fspath(path))
 
 
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at an offset, in as many calls as that takes."""
+    # pwrite(2) may write less than asked for, after a signal or on a disk that is nearly full.
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
 def clone_range(source: int, offset: int, length: int, target: int, target_offset: int) -> None:
     """Share the extents of the source's range with the target. OSError where that is not possible."""
     fcntl.ioctl(target, _FICLONERANGE, _RANGE.pack(source, offset, length, target_offset))

@@ -22,6 +22,7 @@ from ciuic.protocol.peer_socket import allow_descriptors
 from ciuic.protocol.worker_frames import worker_socket
 from ciuic.structs import decode_json
 from ciuic.system.disk import Disk
+from ciuic.system.processes import boot_id
 from ciuic.types import Pair, SetMember
 
 # Connections that the kernel queues: a command that finds the queue full takes the daemon for absent.
@@ -30,7 +31,6 @@ _BACKLOG = 512
 _MAX_LOCK_ATTEMPTS = 100
 _AGES_NAME = "snapshot-ages.json"
 _EVENTS_NAME = "snapshot-events.json"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 log = structlog.get_logger(__name__)
 
 
@@ -106,11 +106,6 @@ class EventRecords(msgspec.Struct, frozen=True, kw_only=True):
 
     boot_id: str = ""
     rules: dict[str, EventRecord] = {}
-
-
-def boot_id() -> str:
-    """Return the identity of this boot of the kernel."""
-    return _BOOT_ID.read_text().strip()
 
 
 class RuntimeDirectory:
