@@ -249,7 +249,8 @@ def copy_configuration(source: Path, target: Path) -> bool:
     with suppress(FileNotFoundError):
         if target.read_bytes() == content:
             return False
-    Disk().replace_file(target, content, mode=None, durable=False)
+    # Shared: `ciuic` in the container may edit it meanwhile.
+    Disk().replace_file(target, content, mode=None, durable=False, shared=True)
     return True
 
 
