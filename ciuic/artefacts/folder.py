@@ -7,7 +7,6 @@ only where that was asked for. One export at a time works in a directory.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -23,6 +22,8 @@ from ciuic.printable import one_line
 from ciuic.repository import is_zero
 from ciuic.restore.destination import open_directory, open_way, stat_at, unlink_if_there
 from ciuic.system.child_process import is_privileged
+from ciuic.system.disk import open_regular, write_all
+from ciuic.system.file_locks import try_lock
 from ciuic.system.ownership import find_flaw
 
 MANIFEST: Final = b".ciuic-export.json"
@@ -166,25 +167,22 @@ class ExportFolder:
             os.unlink(left, dir_fd=self._temporary)
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(f"another export writes to {self.path}", hint="wait for its end") from None
+        if not try_lock(self.fd):
+            raise Busy(f"another export writes to {self.path}", hint="wait for its end")
 
     def read(self, name: bytes) -> bytes | None:
         """Return the content of a regular file; None if there is none."""
         try:
             with self._above(name.rpartition(b"/")[0], make=False) as folder:
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                fd = os.open(name.rpartition(b"/")[2], flags, dir_fd=folder)
+                fd = open_regular(name.rpartition(b"/")[2], os.O_RDONLY, dir_fd=folder)
         except (FileNotFoundError, DestinationExists):
             return None
         except OSError as error:
-            if error.errno == errno.ELOOP:
+            if error.errno == errno.EINVAL:
                 return None
             raise
         with os.fdopen(fd, "rb") as file:
-            return file.read() if stat.S_ISREG(os.fstat(fd).st_mode) else None
+            return file.read()
 
     def status(self, name: bytes) -> os.stat_result | None:
         """Return the status of what is at a name, None for nothing."""
@@ -296,10 +294,8 @@ class ExportFolder:
                 if is_zero(piece):
                     at += len(piece)
                     continue
-                view = memoryview(piece)
-                while view:
-                    done = os.pwrite(fd, view, at)
-                    view, at = view[done:], at + done
+                write_all(fd, piece, at)
+                at += len(piece)
             os.ftruncate(fd, at)
             if mtime_ns is not None:
                 os.utime(fd, ns=(mtime_ns, mtime_ns))

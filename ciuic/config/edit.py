@@ -8,9 +8,7 @@ durably, keeping its mode and owner, and through a symbolic link. Concurrent edi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +20,8 @@ from ciuic.config.load import FLAT_FILE, TABLE, TOML_FILE, ReadRemote, find_file
 from ciuic.config.model import DEFAULT, Config, RemoteConfig, RootConfig
 from ciuic.config.toml_source import Statement, quote, statements
 from ciuic.errors import ConfigError, NotPermitted
+from ciuic.system.disk import Disk
+from ciuic.system.file_locks import open_locked
 
 _NEW_FILE = """\
 # Configuration of ciuic. `ciuic config show` prints what is in force, with every default.
@@ -229,44 +229,25 @@ def _locked(file: Path) -> Iterator[None]:
     # user may open that one, and so hold the lock for ever.
     lock = file.with_name(f".{file.name}.lock")
     # Made anew where a power cut took it: nothing is in it.
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_locked(lock, wait=True)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
 def _replace(file: Path, content: bytes) -> None:
-    """Replace ``file`` durably: write a temporary file, sync it, rename it, sync the directory."""
-    # In the same directory, because rename(2) is atomic within one file system.
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            _copy_ownership(file, stream.fileno())
-            # Content before the name: after a power cut the file is the old or the new one, whole.
-            os.fsync(stream.fileno())
-        os.rename(temporary, file)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # The new name is durable only with its directory.
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    disk = Disk()
+    with disk.replacing(file) as descriptor:
+        disk.write_at(descriptor, [content], 0)
+        _copy_ownership(file, descriptor)
 
 
 def _copy_ownership(file: Path, descriptor: int) -> None:
     try:
         old = os.stat(file)
     except FileNotFoundError:
-        # mkstemp(3) makes files of mode 0600; a configuration has no secrets, and other users' commands read
-        # it.
+        # A configuration has no secrets, and other users' commands read it.
         os.fchmod(descriptor, 0o644)
         return
     if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -23,10 +23,10 @@ from ciuic.config.places import mount_holding
 from ciuic.errors import CiuicError
 from ciuic.protocol.state_directory import find_state
 from ciuic.structs import decode_msgpack
+from ciuic.system.disk import Disk, read_regular
 from ciuic.system.mountinfo import Mount
 
 _NAME = "repository"
-_TEMPORARY = "repository.tmp"
 # A mark has a few hundred bytes: a larger file is none.
 _MAX_MARK_BYTES = 64 << 10
 
@@ -59,9 +59,7 @@ def read_mark(root_fd: int) -> RepositoryMark | None:
     """Return the mark of the root with this backing directory (O_PATH suffices); None if unreadable."""
     try:
         with _state_directory(root_fd) as directory:
-            fd = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-            with open(fd, "rb") as file:
-                return decode_msgpack(file.read(_MAX_MARK_BYTES), RepositoryMark)
+            return decode_msgpack(read_regular(_NAME, _MAX_MARK_BYTES, dir_fd=directory), RepositoryMark)
     except (OSError, CiuicError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -84,19 +82,7 @@ def write_mark(root_fd: int, mark: RepositoryMark) -> None:
     if read_mark(root_fd) == mark:
         return
     with _state_directory(root_fd) as directory:
-        with suppress(FileNotFoundError):
-            # Left by a process that was killed between here and the rename.
-            os.unlink(_TEMPORARY, dir_fd=directory)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(_TEMPORARY, flags, 0o600, dir_fd=directory), "wb") as file:
-            file.write(msgspec.msgpack.encode(mark))
-            # Content before the name: a power cut leaves the old mark or the new one, never an empty file.
-            file.flush()
-            os.fsync(file.fileno())
-        # Atomic: a reader sees the old mark or the new one.
-        os.rename(_TEMPORARY, _NAME, src_dir_fd=directory, dst_dir_fd=directory)
-        # The rename is durable only with its directory (fsync(2)).
-        os.fsync(directory)
+        Disk().replace_file(_NAME, msgspec.msgpack.encode(mark), dir_fd=directory)
 
 
 @contextmanager

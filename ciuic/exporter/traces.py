@@ -27,6 +27,7 @@ from ciuic import __version__
 from ciuic.errors import CiuicError, NotFound, UsageError, pip_install
 from ciuic.protocol.span_spool import Span, SpoolPosition, read_spans, span_id, trace_id
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk
 from ciuic.system.state_home import state_home
 
 if TYPE_CHECKING:
@@ -178,11 +179,11 @@ class SpanSender:
             return {}
 
     def _write_positions(self) -> None:
-        temporary = self._state / f".{_POSITIONS_NAME}.new"
         try:
             self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary.write_bytes(msgspec.json.encode(self._positions))
-            os.replace(temporary, self._state / _POSITIONS_NAME)
+            Disk().replace_file(
+                self._state / _POSITIONS_NAME, msgspec.json.encode(self._positions), durable=False
+            )
         except OSError as error:
             # What was sent is sent again after a restart, with the same ids.
             log.debug("positions not written: %s", error)

@@ -8,7 +8,6 @@ the fields mean.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Final, NamedTuple
@@ -17,6 +16,7 @@ import msgspec
 
 from ciuic.fuse_layer.undo_format import SealedChange, UndoDamaged, sealed_name
 from ciuic.structs import msgpack_decoder
+from ciuic.system.disk import Disk
 from ciuic.system.spill import NameTable, NumberTable, Spill
 
 SEALED_VERSION: Final = 2
@@ -103,16 +103,10 @@ def write_sealed(
     """Write the sealed file of an epoch; it gets its name when it is whole."""
     # Not synced: no reader outlives the machine.
     final = os.path.join(os.fsdecode(undo_dir), sealed_name(head.epoch))
-    temporary = f"{final}.tmp"
-    # Left by an attempt that failed.
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
+    with Disk().replacing(final, durable=False) as fd, os.fdopen(fd, "wb", closefd=False) as file:
         _write_frame(file, head)
         for frame in _frames(changes):
             _write_frame(file, frame)
-    os.rename(temporary, final)
 
 
 def _write_frame(file: BinaryIO, content: object) -> None:

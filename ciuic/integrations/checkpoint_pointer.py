@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
+from ciuic.system.disk import Disk
 from ciuic.training.convert.exporting import read_record
 from ciuic.training.loading import load_by_name
 from ciuic.training.results import EXIT_SECONDS, State
@@ -52,18 +53,7 @@ class Pointer(NamedTuple):
 def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
     """Write a file, parents included, durably on return."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(f"{os.fspath(path)}.part", "wb") as file:
-        file.write(encode_pointer(pointer))
-        file.flush()
-        # Without it a power failure could leave an empty file beside a durable snapshot.
-        os.fsync(file.fileno())
-    # Replaced atomically: a crash must not leave a half-written file at the checkpoint's path.
-    os.replace(f"{os.fspath(path)}.part", path)
-    directory = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    Disk().replace_file(os.path.abspath(path), encode_pointer(pointer), mode=None)
 
 
 def encode_pointer(pointer: Pointer) -> bytes:

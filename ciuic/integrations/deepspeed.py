@@ -38,7 +38,7 @@ from torch import distributed as dist
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
-from ciuic.repository.disk import Disk
+from ciuic.system.disk import Disk
 from ciuic.training import ranks
 from ciuic.training.dcp.pointer import (
     POINTER_FILE,

@@ -44,7 +44,7 @@ from ciuic.integrations.preconditions import (
     refuse_strategy,
 )
 from ciuic.repository import Repository
-from ciuic.training.convert.destination import remove_leftovers
+from ciuic.system.disk import remove_leftovers
 from ciuic.training.convert.export_state import LOOPS, lightning_checkpoint
 from ciuic.training.convert.exporting import write_torch
 from ciuic.training.logs import log, quietly
@@ -454,7 +454,7 @@ def _write_checkpoint(path: str, pointer: Pointer, save_dir: Path) -> int:
     state = load_pointed(path, pointer, save_dir)
     checkpoint = lightning_checkpoint(state["checkpoint_state_dict"], state["of_rank_state_dict"])
     # Of a process that was killed while it wrote this checkpoint.
-    remove_leftovers(Path(path))
+    remove_leftovers(path)
     return write_torch(Path(path), checkpoint, overwrite=True, record=encode_pointer(pointer))
 
 

@@ -21,6 +21,8 @@ from enum import IntEnum
 from itertools import islice
 from typing import Final, NamedTuple
 
+from ciuic.system.disk import Disk
+
 END: Final = (1 << 63) - 1
 """End of a range that has none."""
 _RECORD: Final = struct.Struct("<QQqII")
@@ -232,15 +234,7 @@ class ChangeJournals:
 
     def replace(self, name: bytes, changes: list[Change]) -> None:
         """Replace a journal, atomically and durably."""
-        temporary = name + b".new"
-        self.remove(temporary)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self.directory)
-        with os.fdopen(fd, "wb") as file:
-            file.write(b"".join(change.encode() for change in changes))
-            file.flush()
-            os.fsync(fd)
-        os.rename(temporary, name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
-        os.fsync(self.directory)
+        Disk().replace_file(name, b"".join(change.encode() for change in changes), dir_fd=self.directory)
 
     def remove(self, name: bytes) -> None:
         """Remove the journal of a file, if it has one."""

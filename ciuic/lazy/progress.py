@@ -20,6 +20,7 @@ import msgspec
 
 from ciuic.errors import Partial
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk, read_regular
 
 DEFAULT_DIRECTORY: Final = Path("/run/ciuic/restores")
 _MAX_BYTES: Final = 4 << 20
@@ -132,16 +133,12 @@ class StatusFile:
         self.status.updated = time.time()
         lost = self.status.lost
         self.status.lost = lost[:_MAX_SHOWN_LOST]
-        temporary = f"{self.path}.{os.getpid()}"
         with suppress(OSError):
             # `parents` would make the runtime directory with the umask alone, which this process sets to 0.
             for directory in (self.path.parent.parent, self.path.parent):
                 directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            # It names files of directories that others may not enter.
-            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(self.status))
-            os.rename(temporary, self.path)
+            # 0600: it names files of directories that others may not enter.
+            Disk().replace_file(self.path, msgspec.json.encode(self.status), durable=False, shared=True)
         self.status.lost = lost
         self.listener(self.status)
 
@@ -166,9 +163,7 @@ def read_statuses(directory: Path = DEFAULT_DIRECTORY) -> list[LazyStatus]:
         return []
     for name in names:
         with suppress(OSError):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with os.fdopen(os.open(directory / name, flags), "rb") as file:
-                status = decode_status(file.read(_MAX_BYTES))
+            status = decode_status(read_regular(directory / name, _MAX_BYTES))
             if status is not None:
                 if status.state not in ("complete", "interrupted") and not _is_alive(status.pid):
                     status.state = "interrupted"

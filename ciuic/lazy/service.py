@@ -21,7 +21,6 @@ tree appears in the destination only after `LazyPhase.MOVING` is durable, which 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import posixpath
 import signal
@@ -59,9 +58,12 @@ from ciuic.restore.destination_directories import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk, read_regular
+from ciuic.system.file_locks import open_locked
 from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
+from ciuic.system.processes import boot_id
 from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Snapshot
 
@@ -181,10 +183,8 @@ class LazyLayout:
         return fd
 
     def _lock(self) -> None:
-        fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | _FILE, 0o600, dir_fd=self.directory)
-        self._opened.append(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._opened.append(open_locked(_LOCK, dir_fd=self.directory))
         except BlockingIOError:
             raise Busy(
                 f"another process restores {one_line(self.path)}", hint="ciuic restore --status shows it"
@@ -192,39 +192,25 @@ class LazyLayout:
 
     def _read(self) -> LazyRecord | None:
         try:
-            fd = os.open(_RECORD, os.O_RDONLY | _FILE, dir_fd=self.directory)
+            data = read_regular(_RECORD, _MAX_RECORD_BYTES, dir_fd=self.directory)
         except FileNotFoundError:
             return None
-        with os.fdopen(fd, "rb") as file:
-            data = file.read(_MAX_RECORD_BYTES)
-            if not data:
-                # One that was not durable yet when the machine stopped.
-                return None
-            try:
-                return LazyRecord.decode(data)
-            except ValueError as error:
-                raise CiuicError(
-                    f"{one_line(self.path)} holds an interrupted lazy restore that cannot be read: {error}",
-                    hint="remove the directory, and restore anew",
-                ) from None
+        if not data:
+            # One that was not durable yet when the machine stopped.
+            return None
+        try:
+            return LazyRecord.decode(data)
+        except ValueError as error:
+            raise CiuicError(
+                f"{one_line(self.path)} holds an interrupted lazy restore that cannot be read: {error}",
+                hint="remove the directory, and restore anew",
+            ) from None
 
     def write(self, record: LazyRecord, *, durable: bool = True) -> None:
         """Replace the record, durably unless the caller says that a lost one does no harm."""
         record.lost = record.lost[:_MAX_FAILURES]
-        temporary = _RECORD + b".new"
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=self.directory)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.directory)
-        with os.fdopen(fd, "wb") as file:
-            file.write(record.encode())
-            file.flush()
-            if durable:
-                # The bytes before the name: a record that is cut would be taken for damage.
-                os.fsync(fd)
-        os.rename(temporary, _RECORD, src_dir_fd=self.directory, dst_dir_fd=self.directory)
-        if durable:
-            # The phase must be durable before what it permits.
-            os.fsync(self.directory)
+        # The phase must be durable before what it permits.
+        Disk().replace_file(_RECORD, record.encode(), dir_fd=self.directory, durable=durable)
         self.record = record
 
     def needs_skeleton(self) -> bool:
@@ -233,7 +219,7 @@ class LazyLayout:
         if record is None or record.phase is LazyPhase.SKELETON:
             return True
         # Not synced yet when the machine stopped: any of its names may be missing.
-        return bool(record.boot) and record.boot != _boot_id()
+        return bool(record.boot) and record.boot != boot_id()
 
     def mark(self) -> None:
         """Put the file into the destination that says in words what it is."""
@@ -303,12 +289,6 @@ class LazyLayout:
         for fd in reversed(self._opened):
             os.close(fd)
         self._opened = []
-
-
-def _boot_id() -> str:
-    """Return the id of this start of the machine."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 def _has_directory(destination: int) -> bool:
@@ -802,7 +782,7 @@ class LazyRestore:
         self._note_failures(record, result, tree)
         record.phase = LazyPhase.FILLING
         # Placeholders and their hidden links become durable behind the mount (`MountedRestore`).
-        record.boot = record.used_in = _boot_id()
+        record.boot = record.used_in = boot_id()
         layout.write(record, durable=False)
 
     def _note_failures(self, record: LazyRecord, result: Result, tree: bytes) -> None:
@@ -816,7 +796,7 @@ class LazyRestore:
         self, layout: LazyLayout, pending: PendingFiles, journals: ChangeJournals, record: LazyRecord
     ) -> None:
         """Read from the hidden links, and the journals, what an interrupted run has left to do."""
-        same_boot = record.used_in == _boot_id()
+        same_boot = record.used_in == boot_id()
         kept: set[bytes] = set()
         for name in map(os.fsencode, os.listdir(pending.directory)):
             shape = PendingName.decode(name)
@@ -842,5 +822,5 @@ class LazyRestore:
         journals.keep_only(kept)
         if not same_boot:
             # After every journal has lost what does not count any more: a later run in this boot believes all of it.
-            record.used_in = _boot_id()
+            record.used_in = boot_id()
             layout.write(record)

@@ -18,7 +18,6 @@ link is followed.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,6 +30,7 @@ from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository import log as _log
 from ciuic.repository.locks import is_claimed
 from ciuic.repository.snapshot_walk import Reached
+from ciuic.system.disk import open_regular
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size, plural
 
@@ -149,13 +149,12 @@ def _places(
 def _live_block(path: bytes, offset: int, length: int) -> bytes | None:
     """Return the block as the live file has it now; None if there is no such file or it is too short."""
     try:
-        # O_NONBLOCK: the file may have become a FIFO, and opening that would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        descriptor = open_regular(path, os.O_RDONLY)
     except (OSError, ValueError):
-        # Removed, not readable, or no possible path (ValueError: a null byte).
+        # Removed, not readable, no regular file any more, or no possible path (ValueError: a null byte).
         return None
     try:
-        data = os.pread(descriptor, length, offset) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        data = os.pread(descriptor, length, offset)
     except OSError:
         return None
     finally:

@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 from ciuic.errors import CiuicError, DestinationExists, UsageError
 from ciuic.repository import Repository, RepositoryExists
 from ciuic.repository.config import CONFIG_NAMES, read_config, read_file
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.locks import Claim, Lock
 from ciuic.repository.repository import PACKS_DIR, exists, make_directories
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
+from ciuic.system.disk import Disk, open_regular
 
 _PACK: Final = re.compile(r"[0-9a-f]{16}\.pack\Z")
 _NAME: Final = re.compile(r"cs-[0-9a-f]{6,32}\Z")

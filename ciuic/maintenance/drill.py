@@ -37,6 +37,7 @@ from ciuic.repository.lookup import Located, children, find, is_within, join
 from ciuic.restore import RestorePlan, RestoreTarget, Result, execute
 from ciuic.restore.attributes import REMOVABLE, SpecialFilter, kind_of
 from ciuic.restore.model import Kept
+from ciuic.system.file_locks import try_lock
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 from ciuic.units import human_size
 from ciuic.verdicts.model import Checkpoint, Verdict
@@ -702,12 +703,9 @@ def _remove_leftovers(parent: Path, prefix: str, empty: Callable[[Path], object]
         except OSError:
             continue
         try:
-            if os.fstat(fd).st_uid == os.geteuid():
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A drill that runs has its lock.
+            if os.fstat(fd).st_uid == os.geteuid() and try_lock(fd):
                 empty(path)
                 shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            # Of a drill that runs.
-            pass
         finally:
             os.close(fd)

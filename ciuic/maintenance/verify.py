@@ -18,7 +18,6 @@ extra pass does no harm.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import re
@@ -38,7 +37,6 @@ from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
 from ciuic.repository import Repository, Walker
 from ciuic.repository.block_maps import blocks_of
-from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import Archived, DamagedTree
 from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
@@ -48,6 +46,8 @@ from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker
 from ciuic.restore.pool import Pool
 from ciuic.structs import decode_json
+from ciuic.system.disk import open_regular
+from ciuic.system.file_locks import open_locked, try_lock
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 # Comparisons that a commit may disturb before the result is given up as unknown.
@@ -81,15 +81,12 @@ def _writer_at_work(repository: Repository) -> bool:
         return False
     try:
         # Shared: two checks at once do not take each other for a writer.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(fd, shared=True)
     except OSError:
         # A file system without locks.
         return False
     finally:
         os.close(fd)
-    return False
 
 
 # Up to this size the whole repository is read for one snapshot, too: it takes seconds, and finds damage in unused chunks.
@@ -638,8 +635,12 @@ class ScrubBook:
     def __init__(self, repository: Path, repository_id: str) -> None:
         self.path = repository / NAME
         try:
-            # O_NOFOLLOW: root writes here, and the repository may belong to a user.
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            # Not the repository's lock: writers go on while a scrub reads.
+            self._fd = open_locked(self.path)
+        except BlockingIOError as error:
+            raise Busy(
+                f"another scrub of {repository} is running", hint="wait for it to end, or stop it"
+            ) from error
         except PermissionError as error:
             raise NotPermitted(
                 f"{self.path} is not writable: a scrub in slices stores its progress there",
@@ -648,14 +649,6 @@ class ScrubBook:
         except OSError as error:
             raise CiuicError(
                 f"{self.path} cannot be written: {error.strerror}", hint="run it without --max-duration"
-            ) from error
-        try:
-            # Not the repository's lock: writers go on while a scrub reads.
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._fd)
-            raise Busy(
-                f"another scrub of {repository} is running", hint="wait for it to end, or stop it"
             ) from error
         self.state = self._read(repository_id)
 

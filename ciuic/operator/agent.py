@@ -29,6 +29,7 @@ from ciuic.protocol.control import DEFAULT_SOCKET, ControlClient
 from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_record
 from ciuic.repository import Repository
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.disk import Disk
 
 _log = structlog.get_logger(__name__)
 _POLL_SECONDS: Final = 5.0
@@ -247,9 +248,8 @@ def copy_configuration(source: Path, target: Path) -> bool:
     with suppress(FileNotFoundError):
         if target.read_bytes() == content:
             return False
-    beside = target.with_name(f".{target.name}.new")
-    beside.write_bytes(content)
-    beside.replace(target)
+    # Shared: `ciuic` in the container may edit it meanwhile.
+    Disk().replace_file(target, content, mode=None, durable=False, shared=True)
     return True
 
 

@@ -12,13 +12,13 @@ Format: Prometheus text exposition format, version 0.0.4.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from ciuic.errors import Unreachable
 from ciuic.system import service_manager
+from ciuic.system.disk import Disk, read_regular
 
 METRICS_NAME: Final = "metrics.prom"
 """Name of the file in the runtime directory."""
@@ -42,14 +42,8 @@ def write_metrics(path: Path, text: bytes) -> None:
 
     The file is gone after a reboot; nothing is synced. Raises OSError.
     """
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as stream:
-        stream.write(_FIRST + b"%.3f\n" % _boot_seconds() + text)
-        # Independent of the daemon's umask.
-        os.fchmod(stream.fileno(), 0o644)
-    os.replace(temporary, path)
+    data = _FIRST + b"%.3f\n" % _boot_seconds() + text
+    Disk().replace_file(path, data, mode=0o644, durable=False)
 
 
 def read_metrics(path: Path) -> MetricsDocument:
@@ -59,9 +53,7 @@ def read_metrics(path: Path) -> MetricsDocument:
         Unreachable: there is no such file, or it is not the daemon's.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as stream:
-            content = stream.read(_MAX_BYTES)
+        content = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise Unreachable(
             f"there are no metrics at {path}: {error.strerror}",

@@ -8,7 +8,6 @@ Format: lines of JSON. The first is a `_Header`, each further one a `Span` whose
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -19,6 +18,8 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk, read_regular
+from ciuic.system.file_locks import open_locked
 from ciuic.types import MAX_TIME_NS
 
 SPANS_NAME: Final = "spans.jsonl"
@@ -90,7 +91,8 @@ def append_spans(path: Path, spans: Sequence[Span], max_bytes: int = MAX_BYTES) 
     The directory is on tmpfs, and must be writable by the caller alone.
     """
     lines = b"".join(_encode(span) for span in spans)
-    fd = _open_locked(path)
+    # Another writer may set the file aside meanwhile: the lock is on the one that is there.
+    fd = open_locked(path, mode=0o644, wait=True)
     # Unbuffered: a reader sees whole lines, and the lock ends with the descriptor.
     with os.fdopen(fd, "r+b", buffering=0) as stream:
         size = os.fstat(fd).st_size
@@ -112,33 +114,10 @@ def append_spans(path: Path, spans: Sequence[Span], max_bytes: int = MAX_BYTES) 
             stream.write((b"" if is_whole else b"\n") + lines)
 
 
-def _open_locked(path: Path) -> int:
-    """Return a descriptor of the file at ``path``, locked against other writers."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # Another writer may have set it aside meanwhile.
-            if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
-                return fd
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-
-
 def _replace(path: Path, header: _Header, lines: bytes) -> None:
     """Replace a file by the next, under the lock on the former."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as stream:
-        stream.write(msgspec.json.encode(header) + b"\n" + lines)
-        # Independent of the umask of the writer.
-        os.fchmod(stream.fileno(), 0o644)
-    os.replace(temporary, path)
+    data = msgspec.json.encode(header) + b"\n" + lines
+    Disk().replace_file(path, data, mode=0o644, durable=False)
 
 
 def _older(path: Path) -> Path:
@@ -202,9 +181,7 @@ def read_spans(path: Path, position: SpoolPosition, most: int) -> SpoolPart:
 
 def _content(path: Path) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as stream:
-            return stream.read(4 * MAX_BYTES)
+        return read_regular(path, 4 * MAX_BYTES)
     except OSError:
         return b""
 

@@ -44,7 +44,7 @@ ENTRIES: Final = frozenset(
         *(b"repository", b"repository.tmp", b"probe"),
     }
 )
-"""Names that ciuic creates in a state directory."""
+"""Names that versions up to 7b77f7c create in a state directory."""
 
 _KEPT_OPEN: Final = b"open"
 _IGNORE_NAME: Final = b".gitignore"

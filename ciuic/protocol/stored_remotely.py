@@ -39,6 +39,7 @@ import msgspec
 
 from ciuic.errors import Damaged
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk
 from ciuic.units import human_duration
 
 STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
@@ -379,28 +380,12 @@ def write_state_file(place: Path, name: str, file_name: str, data: bytes, *, dur
     with suppress(FileExistsError):
         os.mkdir(path, 0o755)
         made = True
-    temporary = f"{file_name}.tmp"
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if made and os.geteuid() == 0:
             # The process that uploads, which is not root as a service, writes here as well.
             os.fchown(directory, owner.st_uid, owner.st_gid)
-        with suppress(FileNotFoundError):
-            # Left by a process that was killed between here and the rename.
-            os.unlink(temporary, dir_fd=directory)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o644, dir_fd=directory), "wb") as file:
-            # The umask of the service would take the permission of all others away.
-            os.fchmod(file.fileno(), 0o644)
-            file.write(data)
-            # Content before the name: an empty file after a power cut would say nothing.
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.rename(temporary, file_name, src_dir_fd=directory, dst_dir_fd=directory)
-        if durable:
-            # The rename is durable only with its directory (fsync(2)).
-            os.fsync(directory)
+        Disk().replace_file(file_name, data, mode=0o644, dir_fd=directory, durable=durable)
     finally:
         os.close(directory)
 

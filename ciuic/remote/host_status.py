@@ -45,8 +45,8 @@ from ciuic.remote.object_names import (
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteRefused
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log as events
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk, read_regular
 from ciuic.units import human_duration
 
 MAX_STATUS_BYTES: Final = 64 << 10
@@ -204,8 +204,7 @@ def own_key(path: str, log: str, own_logs: Collection[str], disk: Disk | None = 
     """
     known: _StoredKey | None = None
     try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
-            known = decode_json(file.read(1024), _StoredKey)
+        known = decode_json(read_regular(path, 1024), _StoredKey)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # Lost or unreadable: a new one is always allowed, and the status of the old one falls silent.
         known = None

@@ -26,7 +26,6 @@ References:
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -77,9 +76,9 @@ from ciuic.remote.object_names import (
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.structs import decode_msgpack
+from ciuic.system.disk import Disk, read_regular
 from ciuic.units import plural
 
 
@@ -822,12 +821,9 @@ def _with_hint(error: DamagedRemote | UnsupportedFormat) -> DamagedRemote | Unsu
 def read_log_cache(path: str) -> dict[str, LogSummary]:
     """Return what a `LogReader` has kept in its cache; nothing if it cannot be read."""
     try:
-        fd = open_regular(path, os.O_RDONLY)
+        data = read_regular(path, _MAX_CACHE_BYTES + 1)
     except FileNotFoundError:
         return {}
-    with open(fd, "rb") as file:
-        # A read of the limit would allocate all of it first.
-        data = file.read(min(os.fstat(fd).st_size, _MAX_CACHE_BYTES + 1))
     content = data[_CHECKSUM_BYTES:]
     try:
         # A flipped bit in a number would say that the remote is older than it was.

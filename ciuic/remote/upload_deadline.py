@@ -26,10 +26,10 @@ import msgspec
 
 from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_state_file, write_state_file
 from ciuic.repository.notes import decode_note, encode_note
+from ciuic.system.processes import boot_id
 
 _NAME: Final = "deadline"
 _MAX_NOTE_BYTES: Final = 1 << 16
-_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 LOOK_SECONDS: Final = 0.1
 """Time between two looks for a deadline: one stat(2)."""
 # Of the measured time and beside it: what a promise has in reserve.
@@ -68,7 +68,7 @@ def announce(
     by_seconds = clock() + max(0.0, seconds)
     before = read_deadline(state_dir, clock=clock)
     if before is None or by_seconds < before.by_seconds:
-        note = UploadDeadline(boot=_boot_id(), by_seconds=by_seconds, cause=cause)
+        note = UploadDeadline(boot=boot_id(), by_seconds=by_seconds, cause=cause)
         with suppress(FileExistsError):
             state_dir.mkdir(0o700)
         # Not durable: it counts for this boot alone, and an fsync(2) may wait for what the job writes.
@@ -86,18 +86,11 @@ def withdraw(state_dir: Path) -> None:
 
 def read_deadline(state_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> UploadDeadline | None:
     """Return the deadline of this machine; None if there is none, or if it has passed."""
-    note = None
     with suppress(OSError, StoredRecordDamaged):
         note = decode_note(read_state_file(state_dir, ".", _NAME, _MAX_NOTE_BYTES), UploadDeadline)
-    return note if note is not None and note.boot == _boot_id() and note.by_seconds > clock() else None
-
-
-def _boot_id() -> str:
-    try:
-        with open(_BOOT_ID) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+        if note is not None and note.boot == boot_id() and note.by_seconds > clock():
+            return note
+    return None
 
 
 class DeadlineWatch:

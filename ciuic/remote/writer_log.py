@@ -29,7 +29,6 @@ References:
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,9 +68,9 @@ from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, Refuse
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
 from ciuic.repository import log as events
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.structs import convert, decode_json
+from ciuic.system.disk import Disk, read_regular
 
 _MAX_BYTES: Final = 4096
 # 35 bytes each: they fit into the file. A host begins another log after 32,768 snapshots, and where it lost one.
@@ -99,11 +98,9 @@ class WriterState:
     def load(self) -> WriterPosition | None:
         """Return what was saved; None if there is nothing, or nothing readable."""
         try:
-            fd = open_regular(self._path, os.O_RDONLY)
+            data = read_regular(self._path, _MAX_BYTES + 1)
         except FileNotFoundError:
             return None
-        with open(fd, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
         try:
             return decode_json(data, WriterPosition)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

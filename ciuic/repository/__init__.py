@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ciuic.repository.block_maps import BlockMaps, blocks_of
     from ciuic.repository.chunk_reader import ChunkReader
     from ciuic.repository.directory_trees import Trees
-    from ciuic.repository.disk import Disk
     from ciuic.repository.errors import (
         DamagedChunk,
         DamagedPack,
@@ -47,7 +46,6 @@ _HOME = {
     "BlockMaps": "block_maps",
     "blocks_of": "block_maps",
     "ChunkReader": "chunk_reader",
-    "Disk": "disk",
     "DamagedChunk": "errors",
     "DamagedPack": "errors",
     "DamagedRepository": "errors",
@@ -81,7 +79,6 @@ __all__ = [
     "DamagedRepository",
     "DamagedSnapshot",
     "DamagedTree",
-    "Disk",
     "Identity",
     "MissingChunk",
     "PackDamage",

@@ -14,10 +14,10 @@ import zlib
 import msgspec
 
 from ciuic.errors import NotFound, NotPermitted
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import DamagedRepository, UnsupportedFormat
 from ciuic.repository.identity import BLAKE3, KEY_BYTES, XXH3, HashName, Identity
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk, read_regular
 
 CONFIG_NAMES = ("config", "config.copy")
 FORMAT_VERSION = 1
@@ -215,7 +215,4 @@ def raise_format(disk: Disk, directory: str, config: StoredConfig) -> StoredConf
 
 def read_file(path: str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return the content of a small file, at most ``limit_bytes``. OSError, also if it is no regular file."""
-    fd = open_regular(path, os.O_RDONLY)
-    with os.fdopen(fd, "rb") as file:
-        # read() allocates what it is asked for, so the request is limited to the size of the file.
-        return file.read(min(limit_bytes, os.fstat(fd).st_size))
+    return read_regular(path, limit_bytes)

@@ -22,11 +22,8 @@ import sys
 from typing import Final, NamedTuple
 
 from ciuic.system import page_cache
+from ciuic.system.disk import clone_range
 
-# The ioctls are in linux/fs.h, the structures in linux/fs.h and linux/fiemap.h.
-_FICLONERANGE: Final = 0x4020940D
-# Source descriptor, its offset, length, offset in the target.
-_RANGE: Final = struct.Struct("=qQQQ")
 # Smallest range to stage; a smaller one is copied faster than it is cloned twice.
 _FIRST_BYTES: Final = 1 << 20
 # Range staged at once where more of a file follows: a clone waits for reads of either file, and they for it.
@@ -173,11 +170,6 @@ class StagedFile:
         if self._place is None or length % ALIGN_BYTES or not length:
             return None
         return self._place._replace(offset=self._place.offset + offset - self._start)
-
-
-def clone_range(source: int, offset: int, length: int, target: int, target_offset: int) -> None:
-    """Share the extents of the source's range with the target. OSError where that is not possible."""
-    fcntl.ioctl(target, _FICLONERANGE, _RANGE.pack(source, offset, length, target_offset))
 
 
 def share_extents(fd: int, offset: int, other: int, other_offset: int, length: int) -> bool:

@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Final, Literal
 from urllib.parse import quote
 
-from ciuic.repository.disk import who_else_writes
 from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord, SnapshotInfo
+from ciuic.system.disk import who_else_writes
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 
 INDEX_NAME = "index.sqlite"

@@ -10,7 +10,6 @@ the snapshot. While there is a claim, nothing is swept. A process that copies th
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import sys
@@ -21,8 +20,9 @@ from typing import Final, Protocol
 import msgspec
 
 from ciuic.errors import Busy
-from ciuic.repository.disk import open_to_write
 from ciuic.structs import decode_json
+from ciuic.system.disk import open_to_write
+from ciuic.system.file_locks import try_lock
 
 LOCK_NAME = "lock"
 # First pause, doubled up to `_POLL_SECONDS`: writers that take turns wait for no more than each other's last
@@ -64,12 +64,10 @@ class Lock:
         cls, directory: str, *, wait_seconds: float = 0, command: str = "", clock: Clock = time
     ) -> Lock:
         """Take the lock, waiting up to ``wait_seconds``; then Busy, which names the owner."""
-        # flock and not fcntl: an fcntl lock is lost when any descriptor of the file is closed in this
-        # process.
         fd = open_to_write(f"{directory}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT)
         try:
             deadline, pause = clock.monotonic() + wait_seconds, _FIRST_POLL_SECONDS
-            while not _try_lock(fd):
+            while not try_lock(fd):
                 if clock.monotonic() >= deadline:
                     raise _busy(directory, fd, clock)
                 # Polled, because flock(2) has no timeout.
@@ -90,17 +88,6 @@ class Lock:
             with suppress(OSError):
                 os.ftruncate(fd, 0)
             os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # EINTR: a signal came first; the caller polls, and tries again.
-        if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
-            return False
-        raise
-    return True
 
 
 def _write_owner(fd: int, command: str, clock: Clock) -> None:
@@ -182,11 +169,6 @@ def is_claimed(directory: str) -> bool:
         return False
     # A shared claim of any process makes the exclusive lock fail; the lock itself ends with the descriptor.
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
-            return True
-        raise
+        return not try_lock(fd)
     finally:
         os.close(fd)
-    return False

@@ -18,6 +18,7 @@ import msgspec
 
 from ciuic.repository.config import read_file
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
 
@@ -31,27 +32,14 @@ def write_note(directory: str, name: str, note: msgspec.Struct, *, durable: bool
     Raises:
         OSError: the disk failed.
     """
+    disk = Disk()
     with suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
+        disk.make_dir(directory)
         if durable:
             # The name of the new directory.
-            _sync_directory(os.path.dirname(directory))
-    temporary = f"{directory}/{name}.tmp"
-    with suppress(FileNotFoundError):
-        # Left by a process that was killed before its rename.
-        os.unlink(temporary)
+            disk.sync_dir(os.path.dirname(directory))
     # In a repository of another user the name may lead elsewhere: nothing that exists is opened.
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(encode_note(note))
-        file.flush()
-        # Content first, then the name: after a crash the file is whole, or as it was before.
-        if durable:
-            os.fsync(file.fileno())
-    os.rename(temporary, f"{directory}/{name}")
-    if durable:
-        # The rename is durable only with its directory (fsync(2)).
-        _sync_directory(directory)
+    disk.replace_file(f"{directory}/{name}", encode_note(note), durable=durable)
 
 
 def read_note(directory: str, name: str, kind: type[_Note]) -> _Note | None:
@@ -86,11 +74,3 @@ def _checksum(body: bytes) -> bytes:
     import xxhash
 
     return xxhash.xxh3_64_hexdigest(body).encode()
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

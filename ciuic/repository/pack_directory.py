@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import pack_format as pf
-from ciuic.repository.disk import open_regular
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.identity import HashName
 from ciuic.repository.model import ChunkLocation, PackInfo, PackKind, PackRecord
 from ciuic.system import page_cache
+from ciuic.system.disk import open_regular
 
 _NAME = re.compile(r"([0-9a-f]{16})\.pack\Z")
 # Descriptors kept open; the least recently used one is closed first.

@@ -30,13 +30,13 @@ from ciuic.repository.config import (
     new_config,
     read_config,
 )
-from ciuic.repository.disk import Disk
 from ciuic.repository.errors import RepositoryExists
 from ciuic.repository.identity import Identity
 from ciuic.repository.index_database import DAMAGED, INDEX_NAME
 from ciuic.repository.locks import CLAIM_NAME, LOCK_NAME, Claim, Lock
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
+from ciuic.system.disk import Disk
 from ciuic.system.ownership import find_flaw
 
 if TYPE_CHECKING:

@@ -39,10 +39,11 @@ from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, Wor
 from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.extent_sharing import ALIGN_BYTES, clone_range, share_extents
+from ciuic.repository.extent_sharing import ALIGN_BYTES, share_extents
 from ciuic.repository.identity import is_zero
 from ciuic.repository.pack_format import CODED_FLAGS
 from ciuic.system import mountinfo
+from ciuic.system.disk import clone_range, write_all
 from ciuic.types import ChunkId, Entry
 
 if TYPE_CHECKING:
@@ -433,7 +434,7 @@ class BlockWorker:
         except NotFound:
             return False
         data = os.pread(pack, part.length - start, location.offset + start)
-        _write_all(part.file.fd, memoryview(data), part.offset + start)
+        write_all(part.file.fd, data, part.offset + start)
         return len(data) == part.length - start
 
     def _sharable(self, part: FileBlock, piece: ReadChunk) -> int:
@@ -650,16 +651,16 @@ def write_sparse(fd: int, source: bytes | bytearray, start: int, end: int, offse
     """Write source[start:end] to a file that reads as zeros; pages of zeros are not written, so they stay holes."""
     view = memoryview(source)
     if not has_zero_page(source, start, end):
-        _write_all(fd, view[start:end], offset)
+        write_all(fd, view[start:end], offset)
         return
     shift = offset - start
     at = start
     while at < end:
         if source.startswith(_ZERO_PAGE, at, end):
-            _write_all(fd, view[start:at], start + shift)
+            write_all(fd, view[start:at], start + shift)
             start = at + _PAGE_BYTES
         at += _PAGE_BYTES
-    _write_all(fd, view[start:end], start + shift)
+    write_all(fd, view[start:end], start + shift)
 
 
 def will_need(fd: int, batch: Batch) -> None:
@@ -706,10 +707,3 @@ def zeros(fd: int, start: int, end: int, limit_bytes: int) -> bool:
             return False
         start += len(data)
     return True
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    # pwrite(2) may write less than asked for, after a signal or on a disk that is nearly full.
-    while len(view):
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written

@@ -22,6 +22,8 @@ from ciuic.errors import CiuicError
 from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.structs import decode_json
 from ciuic.system import mountinfo
+from ciuic.system.disk import Disk, open_regular
+from ciuic.system.file_locks import open_locked
 from ciuic.system.state_home import state_home
 
 _SUFFIX: Final = ".restore"
@@ -63,15 +65,13 @@ def recorded(
     record = UnfinishedRestore(snapshot, tuple(destinations), tuple(command), time.time())
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(directory / name, flags, 0o600)
         # Another restore there has it: this one ends at the journal.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = open_locked(directory / name)
         os.ftruncate(fd, 0)
         os.pwrite(fd, msgspec.json.encode(record), 0)
         # Durable before the first change: after a power cut the operator is told of what was begun.
         os.fsync(fd)
-        _sync_directory(directory)
+        Disk().sync_dir(str(directory))
     except OSError:
         if fd >= 0:
             os.close(fd)
@@ -100,14 +100,6 @@ def recorded(
             os.close(fd)
 
 
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def unfinished(directory: Path) -> list[UnfinishedRestore]:
     """Return the restores that were cut short and can go on, the oldest first; nothing is changed."""
     found = []
@@ -117,8 +109,7 @@ def unfinished(directory: Path) -> list[UnfinishedRestore]:
         return []
     for name in names:
         with suppress(OSError):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with os.fdopen(os.open(directory / name, flags), "rb") as file:
+            with os.fdopen(open_regular(directory / name, os.O_RDONLY), "rb") as file:
                 # A restore that runs holds the lock: BlockingIOError.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 record = decode_record(file.read(_MAX_BYTES))

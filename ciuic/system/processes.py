@@ -19,6 +19,11 @@ _INFO_EXIT: Final = 1 << 3
 _INFO: Final = struct.Struct("<QQ11Ii")
 
 
+def boot_id() -> str:
+    """Return the identity of this boot of the kernel, within which a pid and its start time name a process."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def start_ticks(pid: int) -> int:
     """Return the start time of the process in clock ticks (field 22 of proc_pid_stat(5)); 0 if there is none."""
     try:

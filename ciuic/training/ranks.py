@@ -37,6 +37,7 @@ import msgspec
 import xxhash
 
 from ciuic.structs import decode_msgpack
+from ciuic.system.processes import boot_id
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.tensors import Array, ArrayBuffer
 from ciuic.training.logs import log
@@ -835,9 +836,8 @@ def _find_directories(ranks: Ranks, directory: Path) -> Directories | None:
 def _identity_of(directory: Path) -> list[Any]:
     """Return the host, and what names a directory on it; a container has the boot of its host."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         info = os.stat(directory)
-        where: list[Any] = [boot, info.st_dev, info.st_ino]
+        where: list[Any] = [boot_id(), info.st_dev, info.st_ino]
     except OSError:
         where = [os.urandom(16).hex()]
     host = "".join(one if one.isprintable() else "_" for one in socket.gethostname()) or "host"

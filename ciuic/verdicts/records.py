@@ -23,10 +23,10 @@ import msgspec
 
 from ciuic.repository import Repository
 from ciuic.repository.config import read_file
-from ciuic.repository.disk import Disk
 from ciuic.repository.snapshots import VERDICTS_DIR, SnapshotStore
 from ciuic.repository.trust import foreign_flaw
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk
 from ciuic.types import Snapshot
 from ciuic.verdicts.model import DEFECT, RULES, Checkpoint, Verdict
 
@@ -204,13 +204,7 @@ def own_key(path: str | None = None) -> bytes:
         return key
     with suppress(OSError):
         os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-        temporary = f"{path}.{os.getpid()}.tmp"
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(os.urandom(_KEY_BYTES))
-        os.rename(temporary, path)
+        Disk().replace_file(path, os.urandom(_KEY_BYTES), durable=False, shared=True)
     return read_key(path)
 
 

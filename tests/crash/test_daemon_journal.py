@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import errno
-import io
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from ciuic.daemon.base import runtime as runtime_module
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.snapshots.cut import TrackingTrust
 
@@ -33,25 +32,18 @@ def _pending(number: int) -> list[PendingRecord]:
 def _stopped_at(step: str, error: BaseException) -> Iterator[None]:
     """Stop at the named step: it is not done, or half done if it is the write."""
 
-    def fail(*_: Any, **__: Any) -> Any:
+    def fail(*args: Any, **_: Any) -> Any:
+        if step == "write":
+            fd, (data,), offset = args
+            os.pwrite(fd, data[: len(data) // 2], offset)
         raise error
 
-    def open_torn(*args: Any, **options: Any) -> io.FileIO:
-        class Torn(io.FileIO):
-            def write(self, data: Any) -> int:
-                super().write(bytes(data)[: len(data) // 2])
-                raise error
-
-        if step == "open":
-            raise error
-        return Torn(args[0], "xb", opener=options["opener"])
-
-    if step in ("unlink", "rename"):
-        with mock.patch.object(Path, step, fail):
-            yield
-    else:
-        with mock.patch.object(runtime_module, "open", open_torn, create=True):
-            yield
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(os, "pwritev" if step == "write" else step, fail))
+        if isinstance(error, Killed):
+            # What is dead takes nothing back.
+            stack.enter_context(mock.patch.object(os, "unlink", mock.Mock(side_effect=error)))
+        yield
 
 
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "full")], ids=["killed", "full"])
@@ -62,6 +54,9 @@ def test_a_successor_reads_the_old_journal(short_tmp: Path, step: str, error: Ba
     runtime.write_pending(_pending(1))
     runtime.write_untrusted({"/a"})
     for write in (lambda: runtime.write_pending(_pending(2)), lambda: runtime.write_untrusted(set())):
+        if step == "unlink":
+            for name in ("pending.json.tmp", "untrusted.json.tmp"):
+                (short_tmp / name).touch()
         with suppress(Killed, OSError), _stopped_at(step, error):
             write()
             pytest.fail("the step was not reached")

@@ -22,9 +22,10 @@ from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import CollectionRefused, forget, prune
 from ciuic.maintenance.sweep import Thresholds
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.repository import Disk, Repository, Writer
+from ciuic.repository import Repository, Writer
 from ciuic.repository.index_database import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
+from ciuic.system.disk import Disk
 from ciuic.types import SnapshotId
 
 BLOCK = 4096

@@ -24,7 +24,7 @@ from ciuic.compare.restore_records import record_restore
 from ciuic.config import add_roots
 from ciuic.config.model import RootConfig
 from ciuic.config.repository_mark import mark_of, write_mark
-from ciuic.fuse_layer.core.epochs import read_saved, write_saved
+from ciuic.fuse_layer.core.epochs import read_saved
 from ciuic.integrations.checkpoint_pointer import Pointer, write_pointer
 from ciuic.protocol.state_directory import open_state
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
@@ -36,6 +36,7 @@ from ciuic.repository.promised import Promise, record_loss
 from ciuic.repository.writer_index import WriterIndex
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.journal import JOURNAL_NAME
+from ciuic.system.disk import Disk
 from ciuic.training.convert.destination import new_directory, new_file
 from ciuic.training.dcp.pointer import CheckpointPointer, pointer_path, write_checkpoint_pointer
 from ciuic.types import SnapshotId
@@ -312,7 +313,7 @@ def test_saved_tracking_is_used_once_across_a_power_cut(watch: SyncWatch, tmp_pa
     """
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        write_saved(fd, b"tracking", b"x" * 10_000)
+        Disk().replace_file(b"tracking", b"x" * 10_000, dir_fd=fd)
         assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
         assert read_saved(fd, b"tracking") == b"x" * 10_000
         assert watch.unsynced() == []

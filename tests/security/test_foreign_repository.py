@@ -29,10 +29,10 @@ from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.daemon.upkeep_process import run_job as upkeep
 from ciuic.errors import NotPermitted
 from ciuic.repository import Repository
-from ciuic.repository.disk import Disk
 from ciuic.repository.trust import ForeignRepository
 from ciuic.retention import RetentionPolicy
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.disk import Disk
 
 STRANGER = MADE_UP.uid
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="what another user prepares for root needs root")

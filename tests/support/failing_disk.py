@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ciuic.repository import Disk
 from ciuic.repository.identity import Bytes
+from ciuic.system.disk import Disk
 
 
 class Killed(BaseException):
@@ -27,10 +27,10 @@ class FailingDisk(Disk):
             raise self.failure
         return self.operations == self.fail_at
 
-    def create(self, path: str, mode: int = 0o600) -> int:
+    def create(self, path: str, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
         if self._step():
             raise self.failure
-        return super().create(path, mode)
+        return super().create(path, mode, dir_fd=dir_fd)
 
     def write_at(self, fd: int, parts: Any, offset: int) -> int:
         pieces: list[Bytes] = list(parts)
@@ -50,15 +50,15 @@ class FailingDisk(Disk):
             raise self.failure
         super().sync(fd)
 
-    def rename(self, source: str, target: str) -> None:
+    def rename(self, source: str, target: str, *, dir_fd: int | None = None) -> None:
         if self._step():
             raise self.failure
-        super().rename(source, target)
+        super().rename(source, target, dir_fd=dir_fd)
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         if self._step():
             raise self.failure
-        super().unlink(path)
+        super().unlink(path, dir_fd=dir_fd)
 
     def sync_dir(self, path: str) -> None:
         if self._step():

@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
+from ciuic.system.disk import Disk
 
 
 class PowerCut(BaseException):
@@ -56,9 +56,9 @@ class PowerDisk(Disk):
         self._step(True)
         super().make_dir(path, mode)
 
-    def create(self, path: str, mode: int = 0o600) -> int:
+    def create(self, path: str, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
         self._step(True)
-        fd = super().create(path, mode)
+        fd = super().create(path, mode, dir_fd=dir_fd)
         # Inode numbers must not be reused while the model refers to them.
         self._keep.append(os.dup(fd))
         return fd
@@ -84,17 +84,17 @@ class PowerDisk(Disk):
         size_bytes = os.fstat(fd).st_size
         self.contents[os.fstat(fd).st_ino] = os.pread(fd, size_bytes, 0)
 
-    def rename(self, source: str, target: str) -> None:
+    def rename(self, source: str, target: str, *, dir_fd: int | None = None) -> None:
         self._step()
         # The inode that loses its name here.
         if os.path.exists(target):
             self._keep.append(os.open(target, os.O_RDONLY))
-        super().rename(source, target)
+        super().rename(source, target, dir_fd=dir_fd)
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         self._step()
         self._keep.append(os.open(path, os.O_RDONLY))
-        super().unlink(path)
+        super().unlink(path, dir_fd=dir_fd)
 
     def sync_dir(self, path: str) -> None:
         self._step()

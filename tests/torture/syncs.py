@@ -18,7 +18,7 @@ from torture.figure import Figure
 
 CHECKOUT = Path(__file__).parents[2]
 _SYNC = re.compile(
-    r"\bos\.fsync\(|\bos\.fdatasync|\bdisk\.sync(_dir)?\(|\bself\.sync(_dir)?\(|_sync_file\(\)|\bstore\.sync\(\)"
+    r"\bos\.fsync\(|\bos\.fdatasync|\b[dD]isk(\(\))?\.sync(_dir)?\(|\bself\.sync(_dir)?\(|_sync_file\(\)|\bstore\.sync\(\)"
 )
 # Tests that notice their absence, or the reason why nothing is lost.
 _ELSEWHERE = {
@@ -27,7 +27,7 @@ _ELSEWHERE = {
         "(os.fdatasync if datasync else os.fsync)(file.fd)",
     ): "the job asked for it: tortures cut, kills, power",
     ("ciuic/fuse_layer/core/overlay_hooks.py", "os.fsync(directory)"): "likewise",
-    ("ciuic/repository/disk.py", "os.fsync(fd)"): "what the others call",
+    ("ciuic/system/disk.py", "os.fsync(fd)"): "what the others call",
     ("ciuic/repository/writing/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
     (
         "ciuic/fuse_layer/core/directories.py",
@@ -42,6 +42,7 @@ _ELSEWHERE = {
         "ciuic/restore/unfinished.py",
         "os.fsync(fd)",
     ): "a record that a power cut takes is not told; the restore goes on by its journal, whose sync is mutated",
+    ("ciuic/restore/unfinished.py", "Disk().sync_dir(str(directory))"): "likewise",
     (
         "ciuic/restore/deferred_check.py",
         "os.fsync(folder)",
@@ -78,15 +79,14 @@ MUTATIONS = (
     Mutation("a footer", "ciuic/repository/writing/chunk_store.py", "self._sync_file()", (_ORDER,), nth=2),
     Mutation("a recovered tail", "ciuic/repository/writing/recovery.py", "disk.sync(fd)", (_ORDER,)),
     Mutation("snapshots/ after a removal", "ciuic/repository/writing/writer.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
-    Mutation("a small file before its name", "ciuic/repository/disk.py", "self.sync(fd)", (_STORE, _ORDER)),
-    Mutation("the name of a small file", "ciuic/repository/disk.py", "self.sync_dir(", (_STORE, _ORDER)),
-    Mutation("packs/ after a deletion", "ciuic/repository/disk.py", "self.sync_dir(", (_ORDER,), nth=1),
-    Mutation("the time of packs/ before a pack is cut", "ciuic/repository/disk.py", "self.sync_dir(", (_GC,), nth=2),
+    Mutation("a small file before its name", "ciuic/system/disk.py", "self.sync(fd)", (_STORE, _ORDER, _LAZY)),
+    Mutation("the name of a small file", "ciuic/system/disk.py", "self.sync_dir(", (_STORE, _ORDER)),
+    Mutation("the name of a small file in an open directory", "ciuic/system/disk.py", "self.sync(dir_fd)", (_ORDER, _LAZY)),
+    Mutation("packs/ after a deletion", "ciuic/system/disk.py", "self.sync_dir(", (_ORDER,), nth=1),
+    Mutation("the time of packs/ before a pack is cut", "ciuic/system/disk.py", "self.sync_dir(", (_GC,), nth=2),
     Mutation("live chunks before their pack goes", "ciuic/repository/writing/pack_maintenance.py", "store.sync()", (_STORE, _ORDER), nth=1),
     Mutation("a pack that is let go of", "ciuic/repository/writing/pack_maintenance.py", "store.sync()", (_ORDER,)),
     Mutation("a new repository's name", "ciuic/repository/repository.py", "disk.sync_dir(os.path", (_ORDER,)),
-    Mutation("saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
-    Mutation("the name of saved tracking", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
     Mutation("saved tracking that is used up", "ciuic/fuse_layer/core/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
     Mutation("a restored file before its name", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,), nth=1),
     Mutation("a kept file with new attributes", "ciuic/restore/new_files.py", "os.fsync(fd)", (_ORDER,)),
@@ -96,24 +96,14 @@ MUTATIONS = (
     Mutation("the names of copied packs", "ciuic/maintenance/copying.py", 'disk.sync_dir(f"{where}/{PACKS_DIR}")', (_COPY,)),
     Mutation("what is gone from a copy", "ciuic/maintenance/copying.py", "disk.sync_dir(directory)", (_COPY,)),
     Mutation("the name of a copy", "ciuic/maintenance/copying.py", "disk.sync_dir(os.path", (_COPY,)),
-    Mutation("a changed configuration", "ciuic/config/edit.py", "os.fsync(stream", (_ORDER,)),
-    Mutation("the name of a changed configuration", "ciuic/config/edit.py", "os.fsync(directory)", (_ORDER,)),
-    Mutation("a note of a loss or a restore", "ciuic/repository/notes.py", "os.fsync(file", (_ORDER,)),
-    Mutation("the name of such a note", "ciuic/repository/notes.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("a checkpoint file", "ciuic/integrations/checkpoint_pointer.py", "os.fsync(file", (_ORDER,)),
-    Mutation("the name of a checkpoint file", "ciuic/integrations/checkpoint_pointer.py", "os.fsync(directory)", (_ORDER,)),
-    Mutation("an exported file", "ciuic/training/convert/destination.py", "os.fsync(file", (_ORDER,)),
+    Mutation("the directory of notes of losses and restores", "ciuic/repository/notes.py", "disk.sync_dir(", (_ORDER,)),
     Mutation("the names of an export, and files of a folder", "ciuic/training/convert/destination.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("a file of an artefact", "ciuic/artefacts/folder.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("the names of an artefact", "ciuic/artefacts/folder.py", "os.fsync(folder)", (_ORDER,)),
     Mutation("the name of a new artefact", "ciuic/artefacts/folder.py", "os.fsync(above)", (_ORDER,)),
     Mutation("the name of a checkpoint's directory", "ciuic/training/dcp/pointer.py", "disk.sync_dir(", (_ORDER,)),
     Mutation("an action of the page in its log", "ciuic/cli/commands/web/broker.py", "os.fsync(fd)", (_WEB,)),
-    Mutation("the name of that log", "ciuic/cli/commands/web/broker.py", "os.fsync(directory)", (_WEB,)),
-    Mutation("what a remote has stored", "ciuic/protocol/stored_remotely.py", "os.fsync(file", (_ORDER,)),
-    Mutation("the name of what a remote has stored", "ciuic/protocol/stored_remotely.py", "os.fsync(directory)", (_ORDER,)),
-    Mutation("what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(file", (_ORDER,)),
-    Mutation("the name of what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(directory)", (_ORDER,)),
+    Mutation("the name of that log", "ciuic/cli/commands/web/broker.py", "Disk().sync_dir(", (_WEB,)),
     Mutation("the directory of a remote", "ciuic/remote/objects/directory_objects.py", "self._disk.sync_dir(", (_ORDER,)),
     Mutation("the name of another host's object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,)),
     Mutation("a deleted object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,), nth=1),
@@ -121,14 +111,10 @@ MUTATIONS = (
     Mutation("an object's directory", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,)),
     Mutation("an object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,), nth=1),
     Mutation("a lazily restored file", "ciuic/lazy/filling.py", "os.fsync(fd)", (_LAZY,)),
-    Mutation("the record of a lazy restore", "ciuic/lazy/service.py", "os.fsync(fd)", (_LAZY,)),
-    Mutation("the name of that record", "ciuic/lazy/service.py", "os.fsync(self.directory)", (_LAZY,)),
     Mutation("names that a lazy restore moved", "ciuic/lazy/service.py", "os.fsync(self.destination)", (_LAZY,)),
     Mutation("times of the directory", "ciuic/lazy/service.py", "os.fsync(self.destination)", (_LAZY,), nth=1),
     Mutation("a journal of changes", "ciuic/lazy/changes.py", "os.fsync(fd)", (_LAZY,)),
     Mutation("its name", "ciuic/lazy/changes.py", "os.fsync(self.directory)", (_LAZY,)),
-    Mutation("a journal that is cut", "ciuic/lazy/changes.py", "os.fsync(fd)", (_LAZY,), nth=1),
-    Mutation("its name", "ciuic/lazy/changes.py", "os.fsync(self.directory)", (_LAZY,), nth=1),
 )  # fmt: skip
 
 

@@ -5,9 +5,7 @@ The metrics are printed once, as text or to a file, or served to Prometheus in t
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from ciuic.cli.shared.output import note, out
 from ciuic.cli.shared.session import current
 from ciuic.config.values import endpoint_value, listen_value
 from ciuic.errors import CiuicError, NotFound, UsageError
+from ciuic.system.disk import Disk
 
 
 @click.command("metrics", cls=FrameCommand)
@@ -44,12 +43,8 @@ def replace_textfile(textfile: Path, text: str) -> None:
         CiuicError: it cannot be written.
     """
     try:
-        # In the same directory, so that a collector sees the old file or the new one, and with a suffix that it does not read.
-        fd, temporary = tempfile.mkstemp(prefix=f".{textfile.name}.", suffix=".new", dir=textfile.parent)
-        with os.fdopen(fd, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            os.fchmod(stream.fileno(), 0o644)
-        os.replace(temporary, textfile)
+        # The collector passes over the temporary name.
+        Disk().replace_file(textfile, text.encode(), mode=0o644, durable=False, shared=True)
     except OSError as error:
         raise CiuicError(f"cannot write {textfile}: {error.strerror}") from error
 

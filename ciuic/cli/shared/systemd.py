@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from ciuic.errors import CiuicError, NotPermitted, pip_install
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system.child_process import find_program, program_environment
+from ciuic.system.disk import Disk
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -235,16 +235,10 @@ class Systemd:
     def _replace(self, path: Path, text: str) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # In the same directory, because rename(2) works within one file system. The leading dot, and a
-            # name that is no unit's, keep systemd from reading half a file.
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            # Unit files are readable by everybody; they have no secrets. systemd passes over the temporary name, which is no unit's.
+            Disk().replace_file(path, text.encode(), mode=0o644, durable=False, shared=True)
         except PermissionError as error:
             raise NotPermitted(f"{path} may not be written", hint="run it as root") from error
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            # mkstemp makes it 0600. Unit files are readable by everybody; they have no secrets.
-            os.fchmod(stream.fileno(), 0o644)
-        os.replace(temporary, path)
 
     def _unlink(self, path: Path) -> None:
         try:

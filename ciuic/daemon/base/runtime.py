@@ -21,6 +21,8 @@ from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.peer_socket import allow_descriptors
 from ciuic.protocol.worker_frames import worker_socket
 from ciuic.structs import decode_json
+from ciuic.system.disk import Disk
+from ciuic.system.processes import boot_id
 from ciuic.types import Pair, SetMember
 
 # Connections that the kernel queues: a command that finds the queue full takes the daemon for absent.
@@ -29,7 +31,6 @@ _BACKLOG = 512
 _MAX_LOCK_ATTEMPTS = 100
 _AGES_NAME = "snapshot-ages.json"
 _EVENTS_NAME = "snapshot-events.json"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 log = structlog.get_logger(__name__)
 
 
@@ -105,11 +106,6 @@ class EventRecords(msgspec.Struct, frozen=True, kw_only=True):
 
     boot_id: str = ""
     rules: dict[str, EventRecord] = {}
-
-
-def boot_id() -> str:
-    """Return the identity of this boot of the kernel."""
-    return _BOOT_ID.read_text().strip()
 
 
 class RuntimeDirectory:
@@ -240,16 +236,8 @@ class RuntimeDirectory:
             return None
 
     def _replace(self, name: str, content: bytes) -> None:
-        temporary = self.path / f"{name}.tmp"
-        # Left by a daemon that was killed; mode x would refuse it.
-        temporary.unlink(missing_ok=True)
-        # Written beside and renamed, so that a daemon killed here leaves the old file; no fsync, because the
-        # file has to survive the daemon and not the kernel.
-        with open(
-            temporary, "xb", opener=lambda path, flags: os.open(path, flags | os.O_CLOEXEC, 0o600)
-        ) as file:
-            file.write(content)
-        temporary.rename(self.path / name)
+        # A daemon killed here leaves the old file; not durable, because the file has to survive the daemon and not the kernel.
+        Disk().replace_file(self.path / name, content, durable=False)
 
     def write_ages(self, ages: AgeRecords) -> None:
         """Replace the record of ages of snapshots. A failure costs a successor's knowledge and nothing else."""

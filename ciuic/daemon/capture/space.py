@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
-from typing import Final
+from typing import Any, Final
 
 import structlog
 import zstandard
@@ -28,9 +28,9 @@ from ciuic.daemon.capture.job import CaptureJob, printable
 from ciuic.errors import CiuicError
 from ciuic.excludes import ExcludeMatcher
 from ciuic.repository import Repository, Writer
-from ciuic.repository.disk import Disk
 from ciuic.repository.extent_sharing import can_share
 from ciuic.repository.identity import Bytes
+from ciuic.system.disk import Disk
 from ciuic.system.disk_space import available_bytes, total_bytes
 from ciuic.system.mountinfo import MountBorders
 from ciuic.units import human_size
@@ -128,13 +128,13 @@ class ReservedDisk(Disk):
             with self._lock:
                 self._under_way_bytes -= length
 
-    def replace_file(self, path: str, data: bytes) -> None:
+    def replace_file(self, path: str | bytes | os.PathLike[str], data: bytes, **options: Any) -> None:
         """Replace the file out of the margin, without a check.
 
         When a snapshot's file is written, everything it names is on the disk, and a refusal would waste that
         for a few kilobytes.
         """
-        Disk().replace_file(path, data)
+        Disk().replace_file(path, data, **options)
 
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)

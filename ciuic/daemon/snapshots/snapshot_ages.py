@@ -15,7 +15,8 @@ from typing import Final
 
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.base.repository_store import LastSnapshot
-from ciuic.daemon.base.runtime import AgeRecord, AgeRecords, RuntimeDirectory, boot_id
+from ciuic.daemon.base.runtime import AgeRecord, AgeRecords, RuntimeDirectory
+from ciuic.system.processes import boot_id
 from ciuic.types import TAG_SAFETY
 
 GRACE_SECONDS: Final = 300.0

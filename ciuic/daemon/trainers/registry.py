@@ -32,6 +32,7 @@ from ciuic.protocol.control_types import Incident, TrainerStatus
 from ciuic.protocol.watch_client import Hello, Kind
 from ciuic.structs import decode_json
 from ciuic.system import processes
+from ciuic.system.disk import Disk
 from ciuic.system.privileges import may_trace
 from ciuic.units import human_duration, plural
 
@@ -97,15 +98,9 @@ def read_journal(runtime_dir: Path) -> WatchJournal:
 
 def write_journal(runtime_dir: Path, journal: WatchJournal) -> None:
     """Replace the journal. A failure is logged; it costs the next daemon's knowledge and nothing else."""
-    temporary = runtime_dir / f"{JOURNAL_NAME}.tmp"
     try:
-        # Left by a daemon that was killed; O_EXCL would refuse it.
-        temporary.unlink(missing_ok=True)
         # 0600: names and reasons of all users are in it, and the directory is open to everybody.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(journal))
-        temporary.rename(runtime_dir / JOURNAL_NAME)
+        Disk().replace_file(runtime_dir / JOURNAL_NAME, msgspec.json.encode(journal), durable=False)
     except OSError as error:
         log.warning("watched_not_written", error=str(error))
 

@@ -373,20 +373,3 @@ def read_saved(state_fd: int, name: bytes) -> bytes | None:
     os.unlink(name, dir_fd=state_fd)
     os.fsync(state_fd)
     return data
-
-
-def write_saved(state_fd: int, name: bytes, data: bytes) -> None:
-    """Save ``data`` under ``name``: durable on return; after a failure the name leads to what it led to before."""
-    temporary = name + b".new"
-    # Left by a process that was killed here.
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary, dir_fd=state_fd)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600, dir_fd=state_fd)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        # The content before the name, so that the name never leads to less than all of it.
-        os.fsync(file.fileno())
-    os.rename(temporary, name, src_dir_fd=state_fd, dst_dir_fd=state_fd)
-    os.fsync(state_fd)

@@ -24,7 +24,7 @@ import structlog
 
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.core.directories import Directories
-from ciuic.fuse_layer.core.epochs import Epochs, SealedEpoch, read_saved, write_saved
+from ciuic.fuse_layer.core.epochs import Epochs, SealedEpoch, read_saved
 from ciuic.fuse_layer.core.files import Attributes, KernelTimes, SetAttr
 from ciuic.fuse_layer.core.free_space import RoomForUnseen, SpaceEstimator
 from ciuic.fuse_layer.core.names import settle
@@ -44,6 +44,7 @@ from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import GateHeld, HoldExpired
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
 from ciuic.protocol import state_directory
+from ciuic.system.disk import Disk
 
 log = structlog.get_logger(__name__)
 
@@ -370,7 +371,7 @@ class OverlayCore(PassthroughCore):
         """Fold pending epochs into the current one and save it durably, at a clean stop when no operation comes any more."""
         self._epochs.give_up_all()
         self._rules.save(self._state_fd)
-        write_saved(self._state_fd, _TRACKING_NAME, self._epochs.dump())
+        Disk().replace_file(_TRACKING_NAME, self._epochs.dump(), dir_fd=self._state_fd)
 
     def cut_held(self, token: int) -> SealedEpoch:
         """End the epoch under a hold (Epochs.cut)."""
@@ -383,7 +384,7 @@ class OverlayCore(PassthroughCore):
     def save_for_successor(self) -> None:
         """Save tracking for a successor that goes on with this session, when no operation is under way and none will be."""
         self._epochs.give_up_all()
-        write_saved(self._state_fd, _SUCCESSION_NAME, self._epochs.dump_session())
+        Disk().replace_file(_SUCCESSION_NAME, self._epochs.dump_session(), dir_fd=self._state_fd)
 
     def close(self) -> None:
         """Close every descriptor and every open handle. The core is not used afterwards."""

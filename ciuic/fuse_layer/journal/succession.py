@@ -11,7 +11,6 @@ runtime directory that cannot be written costs the claim, never the job's file s
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 from contextlib import suppress
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+
+from ciuic.system.file_locks import open_locked
 
 log = structlog.get_logger(__name__)
 
@@ -85,19 +86,13 @@ class SessionClaim:
             SessionServed: it has not ended, or has a successor already.
         """
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            log.error("session_not_claimed", path=str(path), error=str(error))
-            return cls(path, None)
-        try:
             # Not waited for: the holder serves the session, possibly for days.
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(path, open_locked(path))
         except BlockingIOError as error:
-            os.close(fd)
             raise SessionServed(f"another worker holds {path}") from error
         except OSError as error:
             log.error("session_not_claimed", path=str(path), error=str(error))
-        return cls(path, fd)
+            return cls(path, None)
 
     def release(self) -> None:
         """End the claim of a session that is over, and remove its file unless another session has one there by now."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ import structlog
 
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.structs import decode_msgpack
+from ciuic.system.disk import Disk, read_regular
 
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -130,11 +130,7 @@ class OpenRules:
         # msgspec raises UnicodeDecodeError and RecursionError where the other flaws of a message are a
         # MsgspecError.
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            fd = os.open(_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=state_fd)
-            with os.fdopen(fd, "rb") as file:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    return
-                learned = decode_msgpack(file.read(_MAX_FILE_BYTES), _Learned)
+            learned = decode_msgpack(read_regular(_FILE, _MAX_FILE_BYTES, dir_fd=state_fd), _Learned)
             self._names = dict.fromkeys(learned.names[-MAX_LEARNED_NAMES:])
             self._inodes = dict.fromkeys(learned.inodes[-MAX_LEARNED_INODES:])
 
@@ -148,16 +144,8 @@ class OpenRules:
         with self._lock:
             self._unsaved = False
             data = msgspec.msgpack.encode(_Learned(list(self._names), list(self._inodes)))
-        temporary = _FILE + b".new"
         try:
-            # O_EXCL and O_NOFOLLOW, because the state directory may lie in a root whose owner could plant a
-            # link in it.
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=state_fd)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=state_fd), "wb") as file:
-                file.write(data)
-            os.rename(temporary, _FILE, src_dir_fd=state_fd, dst_dir_fd=state_fd)
+            Disk().replace_file(_FILE, data, dir_fd=state_fd, durable=False)
         except OSError as error:
             log.warning("open_rules_not_saved", error=str(error))
 

@@ -53,6 +53,7 @@ from ciuic.fuse_layer.undo_format import (
     UndoDamaged,
 )
 from ciuic.protocol.state_directory import own_directory
+from ciuic.system.disk import write_all
 from ciuic.system.xattrs import read_xattrs
 
 MAX_LOG_BYTES: Final = 4 << 20
@@ -357,17 +358,9 @@ def _copy_data(fd: int, out: int, start: int, end: int, on_copied: Callable[[int
             piece = os.pread(fd, min(_COPY_BYTES, data_end - at), at)
             if not piece:
                 break
-            _write_all(out, piece, at)
+            write_all(out, piece, at)
             at += len(piece)
             on_copied(len(piece))
-
-
-def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of ``data`` at an offset, in as many calls as that takes."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def _write_pieces(
@@ -387,7 +380,7 @@ def _write_pieces(
     at = 0
     try:
         for piece in pieces:
-            _write_all(out, piece, at)
+            write_all(out, piece, at)
             at += len(piece)
         if os.fstat(out).st_size < size_bytes:
             # A reader finds zeros where there is no piece, instead of the end of the file.

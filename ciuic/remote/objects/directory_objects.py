@@ -29,8 +29,8 @@ from ciuic.remote.objects.model import (
     check_name,
     is_name,
 )
-from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
+from ciuic.system.disk import Disk
 
 _INCOMING: Final = ".incoming"
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

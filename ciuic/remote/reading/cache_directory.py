@@ -6,7 +6,6 @@ all, and is not synced: readers verify each file. Any file may be gone at any ti
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -20,7 +19,8 @@ import xxhash
 from ciuic.errors import NotPermitted
 from ciuic.remote.access import Remote
 from ciuic.repository import log as events
-from ciuic.repository.disk import open_regular
+from ciuic.system.disk import Disk, open_regular
+from ciuic.system.file_locks import open_locked
 from ciuic.system.ownership import find_flaw, temporary_directory
 
 ROOT_CACHE: Final = Path("/var/cache/ciuic/remotes")
@@ -84,15 +84,7 @@ class CacheDirectory:
         """Keep an object, unless the disk refuses."""
         try:
             self._objects.mkdir(_PERMISSIONS, exist_ok=True)
-            fd, temporary = tempfile.mkstemp(dir=self._objects, suffix=".tmp")
-            try:
-                with open(fd, "wb") as file:
-                    file.write(data)
-                os.replace(temporary, self._objects / name)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            Disk().replace_file(self._objects / name, data, durable=False, shared=True)
         except OSError as error:
             events.warning("remote_cache_not_written", path=str(self._objects), error=str(error))
             return
@@ -128,15 +120,12 @@ class CacheDirectory:
         """Return the path of an index file that this process alone uses; None if all are in use."""
         for slot in range(_INDEX_SLOTS):
             try:
-                fd = os.open(self.path / f"index-{slot}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                # An index is written by one process at a time: its packs are kept in memory besides.
+                fd = open_locked(self.path / f"index-{slot}.lock")
+            except BlockingIOError:
+                continue
             except OSError:
                 break
-            try:
-                # An index is written by one process at a time: its packs are kept in memory besides.
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(fd)
-                continue
             try:
                 yield str(self.path / f"index-{slot}.sqlite")
             finally:

@@ -49,12 +49,12 @@ from ciuic.repository import Repository
 from ciuic.repository import log as events
 from ciuic.repository.chunk_reader import BadCopyError, read_base, unpack
 from ciuic.repository.config import CODECS_VERSION, KEYED_VERSION, StoredConfig
-from ciuic.repository.disk import Disk
 from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.index_database import discard
 from ciuic.repository.locks import Claim
 from ciuic.repository.model import ChunkLocation, PackDamage, PackInfo, PackRecord
 from ciuic.repository.writing.writer import Writer
+from ciuic.system.disk import Disk
 
 # Tables that are read before the lookup is asked again; twice as many each time.
 _FIRST_BATCH: Final = 64

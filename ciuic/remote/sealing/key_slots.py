@@ -37,10 +37,10 @@ from ciuic.errors import NotFound, NotPermitted, UsageError
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.sealing.passphrase_key import KEY_BYTES, Argon2Cost, derive_key
 from ciuic.remote.sealing.sealer import MasterKey, add_check, hkdf, split_check, xxh3_check
-from ciuic.repository.disk import Disk, open_regular
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.structs import convert, decode_json
 from ciuic.system.child_process import program_environment
+from ciuic.system.disk import Disk, open_regular
 from ciuic.system.poll import readable
 
 RECOVERY_KEY_BYTES: Final = 32

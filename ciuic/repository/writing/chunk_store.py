@@ -37,7 +37,6 @@ from ciuic.repository.chunk_reader import (
     unpack,
 )
 from ciuic.repository.compression import MAX_WRITTEN_BASE_DEPTH, Codec, Content, Job, PackedChunk, Packer
-from ciuic.repository.disk import Disk
 from ciuic.repository.extent_sharing import StagedExtent
 from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
@@ -45,6 +44,7 @@ from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import FLAG_DIFFERENCE
 from ciuic.repository.writer_index import WriterIndex
 from ciuic.repository.writing.recovery import Tail
+from ciuic.system.disk import Disk
 from ciuic.types import ChunkId
 
 

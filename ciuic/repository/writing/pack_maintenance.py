@@ -36,8 +36,8 @@ from ciuic.repository.writing.chunk_store import Bases, BufferedChunk
 from ciuic.types import ChunkId
 
 if TYPE_CHECKING:
-    from ciuic.repository.disk import Disk
     from ciuic.repository.writing.chunk_store import ChunkStore, Extent
+    from ciuic.system.disk import Disk
 
 
 # Bytes that a few copies may need besides themselves: a pack's header, a table, blocks that the file system

@@ -15,12 +15,12 @@ from ciuic.errors import NotFound
 from ciuic.repository import log
 from ciuic.repository import pack_format as pf
 from ciuic.repository.chunk_reader import BadCopyError, location_of, read_stored
-from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.index_database import PACKS_SEEN, changed_ns, settled_ns
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.repository.pack_directory import Packs, Segment
 from ciuic.repository.writer_index import WriterIndex
+from ciuic.system.disk import Disk
 
 
 class Tail(NamedTuple):

@@ -24,7 +24,6 @@ from ciuic.repository.block_maps import BlockMaps, update_block_map
 from ciuic.repository.compression import Codec, Content, Pace
 from ciuic.repository.config import CODECS_VERSION, StoredConfig, raise_format, read_file, repair_config
 from ciuic.repository.directory_trees import Trees, update_tree
-from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.extent_sharing import Stage
 from ciuic.repository.identity import Bytes, Identity
@@ -47,6 +46,7 @@ from ciuic.repository.writing import pack_maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore
 from ciuic.repository.writing.pack_maintenance import Begun, Recoded, recode
 from ciuic.repository.writing.recovery import Tail, reconcile
+from ciuic.system.disk import Disk
 from ciuic.types import (
     FLAG_XATTRS_CHUNK,
     ChunkId,

@@ -10,16 +10,14 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Final
 
 from ciuic.errors import DestinationExists, UsageError
+from ciuic.system.disk import Disk, temporary_name
 
-# Of a long name, so that the temporary name fits into NAME_MAX (255 bytes).
-_MAX_STEM_BYTES: Final = 200
-_PART: Final = ".part"
 # File systems without hard links answer link(2) so.
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -36,24 +34,12 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
         DestinationExists: There is something at ``path`` that may not be replaced.
     """
     _refuse(path, overwrite)
-    temporary = _temporary(path)
-    # O_EXCL follows no link, so that a name which another user planted is refused, not written through.
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(fd, "w+b") as file:
-            yield file
-            file.flush()
-            # Before the rename: a name must never lead to content that a power cut can take away.
-            os.fsync(file.fileno())
-        if overwrite:
-            os.replace(temporary, path)
-        else:
-            _link(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync(path.parent)
+    disk = Disk() if overwrite else _LinkingDisk()
+    with (
+        disk.replacing(path, mode=None, shared=True) as fd,
+        os.fdopen(fd, "w+b", closefd=False) as file,
+    ):
+        yield file
 
 
 @contextmanager
@@ -71,7 +57,7 @@ def new_directory(path: Path, *, overwrite: bool, names: Sequence[str]) -> Itera
     """
     _refuse(path, overwrite)
     _check_replaceable(path, names)
-    temporary = _temporary(path)
+    temporary = Path(temporary_name(path))
     os.mkdir(temporary, 0o777)
     try:
         yield temporary
@@ -82,17 +68,6 @@ def new_directory(path: Path, *, overwrite: bool, names: Sequence[str]) -> Itera
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed processes have left beside this destination.
-
-    For a destination that one process alone writes.
-    """
-    start = _temporary_start(path)
-    for name in os.listdir(path.parent):
-        if name.startswith(start) and name.endswith(_PART) and len(name) == len(start) + 12 + len(_PART):
-            os.unlink(path.parent / name)
 
 
 def _refuse(path: Path, overwrite: bool) -> None:
@@ -117,28 +92,23 @@ def _check_replaceable(path: Path, names: Sequence[str]) -> None:
             )
 
 
-def _temporary(path: Path) -> Path:
-    return path.parent / f"{_temporary_start(path)}{os.urandom(6).hex()}{_PART}"
+class _LinkingDisk(Disk):
+    """Disk whose files get no name that was taken meanwhile."""
 
-
-def _temporary_start(path: Path) -> str:
-    return f".{os.fsdecode(os.fsencode(path.name)[:_MAX_STEM_BYTES])}."
-
-
-def _link(temporary: Path, path: Path) -> None:
-    """Give the file its name, unless the name was taken meanwhile."""
-    try:
-        # Unlike rename(2) it replaces nothing.
-        os.link(temporary, path, follow_symlinks=False)
-    except FileExistsError:
-        raise _exists(path) from None
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        _refuse(path, overwrite=False)
-        os.replace(temporary, path)
-        return
-    os.unlink(temporary)
+    def rename(self, source: str, target: str, *, dir_fd: int | None = None) -> None:
+        """Rename unless there is something at ``target``."""
+        try:
+            # Unlike rename(2) it replaces nothing.
+            os.link(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+        except FileExistsError:
+            raise _exists(Path(target)) from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _refuse(Path(target), overwrite=False)
+            super().rename(source, target, dir_fd=dir_fd)
+        else:
+            self.unlink(source, dir_fd=dir_fd)
 
 
 def _move_directory(temporary: Path, path: Path, overwrite: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
-from ciuic.repository.disk import Disk, open_regular
+from ciuic.system.disk import Disk, read_regular
 from ciuic.training.json_documents import decode_json
 
 POINTER_FILE: Final = ".metadata"
@@ -63,9 +63,7 @@ def read_checkpoint_pointer(file: Path) -> CheckpointPointer:
         FileNotFoundError: There is none, so the directory has no complete checkpoint.
         ValueError: It is not ours, or of a later version.
     """
-    fd = open_regular(file, os.O_RDONLY)
-    with os.fdopen(fd, "rb") as stream:
-        data = stream.read(_MAX_BYTES + 1)
+    data = read_regular(file, _MAX_BYTES + 1)
     if data.startswith(_PICKLE):
         raise ValueError(
             f"{file} is a pickle of torch's FileSystemWriter, which is not opened here: load the checkpoint with "

@@ -46,6 +46,7 @@ from ciuic.protocol.stored_remotely import (
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository.repository import UPLOADS_DIR
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.file_locks import try_lock
 from ciuic.training.format.reading import read_facts
 from ciuic.types import Snapshot, SnapshotId
 
@@ -167,11 +168,9 @@ class UploadLock:
             os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._path, flags, 0o600)
-        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        try:
-            fcntl.flock(self._fd, how if wait else how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+        if not wait:
+            return try_lock(self._fd, shared=shared)
+        fcntl.flock(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         return True
 
     def release(self) -> None:

@@ -77,14 +77,14 @@ def test_a_journal_is_durable_under_its_name(layout: LazyLayout, events: list[tu
     events.clear()
     journals.replace(b"a", [Change(Kind.TIME, 0, 0, 2)])
     done = [event for event in events if event[0] != "unlink"]
-    assert done == [("fsync", "a.new"), ("rename", "a.new"), ("fsync", "changes")]
+    assert done == [("fsync", "a.tmp"), ("rename", "a.tmp"), ("fsync", "changes")]
 
 
 def test_a_record_is_durable_under_its_name(layout: LazyLayout, events: list[tuple[str, str]]) -> None:
     """The bytes of a record are synced before it gets its name, and its name before the call returns."""
     layout.write(LazyRecord("cs-1", "00", True))
     done = [event for event in events if event[0] != "unlink"]
-    assert done == [("fsync", "record.new"), ("rename", "record.new"), ("fsync", "lazy-restore")]
+    assert done == [("fsync", "record.tmp"), ("rename", "record.tmp"), ("fsync", "lazy-restore")]
 
 
 def test_the_mark_goes_after_the_names_are_durable(

@@ -18,7 +18,7 @@ from ciuic.maintenance.copying import copy_repository
 from ciuic.maintenance.prune import forget, prune
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
-from ciuic.repository.disk import Disk
+from ciuic.system.disk import Disk
 from ciuic.types import SnapshotId
 
 OLD = {b"old": os.urandom(20 * BLOCK)}

@@ -20,8 +20,8 @@ from ciuic.repository import DamagedRepository, Identity, Repository, Unsupporte
 from ciuic.repository import pack_format as pf
 from ciuic.repository.compression import Codec, Content
 from ciuic.repository.config import decode_config, encode_config, new_config, read_config, repair_config
-from ciuic.repository.disk import Disk
 from ciuic.repository.identity import MissingHash
+from ciuic.system.disk import Disk
 
 _TOP = Path(__file__).parents[3]
 

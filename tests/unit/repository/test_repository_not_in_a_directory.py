@@ -27,7 +27,6 @@ from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import DamagedChunk, PackDamage, PackInfo, PackRecord, Repository, snapshot_format
 from ciuic.repository.compression import Codec, Content
 from ciuic.repository.config import StoredConfig
-from ciuic.repository.disk import Disk
 from ciuic.repository.index_database import info_of
 from ciuic.repository.locks import Claim
 from ciuic.repository.lookup import find
@@ -35,6 +34,7 @@ from ciuic.repository.model import ChunkLocation, SnapshotInfo, UnreadableSnapsh
 from ciuic.repository.snapshots import CommittedSnapshots
 from ciuic.repository.writing.writer import Writer
 from ciuic.restore import execute, plan_restore
+from ciuic.system.disk import Disk
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 
 _TAG_BYTES = 8

@@ -32,6 +32,7 @@ from ciuic.protocol.control_types import rfc3339
 from ciuic.protocol.http_server import Reply, Request, document, refusal
 from ciuic.structs import decode_json
 from ciuic.system.child_process import environment
+from ciuic.system.disk import Disk
 from ciuic.system.shell_quoting import word
 from ciuic.types import SnapshotId
 
@@ -109,11 +110,7 @@ class ActionLog:
         finally:
             os.close(fd)
         if is_new:
-            directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            Disk().sync_dir(str(self._directory))
 
     def _is_cut_short(self) -> bool:
         with open(self.path, "rb") as file:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -67,8 +68,12 @@ def test_state_of_an_upload_by_hand_is_handed_over(system: Systemd, monkeypatch:
     (state / "nas").mkdir(parents=True)
     (state / "nas/stored").write_text("{}")
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+    rename = os.rename
+
+    def refuse(source: str, target: str, **options: Any) -> None:
+        if os.path.isdir(source):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target, **options)
 
     monkeypatch.setattr(os, "rename", refuse)
     system.install(PROGRAM, config=None, start=False)

@@ -19,10 +19,10 @@ from ciuic.remote.objects.model import ObjectInfo
 from ciuic.remote.sealing.key_slots import make_key_file, read_key_file
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.repository import Repository
-from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Identity
 from ciuic.repository.locks import Lock
 from ciuic.repository.repository import unmake_empty
+from ciuic.system.disk import Disk
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import NoSuchObject, RemoteRefused, RemoteUnreachable
-from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
+from ciuic.system.disk import Disk
 
 
 @pytest.fixture

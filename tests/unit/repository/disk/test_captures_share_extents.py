@@ -18,8 +18,8 @@ from ciuic.daemon.capture.process import run_job
 from ciuic.daemon.capture.roots import Report
 from ciuic.repository import Repository, extent_sharing
 from ciuic.repository.block_maps import blocks_of
-from ciuic.repository.disk import Disk
 from ciuic.repository.extent_sharing import Stage, StagedFile
+from ciuic.system.disk import Disk
 from ciuic.types import SnapshotId
 
 # The file system is on a loop device.

@@ -13,9 +13,10 @@ from support.stored import read_back, store
 from ciuic.daemon.capture import space
 from ciuic.daemon.capture.space import ReservedDisk, ReserveReached
 from ciuic.maintenance.check import check
-from ciuic.repository import Disk, Repository
+from ciuic.repository import Repository
 from ciuic.repository.compression import Content
 from ciuic.retention import MinFree
+from ciuic.system.disk import Disk
 from ciuic.system.disk_space import reserve_of
 from ciuic.types import Snapshot, SnapshotDraft
 
@@ -104,9 +105,9 @@ class MortalDisk(Disk):
             raise Killed
         self.left -= self.left > 0
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         self._step()
-        super().unlink(path)
+        super().unlink(path, dir_fd=dir_fd)
 
     def truncate(self, fd: int, size_bytes: int) -> None:
         self._step()

@@ -13,9 +13,9 @@ import pytest
 
 from ciuic.repository import Repository, Writer
 from ciuic.repository.compression import Content
-from ciuic.repository.disk import Disk
 from ciuic.repository.identity import Bytes
 from ciuic.repository.writing.chunk_store import WriteBehind
+from ciuic.system.disk import Disk
 
 _BLOCK = 256 << 10
 _MIB = 1 << 20
