@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,17 @@ def send(pid: int, number: int) -> None:
             readable(pidfd, 10)
     finally:
         os.close(pidfd)
+    # The thread that takes SIGSTOP stops the others, which may answer before.
+    while number == signal.SIGSTOP and not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
+        time.sleep(0.001)
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+    except OSError:
+        # It has ended.
+        return True
 
 
 def count_requests(before: Callable[[str], None], patch: Callable[[type, str, Any], None] = setattr) -> None:
