@@ -54,7 +54,7 @@ class Site:
         self.socket = top / "run/control.sock"
         self.roots: list[Path] = []
         self.process: subprocess.Popen[bytes] | None = None
-        self.log = top / "log"
+        self.log = top / "daemon.log"
         self.environment: dict[str, str] = {}
         self.driver = DRIVER
         self.stored: Mapping[str, int] = {}
