@@ -34,6 +34,7 @@ def main() -> None:
         worker_process._ADOPTION_SECONDS = mount_hooks._PROBE_TIMEOUT_SECONDS = 0.5
         sessions._ANSWER_SECONDS = client._ANSWER_SECONDS = 2.0  # type: ignore[misc]
         supervisor._PROBE_ANSWER_SECONDS = 0.5
+        worker_process._FIRST_ANSWER_SECONDS = 3.0
         injection.carry_out(Path(os.environ[injection.PLAN]))
         ciuic.__version__ = os.environ.get(injection.VERSION, ciuic.__version__)
     cli.main()

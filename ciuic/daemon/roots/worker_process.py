@@ -36,6 +36,8 @@ from ciuic.system.processes import describe_exit
 _READY_TIMEOUT_SECONDS = 30.0
 # A request may wait for the disk below the root.
 _CONTROL_TIMEOUT_SECONDS = 30.0
+# To the first questions: the job waits meanwhile.
+_FIRST_ANSWER_SECONDS = 10.0
 # A worker that is adopted answers at once, or hangs.
 _ADOPTION_SECONDS = 5.0
 _T = TypeVar("_T")
@@ -243,7 +245,7 @@ async def start_worker(
             os.close(ready_write)
         try:
             await _wait_ready(ready_read, child, options.root)
-            client = WorkerControlClient(options.socket, timeout_seconds=_CONTROL_TIMEOUT_SECONDS)
+            client = WorkerControlClient(options.socket, timeout_seconds=_FIRST_ANSWER_SECONDS)
             answers = await trio.to_thread.run_sync(_first_questions, client, limiter=_control_threads)
         except BaseException:
             child.kill()
