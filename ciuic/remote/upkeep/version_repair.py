@@ -278,7 +278,7 @@ def renew_locks(
     """
     locked = astray = 0
 
-    def lock(found: NameVersions) -> bool:
+    def lock(found: NameVersions) -> None:
         progress(found.name)
         # Of key slots only the current version is known to be of use.
         current = found.current
@@ -291,11 +291,11 @@ def renew_locks(
             )
             current = current if same else sound
         assert current is not None
-        return versions.lock(current, until_ns)
+        versions.lock(current, until_ns)
 
     wanted = (one for one in _wanted_names(objects) if one.standing in (Standing.RIGHT, Standing.LOST))
     with ThreadPoolExecutor(_LOCK_THREADS) as threads:
         while batch := list(islice(wanted, _LOCK_BATCH)):
-            locked += sum(threads.map(lock, [one.found for one in batch]))
+            locked += sum(1 for _ in threads.map(lock, [one.found for one in batch]))
             astray += sum(one.standing is Standing.LOST for one in batch)
     return LockRenewal(locked, astray)
