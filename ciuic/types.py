@@ -59,7 +59,7 @@ TAG_PARTIAL = "partial"
 """Tag of a snapshot that lacks a root; `Snapshot.left_out` and the message say which and why."""
 
 TAG_RETAKEN = "retaken"
-"""Tag of a snapshot of a later instant than the one at which its id was promised; its message says why."""
+"""Tag that earlier versions gave a snapshot of a later instant than the one at which its id was promised; its message says why."""
 TAG_SAFETY = "safety"
 SAFETY_MESSAGE = "before the restore from "
 """Beginning of the message of a safety snapshot, which a restore took before it changed anything; see

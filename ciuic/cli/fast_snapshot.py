@@ -162,8 +162,6 @@ def _ask(connection: Connection, request: Request, body: bytes) -> int:
     if not request.wait:
         _note(f"{snapshot} is cut and being captured; `ciuic status` shows how far it is")
     # After the id is out: a script has it, whatever the exit code says about the rest.
-    if state.get("retaken"):
-        _tell_if_retaken(snapshot, str(state.get("time")), str(state["retaken"]))
     if incomplete or left_out:
         return _tell_what_is_missing(snapshot, incomplete or (), left_out or {}, waited=request.wait)
     return 0
@@ -215,12 +213,6 @@ def _guarded(act: Callable[[], None]) -> int:
     from ciuic.cli.shared.session import Session
 
     return guarded(Session(), act)
-
-
-def _tell_if_retaken(snapshot: str, time: str, reason: str) -> None:
-    from ciuic.cli.commands.snapshot import tell_if_retaken
-
-    _guarded(lambda: tell_if_retaken(snapshot, time, reason))
 
 
 def _tell_what_is_missing(

@@ -310,7 +310,7 @@ def _with_table(text: str, config: Config, remote: RemoteConfig) -> tuple[str, C
     if several or remote.name != DEFAULT_REMOTE_NAME:
         values["name"] = remote.name
     values["url"] = remote.url
-    for key in ("packs_url", "endpoint", "region", "ssh_command", "ssh_program", "storage_class"):
+    for key in ("endpoint", "region", "ssh_command", "ssh_program", "storage_class"):
         if value := getattr(remote, key):
             values[key] = value
     if not remote.encryption:

@@ -265,7 +265,6 @@ REMOTE_KEYS: dict[str, Key] = {
         # No default among several: their names tell them apart in commands, alerts and directories.
         Key("name", remote_name_value, DEFAULT_REMOTE_NAME),
         Key("url", remote_url_value, ""),
-        Key("packs_url", remote_url_value, "", show=show_optional),
         Key("endpoint", endpoint_value, "", show=show_optional),
         Key("region", word_value, "", show=show_optional),
         Key("ssh_command", line_value, "", show=show_optional),

@@ -119,7 +119,6 @@ class ReadRemote(NamedTuple):
         return RemoteConfig(
             name=get("name", DEFAULT_REMOTE_NAME),
             url=self.values["url"],
-            packs_url=get("packs_url"),
             endpoint=get("endpoint"),
             region=get("region"),
             ssh_command=get("ssh_command"),
@@ -272,27 +271,24 @@ def _flaws(
     # Two uploaders of one repository to one place would do everything twice.
     if any(read.values["url"] == values["url"] for read in before if "url" in values):
         yield f"a second [[{TABLE}]] with the url {values['url']}", "url"
-    if values.get("packs_url") and values["packs_url"] == values.get("url"):
-        yield f"{TABLE}.packs_url must be another place than {TABLE}.url", "packs_url"
     if values.get("key_file") and values.get("key_command"):
         yield f"{TABLE}.key_file and {TABLE}.key_command must not be set together", "key_command"
     for key in ("key_file", "key_command"):
         if values.get("encryption") is False and values.get(key):
             yield f"{TABLE}.{key} has no use without encryption", key
     scheme = values.get("url", "").partition(":")[0]
-    packs_scheme = values.get("packs_url", "").partition(":")[0] or scheme
     for key in ("endpoint", "region", "storage_class"):
-        if {scheme, packs_scheme} <= {"file", "ssh"} and values.get(key):
+        if scheme in ("file", "ssh") and values.get(key):
             yield f"{TABLE}.{key} has no use for a directory ({values['url']})", key
     for key in ("ssh_command", "ssh_program"):
-        if "ssh" not in (scheme, packs_scheme) and values.get(key):
+        if scheme != "ssh" and values.get(key):
             yield f"{TABLE}.{key} has no use for {scheme}://", key
-    if packs_scheme in ("file", "ssh", "gs", "oss") and table.get(TIER):
+    if scheme in ("file", "ssh", "gs", "oss") and table.get(TIER):
         yield (
-            f"{TABLE}.{TIER} has no use for {packs_scheme}://, whose storage classes are not changed from here",
+            f"{TABLE}.{TIER} has no use for {scheme}://, whose storage classes are not changed from here",
             "url",
         )
-    if "oss" in (scheme, packs_scheme) and not values.get("endpoint") and not values.get("region"):
+    if scheme == "oss" and not values.get("endpoint") and not values.get("region"):
         yield f'{TABLE}.region must be set for oss://, such as "cn-hangzhou", or {TABLE}.endpoint', "url"
 
 

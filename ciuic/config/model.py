@@ -341,8 +341,6 @@ class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     name: str
     url: str
     """``s3://``, ``gs://``, ``az://``, ``oss://``, ``ssh://`` or ``file://``; checked as text, without a slash at its end."""
-    packs_url: str | None = None
-    """Place of packs and manifests; None: beside the log, at ``url``."""
     endpoint: str | None = None
     region: str | None = None
     ssh_command: str | None = None

@@ -77,8 +77,6 @@ class SnapshotState(_Document):
     """Roots that are not in the snapshot, with the reason; the snapshot is `partial` then."""
     hold_microseconds: int = 0
     """Time for which changing operations were stopped for the cut."""
-    retaken: str = ""
-    """Reason why it shows a later instant than the one at which its id was promised; empty if it does not."""
 
 
 # Requests are strict: a daemon that ignored a field it does not know would do something else than was asked for.

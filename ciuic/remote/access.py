@@ -73,7 +73,6 @@ from ciuic.remote.objects.model import (
     read_verified,
 )
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.split_objects import PacksElsewhere, SplitObjects, is_with_packs
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.objects.wrappers import PrefixedObjects
 from ciuic.remote.sealing.key_slots import (
@@ -279,7 +278,6 @@ class KeySlots:
 PASSPHRASE_VARIABLE: Final = "CIUIC_REMOTE_PASSPHRASE"
 KEY_FILE_VARIABLE: Final = "CIUIC_REMOTE_KEY_FILE"
 RECOVERY_VARIABLE: Final = "CIUIC_REMOTE_RECOVERY_KEY"
-PACKS_VARIABLE: Final = "CIUIC_REMOTE_PACKS_URL"
 _SLOT_VARIABLE: Final = "CIUIC_REMOTE_SLOT"
 # systemd.exec(5): files that a unit got by LoadCredential=.
 _CREDENTIALS_VARIABLE: Final = "CREDENTIALS_DIRECTORY"
@@ -391,27 +389,12 @@ class Remote(NamedTuple):
         return f"Remote({self.objects.url!r}, id={self.id!r}, sealed={self.stored.sealed})"
 
 
-def place_of(remote: Remote, name: str) -> str:
-    """Return the URL below which an object of this name lies: that of the packs, or that of everything else.
-
-    Args:
-        remote: A remote, or the space of one repository in it.
-        name: Name of the object, or the beginning of one that ends with a slash.
-    """
-    url = remote.objects.url
-    if not remote.stored.packs_url or not is_with_packs(name):
-        return url
-    space = _SPACE_END.search(url)
-    return remote.stored.packs_url.rstrip("/") + (space[0] if space else "")
-
-
 def init_remote(
     objects: Objects,
     *,
     master: MasterKey | None,
     block_size: int,
     identity: Identity | None = None,
-    packs_url: str = "",
 ) -> Remote:
     """Make a remote, and open it. The caller has proved create-only, and adds key slots before anything else.
 
@@ -420,12 +403,10 @@ def init_remote(
         master: New master key; None for a remote that is not sealed.
         block_size: Bytes in a block of the repositories that will join.
         identity: How chunks are named, for a remote that is not sealed; None for a random one.
-        packs_url: Place of the packs, which the store was opened with; empty where they lie beside the log.
 
     Raises:
         RemoteExists: there is a remote already.
         LostIdentity: there is one that has lost its remote.json.
-        PacksElsewhere: the place of the packs has those of another remote.
     """
     refuse_lost_identity(objects)
     remote_id = os.urandom(16)
@@ -437,7 +418,6 @@ def init_remote(
         block_size=block_size,
         created_ns=time.time_ns(),
         identity=identity,
-        packs_url=packs_url,
     )
     # A lost reply looks like somebody else's remote: the id decides.
     if not objects.create(REMOTE_JSON, data) and objects.get(REMOTE_JSON) != data:
@@ -451,7 +431,6 @@ def open_remote(
     *,
     expected_id: bytes | None = None,
     goes_on: GoesOn | None = None,
-    packs_url: str = "",
 ) -> Remote:
     """Open the remote with the first of the secrets that fits.
 
@@ -460,14 +439,13 @@ def open_remote(
         secrets: Passphrases and keys; none for a remote that is not sealed.
         expected_id: Id that the caller knows, 16 bytes: of the remote that this host has joined.
         goes_on: Asked whether a passphrase is tried with more slots once that took about a minute; None for no.
-        packs_url: Place of the packs, which the store was opened with; empty where they lie beside the log.
 
     Raises:
         NotFound: there is no remote.
         LostIdentity: it has lost its remote.json.
         WrongKey: no secret fits, or none was given for a sealed remote.
         DamagedRemote: remote.json was altered, or all key slots were.
-        PacksElsewhere: the place of the packs is another one.
+        PacksElsewhere: its packs lie in another place than its log.
     """
     failed: dict[bytes, CiuicError] = {}
 
@@ -483,17 +461,14 @@ def open_remote(
             raise
 
     try:
-        # A bit that flips in the id, with which the slots are opened, looks like a wrong key; one that flips in a copy of
-        # remote.json like another remote.
-        remote = read_verified(objects, opened, also=(WrongKey, PacksElsewhere))
+        # A bit that flips in the id, with which the slots are opened, looks like a wrong key.
+        return read_verified(objects, opened, also=(WrongKey,))
     except NoSuchObject:
         refuse_lost_identity(objects)
         raise NotFound(
             f"there is no remote at {objects.url}",
             hint="ciuic remote init makes one; one that was deleted from a bucket with versions is read with --behind-deletions",
         ) from None
-    require_packs(remote, packs_url)
-    return remote
 
 
 def repair_identity(
@@ -503,9 +478,8 @@ def repair_identity(
     known_ids: Iterable[str],
     repository: Repository | None,
     block_size: int,
-    packs_url: str = "",
 ) -> Remote:
-    """Write remote.json again where it was lost, from its copy beside the packs or from what this host has; durable on return.
+    """Write remote.json again where it was lost, from what this host has; durable on return.
 
     The id is one that this host knows, or that of the packs, if a key slot, or an object in clear, verifies with it.
 
@@ -515,7 +489,6 @@ def repair_identity(
         known_ids: Ids that the remote may have, of 32 hexadecimal digits.
         repository: Repository of this host; None for none.
         block_size: Bytes in a block where no repository shares chunks over the remote yet.
-        packs_url: Place of the packs, which the store was opened with; empty where they lie beside the log.
 
     Raises:
         RemoteExists: it is there.
@@ -523,8 +496,6 @@ def repair_identity(
         WrongKey: no key opens a slot with any of the ids.
         CiuicError: the size of blocks is not known here.
     """
-    if isinstance(objects, SplitObjects) and objects.mend_identity():
-        return open_remote(objects, secrets, packs_url=packs_url)
     if objects.info(REMOTE_JSON) is not None:
         raise RemoteExists(f"{REMOTE_JSON} is there at {objects.url}; nothing was written")
     packs = list(islice(objects.list(PACKS_PREFIX), _HEADERS_READ))
@@ -554,7 +525,6 @@ def repair_identity(
             block_size=repository.block_size if repository is not None and shares else block_size,
             created_ns=created_ns,
             identity=None if is_sealed_one else identity,
-            packs_url=packs_url,
         )
         opened = opened_remote(objects, data, master)
         if not objects.create(REMOTE_JSON, data) and objects.get(REMOTE_JSON) != data:
@@ -609,23 +579,6 @@ def _has_log_of(objects: Objects, remote_id: bytes, repository: Repository) -> b
                 if isinstance(entry, LogHello | LogCommit) and entry.repository == repository.id:
                     return True
     return False
-
-
-def require_packs(remote: Remote, packs_url: str) -> None:
-    """Raise PacksElsewhere for a remote whose packs lie in another place, unless that was named; or the other way round.
-
-    Whether it is the right one, `SplitObjects` has found out.
-    """
-    if packs_url and remote.stored.packs_url is None:
-        raise PacksElsewhere(
-            f"the remote at {remote.objects.url} has its packs beside its log, not at {packs_url}",
-            hint="leave packs_url out",
-        )
-    if remote.stored.packs_url is not None and not packs_url:
-        raise PacksElsewhere(
-            f"the packs of the remote at {remote.objects.url} lie in another place, made as {remote.stored.packs_url}",
-            hint=f"name it: packs_url under [remote], --packs-url URL, or {PACKS_VARIABLE} in the environment",
-        )
 
 
 def repository_space(remote: Remote, repository: Repository, *, make: bool = True) -> Remote:
@@ -806,7 +759,6 @@ def configured_settings(config: RemoteConfig) -> StoreSettings:
         storage_class=config.storage_class or "",
         ssh_command=config.ssh_command or "",
         ssh_program=config.ssh_program or "",
-        packs_url=config.packs_url or "",
     )
 
 
@@ -818,7 +770,7 @@ def open_configured(
     Raises:
         WrongKey: no secret fits, or the remote is not encrypted and the configuration does not say so.
     """
-    remote = open_remote(objects, secrets, goes_on=goes_on, packs_url=config.packs_url or "")
+    remote = open_remote(objects, secrets, goes_on=goes_on)
     return require_sealed(remote) if config.encryption else remote
 
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 import msgspec
 from blake3 import blake3
 
-from ciuic.remote.errors import DamagedRemote, WrongKey
+from ciuic.remote.errors import DamagedRemote, PacksElsewhere, WrongKey
 from ciuic.remote.object_names import (
     MAX_STEP,
     REMOTE_JSON,
@@ -400,7 +400,7 @@ def create_round(
 
 _VERSION: Final = 1
 _SPLIT_VERSION: Final = 2
-"""Version of a remote whose packs lie in another place: who does not know that must not write to it."""
+"""Version of a remote whose packs lie in another place than its log, which is refused."""
 MAX_REMOTE_JSON_BYTES: Final = 8192
 _CHECK_INFO: Final = b"ciuic remote.json v1"
 _HexKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -421,7 +421,7 @@ class StoredRemote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     identity: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     """Identity of a repository that was not made for this remote: an object in base64."""
     packs_url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)] | None = None
-    """Place of the packs, where it is another one, as the host that made the remote named it; for people."""
+    """Place of the packs, where an earlier version put them in another one than the log."""
 
     def __repr__(self) -> str:
         return f"StoredRemote(id={self.id!r}, sealed={self.sealed!r})"
@@ -450,7 +450,6 @@ def encode_remote(
     block_size: int,
     created_ns: int,
     identity: Identity | None = None,
-    packs_url: str = "",
 ) -> bytes:
     """Return the bytes of the remote.json of a new remote.
 
@@ -460,7 +459,6 @@ def encode_remote(
         block_size: bytes in a block of a file.
         created_ns: ns since 1970, for people.
         identity: of a remote that is not sealed; that of a sealed one is derived from its master key.
-        packs_url: place of the packs; empty where they lie beside the log.
 
     Raises:
         ValueError: an argument is outside of its limits.
@@ -468,13 +466,12 @@ def encode_remote(
     if (master is None) is (identity is None):
         raise ValueError("a remote has either a master key or an identity in clear")
     stored = StoredRemote(
-        version=_SPLIT_VERSION if packs_url else _VERSION,
+        version=_VERSION,
         id=remote_id.hex(),
         hash="blake3-128",
         block_size=block_size,
         sealed=master is not None,
         created_ns=created_ns,
-        packs_url=packs_url or None,
     )
     if identity is not None:
         if identity.hash != "blake3-128" or identity.key is None:
@@ -563,6 +560,7 @@ def open_remote(data: bytes, master: MasterKey | None, *, expected_id: bytes | N
         DamagedRemote: it was altered, or is that of another remote.
         WrongKey: the remote is sealed and no key was given, or the other way round.
         UnsupportedFormat: a later version of ciuic wrote it.
+        PacksElsewhere: its packs lie in another place than its log.
     """
     stored = _decode_remote(data)
     remote_id = bytes.fromhex(stored.id)
@@ -577,6 +575,9 @@ def open_remote(data: bytes, master: MasterKey | None, *, expected_id: bytes | N
             hint="somebody replaced remote.json, or the key belongs to another remote; nothing was sent",
         )
     split_check(REMOTE_JSON, data, _check(remote_id, master))
+    # Once it is authenticated: what an attacker stores beside it must not stop a rescue from its versions.
+    if stored.packs_url is not None:
+        raise PacksElsewhere(stored.packs_url)
     sealer = Sealer(remote_id, master)
     return OpenRemote(stored, sealer, _identity(stored, sealer, master))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ciuic.errors import Damaged, NotPermitted
+from ciuic.errors import CiuicError, Damaged, NotPermitted
 
 
 class DamagedRemote(Damaged):
@@ -12,6 +12,17 @@ class DamagedRemote(Damaged):
         super().__init__(f"{name} in the remote is damaged: {reason}", hint=hint)
         self.name = name
         self.reason = reason
+
+
+class PacksElsewhere(CiuicError):
+    """The packs of the remote lie in another place than its log, where an earlier version put them."""
+
+    def __init__(self, packs_url: str) -> None:
+        super().__init__(
+            f"the remote has its packs in another place than its log, {packs_url!r}, which this version of ciuic does not read",
+            hint="the earlier version reads it; to use it with this one copy packs, tables and manifests beside the log and make "
+            "remote.json anew (docs/remote.md, Packs apart from the log)",
+        )
 
 
 class WrongKey(NotPermitted):

@@ -18,7 +18,7 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record, upload_state_dir
 from ciuic.remote.access import configured_objects, configured_secrets, open_configured, repository_space
 from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_remote_id
-from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.errors import DamagedRemote, PacksElsewhere
 from ciuic.remote.log_reader import naming_memory
 from ciuic.remote.object_names import REMOTE_JSON
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteUnreachable
@@ -78,7 +78,7 @@ def look_at(
         finally:
             objects.close()
     # A wrong key is none of these: who replaced the remote was found out by its id.
-    except (RemoteUnreachable, Damaged, NotFound, NoSuchBucket) as error:
+    except (RemoteUnreachable, Damaged, NotFound, NoSuchBucket, PacksElsewhere) as error:
         if isinstance(error, RemoteUnreachable) and not away:
             return None
         return f"nothing counts as stored there: {error.message}"

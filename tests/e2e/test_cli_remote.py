@@ -15,14 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.cli_repository import Host
 from support.live import installed
 from support.until import until
 
-from ciuic.remote.access import key_slots
+from ciuic.remote.access import key_slots, open_remote
+from ciuic.remote.documents import _encode
+from ciuic.remote.object_names import REMOTE_JSON
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.sealing.key_slots import show_recovery_key
+from ciuic.remote.sealing.key_slots import read_key_file, show_recovery_key
 from ciuic.repository import Repository
 from ciuic.repository.identity import BLAKE3, XXH3
 
@@ -561,3 +564,45 @@ def test_snapshot_waits_for_a_remote_that_wants_it(
             host.snapshot()
             assert "does not go to the remote" in host.fails("snapshot", "--wait=remote", code=1)
             process.kill()
+
+
+def test_a_remote_with_its_packs_elsewhere_is_refused(
+    host: Host, other: Host, url: str, made: dict[str, Any]
+) -> None:
+    """Every command refuses a remote whose packs an earlier version put elsewhere, and changes nothing; with them beside the log its identity is made anew."""
+    host.snapshot_of(os.urandom(300_000))
+    (snapshot,) = host.json("list")["snapshots"]
+    host.run("remote", "upload", "--once")
+    place = Path(url.removeprefix("file://"))
+    objects = open_objects(url)
+    remote = open_remote(objects, [read_key_file(str(host.key_file))])
+    stored = msgspec.structs.replace(remote.stored, version=2, packs_url="s3://locked/\x1ba")
+    objects.put(REMOTE_JSON, [_encode(stored, remote.master)])
+    objects.close()
+    (place / "packs").rename(place.with_name("packs"))
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    key = ("--open-with", str(host.key_file))
+    for command in (
+        ("--repo", url, "list"),
+        ("--repo", url, "verify", "--all"),
+        ("--repo", url, "restore", "-s", snapshot["id"], "-p", "/", "-d", str(host.top / "back")),
+        ("check", "--remote", "--repair"),
+        ("prune", "--remote"),
+        ("forget", "--remote", "-y", snapshot["id"]),
+        ("remote", "upload", "--once"),
+        ("remote", "drill"),
+        ("remote", "keys", "add", "--recovery"),
+        ("remote", "keys", "remove", "-y", "recovery"),
+        ("remote", "test", "--size", "1"),
+    ):
+        said = host.fails(*command, code=1)
+        assert "its packs in another place than its log, 's3://locked/\\x1ba'" in said, command
+    assert "in another place" in host.fails("fleet", "status", code=5)
+    assert "in another place" in other.fails("remote", "join", url, *key, code=1)
+    assert "in another place" in host.fails("remote", "status", "--contact", code=1)
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    place.with_name("packs").rename(place / "packs")
+    (place / REMOTE_JSON).unlink()
+    host.run("remote", "repair-identity")
+    host.run("check", "--remote", "--read-data")
+    assert host.json("--repo", url, "list")["snapshots"][0]["id"] == snapshot["id"]

@@ -185,8 +185,3 @@ def test_a_scratch_directory_that_is_missing_is_named_with_its_option(host: Host
     for command in (("remote", "drill"), ("drill",), ("drill", "--run", "true")):
         assert f"TMPDIR must name a directory, got {missing}" in host.fails(*command, code=2)
     assert last(host) is None
-
-
-def test_init_names_the_option_for_the_packs(host: Host) -> None:
-    """--packs-url is an option of all commands, which the list of the options of init lacks."""
-    assert b"--packs-url" in host.run("remote", "init", "--help").stdout

@@ -94,21 +94,6 @@ def _save(manager: SnapshotManager, value: float) -> Any:
     return save
 
 
-def test_packs_in_another_place(host: RemoteHost, nas: Path, tmp_path: Path) -> None:
-    """With packs_url a training sends its packs to one place and its log to another, and resumes from both."""
-    (tmp_path / "packs").mkdir()
-    remote = {"url": f"file://{nas}", "packs_url": f"file://{tmp_path}/packs"}
-    with SnapshotManager(tmp_path / "local", remote=remote) as manager:
-        _save(manager, 7.0)
-        assert manager.wait_remote(remote_training.WAIT_SECONDS)
-    assert not (nas / "packs").exists()
-    assert not (tmp_path / "packs" / "w").exists()
-    with SnapshotManager(tmp_path / "elsewhere", remote=remote) as manager:
-        assert manager.load_latest_snapshot()["weights"]["w"][0] == 7.0
-    with pytest.raises(CiuicError, match="lie in another place"):
-        SnapshotManager(tmp_path / "third", remote=f"file://{nas}")
-
-
 def test_a_killed_upload_is_started_again(host: RemoteHost, nas: Path, tmp_path: Path) -> None:
     """The next save starts an upload that was killed, and what was committed before is not lost."""
     with SnapshotManager(tmp_path / "local", remote=f"file://{nas}") as manager:

@@ -33,10 +33,10 @@ from ciuic.types import Snapshot
 BLOCK = 4096
 
 
-def new_remote(objects: Objects, *, sealed: bool = True, packs_url: str = "") -> Remote:
+def new_remote(objects: Objects, *, sealed: bool = True) -> Remote:
     """Make a remote."""
     master = MasterKey.generate() if sealed else None
-    return init_remote(objects, master=master, block_size=BLOCK, packs_url=packs_url)
+    return init_remote(objects, master=master, block_size=BLOCK)
 
 
 def flip_object(objects: Objects, name: str, at: int = -1) -> None:

@@ -72,16 +72,11 @@ class VersionedObjects:
         for name in names:
             self._add(name, None)
 
-    def delete_marks(self, name: str) -> None:
-        """Add a mark."""
-        self._add(name, None)
-
-    def lock(self, version: Version, until_ns: int) -> bool:
+    def lock(self, version: Version, until_ns: int) -> None:
         """Note the lock."""
         if not self.has_locks:
             raise RemoteRefused("the bucket has no object lock")
         self.locks[version.name, version.id] = until_ns
-        return True
 
     def reconnect(self) -> None:
         """Do nothing: there are no connections."""
@@ -137,13 +132,9 @@ class MemoryVersions:
                 return data[offset : offset + length]
         raise NoSuchObject(version.name)
 
-    def lock(self, version: Version, until_ns: int) -> bool:
+    def lock(self, version: Version, until_ns: int) -> None:
         """Note the lock."""
-        return self._bucket.lock(version, until_ns)
-
-    def delete_marks(self, name: str) -> None:
-        """Add a mark."""
-        self._bucket.delete_marks(name)
+        self._bucket.lock(version, until_ns)
 
     def close(self) -> None:
         """Keep everything."""

@@ -741,8 +741,6 @@ def _recorded(
     words: list[str | bytes] = ["ciuic"]
     if session.names_repository:
         words += ["--repo", session.place]
-    if session.packs_option is not None:
-        words += ["--packs-url", session.packs_option]
     if check_after and plan.overwrite is None and len(_directories(plan)) < len(plan.targets):
         # Files that are in place stop a restore without; those that share the packs' extents stay, and are checked.
         again = [*again, "--overwrite=always"]

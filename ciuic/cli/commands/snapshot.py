@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import complain, plural, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
@@ -371,12 +370,6 @@ def _report_outcome(
         if wait is None and not waited:
             note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
     # After the id: a script that reads it has it, whatever the exit code is.
-    tell_if_retaken(state.id, state.time, state.retaken)
-    if place is not None and state.retaken:
-        raise Partial(
-            f"{state.id} is not of the set {place.name!r} any more, which stays incomplete: it had to be cut again",
-            hint="cut another set",
-        )
     tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=waited or wait is not None)
 
 
@@ -395,12 +388,6 @@ def _take_of_set(
         return take_of_set(session.control, opened(config, objects), request, snapshot)
     finally:
         objects.close()
-
-
-def tell_if_retaken(snapshot_id: str, time: str, reason: str) -> None:
-    """Warn where the snapshot is of a later instant than the one at which its id was given out."""
-    if reason:
-        warn(f"{snapshot_id} was cut again, at {times.clock_of(time)}: {shown_text(reason)}")
 
 
 def tell_what_is_missing(

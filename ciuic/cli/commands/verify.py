@@ -615,13 +615,7 @@ def _check_behind_deletions(session: Session, *, repair: bool) -> CheckReport:
 
     objects = _sound_objects(session)
     assert session.remote_url is not None
-    writer = (
-        open_named_objects(
-            session.remote_url, lambda: session.config.remotes, packs_url=session.packs_option or ""
-        )
-        if repair
-        else None
-    )
+    writer = open_named_objects(session.remote_url, lambda: session.config.remotes) if repair else None
     try:
         with progress("check") as reporter:
             return check_versions(objects, writer, lambda name: reporter.update(path=name.encode()))

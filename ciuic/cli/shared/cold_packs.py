@@ -59,4 +59,4 @@ def open_session_classes(session: Session, url: str) -> ObjectClasses:
     from ciuic.remote.objects.opening import open_classes
 
     config = configured_remote(url, lambda: session.config.remotes)
-    return open_classes(url, settings_of(url, config, session.packs_option or ""))
+    return open_classes(url, settings_of(config))

@@ -84,12 +84,6 @@ def _remember_place(context: click.Context, _: click.Parameter, value: str | Non
     session.repo_option = None if is_url else _absolute_path(value)
 
 
-def _remember_packs(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    session = context.find_object(Session)
-    if value is not None and session is not None:
-        session.packs_option = value
-
-
 def _remember_host(context: click.Context, _: click.Parameter, value: str | None) -> None:
     session = context.find_object(Session)
     if value is not None and session is not None:
@@ -150,14 +144,6 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             metavar="DIR|URL",
             callback=_remember_place,
             help="Repository, or remote to read from; needs no configuration file (CIUIC_REPO).",
-        ),
-        click.Option(
-            ["--packs-url"],
-            expose_value=False,
-            hidden=True,
-            metavar="URL",
-            callback=_remember_packs,
-            help="Of a remote whose packs lie in another place than its log, that place (CIUIC_REMOTE_PACKS_URL).",
         ),
         click.Option(
             ["--as-host"],

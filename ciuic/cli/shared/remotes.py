@@ -6,7 +6,6 @@ configuration or a prompt on the terminal, and never from the command line.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -50,7 +49,6 @@ def open_named_remote(
     remotes: Callable[[], Sequence[RemoteConfig]],
     every_version: EveryVersion | None = None,
     *,
-    packs_url: str = "",
     may_ask: bool = True,
 ) -> ReadableRemote:
     """Open the remote with this URL.
@@ -59,7 +57,6 @@ def open_named_remote(
         url: Place of the remote.
         remotes: Returns what the configuration says of remotes; may raise CiuicError.
         every_version: Read it behind deletions; None to read what is there.
-        packs_url: Place of its packs as --packs-url names it; empty where that was not given.
         may_ask: Ask for a key on a terminal if there is none.
 
     Raises:
@@ -77,7 +74,7 @@ def open_named_remote(
             f"remotes need a package that is not installed: {error}", hint=_INSTALL_HINT
         ) from None
     config = configured_remote(url, remotes)
-    settings = settings_of(url, config, packs_url)
+    settings = settings_of(config)
     secrets = configured_secrets(config)
     # An attacker who can write to the bucket could otherwise have a host without a key read forged snapshots.
     sealed = config is not None and config.encryption
@@ -126,43 +123,23 @@ def _named(error: CiuicError, url: str) -> CiuicError:
     return error.anew(message, hint=hint or _HINTS.get(kind, _STORE_HINT))
 
 
-def open_named_objects(
-    url: str, remotes: Callable[[], Sequence[RemoteConfig]], *, packs_url: str = ""
-) -> Objects:
+def open_named_objects(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -> Objects:
     """Return the objects of the remote with this URL, to be written to.
 
     Args:
         url: Place of the remote.
         remotes: Returns what the configuration says of remotes; may raise CiuicError.
-        packs_url: As in `open_named_remote`.
     """
     from ciuic.remote.objects.opening import open_objects
 
-    return open_objects(url, settings_of(url, configured_remote(url, remotes), packs_url))
+    return open_objects(url, settings_of(configured_remote(url, remotes)))
 
 
-def settings_of(url: str, config: RemoteConfig | None, packs_url: str) -> StoreSettings:
-    """Return what the store of a remote must be told beside its URL.
+def settings_of(config: RemoteConfig | None) -> StoreSettings | None:
+    """Return what the store of a remote must be told beside its URL; None where the configuration has no such remote."""
+    from ciuic.remote.access import configured_settings
 
-    Args:
-        url: Place of the remote.
-        config: What the configuration says of it; None for nothing.
-        packs_url: As in `open_named_remote`.
-
-    Raises:
-        UsageError: ``packs_url`` contradicts the configuration.
-    """
-    from ciuic.remote.access import PACKS_VARIABLE, configured_settings
-    from ciuic.remote.objects.urls import StoreSettings, parse_url
-
-    if config is None:
-        return StoreSettings(packs_url=packs_url or os.environ.get(PACKS_VARIABLE, ""))
-    if packs_url and str(parse_url(packs_url)) != config.packs_url:
-        raise UsageError(
-            f"the configuration has packs_url {config.packs_url!r} for {url}, not {packs_url!r}",
-            hint="leave --packs-url out, or change the configuration",
-        )
-    return configured_settings(config)
+    return None if config is None else configured_settings(config)
 
 
 def configured_remote(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -> RemoteConfig | None:

@@ -49,7 +49,6 @@ class Session:
         config_option: Path | None = None,
         repo_option: Path | None = None,
         remote_option: str | None = None,
-        packs_option: str | None = None,
         as_host: str | None = None,
         trust_option: bool = False,
         ignores_environment: bool = False,
@@ -64,8 +63,6 @@ class Session:
         self.repo_option = repo_option
         self.remote_option = remote_option
         """URL of a remote, given with --repo."""
-        self.packs_option = packs_option
-        """URL of the packs of a remote whose packs lie in another place, given with --packs-url."""
         self.as_host = as_host
         """Host whose snapshots are read from a remote; None for those of all."""
         self.behind_deletions = False
@@ -206,7 +203,6 @@ class Session:
                     self.remote_url,
                     lambda: self.config.remotes,
                     self.every_version,
-                    packs_url=self.packs_option or "",
                     may_ask=self.may_ask,
                 )
             )
@@ -236,7 +232,6 @@ class Session:
             return self.remote.snapshots
         for option, given in (
             ("--as-host", self.as_host is not None),
-            ("--packs-url", self.packs_option is not None),
             ("--behind-deletions", self.behind_deletions),
             ("--stored-before", self.stored_before is not None),
         ):

@@ -79,8 +79,7 @@ _PLACES: Final = ("ciuic-upload.service.d/places.conf", "ciuic-drill.service.d/p
 
 def directories_of(remotes: Iterable[RemoteConfig]) -> list[Path]:
     """Return the directories of remotes with a ``file://`` URL."""
-    urls = [url for one in remotes for url in (one.url, one.packs_url) if url is not None]
-    return [Path(unquote(urlsplit(url).path)) for url in urls if url.startswith("file://")]
+    return [Path(unquote(urlsplit(one.url).path)) for one in remotes if one.url.startswith("file://")]
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,6 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     capture_pid: int = 0
     left_out: dict[str, str] = {}
     """Requested roots that the snapshot will not have, with the reason."""
-    retaken: str = ""
-    """Why its roots were cut once more, at a later instant than the promised one; empty where they were
-    not."""
-    promised_ns: int = 0
-    """Wall clock of the first cut where they were cut once more; else 0."""
     capture_started_ticks: int = 0
     """Field 22 of /proc/<pid>/stat, which distinguishes the capture from a later process with the same
     pid."""

@@ -1,11 +1,11 @@
 """Capture what was cut, one snapshot at a time, until each is committed or given up.
 
 Guarantees: each sealed epoch is in the end either committed or given back to its worker; a failed attempt is
-repeated as pending.retry_after says; a defect in this program costs one snapshot, not the service. A snapshot
-whose epochs are gone is cut anew under its id (`cut.Retaking`). The task that goes on with a snapshot of a
-killed daemon waits for the capture that works for it. No estimate is given where nothing is known (a first
-capture does not know how much there is). Leaves to others: the queue and its journal (snapshot_queue.py), the
-cut (cut.py), the work itself (capture_process.py).
+repeated as pending.retry_after says; a defect in this program costs one snapshot, not the service. A root whose
+epoch is gone is left out (`cut.settle_doubt`), and a snapshot without any root is reported lost. The task that
+goes on with a snapshot of a killed daemon waits for the capture that works for it. No estimate is given where
+nothing is known (a first capture does not know how much there is). Leaves to others: the queue and its journal
+(snapshot_queue.py), the cut (cut.py), the work itself (capture_process.py).
 
 Belongs to the trio thread. Sessions end and captures are killed during any await below, so the phase of a
 pending snapshot (pending.py) is read anew after each.
@@ -35,13 +35,13 @@ from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
 from ciuic.daemon.snapshots.cut import (
     Flush,
-    Retaking,
     TrackingTrust,
     find_commit,
     flush,
+    settle_doubt,
     tell_workers,
 )
-from ciuic.daemon.snapshots.pending import MAX_RETAKES, PendingSnapshot, Phase
+from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase
 from ciuic.daemon.snapshots.reserve import Shortage, SpaceWatch
 from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
 from ciuic.errors import CiuicError
@@ -105,7 +105,6 @@ class Capturing:
         context: Context,
         queue: SnapshotQueue,
         promises: Promises,
-        retaking: Retaking,
         caller_waits: Callable[[], bool],
     ) -> None:
         """Prepare to capture.
@@ -114,13 +113,11 @@ class Capturing:
             context: parts of the daemon.
             queue: snapshots that were cut.
             promises: records of ids that were given out.
-            retaking: cuts interrupted snapshots anew.
             caller_waits: whether a caller waits for the snapshot that is captured or for one behind it.
         """
         self._context = context
         self._queue = queue
         self._promises = promises
-        self._retaking = retaking
         self._caller_waits = caller_waits
         self.repository_lock = trio.Lock()
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
@@ -134,6 +131,7 @@ class Capturing:
         self.leaving = False
         """True if the daemon ends while its workers serve on, so that its successor captures what waits."""
         self._shortage = Shortage()
+        self._lost_before = False
         self._left_out = _LeftOutAlerts(context.alerts)
         self._stopped = trio.Event()
         self._running = False
@@ -180,10 +178,8 @@ class Capturing:
         """
         self._running = True
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._retaking.run)
-                while True:
-                    await self._capture_first()
+            while True:
+                await self._capture_first()
         finally:
             # Limited, so that a worker that hangs does not keep the daemon from stopping.
             with trio.move_on_after(10, shield=True):
@@ -200,24 +196,19 @@ class Capturing:
     async def _capture_first(self) -> None:
         pending = await self._queue.first()
         try:
-            is_settled = await self._settle(pending)
+            await self._settle(pending)
         except Exception as error:
             # A defect costs this snapshot and not the service: its changes go into the next one.
             log.exception("capture_defect", id=pending.id)
             await self._give_up(pending, Failed(error=f"a defect in ciuic: {error!r}"))
-            is_settled = True
-        if is_settled:
-            if pending.failure is None:
-                # Before the journal forgets the snapshot: a daemon that is killed in between has a successor
-                # that does this again.
-                await self._promises.remove(pending)
-            self._queue.remove(pending)
+        if pending.failure is None:
+            # Before the journal forgets the snapshot: a daemon that is killed in between has a successor that
+            # does this again.
+            await self._promises.remove(pending)
+        self._queue.remove(pending)
 
-    async def _settle(self, pending: PendingSnapshot) -> bool:
-        """Carry out what the phase of the snapshot asks for, until it is committed or given up.
-
-        Return False where it was cut anew: other snapshots may be before it in the queue now.
-        """
+    async def _settle(self, pending: PendingSnapshot) -> None:
+        """Carry out what the phase of the snapshot asks for, until it is committed or given up."""
         if pending.record.scheduled:
             # A snapshot that somebody asked for is tried in any case; scheduled ones would write and remove
             # as much in vain with every interval.
@@ -225,17 +216,15 @@ class Capturing:
         await _await_capture(pending)
         while True:
             if pending.finished.is_set() or await self._committed_already(pending):
-                return True
+                return
             phase = pending.phase
             if phase is Phase.EMPTY:
-                await self._give_up(pending, Failed(error=pending.drop_reason))
-                return True
+                await self._give_up(pending, Failed(error=pending.loss_reason))
+                return
             if phase is Phase.DOUBTFUL:
-                await self._retaking.settle(pending)
-            elif phase is Phase.INTERRUPTED:
-                return not await self._retaken(pending)
+                await settle_doubt(pending, self._context.roots)
             elif not await self._goes_on_after_attempt(pending):
-                return True
+                return
 
     async def _goes_on_after_attempt(self, pending: PendingSnapshot) -> bool:
         """Make one attempt, and wait until the next one where it fails.
@@ -275,23 +264,6 @@ class Capturing:
         self._context.on_space_wanted()
         await pending.retry_wait(follows.after_seconds)
         return True
-
-    async def _retaken(self, pending: PendingSnapshot) -> bool:
-        """Cut an interrupted snapshot anew. Return False when it was given up, because it cannot be cut."""
-        reason = next(iter(pending.interrupted.values()))
-        error = ""
-        while pending.interrupted and (pause_seconds := pending.begin_retake()) is not None:
-            await trio.sleep(pause_seconds)
-            try:
-                await self._retaking.retake(pending)
-            except CiuicError as failure:
-                error = str(failure)
-                log.warning("snapshot_not_retaken", id=pending.id, error=error)
-        if not pending.interrupted:
-            return True
-        text = f"{reason}; it could not be cut anew in {MAX_RETAKES} attempts{error and f': {error}'}"
-        await self._give_up(pending, Failed(error=text))
-        return False
 
     async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
         """Run one capture process, and return how it ended.
@@ -409,9 +381,17 @@ class Capturing:
             self._context.alerts.clear(f"worker:{cut.path}")
             self._context.alerts.clear(f"unmounted:{cut.path}")
         self._left_out.tell(pending)
-        if pending.record.scheduled and pending.drop_reason:
-            self._context.on_scheduled_lost()
+        self._replace_lost(pending)
         self._context.on_space_wanted()
+
+    def _replace_lost(self, pending: PendingSnapshot) -> None:
+        """Have the schedule take another snapshot at once where a scheduled one has lost a root."""
+        if not pending.record.scheduled:
+            return
+        # Once: a root whose worker dies at every cut would have one cut after the other.
+        if pending.loss_reason and not self._lost_before:
+            self._context.on_scheduled_lost()
+        self._lost_before = bool(pending.loss_reason)
 
     async def _committed_already(self, pending: PendingSnapshot) -> bool:
         """Return whether an earlier attempt, or a predecessor's capture, has committed the snapshot."""
@@ -419,7 +399,8 @@ class Capturing:
         if pending.record.attempts == 0:
             return False
         try:
-            answer = await trio.to_thread.run_sync(find_commit, self._context.store(), pending.remaining)
+            # By all cuts: a root may count as lost because the repository did not answer before.
+            answer = await trio.to_thread.run_sync(find_commit, self._context.store(), pending.record.cuts)
         except CiuicError as error:
             log.warning("repository_not_asked", id=pending.id, error=str(error))
             return False
@@ -444,8 +425,7 @@ class Capturing:
         # The loss is on file before any caller is told of it.
         await self._promises.record_loss(pending, failure.error)
         pending.fail(failure)
-        if pending.record.scheduled and not pending.remaining:
-            self._context.on_scheduled_lost()
+        self._replace_lost(pending)
         self.last_failure = pending.state
         log.error("snapshot_failed", id=pending.id, error=failure.error)
         self._context.alerts.report(
@@ -498,8 +478,7 @@ def make_job(
         urgency: deadline and share that the capture works under.
 
     Raises:
-        CiuicError: the overlay session of a root has ended, and the snapshot has to be cut anew; or no root
-            remains.
+        CiuicError: the overlay session of a root has ended, which is in doubt then; or no root remains.
     """
     record = pending.record
     fds: list[int] = []
@@ -514,10 +493,10 @@ def make_job(
             for fd in fds:
                 os.close(fd)
             if isinstance(error, CiuicError):
-                pending.interrupt(cut.path, error.message)
+                pending.doubt(cut.path, error.message)
             raise
     if not jobs:
-        raise CiuicError(pending.drop_reason or "no root is left that could be captured")
+        raise CiuicError("no root is left that could be captured")
     job = CaptureJob(
         repository=str(settings.repository),
         id=record.id,
@@ -526,7 +505,7 @@ def make_job(
         roots=tuple(jobs),
         left_out=_left_out(record),
         tags=tuple(record.tags),
-        message=_message(record),
+        message=record.message,
         hold=record.hold,
         hold_reason=record.hold_reason or record.message if record.hold else "",
         hold_uid=record.user if record.hold else None,
@@ -543,16 +522,6 @@ def make_job(
 
 def _left_out(record: PendingRecord) -> tuple[LeftOut, ...]:
     return tuple(LeftOut(path=os.fsencode(path), reason=reason) for path, reason in record.left_out.items())
-
-
-def _message(record: PendingRecord) -> str:
-    """Return the operator's message.
-
-    It also has the promised instant and the reason, for a snapshot that was cut anew.
-    """
-    if not record.retaken:
-        return record.message
-    return f"{record.message} [promised for {rfc3339(record.promised_ns)} and cut again: {record.retaken}]".lstrip()
 
 
 def _root_job(

@@ -1,22 +1,21 @@
-"""Cut the epochs of all roots of a snapshot at one instant, cut anew what was lost, and settle each epoch.
+"""Cut the epochs of all roots of a snapshot at one instant, leave out what was lost, and settle each epoch.
 
 Before the cut the kernel's write-back cache is flushed, and files that are written past the overlay get a
 moment to be closed.
 
 When a worker is killed, its successor goes on with what was sealed if it can
 (fuse_layer/tracking/undo_log.py), and the capture begins again. Otherwise a sealed epoch ends with its
-worker, with a worker that leaves its session to another one, and with an undo log that met a full disk. The
-id was given out all the same, so all roots of the snapshot are cut once more at one later instant, as soon as
-they are served again, and the snapshot says so (tag `retaken`, its message, `SnapshotState.retaken`).
+worker, with a worker that leaves its session to another one, and with an undo log that met a full disk. Its root
+is left out of the snapshot then; a snapshot without any root is lost.
 
 Guarantees:
 
 * Either every root's epoch was cut while changing operations were held on all of them, or none counts (those
-  already cut are given back to their workers). That holds for the first cut and for each later one.
+  already cut are given back to their workers).
 * No hold outlives its timeout, also when the daemon is killed.
 * Everything whose write() had returned when `flush` began is in the cut, unless `flush` says otherwise.
-* The order of the queue is the order of the cuts. A root that does not come back within `PATIENCE_SECONDS` is
-  left out, with the reason.
+* A root whose sealed epoch no worker has within `PATIENCE_SECONDS` after its worker ended is left out, with the
+  reason.
 * A worker is told `committed` of an epoch only when the snapshot has its root; `abort` gives the changes to the
   next epoch. Leaves to others: which epochs a worker was not told of (`Snapshots.reconcile`).
 
@@ -38,14 +37,12 @@ from typing import NamedTuple
 import structlog
 import trio
 
-from ciuic.daemon.base.events import Wakeup
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.base.runtime import CutRecord, RuntimeDirectory
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.flush_helper import VANISHED
 from ciuic.daemon.snapshots.pending import PendingSnapshot, SnapshotCut
-from ciuic.daemon.snapshots.snapshot_queue import SnapshotQueue
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 from ciuic.system.child_process import program_environment, script_command
@@ -581,144 +578,53 @@ async def make_cut(
         )
 
 
-class Retaking:
-    """Cut interrupted snapshots anew. The task `run` does so at once for queued snapshots without an attempt."""
+async def settle_doubt(pending: PendingSnapshot, roots: Callable[[], Mapping[str, RootSupervisor]]) -> None:
+    """Find out whether the workers that serve doubtful roots now have the sealed epochs; leave out the others.
 
-    def __init__(
-        self,
-        queue: SnapshotQueue,
-        roots: Callable[[], Mapping[str, RootSupervisor]],
-        flush: Flush,
-        turns: CutTurns,
-    ) -> None:
-        """Prepare to cut anew.
+    Waits until these roots are served, for `PATIENCE_SECONDS` since the last doubt at most.
 
-        Args:
-            queue: snapshots on their way.
-            roots: supervisors of the roots, by path.
-            flush: flushes one root.
-            turns: whose turn it is to cut.
-        """
-        self._queue = queue
-        self._roots = roots
-        self._flush = flush
-        self._turns = turns
-        self._wakeup = Wakeup()
+    Args:
+        pending: snapshot with roots in doubt.
+        roots: returns the supervisors of the roots, by path.
+    """
+    until_seconds = pending.doubtful_since + PATIENCE_SECONDS
+    with trio.move_on_at(until_seconds):
+        while any(_is_coming(roots().get(path)) for path in pending.doubtful):  # noqa: ASYNC110  see _POLL_SECONDS
+            await trio.sleep(_POLL_SECONDS)
+    for cut in pending.remaining:
+        # Taken out of doubt before the worker is asked: when the worker ends meanwhile, the root is in doubt once
+        # more.
+        reason = pending.take_doubt(cut.path)
+        if reason is None or await _has_epoch(cut, roots, until_seconds) or cut.path in pending.doubtful:
+            continue
+        log.error("root_left_out", id=pending.id, root=cut.path, error=reason)
+        pending.lose(cut.path, reason)
 
-    def wanted(self) -> None:
-        """Wake the task: a queued snapshot was interrupted."""
-        self._wakeup.set()
 
-    async def run(self) -> None:
-        """Cut interrupted snapshots anew, until cancelled."""
-        while True:
-            await self._wakeup.wait()
-            for pending in list(self._queue):
-                # A snapshot with an attempt may be committed already: the capture task looks, and cuts it
-                # anew itself.
-                if not pending.record.attempts and not pending.finished.is_set():
-                    await self._try(pending)
+def _is_coming(supervisor: RootSupervisor | None) -> bool:
+    """Return whether a root will be served again."""
+    if supervisor is None or supervisor.state in ("stopping", "unmounted"):
+        return False
+    return supervisor.worker is None or supervisor.plain
 
-    async def _try(self, pending: PendingSnapshot) -> None:
-        try:
-            await self.settle(pending)
-            if pending.interrupted:
-                await self.retake(pending)
-        except CiuicError as error:
-            log.warning("snapshot_not_retaken", id=pending.id, error=str(error))
-        except Exception:  # a defect costs this snapshot at most; the capture task reports it
-            log.exception("retake_defect", id=pending.id)
 
-    async def settle(self, pending: PendingSnapshot) -> None:
-        """Resolve doubt: find out whether successors of workers that ended have the sealed epochs."""
-        if not pending.doubtful:
-            return
-        await self._roots_are_back(pending)
-        for cut in pending.remaining:
-            # Taken out of doubt before the worker is asked: when the worker ends meanwhile, the root is in
-            # doubt once more.
-            reason = pending.take_doubt(cut.path)
-            if reason is not None and not await self._is_pending(cut):
-                pending.interrupt(cut.path, reason)
-        for path in pending.record.left_out:
-            pending.take_doubt(path)
-
-    async def _is_pending(self, cut: CutRecord) -> bool:
-        """Return whether the worker that serves the root now has the sealed epoch."""
-        supervisor = self._roots().get(cut.path)
+async def _has_epoch(
+    cut: CutRecord, roots: Callable[[], Mapping[str, RootSupervisor]], until_seconds: float
+) -> bool:
+    """Return whether the worker that serves the root now has the sealed epoch; one that does not answer is asked again."""
+    while True:
+        supervisor = roots().get(cut.path)
         worker = supervisor.worker if supervisor is not None else None
         if worker is None or worker.session != cut.session:
             return False
         try:
             return cut.epoch in (await worker.ask(lambda client: client.status())).pending
         except CiuicError as error:
-            log.warning("worker_not_asked", root=cut.path, error=str(error))
-            return False
-
-    async def retake(self, pending: PendingSnapshot) -> None:
-        """Cut the remaining roots of `pending` anew, and put it at the end of the queue.
-
-        On return it is not interrupted, or all its roots are left out.
-
-        Raises:
-            CiuicError: no cut could be made; another attempt may succeed.
-        """
-        waits_until = trio.current_time() + PATIENCE_SECONDS
-        while not await self._retake_now(pending, trio.current_time() < waits_until):
-            pass
-
-    async def _retake_now(self, pending: PendingSnapshot, waits: bool) -> bool:
-        """Wait for the roots and cut them anew once.
-
-        Args:
-            pending: snapshot to cut anew.
-            waits: return False where a root has gone again since it was back, which is no reason to give up
-                the snapshot.
-        """
-        await self._roots_are_back(pending)
-        # Another cut may hold the lock for seconds, so the roots are looked at once more under it.
-        async with self._turns.cut(None):
-            if not pending.interrupted or pending.finished.is_set():
-                return True
-            if waits and any(self._is_coming(cut.path) for cut in pending.remaining):
+            if trio.current_time() >= until_seconds:
+                log.warning("worker_not_asked", root=cut.path, error=str(error))
                 return False
-            supervisors = self._supervisors(pending)
-            # When only roots that are left out were interrupted, the sealed epochs of the others are as they
-            # were promised.
-            if not supervisors or not pending.interrupted:
-                return True
-            # Before the cut: the epochs of the other roots are given back, because the job pays for a sealed
-            # epoch as long as it exists.
-            pending.interrupt_remaining()
-            await tell_workers(pending, self._roots(), committed=False)
-            async with make_cut(supervisors, self._flush) as made:
-                pending.recut(made, trio.current_time())
-                self._queue.to_the_end(pending)
-        log.warning("snapshot_retaken", id=pending.id, reason=pending.record.retaken)
-        return True
-
-    async def _roots_are_back(self, pending: PendingSnapshot) -> None:
-        """Wait until every root is served, or is not going to be."""
-        with trio.move_on_after(PATIENCE_SECONDS):
-            while any(self._is_coming(cut.path) for cut in pending.remaining):  # noqa: ASYNC110  see _POLL_SECONDS
-                await trio.sleep(_POLL_SECONDS)
-
-    def _is_coming(self, path: str) -> bool:
-        supervisor = self._roots().get(path)
-        if supervisor is None or supervisor.state in ("stopping", "unmounted"):
-            return False
-        return supervisor.worker is None or supervisor.plain
-
-    def _supervisors(self, pending: PendingSnapshot) -> list[RootSupervisor]:
-        """Return the supervisors of roots that can be cut, and leave the other roots out of the snapshot."""
-        found = []
-        for cut in pending.remaining:
-            supervisor = self._roots().get(cut.path)
-            if supervisor is not None and supervisor.worker is not None and supervisor.state != "stopping":
-                found.append(supervisor)
-                continue
-            pending.drop_root(cut.path)
-        return found
+        # It may have ended, which its supervisor finds out a moment later.
+        await trio.sleep(_POLL_SECONDS)
 
 
 async def tell_workers(

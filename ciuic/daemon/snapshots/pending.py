@@ -1,42 +1,36 @@
 """State machine of one snapshot on its way from the cut to the commit. No I/O.
 
 `PendingSnapshot.phase` says in which state the snapshot is, and with that what has to be done next;
-`Capturing` and `Retaking` carry it out, and ask here how often and when. No other class changes an attribute of
-a snapshot: every change goes through one method here, and every change of state is announced as an event.
+`Capturing` and `cut.settle_doubt` carry it out, and ask here how often and when. No other class changes an
+attribute of a snapshot: every change goes through one method here, and every change of state is announced as an
+event.
 
-| state         | meaning                                             | next effect                      |
-| ------------- | --------------------------------------------------- | -------------------------------- |
-| `QUEUED`      | cut, waits for its first or another attempt         | start a capture (Capturing)      |
-| `CAPTURING`   | a capture process runs, or waits for the repository | wait for its end (Capturing)     |
-| `DOUBTFUL`    | a worker ended; a successor may have its epoch      | ask it (Retaking.settle)         |
-| `INTERRUPTED` | the sealed epoch of a root is gone                  | cut all roots anew (Retaking)    |
-| `EMPTY`       | every root was left out                             | give up (Capturing)              |
-| `COMMITTED`   | durable in the repository                           | none: it leaves the queue        |
-| `FAILED`      | will never exist                                    | none: it leaves the queue        |
+| state       | meaning                                             | next effect                  |
+| ----------- | --------------------------------------------------- | ---------------------------- |
+| `QUEUED`    | cut, waits for its first or another attempt         | start a capture (Capturing)  |
+| `CAPTURING` | a capture process runs, or waits for the repository | wait for its end (Capturing) |
+| `DOUBTFUL`  | a worker ended; a successor may have its epoch      | ask it (settle_doubt)        |
+| `EMPTY`     | every root was left out                             | give up (Capturing)          |
+| `COMMITTED` | durable in the repository                           | none: it leaves the queue    |
+| `FAILED`    | will never exist                                    | none: it leaves the queue    |
 
-`DOUBTFUL` and `INTERRUPTED` are conditions of single roots, and several roots may be in them at once: the
-state of the snapshot is the first that holds of COMMITTED, FAILED, EMPTY, DOUBTFUL, INTERRUPTED, CAPTURING,
-QUEUED.
+`DOUBTFUL` is a condition of single roots, and several roots may be in it at once: the state of the snapshot is
+the first that holds of COMMITTED, FAILED, EMPTY, DOUBTFUL, CAPTURING, QUEUED.
 
-| from              | transition           | caused by                                        | to              |
-| ----------------- | -------------------- | ------------------------------------------------ | --------------- |
-| (none)            | constructor          | Snapshots: a cut, or a predecessor's journal     | QUEUED          |
-| QUEUED            | `begin_attempt`      | Capturing                                        | CAPTURING       |
-| CAPTURING         | `attempt_progressed` | message of the capture process                   | CAPTURING       |
-| CAPTURING         | `attempt_failed`     | Capturing: another attempt is worth it           | QUEUED          |
-| CAPTURING         | `attempt_failed`     | Capturing: none is left, one root is to blame    | QUEUED, without |
-| CAPTURING         | `attempt_failed`     | Capturing: the worker gave its undo log up       | INTERRUPTED     |
-| QUEUED, CAPTURING | `doubt`              | Snapshots.session_lost: a worker ended           | DOUBTFUL        |
-| DOUBTFUL          | `take_doubt`         | Retaking.settle: a successor has the epoch       | QUEUED          |
-| DOUBTFUL          | `take_doubt`,        | Retaking.settle: no worker has it                | INTERRUPTED     |
-|                   | `interrupt`          |                                                  |                 |
-| QUEUED, CAPTURING | `interrupt`          | Snapshots.resume, make_job: another session      | INTERRUPTED     |
-| INTERRUPTED       | `begin_retake`       | Capturing: another attempt to cut anew is left   | INTERRUPTED     |
-| INTERRUPTED       | `recut`              | Retaking.retake; goes to the end of the queue    | QUEUED          |
-| INTERRUPTED       | `drop_root`          | Retaking.retake: the root is not served any more | QUEUED or EMPTY |
-| all but the ends  | `commit`             | Capturing: `Done`, or found in the repository    | COMMITTED       |
-| all but the ends  | `fail`               | Capturing: EMPTY, no attempt or cut is left,     | FAILED          |
-|                   |                      | a defect, or the daemon ends                     |                 |
+| from              | transition           | caused by                                         | to              |
+| ----------------- | -------------------- | ------------------------------------------------- | --------------- |
+| (none)            | constructor          | Snapshots: a cut, or a predecessor's journal      | QUEUED          |
+| QUEUED            | `begin_attempt`      | Capturing                                         | CAPTURING       |
+| CAPTURING         | `attempt_progressed` | message of the capture process                    | CAPTURING       |
+| CAPTURING         | `attempt_failed`     | Capturing: another attempt is worth it            | QUEUED          |
+| CAPTURING         | `attempt_failed`     | Capturing: none is left, one root is to blame     | QUEUED, without |
+| QUEUED, CAPTURING | `doubt`              | Snapshots.session_lost: a worker ended;           | DOUBTFUL        |
+|                   |                      | Snapshots.resume, make_job: another session       |                 |
+| DOUBTFUL          | `take_doubt`         | settle_doubt: the root's worker has the epoch     | QUEUED          |
+| DOUBTFUL          | `take_doubt`, `lose` | settle_doubt: no worker has it                    | QUEUED or EMPTY |
+| all but the ends  | `commit`             | Capturing: `Done`, or found in the repository     | COMMITTED       |
+| all but the ends  | `fail`               | Capturing: EMPTY, no attempt is left, a defect,   | FAILED          |
+|                   |                      | or the daemon ends                                |                 |
 """
 
 from __future__ import annotations
@@ -54,7 +48,6 @@ from ciuic.daemon.capture import job
 from ciuic.daemon.snapshots.capture_process import CODE_KILLED, CaptureProcess
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError
 from ciuic.protocol.control_types import Progress, SnapshotState, rfc3339
-from ciuic.types import TAG_RETAKEN
 
 # Longest time for which a sealed epoch waits for another writer. Waiting costs the job copies of old blocks,
 # so it has an end.
@@ -67,11 +60,6 @@ _BUSY_RETRY_SECONDS = 5.0
 _STORE_RETRY_SECONDS = 15.0
 # Multiplied by the number of attempts, because memory may have run out.
 _KILLED_RETRY_SECONDS = 1.0
-# Attempts to cut one snapshot anew: a root whose worker dies at every cut must not occupy the daemon for
-# ever.
-MAX_RETAKES = 5
-# Pauses before these attempts; the first follows at once, because the promised instant is past.
-_RETAKE_PAUSES_SECONDS = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
 class _Retry(NamedTuple):
@@ -106,7 +94,6 @@ class Phase(enum.Enum):
     QUEUED = "queued"
     CAPTURING = "capturing"
     DOUBTFUL = "doubtful"
-    INTERRUPTED = "interrupted"
     EMPTY = "empty"
     COMMITTED = "committed"
     FAILED = "failed"
@@ -159,14 +146,12 @@ class PendingSnapshot:
         there."""
         self.cut_at = cut_at
         """Time of the cut on trio's clock."""
-        self.interrupted: dict[str, str] = {}
-        """Roots whose sealed epoch is gone before it was captured, with the reason."""
         self.doubtful: dict[str, str] = {}
         """Roots whose worker ended, with the reason."""
-        self.retakes = 0
-        """Attempts to cut the snapshot anew."""
-        self.drop_reason = ""
-        """Why a root that was interrupted could not be cut anew; empty while there is none."""
+        self.doubtful_since = 0.0
+        """Time of the last doubt on trio's clock."""
+        self.loss_reason = ""
+        """Why the sealed epoch of a root is gone before it was captured; empty while none is."""
         self.has_lost_session = False
         """A session ended since the last attempt began."""
         self.tries = 0
@@ -195,7 +180,6 @@ class PendingSnapshot:
             attempts=record.attempts,
             left_out=dict(record.left_out),
             hold_microseconds=record.hold_microseconds,
-            retaken=record.retaken,
         )
 
     @property
@@ -217,8 +201,6 @@ class PendingSnapshot:
             return Phase.EMPTY
         if self.doubtful:
             return Phase.DOUBTFUL
-        if self.interrupted:
-            return Phase.INTERRUPTED
         return Phase.CAPTURING if self._attempt_runs else Phase.QUEUED
 
     def announce_cut(self) -> None:
@@ -281,11 +263,6 @@ class PendingSnapshot:
         self._attempt_runs = False
         if self.has_lost_session:  # the failure says no more than that, and the phase says what to do
             return _AfterFailure("reconsider")
-        if failure.code == job.EXIT_UNDO_LOST:
-            # What the same roots show now is captured under the same id instead.
-            for cut in self.remaining:
-                self.interrupt(cut.path, failure.error)
-            return _AfterFailure("reconsider")
         self.needed_bytes = max(self.needed_bytes, failure.needed_bytes)
         after_seconds = retry_after(failure, self.tries, trio.current_time() - self.cut_at).after_seconds
         if after_seconds is not None:
@@ -332,13 +309,14 @@ class PendingSnapshot:
         """Take a root out of the snapshot, which records the reason."""
         self.record.left_out[path] = reason
         self.state.left_out[path] = reason
+        self.doubtful.pop(path, None)
         # The roots that remain get all attempts: so far this one may have made them fail.
         self.tries = 0
 
     # -- sessions that end
 
     def doubt(self, path: str, reason: str) -> None:
-        """Note that the worker of a root has ended.
+        """Note that the worker of a root has ended, or that another session serves it.
 
         A running attempt reads what that worker sealed, so it is killed at once; it begins again when a
         successor goes on with the session.
@@ -346,75 +324,25 @@ class PendingSnapshot:
         if path in self.record.left_out:
             return
         self.doubtful.setdefault(path, reason)
-        self._end_attempt(reason)
-
-    def take_doubt(self, path: str) -> str | None:
-        """Take a root out of doubt, and return why its worker ended; None where it is not in doubt."""
-        return self.doubtful.pop(path, None)
-
-    def interrupt(self, path: str, reason: str) -> None:
-        """Note that the sealed epoch of a root is gone: the snapshot has to be cut anew."""
-        if path in self.record.left_out:
-            return
-        self.interrupted.setdefault(path, reason)
-        self._end_attempt(reason)
-
-    async def session_lost(self) -> None:
-        """Wait until a session has ended since the last attempt began."""
-        while not self.has_lost_session:
-            await self._wake.wait()
-
-    def begin_retake(self) -> float | None:
-        """Count an attempt to cut the snapshot anew, and return the pause before it; None where none is left."""
-        if self.retakes >= MAX_RETAKES:
-            return None
-        self.retakes += 1
-        return _RETAKE_PAUSES_SECONDS[self.retakes - 1]
-
-    def _end_attempt(self, reason: str) -> None:
+        self.doubtful_since = trio.current_time()
         self.has_lost_session = True
         if self.process is not None:
             self.process.kill(reason)
         self._wake.set()
 
-    def drop_root(self, path: str) -> None:
-        """Leave out a root that was to be cut anew and is not served any more."""
-        reason = self.interrupted.pop(path, "it was interrupted")
-        if path not in self.record.left_out:
-            reason = f"{reason}, and the root is not served any more"
-            self.drop_reason = self.drop_reason or reason
-            self.leave_out(path, reason)
+    def take_doubt(self, path: str) -> str | None:
+        """Take a root out of doubt, and return why its worker ended; None where it is not in doubt."""
+        return self.doubtful.pop(path, None)
 
-    def interrupt_remaining(self) -> None:
-        """Interrupt all remaining roots, because one of them is and all have to be cut at one instant."""
-        reason = next(iter(self.interrupted.values()))
-        for cut in self.remaining:
-            self.interrupted.setdefault(cut.path, reason)
+    def lose(self, path: str, reason: str) -> None:
+        """Leave out a root whose sealed epoch is gone."""
+        self.loss_reason = self.loss_reason or reason
+        self.leave_out(path, reason)
 
-    def recut(self, cut: SnapshotCut, cut_at: float) -> None:
-        """Make this a snapshot of a later instant, under the same id.
-
-        Args:
-            cut: new cut of the remaining roots.
-            cut_at: time of the cut on trio's clock.
-        """
-        reason = "; ".join(dict.fromkeys(self.interrupted.values()))
-        record = self.record
-        # The cut may be repeated several times: the instant that was promised stays, with the first reason.
-        record.retaken = record.retaken or reason
-        record.promised_ns = record.promised_ns or record.time_ns
-        record.cuts, record.time_ns = list(cut.records), cut.time_ns
-        record.hold_microseconds = cut.hold_microseconds
-        # The other members of its set are of the instant that this snapshot has lost.
-        record.set_member = None
-        record.tags = list(dict.fromkeys([*record.tags, TAG_RETAKEN, *cut.tags]))
-        self.trust_tracking, self.unbypassed, self.cut_at = cut.trust_tracking, cut.unbypassed, cut_at
-        self.interrupted, self.doubtful = {}, {}
-        self.state.state, self.state.progress = "pending", None
-        self.state.time = rfc3339(record.time_ns)
-        self.state.tags, self.state.retaken = list(record.tags), record.retaken
-        self.state.hold_microseconds = record.hold_microseconds
-        self._announce("snapshot_retaken", self.state)
+    async def session_lost(self) -> None:
+        """Wait until a session has ended since the last attempt began."""
+        while not self.has_lost_session:
+            await self._wake.wait()
 
     # -- ends
 

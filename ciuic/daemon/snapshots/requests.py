@@ -7,9 +7,9 @@ because the cut begins after the request was made.
 Guarantees:
 
 * An id is given out only when every root's cut is made and the journal names it.
-* A snapshot whose id was given out is committed under that id: as of the promised instant, or, where the sealed
-  epochs are gone, as of a later one, and says so (`cut.Retaking`). When a snapshot cannot be committed, every
-  caller that waits gets an error, and the loss is on file (`snapshot_queue.Promises`).
+* A snapshot whose id was given out is committed under that id as of the promised instant, without the roots
+  whose sealed epochs are gone (`cut.settle_doubt`). When a snapshot cannot be committed, every caller that waits
+  gets an error, and the loss is on file (`snapshot_queue.Promises`).
 * A request is merged only with others whose cut has not begun; a request whose connection has ended keeps no
   other from its cut. A request for a pair is never merged: it names the one training state that it belongs to.
 * A killed daemon's successor goes on with the same ids (`resume`).
@@ -37,7 +37,6 @@ from ciuic.daemon.snapshots.capturing import Capturing, Context
 from ciuic.daemon.snapshots.cut import (
     CutTurns,
     HeldCut,
-    Retaking,
     flush_all,
     make_cut,
     mounted_roots,
@@ -70,10 +69,7 @@ class Snapshots:
         # Ids of snapshots that are being cut.
         self._new_ids: set[str] = set()
         self._promises = Promises(context.store, context.now_ns)
-        self._retaking = Retaking(self._queue, context.roots, context.flush, self._turns)
-        self.capturing = Capturing(
-            context, self._queue, self._promises, self._retaking, lambda: self.caller_waits
-        )
+        self.capturing = Capturing(context, self._queue, self._promises, lambda: self.caller_waits)
 
     # -- asking for a snapshot
 
@@ -264,12 +260,11 @@ class Snapshots:
         They cannot be captured exactly unless a successor goes on with the session.
         """
         self._queue.doubt(path, session, f"the overlay session of {path} ended before the capture did")
-        self._retaking.wanted()
 
     async def resume(self, records: list[PendingRecord]) -> None:
         """Take over the snapshots of a predecessor.
 
-        They are captured as sealed where the sessions still live, and cut anew where they do not.
+        They are captured as sealed where the sessions still live, without the other roots.
         """
         roots = self._context.roots()
         for record in records:
@@ -281,9 +276,8 @@ class Snapshots:
                 worker = supervisor.worker if supervisor else None
                 if worker is None or worker.session != cut.session:
                     reason = f"the overlay session of {cut.path} ended with the daemon before this one"
-                    pending.interrupt(cut.path, reason)
-            log.info("snapshot_resumed", id=record.id, interrupted=pending.interrupted)
-        self._retaking.wanted()
+                    pending.doubt(cut.path, reason)
+            log.info("snapshot_resumed", id=record.id, doubtful=pending.doubtful)
         self.resumed.set()
         # After all records are queued: what is on its way must not be recorded as lost.
         await self._promises.record_forgotten({record.id for record in records})

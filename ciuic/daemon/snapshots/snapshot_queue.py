@@ -159,12 +159,6 @@ class SnapshotQueue:
         """Empty the queue and leave the journal as it is: the next daemon goes by it."""
         self._waiting.clear()
 
-    def to_the_end(self, pending: PendingSnapshot) -> None:
-        """Move a snapshot that was cut anew to the end: the order of the queue is that of the cuts."""
-        self._waiting.remove(pending)
-        self._waiting.append(pending)
-        self.write_journal()
-
     def doubt(self, path: str, session: str, reason: str) -> None:
         """Put a root of every snapshot that this session sealed into doubt.
 
@@ -255,7 +249,7 @@ def _promise(pending: PendingSnapshot, *, reason: str = "", lost_ns: int = 0) ->
     record = pending.record
     return Promise(
         id=pending.id,
-        time_ns=record.promised_ns or record.time_ns,
+        time_ns=record.time_ns,
         roots=tuple(cut.path for cut in record.cuts),
         tags=tuple(record.tags),
         message=record.message,

@@ -276,17 +276,12 @@ class ObjectVersions(Protocol):
             NoSuchObject: the version is gone.
         """
 
-    def lock(self, version: Version, until_ns: int) -> bool:
+    def lock(self, version: Version, until_ns: int) -> None:
         """Have the store refuse to delete the version before this time (ns since 1970); never shortens a lock.
-
-        False where the version lies in a place that is meant to have no locks.
 
         Raises:
             RemoteRefused: the bucket has no locks, or these credentials may not set them.
         """
-
-    def delete_marks(self, name: str) -> None:
-        """Delete a name as `Objects.delete` does: its versions stay."""
 
     def close(self) -> None:
         """Close connections."""

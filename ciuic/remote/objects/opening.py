@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Mapping
 
 from ciuic.errors import UsageError
 from ciuic.remote.objects.azure_classes import AzureClasses
@@ -14,12 +12,9 @@ from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import Objects, ObjectVersions
 from ciuic.remote.objects.obstore_objects import ObstoreObjects
 from ciuic.remote.objects.s3_botocore import S3Classes, S3Client, S3Versions
-from ciuic.remote.objects.split_objects import SplitObjects, SplitVersions
 from ciuic.remote.objects.ssh_objects import SshObjects
 from ciuic.remote.objects.storage_classes import ObjectClasses
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings, parse_url
-
-_Opened = TypeVar("_Opened", Objects, ObjectVersions)
 
 
 def open_objects(
@@ -39,8 +34,6 @@ def open_objects(
     """
     where = parse_url(url) if isinstance(url, str) else url
     settings = settings or StoreSettings()
-    if settings.packs_url:
-        return SplitObjects(*_both(where, settings, lambda place, own: open_objects(place, own, make=make)))
     if where.scheme == "file":
         return DirectoryObjects(where.prefix, make=make)
     if where.scheme == "memory":
@@ -48,25 +41,6 @@ def open_objects(
     if where.scheme == "ssh":
         return SshObjects(where, settings, make=make)
     return ObstoreObjects(where, settings)
-
-
-def _both(
-    log: RemoteUrl, settings: StoreSettings, opened: Callable[[RemoteUrl, StoreSettings], _Opened]
-) -> tuple[_Opened, _Opened]:
-    """Return what ``opened`` returns for the place of the log, and for that of the packs."""
-    packs = parse_url(settings.packs_url)
-    if packs == log:
-        raise UsageError(
-            f"packs_url must be another place than that of the log, got {packs} for both",
-            hint="leave packs_url out, or name another bucket",
-        )
-    own = replace(settings, packs_url="")
-    first = opened(log, own)
-    try:
-        return first, opened(packs, own)
-    except BaseException:
-        first.close()
-        raise
 
 
 def open_versions(
@@ -80,10 +54,6 @@ def open_versions(
     """
     where = parse_url(url) if isinstance(url, str) else url
     settings = settings or StoreSettings()
-    if settings.packs_url:
-        return SplitVersions(
-            *_both(where, settings, lambda place, own: open_versions(place, own, environment))
-        )
     if where.scheme not in ("s3", "oss"):
         raise UsageError(
             f"versions of {where.scheme}:// cannot be read here, only those of s3:// and oss://",
@@ -100,7 +70,7 @@ def open_classes(url: str, settings: StoreSettings | None = None) -> ObjectClass
         NoCredentials: there are none.
     """
     settings = settings or StoreSettings()
-    where = parse_url(settings.packs_url or url)
+    where = parse_url(url)
     if where.scheme == "s3":
         return S3Classes(S3Client(where, settings))
     if where.scheme == "az":

@@ -20,7 +20,6 @@ from ciuic.remote.objects.model import NoSuchObject, Objects, RemoteRefused, Rem
 
 PROOF_PREFIX: Final = "proof/"
 """Names of what is made here; all of it is deleted again where deleting is allowed."""
-_PACKS_PROOF_PREFIX: Final = f"packs/{PROOF_PREFIX}"
 RACERS: Final = 16
 ROUNDS: Final = 3
 _PAUSE_SECONDS: Final = 1.0
@@ -65,7 +64,6 @@ def prove_create_only(
     *,
     racers: int = RACERS,
     rounds: int = ROUNDS,
-    packs_apart: bool = False,
     pause_seconds: float = _PAUSE_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Proof:
@@ -75,7 +73,6 @@ def prove_create_only(
         connect: opens the remote with a client of its own; called once for each racer.
         racers: threads that create one name at once.
         rounds: races.
-        packs_apart: packs lie in another place, which is to store and list what is put there.
         pause_seconds: pause before an object is read again.
         sleep: waits that long.
 
@@ -89,10 +86,6 @@ def prove_create_only(
     try:
         for name in names:
             _race(clients, name, pause_seconds, sleep)
-        if packs_apart:
-            names.append(f"{_PACKS_PROOF_PREFIX}{os.urandom(16).hex()}")
-            clients[0].put(names[-1], [names[-1].encode()])
-            _expect_listed(clients[-1], names[-1], _PACKS_PROOF_PREFIX)
     finally:
         left = _delete(clients[0], names)
         for client in clients:
@@ -159,10 +152,10 @@ def _expect(client: Objects, name: str, winner: bytes, when: str) -> None:
         raise _not_kept(client, name, f"the object is not the winner's {when}: it was overwritten")
 
 
-def _expect_listed(client: Objects, name: str, prefix: str = PROOF_PREFIX) -> None:
-    if not any(info.name == name for info in client.list(prefix)):
+def _expect_listed(client: Objects, name: str) -> None:
+    if not any(info.name == name for info in client.list(PROOF_PREFIX)):
         raise ListingNotKept(
-            f"{client.url} does not list what was created before: its listing of {prefix} lacks {name}",
+            f"{client.url} does not list what was created before: its listing of {PROOF_PREFIX} lacks {name}",
             hint="use a store whose listings are strongly consistent, without a caching proxy before it; "
             "see docs/remote-format.md, section 1",
         )
@@ -192,7 +185,6 @@ def measure(
     object_bytes: int = 16 * _MIB,
     objects: int = 8,
     small: int = 20,
-    packs_apart: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Measurement:
@@ -203,11 +195,10 @@ def measure(
     Raises:
         CreateOnlyNotKept, RemoteUnreachable, RemoteRefused, NoSuchBucket: as `prove_create_only`.
     """
-    proof = prove_create_only(connect, packs_apart=packs_apart, sleep=sleep)
+    proof = prove_create_only(connect, sleep=sleep)
     client = connect()
     top = f"{PROOF_PREFIX}{os.urandom(16).hex()}"
-    # Named as packs, where they lie apart: their place is the one that is measured.
-    large = [f"{'packs/' if packs_apart else ''}{top}/large-{number}" for number in range(objects)]
+    large = [f"{top}/large-{number}" for number in range(objects)]
     little = [f"{top}/small-{number}" for number in range(small)]
     # Random, for a store that compresses would look faster than it is.
     body = os.urandom(object_bytes)

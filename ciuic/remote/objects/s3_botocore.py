@@ -306,7 +306,7 @@ class S3Versions:
                 raise
         return data
 
-    def lock(self, version: Version, until_ns: int) -> bool:
+    def lock(self, version: Version, until_ns: int) -> None:
         """Have the store refuse to delete the version before this time, in the mode of the bucket's default."""
         until = _EPOCH + timedelta(microseconds=until_ns // 1000)
         key = {"Bucket": self._s3.bucket, "Key": self._s3.key(version.name), "VersionId": version.id}
@@ -320,7 +320,6 @@ class S3Versions:
                 standing = client.get_object_retention(**key)["Retention"]["RetainUntilDate"]
             if standing < until:
                 raise
-        return True
 
     def _mode(self) -> str:
         """Return the mode of the bucket's default retention; GOVERNANCE where it has none."""
@@ -339,11 +338,6 @@ class S3Versions:
             rule = found.get("ObjectLockConfiguration", {}).get("Rule", {}).get("DefaultRetention", {})
             self._lock_mode = rule.get("Mode", "GOVERNANCE")
         return self._lock_mode
-
-    def delete_marks(self, name: str) -> None:
-        """Delete a name; its versions stay."""
-        with self._s3.request("delete", name) as client:
-            client.delete_object(Bucket=self._s3.bucket, Key=self._s3.key(name))
 
     def close(self) -> None:
         """Close connections."""

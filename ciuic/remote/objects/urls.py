@@ -75,8 +75,6 @@ class StoreSettings:
     """ssh: program and options, such as ``ssh -i /etc/ciuic/backup-key``."""
     ssh_program: str = ""
     """ssh: ``ciuic`` on the other host, as its shell finds it."""
-    packs_url: str = ""
-    """URL of the place of packs, tables and manifests, where that is another one; the same settings hold for it."""
 
     def __post_init__(self) -> None:
         if self.endpoint:

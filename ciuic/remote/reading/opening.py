@@ -22,10 +22,9 @@ from ciuic.remote.log_reader import (
     naming_memory,
     unlogged_manifests,
 )
-from ciuic.remote.object_names import MANIFESTS_PREFIX, REMOTE_JSON
+from ciuic.remote.object_names import MANIFESTS_PREFIX
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
-from ciuic.remote.objects.split_objects import SplitVersions
 from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
 from ciuic.remote.reading.cache_directory import check_own, open_cache
@@ -61,7 +60,7 @@ class ReadableRemote:
     def log_damage(self) -> list[DamagedRemote]:
         """Entries of logs that could not be read, and manifests whose log is gone or cut. What they commit is not among ``snapshots``."""
         return [
-            DamagedRemote(f"{access.place_of(reader.space, name)}/{name}", reason)
+            DamagedRemote(f"{reader.space.objects.url}/{name}", reason)
             for reader in self.readers
             for name, reason in (
                 *(
@@ -174,8 +173,7 @@ def open_remote_repository(
     """
     objects = wrap(open_objects(url, settings))
     try:
-        packs_url = "" if settings is None else settings.packs_url
-        remote = open_remote(objects, secrets, goes_on=goes_on, packs_url=packs_url)
+        remote = open_remote(objects, secrets, goes_on=goes_on)
         if require_sealed:
             access.require_sealed(remote)
     except BaseException:
@@ -213,9 +211,6 @@ def open_behind_deletions(
     versions = open_versions(url, settings)
     try:
         remote = open_remote_versions(versions, secrets, before_ns=before_ns).remote
-        access.require_packs(remote, "" if settings is None else settings.packs_url)
-        if isinstance(versions, SplitVersions):
-            versions.require_copy(remote.objects.get(REMOTE_JSON))
         if require_sealed:
             access.require_sealed(remote)
     except BaseException:

@@ -28,7 +28,7 @@ from itertools import chain, zip_longest
 from typing import Final, TypeVar
 
 from ciuic.errors import Damaged, NotFound, NotPermitted
-from ciuic.remote.access import Remote, place_of
+from ciuic.remote.access import Remote
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import DamagedLog, LogReader, RolledBack, Rounds, UnloggedManifest
 from ciuic.remote.object_names import PACKS_PREFIX, PackRef, pack_name, parse_pack, split_ref
@@ -613,7 +613,7 @@ class RemoteRepository(Repository):
 
     def pack_path(self, number: int) -> str:
         """Return the URL of a pack."""
-        place = place_of(self.reader.space, PACKS_PREFIX)
+        place = self.reader.space.objects.url
         try:
             return f"{place}/{pack_name(self._ref(number))}"
         except NotFound:

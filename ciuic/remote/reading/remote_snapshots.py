@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.errors import Damaged, NotFound, UsageError
-from ciuic.remote.access import Remote, place_of
+from ciuic.remote.access import Remote
 from ciuic.remote.documents import LiveManifest, RemoteManifest, decode_manifest, object_digest, read_document
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader
@@ -73,7 +73,7 @@ class Manifests:
 
     def path(self, live: LiveManifest) -> str:
         """Return the URL of the manifest of a snapshot."""
-        return f"{place_of(self._space, live.manifest)}/{live.manifest}"
+        return f"{self._space.objects.url}/{live.manifest}"
 
     def read(self, live: LiveManifest) -> RemoteManifest:
         """Return the manifest of a snapshot.

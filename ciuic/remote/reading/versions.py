@@ -37,7 +37,7 @@ from ciuic.remote.documents import (
     open_remote,
     read_remote_id,
 )
-from ciuic.remote.errors import DamagedRemote, WrongKey
+from ciuic.remote.errors import DamagedRemote, PacksElsewhere, WrongKey
 from ciuic.remote.object_names import (
     KEYS_PREFIX,
     LOGS_PREFIX,
@@ -141,8 +141,8 @@ def split_space(name: str, remote_id: bytes) -> tuple[bytes, str]:
 def _flaw(check: Callable[[], object]) -> str:
     try:
         check()
-    # A version number is not sealed: anybody can write a later one.
-    except (Damaged, UnsupportedFormat, WrongKey, UsageError, ValueError) as error:
+    # A version number is not sealed: anybody can write a later one. Nor is anything in clear.
+    except (Damaged, UnsupportedFormat, PacksElsewhere, WrongKey, UsageError, ValueError) as error:
         return str(error) or type(error).__name__
     return ""
 
@@ -458,6 +458,7 @@ def open_remote_versions(
         NotFound: nothing was ever stored as remote.json.
         WrongKey: no secret fits any version, or one is needed.
         DamagedRemote: no version is as it was stored.
+        PacksElsewhere: its packs lie in another place than its log.
     """
     candidates = _remote_jsons(versions, before_ns)
     if not candidates:

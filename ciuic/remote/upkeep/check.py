@@ -51,7 +51,7 @@ import msgspec
 from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.check import CheckFinding, CheckReport, Kind, Severity
 from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
-from ciuic.remote.access import KeySlots, place_of
+from ciuic.remote.access import KeySlots
 from ciuic.remote.documents import (
     MAX_MANIFESTS,
     LiveManifest,
@@ -687,7 +687,7 @@ def _check_space(
     chunks: dict[ChunkId, PackKind] = {}
     snapshots: set[str] = set()
     for damage in result.damages:
-        ref = parse_pack(damage.file.removeprefix(f"{place_of(space, PACKS_PREFIX)}/"))
+        ref = parse_pack(damage.file.removeprefix(f"{space.objects.url}/"))
         if damage.kind == "pack" and damage.chunk is None and ref in damaged:
             continue
         report.findings.append(_finding(damage))

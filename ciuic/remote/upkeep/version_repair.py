@@ -31,7 +31,6 @@ from ciuic.remote.object_names import (
     parse_slot,
 )
 from ciuic.remote.objects.model import NameVersions, Objects, ObjectVersions
-from ciuic.remote.objects.split_objects import SplitObjects
 from ciuic.remote.reading.versions import SoundObjects, log_of, split_space
 from ciuic.remote.sealing.key_slots import MAX_SLOT_BYTES
 from ciuic.units import plural
@@ -167,8 +166,6 @@ _KINDS: Final[dict[str, Kind]] = {
     "key slot": "key slot",
     "remote.json": "configuration",
 }
-# Kinds of which there is a copy beside the packs, where these lie in another place.
-_IN_BOTH: Final = ("remote.json", "key slot")
 _WHAT: Final[dict[Standing, str]] = {
     Standing.LOST: "deleted or overwritten; a version is sound",
     Standing.GONE: "damaged in all versions that are left",
@@ -217,9 +214,6 @@ def check_versions(
         elif wanted.kind == "manifest":
             report.snapshots += 1
         if wanted.standing is Standing.RIGHT:
-            if isinstance(writer, SplitObjects) and wanted.kind in _IN_BOTH:
-                # The state is that of the place of the log.
-                writer.copy_again(wanted.found.name)
             continue
         standing, done = (wanted.standing, False) if writer is None else _put_right(objects, writer, wanted)
         key = (wanted.kind, standing, done)
@@ -246,7 +240,7 @@ def _put_right(objects: SoundObjects, writer: Objects, wanted: _WantedName) -> t
         data = content if found.name == slot else objects.sound_version(found)[1]
     except DamagedRemote:
         return Standing.GONE, False
-    if found.current is None and wanted.kind not in _IN_BOTH:
+    if found.current is None:
         # Another process may be storing it at this moment: create-only leaves that alone.
         return wanted.standing, writer.create(found.name, data) or writer.get(found.name) == data
     writer.put(found.name, [data])
@@ -284,7 +278,7 @@ def renew_locks(
     """
     locked = astray = 0
 
-    def lock(found: NameVersions) -> bool:
+    def lock(found: NameVersions) -> None:
         progress(found.name)
         # Of key slots only the current version is known to be of use.
         current = found.current
@@ -297,11 +291,11 @@ def renew_locks(
             )
             current = current if same else sound
         assert current is not None
-        return versions.lock(current, until_ns)
+        versions.lock(current, until_ns)
 
     wanted = (one for one in _wanted_names(objects) if one.standing in (Standing.RIGHT, Standing.LOST))
     with ThreadPoolExecutor(_LOCK_THREADS) as threads:
         while batch := list(islice(wanted, _LOCK_BATCH)):
-            locked += sum(threads.map(lock, [one.found for one in batch]))
+            locked += sum(1 for _ in threads.map(lock, [one.found for one in batch]))
             astray += sum(one.standing is Standing.LOST for one in batch)
     return LockRenewal(locked, astray)

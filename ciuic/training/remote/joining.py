@@ -29,7 +29,6 @@ from ciuic.remote.access import (
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.prove import prove_create_only
-from ciuic.remote.objects.split_objects import PacksElsewhere
 from ciuic.remote.sealing.key_slots import SlotSecret
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.repository import Identity
@@ -39,7 +38,6 @@ from ciuic.training.logs import log
 _SLOT: Final = "training"
 # Another rank that makes the remote adds its key slot right after.
 _OTHERS_SECONDS: Final = 30.0
-_COPY_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.2
 
 
@@ -74,22 +72,16 @@ def naming_of(remote: RemoteConfig) -> Naming:
 
 def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
     secrets = configured_secrets(remote)
-    began = time.monotonic()
-    end = began + _OTHERS_SECONDS
+    end = time.monotonic() + _OTHERS_SECONDS
     has_slots = False
     while True:
         try:
-            return open_remote(objects, secrets, packs_url=remote.packs_url or "")
+            return open_remote(objects, secrets)
         except NotFound:
             try:
                 return _made(remote, objects, secrets)
             except RemoteExists:
                 continue
-        except PacksElsewhere:
-            # Another rank may have made the remote, and not stored the copy beside the packs yet.
-            if time.monotonic() > began + _COPY_SECONDS:
-                raise
-            time.sleep(_POLL_SECONDS)
         except (WrongKey, DamagedRemote):
             if not secrets or time.monotonic() > end or has_slots:
                 raise
@@ -118,18 +110,11 @@ def _made(remote: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret])
             f"remote {remote.url} has encryption = false, but a key was given",
             hint="leave out one of them: with the key the new remote would be sealed",
         )
-    prove_create_only(lambda: configured_objects(remote), packs_apart=bool(remote.packs_url))
+    prove_create_only(lambda: configured_objects(remote))
     if not remote.encryption:
-        made = init_remote(
-            objects, master=None, block_size=DEFAULT_BLOCK_SIZE, packs_url=remote.packs_url or ""
-        )
+        made = init_remote(objects, master=None, block_size=DEFAULT_BLOCK_SIZE)
     else:
-        made = init_remote(
-            objects,
-            master=MasterKey.generate(),
-            block_size=DEFAULT_BLOCK_SIZE,
-            packs_url=remote.packs_url or "",
-        )
+        made = init_remote(objects, master=MasterKey.generate(), block_size=DEFAULT_BLOCK_SIZE)
         for number, secret in enumerate(secrets):
             add_slot(made, _SLOT if not number else f"{_SLOT}-{number}", secret)
     log.warning(

@@ -27,7 +27,6 @@ from ciuic.retention import RetentionPolicy
 
 _KEYS: Final = (
     "url",
-    "packs_url",
     "endpoint",
     "region",
     "ssh_command",
@@ -111,12 +110,9 @@ def _remote_of(value: Any) -> RemoteConfig:
     else:
         raise TypeError(f"a remote must be a URL or a mapping with a URL, got {value!r}")
     url = str(parse_url(found.url))
-    packs_url = str(parse_url(found.packs_url)) if found.packs_url else None
-    if packs_url == url:
-        raise UsageError(f"packs_url of a remote must be another place than its url, got {url} for both")
     # Checks what it is given, without contacting anything.
     configured_settings(found)
-    return replace(found, url=url, packs_url=packs_url, name=_name_of(url, found.endpoint or ""))
+    return replace(found, url=url, name=_name_of(url, found.endpoint or ""))
 
 
 def _parsed(given: Mapping[str, Any]) -> RemoteConfig:
@@ -134,7 +130,7 @@ def _parsed(given: Mapping[str, Any]) -> RemoteConfig:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         try:
             # The URL is parsed by the store, which knows more schemes in tests.
-            parsed[name] = text if name in ("url", "packs_url") else REMOTE_KEYS[name].parse(text)
+            parsed[name] = text if name == "url" else REMOTE_KEYS[name].parse(text)
         except ValueError as error:
             raise UsageError(f"{name} of a remote {error}") from None
     # With the defaults of `[remote]`, also those of its retention.

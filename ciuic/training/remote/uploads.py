@@ -89,7 +89,6 @@ class UploadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     url: str
-    packs_url: str | None = None
     endpoint: str | None = None
     region: str | None = None
     ssh_command: str | None = None

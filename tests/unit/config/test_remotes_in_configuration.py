@@ -32,7 +32,6 @@ EVERY_KEY = """\
 [remote]
 name = "cold-1"
 url = "oss://bucket/some/prefix/"
-packs_url = "oss://locked/some/prefix/"
 endpoint = "https://oss.example.org:8443/"
 region = "cn-hangzhou"
 bandwidth = "50MiB"
@@ -79,7 +78,6 @@ def test_every_key_of_a_remote_is_read_and_knows_its_line() -> None:
     assert remote == RemoteConfig(
         name="cold-1",
         url="oss://bucket/some/prefix",
-        packs_url="oss://locked/some/prefix",
         endpoint="https://oss.example.org:8443",
         region="cn-hangzhou",
         bandwidth_bytes=50 << 20,
@@ -209,8 +207,6 @@ S3 = 'url = "s3://bucket"\n'
         ('[remote]\nurl = "ssh://nas/~"', 2, "must have a directory"),
         ('[remote]\nurl = "file:///nas"\nssh_command = "ssh"', 3, "no use for file://"),
         (f'[remote]\n{S3}ssh_program = "ciuic"', 3, "no use for s3://"),
-        (f"[remote]\n{S3}packs_{S3}", 3, "must be another place than remote.url"),
-        (f'[remote]\n{S3}packs_url = "s3://key:word@bucket"', 3, "credentials"),
         ('[remote]\nurl = "ssh://nas/d"\nssh_command = "ssh\\n-v"', 3, "one line"),
         ('[remote]\nurl = "oss://bucket"', 2, "remote.region must be set"),
         (f'[remote]\n{S3}name = "A"', 3, "a-z"),

@@ -55,20 +55,6 @@ def test_every_changed_byte_is_refused(sealed: bool, own: bool) -> None:
             open_remote(data[:length], master)
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_a_place_of_packs_makes_another_version(sealed: bool) -> None:
-    """A remote whose packs lie in another place says where, and has a version that earlier programs refuse."""
-    master, identity = (MASTER, None) if sealed else (None, recipe.identity())
-    data = encode_remote(**TOP, master=master, identity=identity, packs_url="s3://locked/a")  # type: ignore[arg-type]
-    assert msgspec.json.decode(data)["version"] == 2
-    assert open_remote(data, master).stored.packs_url == "s3://locked/a"
-    for fields in ({"version": 1}, {"packs_url": None}, {"packs_url": None, "version": 3}):
-        with pytest.raises(UnsupportedFormat):
-            open_remote(changed(data, **fields), master)
-    with pytest.raises(DamagedRemote):
-        open_remote(changed(data, packs_url=7), master)
-
-
 @pytest.mark.parametrize("key", [None, bytes(range(32))])
 def test_a_repository_keeps_its_identity(key: bytes | None) -> None:
     """A repository with an identity of its own has it again, sealed under the key of the remote."""

@@ -913,9 +913,8 @@ class Picker(App[None]):
         words = ["ciuic"]
         if session.names_repository:
             words += ["--repo", session.place]
-        for option, value in (("--as-host", session.as_host), ("--packs-url", session.packs_option)):
-            if value is not None:
-                words += [option, value]
+        if session.as_host is not None:
+            words += ["--as-host", session.as_host]
         return words
 
     def reporter(self, task: str) -> LineReporter:

@@ -74,8 +74,7 @@ def init(
     """Make a remote at URL, or at the one that is configured, and have this host use it.
 
     The bucket must exist and be empty below the prefix; it is tested first. Everything is encrypted, with a key file for this
-    host and a recovery key that is printed once. `--packs-url URL`, an option of all commands, puts the packs in another place, such
-    as a bucket with object lock.
+    host and a recovery key that is printed once.
     """
     from ciuic.remote.access import configured_objects
 
@@ -180,7 +179,6 @@ def _prove(config: RemoteConfig) -> Proof:
     note(f"trying whether {config.url} lets exactly one of several writers make an object ...")
     return prove_create_only(
         lambda: configured_objects(config, make=True),
-        packs_apart=bool(config.packs_url),
         sleep=targets.proof_sleep(config),
     )
 
@@ -196,7 +194,6 @@ def _make(
             objects,
             master=MasterKey.generate() if sealed else None,
             block_size=block_size,
-            packs_url=config.packs_url or "",
         )
     except BaseException:
         # It opens nothing yet, and would stop the next attempt.
@@ -241,7 +238,6 @@ def _document(config: RemoteConfig, remote: Remote, proof: Proof, recovery: str)
     return {
         "remote": config.name,
         "url": config.url,
-        "packs_url": config.packs_url,
         "id": remote.id,
         "encrypted": remote.stored.sealed,
         "key_file": str(config.key_file) if config.key_file else None,
@@ -256,8 +252,6 @@ def _say(config: RemoteConfig, remote: Remote, proof: Proof, path: Path | None, 
     if proof.left:
         note(f"these credentials may not delete: {len(proof.left)} small objects below proof/ stay")
     out(f"remote {config.name} made at {config.url}, id {remote.id}{'' if recovery else ', in clear'}")
-    if config.packs_url:
-        out(f"its packs lie at {config.packs_url}")
     if path is not None:
         out(f"key of this host: {shown_text(str(path))}")
     if recovery:
@@ -623,7 +617,6 @@ def repair_identity(place: str, as_json: bool) -> None:
             known_ids=known,
             repository=repository,
             block_size=session.config.repository.block_size_bytes,
-            packs_url=config.packs_url or "",
         )
     finally:
         objects.close()
@@ -664,7 +657,6 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
         lambda: configured_objects(config),
         object_bytes=size * _MIB // count,
         objects=count,
-        packs_apart=bool(config.packs_url),
         sleep=targets.proof_sleep(config),
     )
     key = _key(config)
@@ -672,7 +664,6 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
         document = {
             "remote": config.name,
             "url": config.url,
-            "packs_url": config.packs_url,
             "create_only": True,
             "opens": key,
             **found._asdict(),

@@ -89,9 +89,9 @@ def find_remote(
         raise UsageError(f"several remotes are configured: {', '.join(known)}", hint="name one of them")
     if name and name not in known:
         raise NotFound(f"no remote {name!r} is configured", hint=f"there is: {', '.join(known)}")
-    if endpoint or region or _packs_option():
+    if endpoint or region:
         raise UsageError(
-            "--endpoint, --region and --packs-url go with a URL; those of a configured remote are in its table"
+            "--endpoint and --region go with a URL; those of a configured remote are in its table"
         )
     return known[name] if name else next(iter(known.values()))
 
@@ -107,23 +107,13 @@ def _repo_url() -> str:
     return "" if session is None else session.remote_url or ""
 
 
-def _packs_option() -> str:
-    """Return what was given with --packs-url."""
-    session = _session()
-    return "" if session is None else session.packs_option or ""
-
-
 def _of_url(
     config: Config, place: str, name: str, endpoint: str, region: str, *, is_new: bool
 ) -> RemoteConfig:
     from ciuic.config import REMOTE_KEYS, RemoteConfig
     from ciuic.config.keys import DEFAULT_REMOTE_NAME
-    from ciuic.remote.access import PACKS_VARIABLE
 
-    packs_url = _packs_option()
-    if not packs_url and not any(remote.url == place.rstrip("/") for remote in config.remotes):
-        packs_url = os.environ.get(PACKS_VARIABLE, "")
-    given = {"url": place, "packs_url": packs_url, "name": name, "endpoint": endpoint, "region": region}
+    given = {"url": place, "name": name, "endpoint": endpoint, "region": region}
     values: dict[str, Any] = {}
     for key, text in given.items():
         if text:
@@ -135,7 +125,7 @@ def _of_url(
     for remote in config.remotes:
         if remote.url != values["url"]:
             continue
-        for key in ("packs_url", "name", "endpoint", "region"):
+        for key in ("name", "endpoint", "region"):
             if key in values and values[key] != getattr(remote, key):
                 raise UsageError(
                     f"the configuration has {key} {getattr(remote, key)!r} for {remote.url}, not {values[key]!r}",

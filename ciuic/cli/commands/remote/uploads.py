@@ -92,7 +92,6 @@ def _facts(session: Session, config: RemoteConfig, *, contact: bool) -> dict[str
     return {
         "remote": config.name,
         "url": config.url,
-        "packs_url": config.packs_url,
         "id": upload.remote_id or None if upload else None,
         "encrypted": config.encryption,
         "behind": None if lag is None else _behind(lag),
@@ -224,7 +223,6 @@ def _price(requests: dict[str, int], price: RemotePrice) -> float | None:
 
 def _contact(config: RemoteConfig) -> dict[str, Any]:
     from ciuic.remote.access import configured_objects, key_slots, repository_spaces
-    from ciuic.remote.objects.split_objects import SplitObjects
     from ciuic.remote.objects.ssh_objects import SshObjects
     from ciuic.remote.objects.wrappers import CountingObjects
 
@@ -236,10 +234,7 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
         seconds = time.monotonic() - began
         slots = [one.slot for one in key_slots(objects)]
         spaces = [_space(one) for one in (remote, *repository_spaces(remote))]
-        stores = store.stores if isinstance(store, SplitObjects) else (store,)
-        servers = [
-            {"url": one.url, **one.server()._asdict()} for one in stores if isinstance(one, SshObjects)
-        ]
+        servers = [{"url": store.url, **store.server()._asdict()}] if isinstance(store, SshObjects) else []
     finally:
         objects.close()
     stored = sum(one["size_bytes"] for one in spaces)
@@ -286,8 +281,6 @@ def _print(document: dict[str, Any]) -> None:
     clear = "" if document["encrypted"] else ", in clear"
     identity = f", id {document['id']}" if document["id"] else ""
     _say(f"remote     {document['remote']}: {document['url']}{identity}{clear}")
-    if document["packs_url"]:
-        _say(f"packs      {document['packs_url']}")
     behind, upload = document["behind"], document["upload"]
     if behind is not None:
         _print_behind(behind)

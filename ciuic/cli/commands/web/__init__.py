@@ -95,7 +95,6 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
         broker="",
         repository="" if is_remote else str(session.repository_dir),
         remote=session.remote_url or "",
-        packs=session.packs_option or "",
         as_host=session.as_host,
         config=str(session.config_option.absolute()) if session.config_option is not None else "",
         trust_repository=session.trusts_repository,

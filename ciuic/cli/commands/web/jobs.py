@@ -24,7 +24,6 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
     """Directory of the repository; empty if a remote is read."""
     remote: str = ""
     """URL of the remote."""
-    packs: str = ""
     as_host: str | None = None
     config: str = ""
     trust_repository: bool = False
@@ -49,7 +48,6 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
             config_option=Path(self.config) if self.config else None,
             repo_option=Path(self.repository) if self.repository else None,
             remote_option=self.remote or None,
-            packs_option=self.packs or None,
             as_host=self.as_host,
             trust_option=self.trust_repository,
             ignores_environment=True,

@@ -8,6 +8,7 @@ import socket
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ciuic.daemon.base import runtime as runtime_module
@@ -98,7 +99,7 @@ def test_release_leaves_a_lingering_workers_socket(short_tmp: Path) -> None:
 
 
 def test_the_journal_survives_and_garbage_is_no_journal(short_tmp: Path) -> None:
-    """A daemon reads its predecessor's journal, and an unreadable journal counts as none."""
+    """A daemon reads its predecessor's journal, also of an earlier version, and an unreadable journal counts as none."""
     runtime = RuntimeDirectory(short_tmp)
     assert runtime.read_pending() == []
     records = [
@@ -106,6 +107,10 @@ def test_the_journal_survives_and_garbage_is_no_journal(short_tmp: Path) -> None
     ]
     runtime.write_pending(records)
     assert RuntimeDirectory(short_tmp).read_pending() == records
+    (earlier,) = msgspec.json.decode((short_tmp / "pending.json").read_bytes())
+    earlier |= {"retaken": "its worker ended", "promised_ns": 5}
+    (short_tmp / "pending.json").write_bytes(msgspec.json.encode([earlier]))
+    assert runtime.read_pending() == records
     (short_tmp / "pending.json").write_text("[{")
     assert runtime.read_pending() == []
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from support.fake_daemon import Bench, FakeOverlay, done
+from support.fake_daemon import Bench, FakeOverlay
 
-from ciuic.daemon.capture.job import EXIT_UNDO_LOST, Failed
 from ciuic.daemon.snapshots.held_snapshots import HeldSnapshots
 from ciuic.errors import CiuicError, NotFound, Unreachable, UsageError
 from ciuic.protocol.control_types import MAX_HOLD_LIMIT_SECONDS, HoldRequest, SnapshotRequest
@@ -64,27 +63,6 @@ def test_what_is_held_is_cut_by_its_decision(bench: Bench) -> None:
 
     run(bench, script)
     assert [(overlay.held, overlay.pending) for overlay in overlays] == [(False, [1]), (False, [1])]
-
-
-def test_a_snapshot_that_is_cut_again_leaves_its_set(bench: Bench) -> None:
-    """A snapshot of a later instant than the other members' is in no set, which is told as incomplete."""
-    overlay = FakeOverlay("a")
-    bench.add_root("/a", overlay)
-    bench.behaviours = [lambda job: Failed(error="given up", code=EXIT_UNDO_LOST), done]
-
-    async def script(held: HeldSnapshots) -> None:
-        token = (await held.hold(request())).token
-        state = await held.decide(token, cut=True)
-        assert state is not None
-        pending = bench.snapshots.state(state.id)
-        assert pending is not None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(bench.snapshots.capturing.run)
-            await pending.finished.wait()
-            nursery.cancel_scope.cancel()
-
-    run(bench, script)
-    assert [job.set_member for job in bench.jobs] == [MEMBER, None]
 
 
 @pytest.mark.parametrize("how", ["decision", "limit", "end of the daemon"])

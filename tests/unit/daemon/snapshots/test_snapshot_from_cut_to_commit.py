@@ -22,14 +22,13 @@ from ciuic.daemon.capture import job
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, CaptureProgress, Done, Failed
 from ciuic.daemon.snapshots.capturing import MAX_REMEMBERED, Durations, seconds_left
 from ciuic.daemon.snapshots.cut import TAG_UNFLUSHED
-from ciuic.daemon.snapshots.pending import MAX_RETAKES
 from ciuic.daemon.snapshots.snapshot_queue import MACHINE_ENDED, MAX_PENDING, ROOM_SECONDS
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import Progress, SnapshotRequest
 from ciuic.repository.promised import Promise
 from ciuic.system.processes import start_ticks
 from ciuic.system.urgency import Urgency
-from ciuic.types import TAG_RETAKEN, LeftOut
+from ciuic.types import LeftOut
 
 _ALL = Urgency(min_share=1.0)
 
@@ -191,8 +190,8 @@ def test_a_busy_repository_is_waited_for_but_not_for_ever(
     assert len(bench.jobs) > 2
 
 
-def test_a_lost_session_ends_the_running_capture_and_the_roots_are_cut_again(bench: Bench) -> None:
-    """A capture is killed when its worker dies, and all roots are cut again once there is a successor."""
+def test_a_lost_session_ends_the_running_capture_and_costs_its_root(bench: Bench) -> None:
+    """A capture is killed when its worker dies, and a root whose successor has another session is left out at once."""
     ours, other = FakeOverlay("a"), FakeOverlay("b")
     bench.add_root("/a", ours)
     bench.add_root("/b", other)
@@ -207,22 +206,18 @@ def test_a_lost_session_ends_the_running_capture_and_the_roots_are_cut_again(ben
         ours.epoch, ours.pending = 1, []
         bench.add_root("/a", ours, session="successor")
         await pending.finished.wait()
-        assert (pending.state.state, pending.state.roots) == ("committed", ["/a", "/b"])
-        assert pending.state.retaken == "the overlay session of /a ended before the capture did"
+        assert (pending.state.state, pending.state.roots) == ("committed", ["/b"])
+        assert pending.state.left_out == {"/a": "the overlay session of /a ended before the capture did"}
         while bench.store.promises:  # noqa: ASYNC110  the note goes a moment after the commit
             await trio.sleep(0.01)
 
     run(bench, script)
-    assert (ours.aborted, ours.committed) == ([], [1])
-    assert (other.aborted, other.committed) == ([1], [2])
+    assert (ours.aborted, ours.committed, ours.epoch) == ([], [], 1)
+    assert (other.aborted, other.committed) == ([], [1])
     first, second = bench.jobs
-    assert first.id == second.id
-    assert [(root.path, root.session, root.epoch) for root in second.roots] == [
-        (b"/a", "successor", 1),
-        (b"/b", "s", 2),
-    ]
-    assert TAG_RETAKEN in second.tags
-    assert "cut again: the overlay session of /a ended" in second.message
+    assert (first.id, first.time_ns) == (second.id, second.time_ns)
+    assert [(root.path, root.session, root.epoch) for root in second.roots] == [(b"/b", "s", 1)]
+    assert [root.path for root in second.left_out] == [b"/a"]
 
 
 def test_epoch_of_a_killed_worker_is_captured_through_its_successor(bench: Bench) -> None:
@@ -239,7 +234,7 @@ def test_epoch_of_a_killed_worker_is_captured_through_its_successor(bench: Bench
         assert bench.captures[0].killed
         bench.add_root("/a", overlay)
         await pending.finished.wait()
-        assert (pending.state.state, pending.state.retaken) == ("committed", "")
+        assert (pending.state.state, pending.state.left_out) == ("committed", {})
 
     run(bench, script)
     assert (overlay.aborted, overlay.committed) == ([], [1])
@@ -268,89 +263,83 @@ def test_a_root_that_does_not_come_back_is_left_out(bench: Bench) -> None:
     assert "left-out:/a" in bench.alerts
 
 
-def test_worker_that_dies_again_before_its_turn_loses_nothing(bench: Bench) -> None:
-    """A snapshot survives a worker that dies again while it waits for another cut.
-
-    The root was back when the wait began, and is without a worker for a moment when the turn comes.
-    """
+def test_a_successor_that_dies_when_it_is_asked_loses_nothing(bench: Bench) -> None:
+    """A root is in doubt as long as its workers end: the next one that has the session goes on with the sealed epoch."""
     overlay = FakeOverlay("a")
     bench.add_root("/a", overlay)
-    bench.behaviours = [lambda job: Failed(error="given up", code=EXIT_UNDO_LOST), done]
+    bench.gates = [trio.Event()]
 
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest())
-        async with bench.snapshots._turns.cut(None):
-            await until_async(lambda: pending.retakes)
-            # The retake has found its root mounted, and waits for the lock.
-            await trio.sleep(0.2)
-            worker, bench.roots["/a"].worker = bench.roots["/a"].worker, None
-        await trio.sleep(0.2)
-        bench.roots["/a"].worker = worker
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        overlay.fail_on.add("status")
+        bench.add_root("/a", overlay)
+        await until_async(lambda: "status a" in overlay.log)
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        overlay.fail_on.clear()
+        bench.add_root("/a", overlay)
         await pending.finished.wait()
-        assert (pending.state.state, pending.state.retaken) == ("committed", "given up")
+        assert (pending.state.state, pending.state.left_out) == ("committed", {})
 
     run(bench, script)
+    assert (overlay.aborted, overlay.committed) == ([], [1])
 
 
-def test_an_abandoned_undo_log_causes_a_new_cut(bench: Bench) -> None:
-    """The same id gets what the root has now after a full disk took the sealed epoch, and tells what was promised."""
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_snapshot_whose_undo_log_was_given_up_is_lost(bench: Bench, scheduled: bool) -> None:
+    """A full disk that took the sealed epoch of the only root is the reason that waiters get; its epoch goes back at once, and no snapshot follows before its turn."""
     overlay = FakeOverlay()
     bench.add_root("/a", overlay)
-    bench.behaviours = [*[lambda job: Failed(error="given up", code=EXIT_UNDO_LOST)] * 2, done]
-
-    async def script() -> None:
-        pending = await bench.snapshots.take(SnapshotRequest())
-        promised_ns = pending.record.time_ns
-        await pending.finished.wait()
-        assert (pending.state.state, pending.state.retaken) == ("committed", "given up")
-        assert pending.record.promised_ns == promised_ns
-
-    run(bench, script, speed=100)
-    assert (overlay.aborted, overlay.committed) == ([1, 2], [3])
-
-
-def test_snapshot_whose_new_cuts_fail_is_lost_with_a_reason(bench: Bench) -> None:
-    """A snapshot whose new cuts fail several times is noted as lost with the reason, which its waiters get."""
-    bench.add_root("/a", FakeOverlay())
     bench.behaviours = [lambda job: Failed(error="given up", code=EXIT_UNDO_LOST)]
+    again: list[str] = []
+    bench.on_scheduled_lost = lambda: again.append("again")
 
     async def script() -> None:
-        pending = await bench.snapshots.take(SnapshotRequest(message="m", tags=["t"]))
+        pending = await bench.snapshots.take(SnapshotRequest(message="m", tags=["t"]), scheduled=scheduled)
         await pending.finished.wait()
-        assert pending.state.state == "failed"
+        assert (pending.state.state, pending.state.error) == ("failed", "given up")
+        assert f"snapshot {pending.id} failed: given up" in str(pending.failure)
 
-    run(bench, script, speed=200)
-    assert len(bench.jobs) == MAX_RETAKES + 1
-    (promise,) = bench.store.promises.values()
-    assert (promise.message, promise.roots) == ("m", ("/a",))
-    assert promise.reason.startswith("given up; it could not be cut anew in")
+    run(bench, script)
+    assert (len(bench.jobs), overlay.aborted, again) == (1, [1], [])
+    found = [(one.message, one.roots, one.reason) for one in bench.store.promises.values()]
+    assert found == ([] if scheduled else [("m", ("/a",), "given up")])
 
 
-def test_every_waiting_snapshot_of_an_ended_session_is_cut_again_at_once(bench: Bench) -> None:
-    """All snapshots of an ended session are cut again at once, also those behind a long capture."""
+def test_every_waiting_snapshot_of_an_ended_session_is_lost(bench: Bench) -> None:
+    """No snapshot of an ended session is cut anew; those of other roots go on, and the schedule replaces what it lost, but not twice in a row."""
     ours, other = FakeOverlay("a"), FakeOverlay("b")
     bench.add_root("/a", ours)
     bench.add_root("/b", other)
     gate = trio.Event()
     bench.gates = [gate]
+    again: list[str] = []
+    bench.on_scheduled_lost = lambda: again.append("again")
 
     async def script() -> None:
         first = await bench.snapshots.take(SnapshotRequest(roots=["/b"]))
         await trio.testing.wait_all_tasks_blocked()
-        second = await bench.snapshots.take(SnapshotRequest(roots=["/a"]))
-        third = await bench.snapshots.take(SnapshotRequest(roots=["/b"]))
+        lost = [await bench.snapshots.take(SnapshotRequest(roots=["/a"]), scheduled=True) for _ in range(2)]
+        asked = await bench.snapshots.take(SnapshotRequest(roots=["/a"]))
+        last = await bench.snapshots.take(SnapshotRequest(roots=["/b"]), scheduled=True)
         bench.roots["/a"].worker = None
         bench.snapshots.session_lost("/a", "s")
         ours.epoch, ours.pending = 1, []
         bench.add_root("/a", ours, session="successor")
-        await until_async(lambda: second.state.retaken)
-        assert first.state.state == "capturing"
-        assert [record.id for record in bench.runtime.read_pending()] == [first.id, third.id, second.id]
         gate.set()
-        await second.finished.wait()
+        await last.finished.wait()
+        assert [one.state.state for one in (first, *lost, asked)] == ["committed", *["failed"] * 3]
+        assert [one.reason for one in bench.store.promises.values() if one.reason] == [
+            "the overlay session of /a ended before the capture did"
+        ]
 
     run(bench, script)
-    assert [job.roots[0].path for job in bench.jobs] == [b"/b", b"/b", b"/a"]
+    assert again == ["again"]
+    assert [job.roots[0].path for job in bench.jobs] == [b"/b", b"/b"]
+    assert (ours.epoch, other.committed) == (1, [1, 2])
 
 
 def test_a_root_that_the_capture_left_out_gets_its_epoch_back(bench: Bench) -> None:
@@ -610,8 +599,8 @@ def test_a_successor_lets_a_running_capture_finish(bench: Bench) -> None:
     assert bench.jobs == []
 
 
-def test_a_successor_cuts_again_for_an_ended_session(bench: Bench) -> None:
-    """The successor cuts the current root for an ended session, and the snapshot says so."""
+def test_a_successor_reports_what_was_lost_with_its_session(bench: Bench) -> None:
+    """A snapshot of a session that ended with the daemon before is lost, and nothing is cut for it."""
     overlay = FakeOverlay()
     bench.add_root("/a", overlay, session="new")
 
@@ -620,10 +609,12 @@ def test_a_successor_cuts_again_for_an_ended_session(bench: Bench) -> None:
         pending = bench.snapshots.state("cs-00abcd")
         assert pending is not None
         await pending.finished.wait()
-        assert (pending.state.state, pending.state.tags) == ("committed", [TAG_RETAKEN])
+        assert pending.state.state == "failed"
 
     run(bench, script)
-    assert [(job.id, job.roots[0].session) for job in bench.jobs] == [("cs-00abcd", "new")]
+    assert (bench.jobs, overlay.epoch) == ([], 1)
+    (loss,) = bench.store.promises.values()
+    assert loss.reason == "the overlay session of /a ended with the daemon before this one"
 
 
 def test_promise_without_a_journal_is_lost(bench: Bench) -> None:

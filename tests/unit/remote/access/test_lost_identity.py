@@ -24,7 +24,6 @@ from ciuic.remote.documents import LogHello, create_entry
 from ciuic.remote.errors import WrongKey
 from ciuic.remote.object_names import REMOTE_JSON, log_entry_name, new_hex_id, new_pack_ref, pack_name
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.split_objects import PacksElsewhere, SplitObjects
 from ciuic.remote.pack import RemotePackWriter
 from ciuic.remote.sealing.key_slots import SlotSecret, make_key_file, read_key_file
 from ciuic.remote.sealing.sealer import MasterKey
@@ -135,23 +134,6 @@ def test_nothing_is_written_that_does_not_verify(used: Used, tmp_path: Path) -> 
         with pytest.raises(WrongKey):
             used.repair()
     assert used.objects.info(REMOTE_JSON) is None
-
-
-@pytest.mark.parametrize("lost", ["log", "packs"])
-def test_the_copy_of_the_other_place_comes_back(lost: str) -> None:
-    """Where packs lie apart the same bytes are stored again in the place that has lost them."""
-    names = [f"lost-{uuid.uuid4().hex}" for _ in range(2)]
-    objects = SplitObjects(*map(MemoryObjects, names))
-    remote = init_remote(objects, master=None, block_size=BLOCK, packs_url="memory://packs")
-    _put_pack(remote)
-    was = objects.get(REMOTE_JSON)
-    objects.stores[lost == "packs"].delete([REMOTE_JSON])
-    with pytest.raises(PacksElsewhere):
-        open_remote(objects, [], packs_url="memory://packs")
-    repair_identity(objects, [], known_ids=[], repository=None, block_size=BLOCK, packs_url="memory://packs")
-    assert [place.get(REMOTE_JSON) for place in objects.stores] == [was, was]
-    for name in names:
-        forget_bucket(name)
 
 
 def test_the_space_of_a_repository_comes_back_with_its_next_upload(used: Used, tmp_path: Path) -> None:

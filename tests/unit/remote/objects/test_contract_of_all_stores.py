@@ -17,7 +17,6 @@ from support.ssh_server import SshServer
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.urls import StoreSettings
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, PrefixedObjects, RateLimit
 from ciuic.remote.reading.retry_policy import RetryingObjects, RetryPolicy
 from ciuic.repository.identity import Bytes
@@ -87,7 +86,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=["memory", "file", "ssh", "seaweedfs", "wrapped", "retried", "split, log", "split, packs"],
+    params=["memory", "file", "ssh", "seaweedfs", "wrapped", "retried"],
 )
 def kind(request: pytest.FixtureRequest) -> tuple[str, SeaweedFS | SshServer | None]:
     # Not a function's fixture: the server would be taken for a process that the first test left behind.
@@ -107,11 +106,6 @@ def connect(kind: tuple[str, SeaweedFS | SshServer | None], tmp_path: Path) -> I
         bucket = f"bucket-{uuid.uuid4().hex}"
 
         def open_memory() -> Objects:
-            if name.startswith("split"):
-                split = open_objects(
-                    f"memory://{bucket}/top", StoreSettings(packs_url=f"memory://{bucket}/packs")
-                )
-                return PrefixedObjects(split, "packs" if name == "split, packs" else "a")
             objects = open_objects(f"memory://{bucket}/top")
             if name == "retried":
                 return RetryingObjects(SilentAtFirst(objects), RetryPolicy())

@@ -7,6 +7,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from support import trees
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
@@ -15,13 +16,13 @@ from support.versioned_objects import MemoryVersions, VersionedObjects, attack
 
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.remote.access import add_slot, remove_slot
-from ciuic.remote.documents import LogHello, LogRemove, encode_log_entry
-from ciuic.remote.errors import DamagedRemote, WrongKey
-from ciuic.remote.object_names import log_entry_name, new_hex_id
+from ciuic.remote.documents import LogHello, LogRemove, _encode, encode_log_entry
+from ciuic.remote.errors import DamagedRemote, PacksElsewhere, WrongKey
+from ciuic.remote.object_names import REMOTE_JSON, log_entry_name, new_hex_id
 from ciuic.remote.objects.model import MAX_KEPT_VERSIONS, group_versions
 from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
 from ciuic.remote.sealing.key_slots import MAX_PASSPHRASE_WORK_KIB, SlotSecret, passphrase_secret
-from ciuic.remote.sealing.sealer import Sealer, add_check, xxh3_check
+from ciuic.remote.sealing.sealer import MasterKey, Sealer, add_check, xxh3_check
 from ciuic.restore import execute, plan_restore
 
 SECRET = SlotSecret("key-file", bytes(range(32)))
@@ -133,6 +134,21 @@ def test_what_was_stored_later_is_left_out(tmp_path: Path) -> None:
     remote.assert_restores(before)
     with pytest.raises(NotFound):
         open_remote_versions(remote.bucket.versions(), remote.secrets, before_ns=1)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_packs_elsewhere_are_refused_behind_deletions(tmp_path: Path, sealed: bool) -> None:
+    """A remote.json that names another place for the packs is refused where it is the remote's own, and ends no rescue where it was put over it."""
+    remote = Attacked(tmp_path, sealed=sealed)
+    stored = msgspec.structs.replace(remote.remote.stored, version=2, packs_url="s3://locked")
+    # Nobody else has the key of a sealed remote.
+    forged = _encode(stored, MasterKey.generate() if sealed else None)
+    remote.bucket.put(REMOTE_JSON, [forged])
+    remote.assert_restores()
+    remote.bucket.stored[REMOTE_JSON] = []
+    remote.bucket.put(REMOTE_JSON, [_encode(stored, remote.remote.master)])
+    with pytest.raises(PacksElsewhere):
+        open_remote_versions(remote.bucket.versions(), remote.secrets)
 
 
 def test_slots_that_were_replaced_or_removed(tmp_path: Path) -> None:

@@ -55,16 +55,6 @@ def test_the_way_over_ssh_reaches_the_process_that_uploads(monkeypatch: pytest.M
     assert store_variables().items() >= variables.items()
 
 
-def test_the_place_of_the_packs_reaches_the_process_that_uploads() -> None:
-    """packs_url is sent with the order, in its normal form, and must be another place than the log's."""
-    (remote,) = remotes_from({"url": "s3://log/run", "packs_url": "s3://locked/run/"})
-    assert remote.packs_url == "s3://locked/run"
-    sent = msgspec.json.decode(msgspec.json.encode(UploadOrder.of(remote)), type=UploadOrder)
-    assert sent.config() == _without_status(remote)
-    with pytest.raises(UsageError, match="another place"):
-        remotes_from({"url": "s3://log/run", "packs_url": "s3://log/run/"})
-
-
 def test_a_url_has_the_defaults_of_the_configuration() -> None:
     """A URL alone is sealed and kept for 30 days, at least 10 snapshots, as a remote of the configuration is."""
     (remote,) = remotes_from("s3://bucket/run/")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from ciuic.remote.access import add_slot, init_remote
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.split_objects import PacksElsewhere, SplitObjects
 from ciuic.remote.sealing.key_slots import typed_secret
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.training.remote import joining
@@ -58,37 +56,6 @@ def test_a_rank_waits_for_the_first_key_slot_of_another(
     naming = joining.naming_of(remote)
     assert added
     assert naming.block_size == 1 << 20
-
-
-def test_ranks_make_a_remote_in_two_places(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ranks that begin at once one makes the remote, and the others wait for its copy beside the packs and its key."""
-    options = {"url": url, "packs_url": f"{url}-packs"}
-    (remote,) = remotes_from(options)
-    with ThreadPoolExecutor(4) as threads:
-        namings = list(threads.map(lambda _: joining.naming_of(remote), range(4)))
-    assert all(naming == namings[0] for naming in namings)
-    monkeypatch.setattr(joining, "_COPY_SECONDS", 0.0)
-    for wrong in ({"url": url}, {**options, "packs_url": f"{url}-elsewhere"}):
-        with pytest.raises(PacksElsewhere):
-            joining.naming_of(remotes_from(wrong)[0])
-
-
-def test_a_rank_waits_for_the_copy_beside_the_packs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that comes between remote.json and its copy opens the remote once that is there."""
-    log, packs = open_objects(url), open_objects(f"{url}-packs")
-    made = init_remote(
-        SplitObjects(log, packs), master=MasterKey.generate(), block_size=1 << 20, packs_url=packs.url
-    )
-    add_slot(made, "training", typed_secret(PASSPHRASE))
-    copy = packs.get("remote.json")
-    packs.delete(["remote.json"])
-
-    def stored(_: float) -> None:
-        packs.put("remote.json", [copy])
-
-    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=time.monotonic, sleep=stored))
-    (remote,) = remotes_from({"url": url, "packs_url": packs.url})
-    assert joining.naming_of(remote).identity == made.identity
 
 
 def test_a_wrong_key_is_refused_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
