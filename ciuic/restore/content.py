@@ -3,9 +3,6 @@
 Guarantees: every chunk is checked against its id before a byte of it is written or shared, and against the length that its
 position in the file implies. Zeros become holes. Memory is one buffer, whatever the size of the file.
 
-A worker that shares ``unread`` (`--check=after`) shares raw chunks without reading them, pages of zeros in them included, and tells
-the file so (`WritableFile.placed_unread`): the caller owes the check (deferred_check.py).
-
 Extents of packs are shared with restored files where both are on one file system that supports it (XFS, btrfs). After a refusal
 of the file system it is not asked again. The caller writes what cannot be shared.
 
@@ -270,10 +267,6 @@ def batches(repository: Repository, entry: Entry) -> Iterator[Batch]:
         yield Batch(start, size, blocks)
 
 
-PackPlace = tuple[int, int]
-"""Number of a pack and offset in it."""
-
-
 class WritableFile(Protocol):
     """A file that is being written."""
 
@@ -284,10 +277,6 @@ class WritableFile(Protocol):
 
     def fail(self, error: OSError | Damaged) -> None:
         """Give the file up because of an error."""
-        ...
-
-    def placed_unread(self, place: PackPlace) -> None:
-        """Note that content was placed without being read, from here in the packs."""
         ...
 
 
@@ -328,11 +317,8 @@ class BlockWorker:
         check: Callable[[], None],
         runtime_dir: Path | None = None,
         turns: AbstractContextManager[object] | None = None,
-        *,
-        unread: bool = False,
     ) -> None:
         self.repository = repository
-        self._unread = unread
         self.check = check
         """Function called between blocks; raises when the work is to end."""
         self._turns = turns or nullcontext()
@@ -369,8 +355,6 @@ class BlockWorker:
         Raises:
             OSError: the repository cannot be read.
         """
-        if self._unread:
-            parts = self._share_unread(parts)
         # Returned in the order of their positions in the packs, so that the disk reads forwards.
         pieces = self.repository.bulk.read([part.chunk for part in parts])
         with self.turn():
@@ -400,42 +384,6 @@ class BlockWorker:
             self._wait_to_be_shared(part, piece.location, shared)
         if shared < part.length:
             write_sparse(part.file.fd, source, start + shared, end, part.offset + shared)
-
-    def _share_unread(self, parts: Sequence[FileBlock]) -> list[FileBlock]:
-        """Share what can be shared without reading it; return the other blocks."""
-        others: list[FileBlock] = []
-        found = self.repository.bulk.locate([part.chunk for part in parts])
-        with self.turn():
-            for part in parts:
-                if part.file.fd < 0:
-                    continue
-                location = found.get(part.chunk)
-                try:
-                    shared = 0
-                    if location is not None and _has_content(location, part.length):
-                        shared = self._sharable_at(part, location)
-                    if not shared:
-                        others.append(part)
-                        continue
-                    assert location is not None
-                    part.file.placed_unread((location.pack, location.offset))
-                    self._wait_to_be_shared(part, location, shared)
-                    if shared < part.length and not self._copy_unread(part, location, shared):
-                        others.append(part)
-                except (OSError, Damaged) as error:
-                    part.file.fail(error)
-            self._share_waiting()
-        return others
-
-    def _copy_unread(self, part: FileBlock, location: ChunkLocation, start: int) -> bool:
-        """Copy the end of a chunk, less than FICLONERANGE takes, unchecked; return whether the pack has it."""
-        try:
-            pack = self.repository.bulk.pack_descriptor(location.pack)
-        except NotFound:
-            return False
-        data = os.pread(pack, part.length - start, location.offset + start)
-        write_all(part.file.fd, data, part.offset + start)
-        return len(data) == part.length - start
 
     def _sharable(self, part: FileBlock, piece: ReadChunk) -> int:
         """Return how many bytes at the block's beginning can be shared as extents of the pack."""
@@ -543,7 +491,7 @@ class BlockWorker:
         """Return the blocks that share their extents with the packs, and are right there.
 
         The packs' bytes are checked in place of the file's: they are the same blocks of the disk, but a new clone has nothing in
-        the page cache, where the packs often are. Unread, nothing is checked, and the file is told so.
+        the page cache, where the packs often are.
         """
         found = self.repository.bulk.locate([chunk for _, chunk in batch.blocks])
         shared: list[_InPack] = []
@@ -553,10 +501,6 @@ class BlockWorker:
                 shared += run
             elif len(run) > 1:
                 shared += [one for one in run if self._is_of_pack(file.fd, [one])]
-        if self._unread:
-            for one in shared:
-                file.placed_unread((one.location.pack, one.location.offset))
-            return {one.block for one in shared}
         pieces = self.repository.bulk.read([one.chunk for one in shared])
         right = set()
         with self.turn():

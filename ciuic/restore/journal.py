@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ciuic.errors import Busy
 from ciuic.printable import one_line
-from ciuic.restore.destination import lift_mode, unlink_if_there
+from ciuic.restore.destination import unlink_if_there
 
 JOURNAL_NAME = b".ciuic-restore"
 _MAX_BYTES = 65536
@@ -36,8 +36,6 @@ _NO_JOURNAL = (
 )
 # Each attempt but the last means that another restore finished in between; a few follow each other by chance.
 _MAX_LOCK_ATTEMPTS = 20
-# No path has such an end.
-_UNCHECKED = b"\0\0unchecked"
 _RUN = re.compile(r"[0-9a-f]{16}\Z")
 
 
@@ -49,18 +47,14 @@ class RestoreMark:
     source: bytes
     run: str
     """16 hexadecimal digits in the names of the run's temporary files."""
-    unchecked: bool = False
-    """Files in place may have content that was not read (``--check=after``)."""
 
     def is_of(self, snapshot: str, source: bytes) -> bool:
-        """Return whether it is that of the same restore, however checked."""
+        """Return whether it is that of the same restore."""
         return (self.snapshot, self.source) == (snapshot, source)
 
     def encode(self) -> bytes:
         """Return the bytes of the file."""
-        # In the source: an earlier version, which believes what a restore left, takes it for another one's.
-        source = self.source + (_UNCHECKED if self.unchecked else b"")
-        document = {"snapshot": self.snapshot, "source": source.hex(), "run": self.run}
+        document = {"snapshot": self.snapshot, "source": self.source.hex(), "run": self.run}
         return json.dumps(document).encode("ascii")
 
     @classmethod
@@ -69,9 +63,7 @@ class RestoreMark:
         try:
             document = json.loads(data)
             source = bytes.fromhex(document["source"])
-            unchecked = source.endswith(_UNCHECKED)
-            source = source.removesuffix(_UNCHECKED)
-            mark = cls(str(document["snapshot"]), source, str(document["run"]), unchecked)
+            mark = cls(str(document["snapshot"]), source, str(document["run"]))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return mark if _RUN.match(mark.run) else None
@@ -106,12 +98,8 @@ class Journal:
         """True if the same restore was begun before and cut short."""
 
     @classmethod
-    def begin(
-        cls, folder: int, path: bytes, snapshot: str, source: bytes, *, unchecked: bool = False
-    ) -> Journal | None:
+    def begin(cls, folder: int, path: bytes, snapshot: str, source: bytes) -> Journal | None:
         """Create and lock the journal; None where no journal can be kept.
-
-        ``unchecked``: files may come into place before their content is checked.
 
         Raises:
             Busy: another restore works in the directory.
@@ -125,9 +113,7 @@ class Journal:
         before = RestoreMark.decode(os.pread(fd, _MAX_BYTES, 0))
         # The id of the dead run is taken over: by it its temporary files are recognised and removed.
         resumed = before is not None and before.is_of(snapshot, source)
-        # What an earlier run left unchecked stays so until a run has checked it.
-        unchecked = unchecked or (resumed and before is not None and before.unchecked)
-        mark = RestoreMark(snapshot, source, before.run if before else new_run(), unchecked)
+        mark = RestoreMark(snapshot, source, before.run if before else new_run())
         try:
             data = mark.encode()
             os.ftruncate(fd, 0)
@@ -147,18 +133,6 @@ class Journal:
         """Remove the journal, as everything is restored, and close it in any case. OSError."""
         with closing(self):
             unlink_if_there(self._folder, JOURNAL_NAME)
-
-    def finish_later(self) -> None:
-        """Remove the journal from a directory that has its attributes already, keep these, and close it in any case. OSError."""
-        with closing(self):
-            mode = lift_mode(self._folder)
-            before = os.fstat(self._folder)
-            unlink_if_there(self._folder, JOURNAL_NAME)
-            os.utime(self._folder, ns=(before.st_atime_ns, before.st_mtime_ns))
-            if mode is not None:
-                os.chmod(self._folder, mode)
-            # Durable: after a power cut the check would be owed again.
-            os.fsync(self._folder)
 
     def close(self) -> None:
         """Close the journal and leave it for the next run."""

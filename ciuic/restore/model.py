@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from ciuic.errors import CiuicError, Damaged, Partial
+from ciuic.errors import CiuicError, Partial
 from ciuic.repository.lookup import Located
 from ciuic.system.shell_quoting import shown
 from ciuic.types import Entry, recorded_time
@@ -64,14 +64,6 @@ class Failure(NamedTuple):
     """The cause is damage in the repository, not an obstacle in the destination."""
     attribute: bool = False
     """Only an owner, mode, attribute or time could not be set; the content is right."""
-
-
-class PutAside(NamedTuple):
-    """A file that was in place, and whose content turned out wrong (``--check=after``)."""
-
-    path: bytes
-    aside: bytes
-    """Its name now; empty if it could not be renamed and still has its own."""
 
 
 class OmittedSpecial(NamedTuple):
@@ -180,12 +172,6 @@ class Result:
     """Number of paths whose owner could not be set (not root); reported as one failure."""
     time_failures: int = 0
     """Number of paths whose modification time the file system did not keep; reported as one failure."""
-    checked_behind: int = 0
-    """Number of files that were checked after they were in place."""
-    unchecked: int = 0
-    """Number of files in place whose content was not read, because the restore ended early."""
-    put_aside: list[PutAside] = field(default_factory=list)
-    """Those of them that were wrong."""
     stopped: str = ""
     """Reason for which the restore ended early, such as a full disk; empty if it did not."""
 
@@ -195,7 +181,7 @@ class Result:
         return not self.failed and not self.stopped and not self.left_out_because
 
     def error(self) -> CiuicError | None:
-        """Return Partial, which lists everything that is not as it was, or Damaged if a file in place was wrong; None if the restore is complete."""
+        """Return Partial, which lists everything that is not as it was; None if the restore is complete."""
         if self.complete:
             return None
         lines = [f"{shown(failure.path)}: {failure.reason}" for failure in self.failed]
@@ -207,16 +193,12 @@ class Result:
                 "special files or attributes were left out",
             )
             lines.insert(0, f"{counted}, because {self.left_out_because}")
-        if self.unchecked:
-            files = plural(self.unchecked, "file in place was", "files in place were")
-            lines.insert(0, f"{files} not checked yet: the same restore, run again, does so")
         hint = "run it again when the cause is gone: what is restored already is kept"
         if not self.failed and not self.stopped:
             hint = "--special restores them, if you trust whoever may write there; --no-special does without them"
         if any(failure.damaged for failure in self.failed):
             hint = f"`ciuic verify` names the damage; an older snapshot may have these files whole; {hint}"
-        kind = Damaged if self.put_aside else Partial
-        return kind("\n  ".join([head, *lines]), hint=hint)
+        return Partial("\n  ".join([head, *lines]), hint=hint)
 
 
 # Distance from the snapshot within which the time of the last change may hide a later one: clocks of file systems tick coarsely.

@@ -18,7 +18,7 @@ from ciuic.errors import Damaged
 from ciuic.repository.lookup import join
 from ciuic.restore import attributes
 from ciuic.restore.attributes import Xattrs
-from ciuic.restore.content import PackPlace, start_writing_out
+from ciuic.restore.content import start_writing_out
 from ciuic.restore.destination import (
     Remover,
     new_temporary_name,
@@ -74,8 +74,6 @@ class NonDirectory:
         """The link group of which this is the first name."""
         self.inode: tuple[int, int] | None = None
         """(device, inode) under the final name, once it is there."""
-        self.unread_from: PackPlace | None = None
-        """First place in the packs from which content was placed unread; None if all of it was checked."""
         self.counted_bytes = 0
         """Bytes of its size that the progress has counted already."""
         self.ended = False
@@ -180,17 +178,11 @@ class NonDirectory:
         """Descriptor of the new file; -1 while there is none."""
         return self._fd
 
-    def placed_unread(self, place: PackPlace) -> None:
-        """Note that content was placed without being read; from any thread."""
-        if self.unread_from is None:
-            self.unread_from = place
-
     def make(self, *, readable: bool = False) -> int:
         """Create the file, without content, under a temporary name; return its descriptor. OSError.
 
         It is opened for writing only unless ``readable``: an overlay passes a file that nobody can read straight to the disk.
         """
-        self.unread_from = None
         name = new_temporary_name(self.run)
         entry, folder = self.entry, self.folder.workplace(self.run)
         self._place = folder

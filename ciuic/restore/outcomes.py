@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.printable import one_line
 from ciuic.restore.attributes import OWNER, TIMES
-from ciuic.restore.content import PackPlace
 from ciuic.restore.destination import refusal
 from ciuic.restore.destination_directories import Folder, Syncer
 from ciuic.restore.model import (
     Action,
     Failure,
     OmittedSpecial,
-    PutAside,
     RestoreItem,
     RestorePlan,
     RestoreProgress,
@@ -131,12 +127,6 @@ class ResultCounter:
             else:
                 self.result.failed.append(Failure(path, problem, attribute=True))
 
-    def put_aside(self, path: bytes, aside: bytes, reason: str) -> None:
-        """Count a file that turned out wrong after it was in place."""
-        self.result.failed.append(Failure(path, reason, damaged=True))
-        self.result.put_aside.append(PutAside(path, aside))
-        self._tell(path, "failed")
-
     def failed(self, path: bytes, error: BaseException | str) -> bool:
         """Count a failure; return whether the error ends the whole restore, as a full disk does."""
         ends = ""
@@ -202,16 +192,6 @@ def reason_of(error: BaseException | str) -> str:
     return one_line(str(error).encode("utf-8", "surrogateescape"))
 
 
-class OwedCheck(NamedTuple):
-    """A file that is in place, and whose content is still to be checked."""
-
-    entry: Entry
-    inode: tuple[int, int]
-    paths: list[bytes]
-    """All names that this restore gave it."""
-    unread_from: PackPlace
-
-
 class Outcomes:
     """Records what becomes of each path. An error that ends the whole restore, such as a full disk, stops the pool."""
 
@@ -230,8 +210,6 @@ class Outcomes:
         self._conflicts = conflicts
         """Conflicts that the plan found; only a dry run is executed with them, and they are no failures there."""
         self.syncer = Syncer(self.failed, durable=durable)
-        self.owed: dict[tuple[int, int], OwedCheck] = {}
-        """(device, inode) → what is in place with content that was not read. Guarded by ``Pool.changed``."""
 
     def failed(self, path: bytes, error: BaseException | str) -> None:
         """Record that a path could not be restored."""
@@ -276,7 +254,6 @@ class Outcomes:
                     *(file.path, file.entry, action, problems, file.counted_bytes),
                     replaces=file.existing is not None,
                 )
-                self._note_owed(file)
             # What was cut short is no failure of its own: the result, or the interrupt, says why the run
             # ended.
             elif not isinstance(error, RunStopped) and self._counter.failed(file.path, error):
@@ -290,31 +267,6 @@ class Outcomes:
         # Outside the lock: the directory's last user sets attributes and syncs, and other threads go on
         # meanwhile.
         self.release(file.folder)
-
-    def _note_owed(self, file: NonDirectory) -> None:
-        if file.inode is None:
-            return
-        owed = self.owed.get(file.inode)
-        if owed is not None:
-            owed.paths.append(file.path)
-        elif file.unread_from is not None:
-            self.owed[file.inode] = OwedCheck(file.entry, file.inode, [file.path], file.unread_from)
-
-    def owe(self, entry: Entry, existing: os.stat_result, path: bytes) -> None:
-        """Record that a file left as it is may have content that an earlier run did not check."""
-        inode = (existing.st_dev, existing.st_ino)
-        with self._pool.changed:
-            self.owed.setdefault(inode, OwedCheck(entry, inode, [], (0, 0))).paths.append(path)
-
-    def checked(self) -> None:
-        """Count a file in place that was checked."""
-        with self._pool.changed:
-            self._counter.result.checked_behind += 1
-
-    def put_aside(self, path: bytes, aside: bytes, reason: str) -> None:
-        """Record a file that turned out wrong after it was in place; ``aside`` is empty if it could not be renamed."""
-        with self._pool.changed:
-            self._counter.put_aside(path, aside, reason)
 
     def release(self, folder: Folder) -> None:
         """Let go of a directory; after the last one that held it, it gets its attributes and is recorded."""

@@ -38,14 +38,12 @@ class Pool:
         threads: int | None = None,
         *,
         runtime_dir: Path | None = None,
-        unread: bool = False,
     ) -> None:
         # Reentrant: outcomes are recorded from code that holds the lock already.
         self.changed = threading.Condition(threading.RLock())
         self.stopping = False
         self._repository = repository
         self._runtime_dir = runtime_dir
-        self._unread = unread
         # Those that this process may use: taskset(1) and a container's cpuset leave it fewer than the machine has.
         processors = len(os.sched_getaffinity(0))
         # No more threads compute at once than there are processors. Six threads on two processors contended for the interpreter
@@ -143,8 +141,7 @@ class Pool:
                     # Opened by the thread itself: connections to the index belong to one thread.
                     if worker is None:
                         worker = BlockWorker(
-                            *(self._repository.reopen(), self.check, self._runtime_dir, self._turns),
-                            unread=self._unread,
+                            self._repository.reopen(), self.check, self._runtime_dir, self._turns
                         )
                     with suppress(RunStopped):
                         task(worker)

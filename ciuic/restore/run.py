@@ -25,7 +25,6 @@ from ciuic.restore import attributes
 from ciuic.restore import journal as journals
 from ciuic.restore.attributes import SpecialFilter
 from ciuic.restore.content import batch_blocks
-from ciuic.restore.deferred_check import DeferredCheck
 from ciuic.restore.destination import (
     Remover,
     is_temporary,
@@ -43,7 +42,6 @@ from ciuic.restore.model import (
     RestoreProgress,
     RestoreTarget,
     Result,
-    believed_equal,
 )
 from ciuic.restore.new_files import NonDirectory
 from ciuic.restore.outcomes import Outcomes, ResultCounter
@@ -71,8 +69,6 @@ class Attempt:
     run: str
     """16 hexadecimal digits in the names of temporary files."""
     rules: OverwriteRules
-    unchecked: bool = False
-    """An earlier run, cut short, may have left files whose content was not checked."""
 
 
 class Dispatcher:
@@ -122,13 +118,6 @@ class Dispatcher:
         # A file on which another was mounted at the cut: its content is not in the snapshot, so what exists
         # stays.
         if existing is not None and (entry.flags & FLAG_MOUNTPOINT or not rules.may_touch(entry, existing)):
-            if (
-                attempt.unchecked
-                and entry.is_file
-                and existing is not None
-                and believed_equal(entry, existing)
-            ):
-                self._outcomes.owe(entry, existing, path)
             self._outcomes.left_as_is(path, entry, self._plan.overwrite is not None)
             return
         # After the decision above: a file that is left alone has nothing left out of it.
@@ -145,8 +134,6 @@ class Dispatcher:
             content_believed=existing is not None and rules.believes_content(entry, existing),
             dry_run=self._dry_run,
         )
-        if attempt.unchecked and file.content_believed and entry.is_file:
-            file.placed_unread((0, 0))
         # Held until the file's end (`Outcomes.file_ended`), under the lock that guards the count.
         with self._pool.changed:
             folder.hold()
@@ -461,8 +448,6 @@ def execute(
     dry_run: bool = False,
     runtime_dir: Path | None = None,
     placeholders: Placeholders | None = None,
-    check_after: bool = False,
-    usable: Callable[[int], None] | None = None,
 ) -> Result:
     """Carry out a plan; on return everything counted as restored is durable under its final name.
 
@@ -476,18 +461,13 @@ def execute(
         dry_run: change nothing, and report the same.
         runtime_dir: directory of the overlay workers' sockets. Without it nothing is shared with files of an overlay.
         placeholders: makes files without their content, where it wants to. Names and attributes are not durable on return then.
-        check_after: share extents of packs without reading them, and read the files back when all are in place. One that is
-            wrong is renamed (deferred_check.py) and listed in `Result.put_aside`.
-        usable: called when everything is durably in place and files are still to be checked, with their number.
 
     Raises:
         Busy: another restore works in the same directory.
         CiuicError: the way to the destination is blocked.
     """
     with many_descriptors():
-        return RestoreRun(
-            plan, progress, report, dry_run, runtime_dir, placeholders, check_after=check_after, usable=usable
-        ).execute()
+        return RestoreRun(plan, progress, report, dry_run, runtime_dir, placeholders).execute()
 
 
 class RestoreRun:
@@ -501,16 +481,11 @@ class RestoreRun:
         dry_run: bool,
         runtime_dir: Path | None = None,
         placeholders: Placeholders | None = None,
-        *,
-        check_after: bool = False,
-        usable: Callable[[int], None] | None = None,
     ) -> None:
         self._plan = plan
         self._dry_run = dry_run
-        self._check_after = check_after
-        self._usable = usable
         self._is_durable = placeholders is None
-        self._pool = Pool(plan.repository, runtime_dir=runtime_dir, unread=check_after)
+        self._pool = Pool(plan.repository, runtime_dir=runtime_dir)
         self._counter = ResultCounter(plan, dry_run, progress, report)
         self._outcomes = Outcomes(
             *(self._pool, self._counter),
@@ -530,7 +505,7 @@ class RestoreRun:
         self._walk = Walk(plan, self._pool, self._outcomes, self._special, self._dispatcher, dry_run=dry_run)
         self._bases: list[tuple[bytes, int]] = []
         self._journals: list[journals.Journal] = []
-        """Those of targets of which something is missing or still to be checked."""
+        """Those of targets of which something is missing."""
         self._tops: list[Folder] = []
 
     def execute(self) -> Result:
@@ -544,8 +519,6 @@ class RestoreRun:
             for target in self._plan.targets:
                 if not self._pool.stopping:
                     self._restore(target)
-            if self._outcomes.owed and not self._dry_run:
-                self._check_behind()
         except BaseException:
             self._pool.stop()
             raise
@@ -562,23 +535,6 @@ class RestoreRun:
             for _, base in self._bases:
                 os.close(base)
         return self._counter.finish()
-
-    def _check_behind(self) -> None:
-        """Read back what is in place and was not read."""
-        if self._pool.stopping:
-            self._counter.result.unchecked = len(self._outcomes.owed)
-            return
-        # The operator may use the files, and tell others, only when they are durable.
-        self._outcomes.syncer.flush()
-        if self._usable is not None:
-            self._usable(len(self._outcomes.owed))
-        DeferredCheck(self._plan.repository, self._pool, self._outcomes, self._bases).run()
-        while self._journals and not self._pool.stopping:
-            journal = self._journals.pop()
-            if self._is_to_be_resumed():
-                journal.close()
-            else:
-                journal.finish_later()
 
     def _restore(self, target: RestoreTarget) -> None:
         try:
@@ -661,20 +617,17 @@ class RestoreRun:
             mark = None if folder.fd == NOT_THERE else journals.read_mark(folder.fd)
             resumed = mark is not None and mark.is_of(snapshot, source)
         else:
-            journal = journals.Journal.begin(
-                *(folder.fd, folder.path, snapshot, source), unchecked=self._check_after
-            )
+            journal = journals.Journal.begin(folder.fd, folder.path, snapshot, source)
             if journal is not None:
                 attempt.run, resumed = journal.mark.run, journal.resumed
-                attempt.unchecked = resumed and journal.mark.unchecked
         attempt.rules = OverwriteRules(
             self._plan.overwrite, resumed=resumed, cut_ns=self._plan.snapshot.time_ns
         )
         return journal
 
     def _end_journal(self, journal: journals.Journal, folder: Folder) -> None:
-        # It stays for the next run where something is missing, and as long as a check is owed; locked until this run ends.
-        if self._pool.stopping or self._is_to_be_resumed() or self._outcomes.owed:
+        # It stays for the next run where something is missing; locked until this run ends.
+        if self._pool.stopping or self._is_to_be_resumed():
             self._journals.append(journal)
             return
         # Everything else comes before the journal goes: killed right after it, only the directory's mtime is missing.

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -43,8 +43,6 @@ class UnfinishedRestore(msgspec.Struct, frozen=True):
     """Words of the command that goes on with it."""
     began: float
     """Seconds since the epoch."""
-    check_owed: bool = False
-    """Everything is in place, and content that was not read is still to be checked (``--check=after``)."""
 
 
 def records_directory() -> Path:
@@ -55,8 +53,8 @@ def records_directory() -> Path:
 @contextmanager
 def recorded(
     snapshot: str, destinations: Sequence[bytes], command: Sequence[bytes], directory: Path
-) -> Iterator[Callable[[], None]]:
-    """Keep a record for as long as the block runs; it gets a function that notes durably that only the check is owed.
+) -> Iterator[None]:
+    """Keep a record for as long as the block runs.
 
     It stays if the block is left by an interrupt, or another defect than an error that is told.
     """
@@ -77,17 +75,9 @@ def recorded(
             os.close(fd)
         fd = -1
 
-    def owe_check() -> None:
-        if fd >= 0:
-            data = msgspec.json.encode(msgspec.structs.replace(record, check_owed=True))
-            # One write of no fewer bytes: at no kill is there neither the one nor the other.
-            with suppress(OSError):
-                os.pwrite(fd, data.ljust(os.fstat(fd).st_size), 0)
-                os.fsync(fd)
-
     ended = False
     try:
-        yield owe_check
+        yield
         ended = True
     except CiuicError:
         ended = True
@@ -134,9 +124,6 @@ def _can_go_on(record: UnfinishedRestore) -> bool:
     if len(record.destinations) > 1:
         # Of several, one may be complete and the next not begun.
         return any(map(os.path.lexists, record.destinations))
-    if record.check_owed and not os.path.isdir(record.destinations[0]):
-        # A file has no journal.
-        return os.path.lexists(record.destinations[0])
     # Ended by another restore, or removed with the destination.
     return os.path.lexists(os.path.join(record.destinations[0], JOURNAL_NAME))
 

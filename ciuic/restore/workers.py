@@ -24,7 +24,6 @@ from ciuic.restore.content import (
     Batch,
     BlockWorker,
     FileBlock,
-    PackPlace,
     Sharing,
     batches,
     file_blocks,
@@ -195,10 +194,6 @@ class LargeFile:
     def fail(self, error: BaseException) -> None:
         """Note that a block cannot be read or written."""
         self.error = self.error or error
-
-    def placed_unread(self, place: PackPlace) -> None:
-        """Note that content was placed without being read."""
-        self.file.placed_unread(place)
 
 
 class Feeder:

@@ -90,15 +90,13 @@ class Site:
             record = repository.snapshots.load(SnapshotId(job.id)).roots[0]
             return snapshot_manifest(repository.trees, partial(read_file, repository), record)
 
-    def restore(
-        self, job: CaptureJob, runtime_dir: Path | None = None, *, check_after: bool = False
-    ) -> Result:
+    def restore(self, job: CaptureJob, runtime_dir: Path | None = None) -> Result:
         with Repository.open(self.store) as repository:
             snapshot = repository.snapshots.load(SnapshotId(job.id))
             plan = plan_restore(
                 repository, snapshot, [os.fsencode(self.root)], overwrite=Overwrite.ALWAYS, delete=True
             )
-            return execute(plan, runtime_dir=runtime_dir or self.runtime_dir, check_after=check_after)
+            return execute(plan, runtime_dir=runtime_dir or self.runtime_dir)
 
     def shared_bytes(self, name: str) -> int:
         """Return how many of the file's bytes share extents with packs."""
@@ -136,10 +134,7 @@ def _damage(root: Path) -> None:
         file.write(b"torn")
 
 
-@pytest.mark.parametrize("check_after", [False, True])
-def test_extents_come_back_and_every_cut_stays_exact(
-    site: Site, monkeypatch: pytest.MonkeyPatch, check_after: bool
-) -> None:
+def test_extents_come_back_and_every_cut_stays_exact(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts before and during the restore are captured exactly; all readers see the new content at once."""
     first = site.cut()
     wanted = manifest(site.root)
@@ -160,9 +155,8 @@ def test_extents_come_back_and_every_cut_stays_exact(
     with (site.root / "large").open("rb") as old:
         was = old.read()
         view = mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ)
-        result = site.restore(first, check_after=check_after)
+        result = site.restore(first)
         assert result.complete, result.error()
-        assert (result.checked_behind > 0) is check_after
         assert_same(wanted, manifest(site.root))
         assert view[:] == was
         old.seek(0)

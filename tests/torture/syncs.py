@@ -44,7 +44,6 @@ _ELSEWHERE = {
     ): "a record that a power cut takes is not told; the restore goes on by its journal, whose sync is mutated",
     ("ciuic/restore/unfinished.py", "Disk().sync_dir(str(directory))"): "likewise",
     (
-        "ciuic/restore/deferred_check.py",
         "os.fsync(folder)",
     ): "after a power cut the journal, whose removal comes later, has the check made again, and the file renamed",
     (

@@ -25,7 +25,7 @@ from ciuic.cli.shared.contents import as_recorded, owner_name
 from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
 from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand, Text
-from ciuic.cli.shared.output import detail, json_option, note, out, out_json
+from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, DestinationExists, NotFound, UsageError
 from ciuic.excludes import check_pattern
@@ -111,13 +111,6 @@ _FIRST_NAMES = 3
 @click.option("--delete", is_flag=True, help="Also remove what the snapshot does not have, only below PATH.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before --delete removes a newer checkpoint.")
 @click.option(
-    "--check",
-    type=click.Choice(["before", "after"]),
-    default="before",
-    help="When content is checked. after, where files can share extents with the repository (XFS, btrfs): put everything in place"
-    " unread, say so, then read it back; wrong files are named and renamed to NAME.ciuic-damaged-… (exit 4). Default: before.",
-)
-@click.option(
     "--dry-run",
     "--plan",
     "dry_run",
@@ -170,7 +163,6 @@ def restore_command(
     overwrite: str | None,
     delete: bool,
     yes: bool,
-    check: str,
     dry_run: bool,
     special: bool | None,
     member: str | None,
@@ -206,8 +198,6 @@ def restore_command(
         )
     if lazy and (include or exclude):
         raise UsageError("--lazy restores a whole directory: leave out --include and --exclude")
-    if lazy and check == "after":
-        raise UsageError("--lazy checks what it fetches before anything reads it: leave out --check=after")
     options = [
         *(() if overwrite is None else (f"--overwrite={overwrite}",)),
         *(("--delete",) if delete else ()),
@@ -216,7 +206,6 @@ def restore_command(
         *(word for pattern in exclude for word in ("--exclude", pattern)),
         *(() if special is None else ("--special" if special else "--no-special",)),
         *(("--no-safety",) if no_safety else ()),
-        *(("--check=after",) if check == "after" else ()),
     ]
     planned_so = partial(
         planned,
@@ -234,7 +223,6 @@ def restore_command(
         dry_run=dry_run,
         no_safety=no_safety,
         as_json=as_json,
-        check_after=check == "after",
     )
     if found is not None:
         assert snapshot is not None
@@ -645,7 +633,6 @@ def carry_out(
     also_changed: Sequence[bytes] = (),
     afterwards: Callable[[Result], None] = lambda result: None,
     show: Callable[[dict[str, Any]], None] = out_json,
-    check_after: bool = False,
 ) -> int:
     """Take the safety snapshot, execute the plan and print what became of it; return the exit code.
 
@@ -659,12 +646,9 @@ def carry_out(
         also_changed: paths that ``afterwards`` changes.
         afterwards: called after the plan is executed, to add to its result.
         show: takes the document.
-        check_after: put content in place before it is checked, where it can be shared.
     """
     from ciuic.system.open_files import find_open_files, replaced
 
-    began = time.monotonic()
-    usable_seconds: float | None = None
     # Of what is replaced here, wherever it is restored from.
     local = session.local
     targets = [*(target.path for target in plan.targets), *also_changed]
@@ -674,24 +658,11 @@ def carry_out(
     # A name for each path, of which a restore may have millions: collected only where they are printed.
     items: list[RestoreItem] = []
     on_item = items.append if dry_run or session.verbosity > 0 else None
-    with _undoable(safety), _recorded(session, plan, again, dry_run, check_after) as owe_check:
-
-        def usable(files: int) -> None:
-            nonlocal usable_seconds
-            owe_check()
-            usable_seconds = time.monotonic() - began
-            note(
-                f"in place and usable after {usable_seconds:.1f} s; {plural(files, 'file is', 'files are')} being checked"
-            )
-
-        result = _execute(
-            plan, dry_run, on_item, _runtime_dir(session), check_after=check_after, usable=usable
-        )
+    with _undoable(safety), _recorded(session, plan, again, dry_run):
+        result = _execute(plan, dry_run, on_item, _runtime_dir(session))
         afterwards(result)
     if not dry_run:
         _note_damage(session, plan, result)
-    if check_after and usable_seconds is None and not dry_run:
-        detail("--check=after: no content could be shared unread, all of it was checked before")
     open_files = _cut_off(open_before, items, result.removed) if dry_run else replaced(open_before)
     forecast = _forecast(plan, items, result.removed) if dry_run else None
     # Retention compares snapshots of later than this moment, to find out whether the restored paths were
@@ -702,8 +673,6 @@ def carry_out(
         show(
             {
                 **_document(plan, result, items, safety, dry_run),
-                "check": "after" if check_after else "before",
-                "usable_seconds": usable_seconds,
                 "open_files": [
                     {
                         **json_name("path", one.path),
@@ -728,26 +697,22 @@ def carry_out(
 
 @contextmanager
 def _recorded(
-    session: Session, plan: RestorePlan, again: Sequence[str | bytes], dry_run: bool, check_after: bool
-) -> Iterator[Callable[[], None]]:
-    """Have ``ciuic status`` tell of the restore if it is cut short; get what notes that only its check is owed."""
+    session: Session, plan: RestorePlan, again: Sequence[str | bytes], dry_run: bool
+) -> Iterator[None]:
+    """Have ``ciuic status`` tell of the restore if it is cut short."""
     from ciuic.restore.unfinished import recorded, records_directory
 
-    # A single file is there or not, and leaves nothing to go on with, but for its check.
-    destinations = _directories(plan) or ([target.path for target in plan.targets] if check_after else [])
+    # A single file is there or not, and leaves nothing to go on with.
+    destinations = _directories(plan)
     if dry_run or not destinations:
-        yield lambda: None
+        yield
         return
     words: list[str | bytes] = ["ciuic"]
     if session.names_repository:
         words += ["--repo", session.place]
-    if check_after and plan.overwrite is None and len(_directories(plan)) < len(plan.targets):
-        # Files that are in place stop a restore without; those that share the packs' extents stay, and are checked.
-        again = [*again, "--overwrite=always"]
-    with recorded(
-        str(plan.snapshot.id), destinations, list(map(os.fsencode, (*words, *again))), records_directory()
-    ) as owe_check:
-        yield owe_check
+    command = list(map(os.fsencode, (*words, *again)))
+    with recorded(str(plan.snapshot.id), destinations, command, records_directory()):
+        yield
 
 
 def _directories(plan: RestorePlan) -> list[bytes]:
@@ -1071,9 +1036,6 @@ def _execute(
     dry_run: bool,
     on_item: Callable[[RestoreItem], None] | None,
     runtime_dir: Path | None,
-    *,
-    check_after: bool,
-    usable: Callable[[int], None],
 ) -> Result:
     from ciuic.cli.shared.progress import progress
     from ciuic.restore import execute
@@ -1096,8 +1058,6 @@ def _execute(
             dry_run=dry_run,
             report=on_item,
             runtime_dir=runtime_dir,
-            check_after=check_after,
-            usable=usable,
         )
 
 
@@ -1136,15 +1096,6 @@ def _document(
         "owner_failures": result.owner_failures,
         "time_failures": result.time_failures,
         "stopped": result.stopped or None,
-        "checked_behind": result.checked_behind,
-        "unchecked": result.unchecked,
-        "put_aside": [
-            {
-                **json_name("path", one.path),
-                **(json_name("aside", one.aside) if one.aside else {"aside": None}),
-            }
-            for one in result.put_aside
-        ],
         "items": [{**json_name("path", item.path), "action": item.action} for item in items],
         "code": _exit_code(plan, result),
     }
@@ -1152,9 +1103,7 @@ def _document(
 
 def _note_damage(session: Session, plan: RestorePlan, result: Result) -> None:
     """Keep which files the snapshot does not have whole."""
-    # A file that was wrong once it was in place may have been written to by a program.
-    aside = {one.path for one in result.put_aside}
-    damaged = [failure for failure in result.failed if failure.damaged and failure.path not in aside]
+    damaged = [failure for failure in result.failed if failure.damaged]
     if not damaged:
         return
     from ciuic.cli.shared.damage import note as note_damage

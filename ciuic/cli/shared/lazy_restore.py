@@ -269,8 +269,6 @@ def _unfinished_line(record: UnfinishedRestore) -> str:
     command = " ".join(map(word, record.command))
     places = ", ".join(map(shown, record.destinations))
     begun = f"of {shown_text(record.snapshot)}, begun {times.clock(int(record.began * times.NS))}"
-    if record.check_owed:
-        return f"{places}: in place but not checked, {begun}; the check goes on with: {command}"
     return f"{places}: cut short, {begun}; it goes on with: {command}"
 
 
@@ -279,7 +277,6 @@ def _unfinished_document(record: UnfinishedRestore) -> dict[str, Any]:
         "snapshot": record.snapshot,
         "destinations": [json_name("path", path) for path in record.destinations],
         "began": record.began,
-        "check_owed": record.check_owed,
         "command": [os.fsdecode(word) for word in record.command],
     }
 
