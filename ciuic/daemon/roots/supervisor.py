@@ -433,7 +433,12 @@ class RootSupervisor:
             return
         # A worker ends with status 0 when its mount is gone. A killed worker leaves its mount, and the job
         # waits for the successor.
-        if self._session_gone or (not status and not await self._hooks.is_mounted(self.path)):
+        try:
+            is_gone = self._session_gone or (not status and not await self._hooks.is_mounted(self.path))
+        except trio.Cancelled:
+            self.worker = worker
+            raise
+        if is_gone:
             if self._departs:
                 self._session_gone = True
             else:
@@ -510,6 +515,8 @@ class RootSupervisor:
         Return None where that is impossible; the mount of the session is detached then.
         """
         if self._stopping:
+            # Since the worker was seen to end: its session is for `stop` and `leave`.
+            self.worker = dead
             return None
         if self._session_gone:  # it ended with its mount
             dead.close()

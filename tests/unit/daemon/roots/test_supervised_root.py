@@ -217,6 +217,48 @@ def test_a_worker_that_dies_beside_the_stop_has_a_successor_that_unmounts(
     assert second.closed
 
 
+@pytest.mark.parametrize("outlasts", [True, False])
+def test_a_stop_while_a_death_is_looked_at_has_a_successor_that_unmounts(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, outlasts: bool
+) -> None:
+    """A look at the mount is cancelled by the stop, or, in a thread, outlasts it: in neither case the session is forgotten."""
+    first, second = stage.worker("one"), stage.worker("two")
+    first.session_fd = os.open("/dev/null", os.O_RDONLY)
+    supervisor = stage.supervisor(first)
+    looks, look, wait = trio.Event(), stage.mounts.is_mounted, first.wait
+
+    async def wait_as_of_an_adopted_one() -> None:
+        await wait()
+
+    first.wait = wait_as_of_an_adopted_one  # type: ignore[method-assign,assignment]
+
+    async def is_mounted(root: str) -> bool:
+        if not looks.is_set():
+            looks.set()
+            with trio.CancelScope(shield=outlasts):
+                await until_async(lambda: supervisor.state == "stopping")
+                return await look(root)
+        return await look(root)
+
+    async def script() -> None:
+        await until_async(lambda: stage.sessions == ["one"])
+        monkeypatch.setattr(stage.mounts, "is_mounted", is_mounted)
+        stage.mounts.workers.append(second)
+        first.overlay.fail_on = {"status"}
+        first.kill()
+        await looks.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervisor.stop)
+            await until_async(lambda: "stop /a" in second.overlay.log)
+            stage.mounts.mounted = False
+            second.kill()
+
+    stage.run(supervisor, script)
+    assert "detached" not in stage.order
+    assert supervisor.state == "unmounted"
+    assert first.closed
+
+
 def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
