@@ -24,11 +24,11 @@ from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.looks import Looks
 from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.http_server import serve_http
+from ciuic.protocol.peer_socket import MAX_BACKLOG
 from ciuic.system.child_process import environment, module_command
 
 WEB_SOCKET: Final = "web.sock"
 _BROKER_SOCKET: Final = "private/broker.sock"
-_BACKLOG: Final = 512
 _RESTART_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 5.0
 _ACTIONS_SECONDS: Final = 80.0
@@ -70,7 +70,7 @@ def unix_listener(
         path.chmod(mode)
         if owner is not None:
             os.chown(path, *owner)
-        listener.listen(_BACKLOG)
+        listener.listen(MAX_BACKLOG)
     except OSError as error:
         raise CiuicError(f"cannot listen at {path}: {error.strerror}") from error
     return listener
@@ -89,7 +89,7 @@ def tcp_listener(listen: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, int(port)))
-        listener.listen(_BACKLOG)
+        listener.listen(MAX_BACKLOG)
     except PermissionError as error:
         raise NotPermitted(
             f"cannot listen at {listen}: {error.strerror}", hint="use a port from 1024 on"
