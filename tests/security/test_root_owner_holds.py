@@ -15,6 +15,7 @@ from support.live import Live
 from support.second_user import User
 from support.until import until
 
+from ciuic.errors import UsageError
 from ciuic.protocol import pairing
 
 pytestmark = pytest.mark.mount
@@ -98,3 +99,13 @@ def test_a_user_takes_so_many_snapshots_in_a_while_and_no_more(live: Live) -> No
     assert len(taken) <= 12
     with pairing.ask(pair, pairing.Cut(training="cs-aaaaaaaa", repository="/x", time_ns=1)) as connection:
         assert isinstance(pairing.answer(connection, 60), pairing.Taken)
+
+
+def test_a_path_that_leads_out_of_a_root_is_refused(live: Live) -> None:
+    """A directory that is named by way of a root and .. is not taken for one in that root."""
+    path = f"{live.top.parent}/root/../elsewhere"
+    with (
+        pairing.ask(str(live.top / "run/pair.sock"), pairing.Files(roots=(path,))) as connection,
+        pytest.raises(UsageError, match=r"\.\."),
+    ):
+        pairing.answer(connection, 60)

@@ -358,6 +358,11 @@ class Pairing:
             return chosen
         chosen = []
         for path in dict.fromkeys(wanted):
+            # By its text: what the kernel makes of it depends on links, which are not looked up here.
+            if ".." in path.split("/"):
+                raise UsageError(
+                    f"{path} has .. in it, which may lead anywhere", hint="name the directory itself"
+                )
             # With the slashes, so that /data2 is not taken for a part of /data.
             root = next((root for root in roots.values() if f"{path}/".startswith(f"{root.path}/")), None)
             if root is None:
