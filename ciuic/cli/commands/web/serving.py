@@ -24,11 +24,12 @@ from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.looks import Looks
 from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.http_server import serve_http
-from ciuic.protocol.peer_socket import MAX_BACKLOG
 from ciuic.system.child_process import environment, module_command
 
 WEB_SOCKET: Final = "web.sock"
 _BROKER_SOCKET: Final = "private/broker.sock"
+_BACKLOG: Final = 512
+_TCP_BACKLOG: Final = 128
 _RESTART_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 5.0
 _ACTIONS_SECONDS: Final = 80.0
@@ -70,7 +71,7 @@ def unix_listener(
         path.chmod(mode)
         if owner is not None:
             os.chown(path, *owner)
-        listener.listen(MAX_BACKLOG)
+        listener.listen(_BACKLOG)
     except OSError as error:
         raise CiuicError(f"cannot listen at {path}: {error.strerror}") from error
     return listener
@@ -89,7 +90,8 @@ def tcp_listener(listen: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, int(port)))
-        listener.listen(MAX_BACKLOG)
+        # Short: who floods it waits for retries of SYN like everybody, and no session stands behind thousands.
+        listener.listen(_TCP_BACKLOG)
     except PermissionError as error:
         raise NotPermitted(
             f"cannot listen at {listen}: {error.strerror}", hint="use a port from 1024 on"
