@@ -335,6 +335,9 @@ def _flush(session: Session) -> int:
 
 def run() -> None:
     """Prepare the process and run the command, as the installed program does."""
+    if os.geteuid() == 0:
+        # Directories and files that root makes anywhere are written by root alone, whatever umask it was started with.
+        os.umask(os.umask(0o022) | 0o022)
     for stream in (sys.stdout, sys.stderr):
         # A name or message outside the locale's character set must not end a run.
         if hasattr(stream, "reconfigure"):

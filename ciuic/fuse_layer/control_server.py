@@ -22,6 +22,7 @@ import structlog
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.tracking.gate import HoldExpired
+from ciuic.protocol.socket_http import socket_address
 from ciuic.protocol.worker_frames import (
     MAX_REQUEST_BYTES,
     FrameError,
@@ -29,7 +30,6 @@ from ciuic.protocol.worker_frames import (
     WatchedNames,
     receive_frame,
     send_frame,
-    socket_address,
 )
 from ciuic.structs import convert
 

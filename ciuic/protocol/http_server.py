@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from email.utils import formatdate
@@ -134,7 +135,8 @@ async def serve_http(
             request any more, except root's.
         max_connections: most connections at once.
         send_seconds: longest wait until a caller has taken 64 KiB of an answer; its connection ends then.
-        strangers_yield: where there are too many connections, a new one takes the place of the oldest of nobody who is known.
+        strangers_yield: where there are too many connections, a new one takes the place of the oldest of the user or
+            address with the most of those of nobody who is known; and these get one answer each.
         task_status: told when the socket is served.
     """
     connections = _Connections(
@@ -181,8 +183,8 @@ class _Connections:
         # Waits for the next request of a connection; all are cancelled at the end.
         self._idle: set[trio.CancelScope] = set()
         self._strangers_yield = strangers_yield
-        # Connections of nobody who is known, the oldest first.
-        self._strangers: dict[trio.CancelScope, None] = {}
+        # Connections of nobody who is known, the oldest first, with their users or addresses.
+        self._strangers: dict[trio.CancelScope, int | str] = {}
         self._is_ending = False
 
     async def handle(self, stream: trio.SocketStream) -> None:
@@ -196,15 +198,17 @@ class _Connections:
             if not (self._strangers_yield and self._strangers):
                 await _turn_away(stream)
                 return
-            # It ends at its next turn, and is one too many until then.
-            oldest = next(iter(self._strangers))
+            # Of the peer with the most, so that each peer has a place. It ends at its next turn, and is one too many
+            # until then.
+            ((crowd, _),) = Counter(self._strangers.values()).most_common(1)
+            oldest = next(scope for scope, peer in self._strangers.items() if peer == crowd)
             del self._strangers[oldest]
             oldest.cancel()
         self._count += 1
         self._others += of_others
         scope = trio.CancelScope()
         if of_others:
-            self._strangers[scope] = None
+            self._strangers[scope] = _peer(stream) if caller is None else caller.uid
         try:
             with scope:
                 connection = _Connection(stream, self._send_seconds)
@@ -274,6 +278,9 @@ class _Connections:
             reply = await self._resources.answer(request)
             if reply.is_known:
                 self._strangers.pop(scope, None)
+            elif self._strangers_yield and scope in self._strangers:
+                # Strangers ask once: requests in a row would all be answered before the first one of who comes later.
+                reply = reply._replace(headers=(*reply.headers, ("connection", "close")))
             await connection.send(reply)
 
         if method not in ("GET", "HEAD"):
@@ -390,6 +397,14 @@ def _caller(stream: trio.SocketStream) -> Caller | None:
         return caller_of(peer)
     except OSError:
         return None
+
+
+def _peer(stream: trio.SocketStream) -> str:
+    """Return the address of who has connected over TCP; empty where it is gone."""
+    try:
+        return str(stream.socket.getpeername()[0])
+    except (OSError, IndexError):
+        return ""
 
 
 async def _turn_away(stream: trio.SocketStream) -> None:

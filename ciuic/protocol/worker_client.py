@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ciuic.errors import CiuicError, Unreachable
+from ciuic.protocol.socket_http import connect
 from ciuic.protocol.worker_frames import (
     MAX_REPLY_BYTES,
     CutReply,
@@ -28,7 +29,6 @@ from ciuic.protocol.worker_frames import (
     Share,
     WatchedNames,
     WorkerStatus,
-    connect,
     receive_frame,
     send_frame,
 )

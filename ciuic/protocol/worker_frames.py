@@ -1,7 +1,7 @@
 """Frames of the worker control channel: u32 little-endian length, then msgpack of a map (architecture.md section 3).
 
 Guarantees: a frame is read whole or not at all. A descriptor sent with a frame is received with that frame and with no other.
-Paths of any length can be bound and connected. The path of a root's socket follows from the root, so that it can be found from the
+The path of a root's socket follows from the root, so that it can be found from the
 mount point. The server (fuse_layer/control_server.py) and the client (worker_client.py) define what the maps mean.
 """
 
@@ -11,8 +11,7 @@ import array
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -31,8 +30,6 @@ USE_OF_HOLD_SECONDS: Final = 1.0
 _LENGTH = struct.Struct("<I")
 # A frame carries one descriptor at most. The kernel closes those for which there is no room.
 _MAX_FDS = 4
-# Size of sun_path, unix(7); the last byte is the terminating null.
-_SUN_PATH_BYTES = 108
 
 
 class AbandonedEpochStatus(msgspec.Struct, frozen=True):
@@ -208,40 +205,6 @@ def _receive_some(sock: socket.socket, size: int, fds: list[int]) -> bytes:
             received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
             fds.extend(received)
     return data
-
-
-@contextmanager
-def socket_address(path: str) -> Iterator[str]:
-    """Provide an address for bind and connect that leads to ``path``, even if it exceeds the 107 bytes of sun_path."""
-    if len(os.fsencode(path)) < _SUN_PATH_BYTES:
-        yield path
-        return
-    # A short path through a descriptor of the directory leads to the same socket.
-    directory = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
-    finally:
-        os.close(directory)
-
-
-def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
-    """Connect, waiting up to ``timeout_seconds`` for a listener whose queue is full; the timeout stays on the socket.
-
-    Raises:
-        TimeoutError: the queue stayed full.
-        OSError: no process listens, or the socket may not be opened.
-    """
-    # Python makes a socket with a timeout non-blocking, and the kernel refuses a non-blocking connect with EAGAIN at once when the
-    # queue is full. So the socket stays blocking while it connects, with a send timeout (socket(7), SO_SNDTIMEO).
-    # 0 would mean no timeout.
-    whole = max(1, int(timeout_seconds))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
-    try:
-        with socket_address(path) as address:
-            sock.connect(address)
-    except BlockingIOError as error:
-        raise TimeoutError(error.errno, "the queue of the listening socket is full") from error
-    sock.settimeout(timeout_seconds)
 
 
 def _root_key(root: str | bytes) -> str:

@@ -331,6 +331,15 @@ def open_way(path: bytes, *, make: bool = False) -> int:
         os.close(at)
 
 
+def made_directory(path: bytes) -> bytes:
+    """Return the path without links of a directory, which is made if it is missing; raises as `open_way`."""
+    fd = open_way(path, make=True)
+    try:
+        return os.readlink(os.fsencode(proc_path(fd)))
+    finally:
+        os.close(fd)
+
+
 class _PathWalk:
     """A walk from the top of the file system along a path."""
 

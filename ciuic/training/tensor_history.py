@@ -216,7 +216,11 @@ class _Opened:
         key = self._key(older, pattern)
         known = None if cache is None else _load(cache, key)
         if known is None:
-            known = dict(_figures(self.source, before, pattern, reader))
+            # Half of a surrogate pair, which JSON and pickles of others may have, cannot be stored.
+            known = {
+                name.encode("utf-8", "backslashreplace").decode(): figures
+                for name, figures in _figures(self.source, before, pattern, reader)
+            }
             if cache is not None:
                 cache.store(key, msgspec.msgpack.encode(_Cached(_CACHE_VERSION, known)))
         return TensorVersion(self.version, known, left_out=self._left_out, has_earlier=before is not None)
@@ -224,7 +228,7 @@ class _Opened:
     def _key(self, older: _Opened | None, pattern: str) -> str:
         # Ids of chunks are those of one repository.
         content = (self._repository_id, pattern, self.content, older and older.content)
-        return hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=24).hexdigest()
+        return hashlib.blake2b(repr(content).encode("utf-8", "surrogatepass"), digest_size=24).hexdigest()
 
 
 def _load(cache: CacheDirectory, key: str) -> dict[str, TensorFigures] | None:

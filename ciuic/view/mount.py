@@ -22,6 +22,7 @@ from ciuic.errors import CiuicError, NotPermitted
 from ciuic.fuse_layer.kernel.negotiation import negotiate
 from ciuic.fuse_layer.system import mounts
 from ciuic.printable import one_line
+from ciuic.restore.destination import open_way
 from ciuic.system.child_process import environment
 from ciuic.view.filesystem import ViewFilesystem
 from ciuic.view.tree import ViewTree
@@ -103,7 +104,7 @@ class MountedView:
 
 
 def _mount_by_root(directory: bytes, for_others: bool) -> int:
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = open_way(directory)
     try:
         return mounts.mount_fuse(fd, FS_TYPE, read_only=True, for_others=for_others)
     except OSError as error:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.checkpoint_files import MemoryDirectory, MemoryFile
+from support.restoring import take
 
+from ciuic.cli.app import cli
+from ciuic.repository import Repository
 from ciuic.verdicts import model, verdict
 from ciuic.verdicts.formats.pickles import PickleStream
 from ciuic.verdicts.model import DEFECT, BoundedReader, Piece, Structure
@@ -119,3 +124,24 @@ def test_a_reader_that_fails_spares_the_other_files(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(verdict, "RECOGNISERS", (failing_recogniser,))
     found = {one.path: one.verdict for one in checkpoints_in(directory)}
     assert (found[b"/d"].state, found[b"/d/good.npy"].state) == ("UNKNOWN", "GOOD")
+
+
+def test_half_of_a_surrogate_pair_in_a_name_is_shown(tmp_path: Path) -> None:
+    """A tensor whose name JSON allows and UTF-8 does not is looked at and compared like any other."""
+    root = tmp_path / "root"
+    root.mkdir()
+    header = b'{"a\\ud800b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    with Repository.create(tmp_path / "repository") as repository:
+        for value in (1.0, 2.0):
+            data = struct.pack("<Q", len(header)) + header + struct.pack("<f", value)
+            (root / "m.safetensors").write_bytes(data)
+            take(repository, root)
+    path = str(root / "m.safetensors")
+    for words in (
+        ["tensors", path],
+        ["tensors", "--history", path],
+        ["tensors", "--json", path],
+        ["diff", "--tensors", "-p", path, "latest~1", "latest"],
+    ):
+        done = CliRunner().invoke(cli, ["--repo", str(tmp_path / "repository"), *words])
+        assert (done.exit_code, "ud800" in done.output) == (0, True), done.output

@@ -92,6 +92,16 @@ def test_an_archive_of_far_more_than_its_size_is_refused(tmp_path: Path) -> None
         load_plain(file, "bomb.pt")
 
 
+@pytest.mark.parametrize("version", ["2.5.1", "2.5.1+cu121", "1.13.0"])
+def test_a_torch_that_executes_files_reads_none(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Before 2.6 torch executes what a file says whatever it was asked for, and so it is not asked."""
+    monkeypatch.setattr("torch.__version__", version)
+    file = io.BytesIO()
+    torch.save({}, file)
+    with pytest.raises(UsageError, match="not read by torch"):
+        load_plain(file, "x.pt")
+
+
 def _doubled(kind: type) -> Any:
     value: Any = kind(("x",))
     for _ in range(200):

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.attackers import CUT, attack
+from support.attackers import CUT, CUTS, attack
 from support.live import Live
 from support.second_user import User
 from support.until import until
 
+from ciuic.errors import UsageError
 from ciuic.protocol import pairing
 
 pytestmark = pytest.mark.mount
@@ -87,3 +88,24 @@ def test_a_user_holds_so_many_snapshots_and_no_more(live: Live) -> None:
     assert {note for _, note in roots} == {""}
     assert {_holder(live, id_) for id_, _ in roots} == {(True, None)}
     assert live.run("forget", "-y", roots[0][0], expect=1)
+
+
+def test_a_user_takes_so_many_snapshots_in_a_while_and_no_more(live: Live) -> None:
+    """Snapshots that are not held have a rate for each ordinary user; root has none, and may take more."""
+    pair = str(live.top / "run/pair.sock")
+    output = attack(OWNER, CUTS, pair)
+    assert "within 30 s" in output.splitlines()[-1]
+    taken = [line for line in output.splitlines() if line.startswith("cs-")]
+    assert len(taken) <= 12
+    with pairing.ask(pair, pairing.Cut(training="cs-aaaaaaaa", repository="/x", time_ns=1)) as connection:
+        assert isinstance(pairing.answer(connection, 60), pairing.Taken)
+
+
+def test_a_path_that_leads_out_of_a_root_is_refused(live: Live) -> None:
+    """A directory that is named by way of a root and .. is not taken for one in that root."""
+    path = f"{live.top.parent}/root/../elsewhere"
+    with (
+        pairing.ask(str(live.top / "run/pair.sock"), pairing.Files(roots=(path,))) as connection,
+        pytest.raises(UsageError, match=r"\.\."),
+    ):
+        pairing.answer(connection, 60)

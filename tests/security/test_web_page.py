@@ -387,6 +387,34 @@ def test_strangers_keep_nobody_out(page: WebPage, site: Site) -> None:
     stream.close()
 
 
+def test_strangers_are_answered_once(page: WebPage) -> None:
+    """Of requests in a row a stranger's connection answers the first, and ends; a session's answers all."""
+    for cookie, answers in (("", 1), (f"Cookie: {page.cookie}\r\n", 3)):
+        asked = f"GET / HTTP/1.1\r\nHost: localhost\r\n{cookie}"
+        with socket.create_connection(("127.0.0.1", page.port), 60) as one, one.makefile("rb") as answered:
+            one.sendall(f"{asked}\r\n{asked}\r\n{asked}Connection: close\r\n\r\n".encode())
+            read = b""
+            with suppress(ConnectionError):
+                while line := answered.readline():
+                    read += line
+            assert read.count(b"HTTP/1.1 200") + read.count(b"HTTP/1.1 401") == answers
+
+
+def test_each_peer_has_a_place(page: WebPage) -> None:
+    """Who takes every place ends own connections, and none of another address."""
+    with ExitStack() as held:
+        other = held.enter_context(
+            socket.create_connection(("127.0.0.1", page.port), 60, source_address=("127.0.0.2", 0))
+        )
+        other.sendall(b"GET / HTTP/1.1\r\n")
+        # More than there are places.
+        for _ in range(470):
+            one = held.enter_context(socket.create_connection(("127.0.0.1", page.port), 60))
+            one.sendall(b"GET / HT")
+        other.sendall(b"Host: localhost\r\n\r\n")
+        assert other.recv(12) == b"HTTP/1.1 401"
+
+
 def test_open_pages_are_all_told(page: WebPage, site: Site) -> None:
     """Two hundred pages with their streams of events are open at once, all hear of a snapshot, and others are answered."""
     with ExitStack() as held:

@@ -105,6 +105,24 @@ except CiuicError as error:
     print(type(error).__name__, error.message)
 """
 
+CUTS = """
+# As fast as they are committed, which is how a job that snapshots in a loop asks.
+from ciuic.errors import Busy
+for number in range(100):
+    try:
+        with pairing.ask(sys.argv[1], pairing.Cut(training="cs-aaaaaaaa", repository="/x", time_ns=1)) as connection:
+            id_ = pairing.answer(connection, 60).id
+    except Busy as error:
+        print(error.message)
+        if "within" in error.message and "asked for" in error.message:
+            break
+        time.sleep(0.1)
+        continue
+    print(id_)
+    while pairing.states_of(sys.argv[1], (id_,), 30).states != {id_: "committed"}:
+        time.sleep(0.05)
+"""
+
 KNOWN = """
 print(sorted(pairing.states_of(sys.argv[1], tuple(sys.argv[2:]), 60).states.items()))
 """

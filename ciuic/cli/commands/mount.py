@@ -56,6 +56,7 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
     In DIR, made if missing, is a directory for each snapshot, named after its time and id, and latest, a link to the newest; with ID
     the roots of that snapshot alone. Files are at the paths that they had. `umount DIR` ends it, too.
     """
+    from ciuic.restore.destination import made_directory
     from ciuic.view.mount import MountedView, is_view
     from ciuic.view.tree import ViewTree
 
@@ -63,12 +64,12 @@ def mount_command(directory: bytes, snapshot_id: str | None, *, for_others: bool
     store = session.snapshots
     only = None if snapshot_id is None else store.resolve(snapshot_id)
     tree = ViewTree(store, session.repository_of, only)
-    path = os.path.realpath(directory)
+    path = os.path.abspath(directory)
     try:
-        os.makedirs(path, mode=0o755, exist_ok=True)
-    except FileExistsError:
-        if not is_view(path):
-            raise UsageError(f"{shown(path)} is no directory") from None
+        path = made_directory(path)
+    except OSError as error:
+        if not is_view(os.path.realpath(path)):
+            raise UsageError(f"cannot mount at {shown(path)}: {error.strerror}") from None
         raise CiuicError(
             f"a view is mounted on {shown(path)} whose process has ended", hint=f"umount {shown(path)}"
         ) from None

@@ -280,7 +280,7 @@ def command(
         },
         tags, wait, hold=hold,
     )  # fmt: skip
-    with OtherHosts(request.members if ssh else (), request.member, words) as others:
+    with OtherHosts(request.members if ssh else (), request.member, words, waits=wait is not None) as others:
         state, place = _take_of_set(session, request, meet_at, message, tags, hold)
         _report_outcome(session, state, place, wait, remotes, as_json=as_json)
         others.finish()

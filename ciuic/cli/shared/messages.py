@@ -81,7 +81,11 @@ def redirect_to_null(stream: Any) -> None:
 
 def shown_text(text: str) -> str:
     """Return a message on one line of printable characters."""
-    return shown(text.encode("utf-8", "surrogateescape"))
+    try:
+        return shown(text.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON of others may have, is no byte of a name.
+        return shown(text.encode("utf-8", "backslashreplace"))
 
 
 def json_name(key: str, path: bytes) -> dict[str, Any]:

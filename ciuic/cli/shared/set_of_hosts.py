@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -15,6 +16,7 @@ from ciuic.errors import CiuicError, Partial, UsageError
 
 if TYPE_CHECKING:
     import subprocess
+    from typing import IO
 
     from ciuic.protocol.control import ControlClient
     from ciuic.protocol.control_types import SnapshotRequest, SnapshotState
@@ -118,6 +120,33 @@ def take_of_set(
 
 # Shown of what a host that failed has said; its last words say why.
 _MAX_LINES = 10
+_MAX_SAID_BYTES = 64 << 10
+_CUT_SECONDS = 60.0
+_COMMIT_SECONDS = 3600.0
+"""Longest wait for the others after this host is done: for their ends, and for captures that may be larger than its own."""
+
+
+class _Said:
+    """The end of what a pipe says, read by a thread, so that a host fills neither the memory nor the pipe."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        import threading
+
+        self._pipe = pipe
+        self._end = bytearray()
+        self._thread = threading.Thread(target=self._read, name="ssh output", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe:
+            while part := os.read(self._pipe.fileno(), _MAX_SAID_BYTES):
+                self._end += part
+                del self._end[:-_MAX_SAID_BYTES]
+
+    def text(self) -> bytes:
+        """Return what was said, soon after the end of the process; others may keep the pipe open (ControlPersist)."""
+        self._thread.join(1)
+        return bytes(self._end).strip()
 
 
 class OtherHosts:
@@ -127,6 +156,7 @@ class OtherHosts:
         members: all members of the set, which ssh finds by these names.
         member: the one that this host is.
         words: options of the command, but for ``--member``.
+        waits: the command ends once its snapshot is stored, not once it is cut.
         environment: environment of ssh.
     """
 
@@ -136,18 +166,22 @@ class OtherHosts:
         member: str,
         words: Sequence[str],
         environment: Mapping[str, str] = os.environ,
+        *,
+        waits: bool = False,
     ) -> None:
-        from ciuic.remote.objects.ssh_objects import COMMAND_VARIABLE, PROGRAM_VARIABLE
+        from ciuic.remote.objects.ssh_objects import COMMAND_VARIABLE, PROGRAM_VARIABLE, SSH_OPTIONS
 
         self._environment = environment
-        self._ssh = shlex.split(environment.get(COMMAND_VARIABLE, "") or "ssh")
+        self._ssh = [*shlex.split(environment.get(COMMAND_VARIABLE, "") or "ssh"), *SSH_OPTIONS]
         program = environment.get(PROGRAM_VARIABLE, "") or "ciuic"
         self._commands = {
             other: f"{program} {shlex.join(['snapshot', *words, '--member', other])}"
             for other in members
             if other != member
         }
+        self._limit_seconds = _COMMIT_SECONDS if waits else _CUT_SECONDS
         self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._said: dict[str, tuple[_Said, _Said]] = {}
 
     def __enter__(self) -> OtherHosts:
         # Imported here: 7 ms, which snapshots of one host do not pay.
@@ -158,7 +192,7 @@ class OtherHosts:
         try:
             for host, command in self._commands.items():
                 # `--`, because a host whose name begins with a dash would be an option of ssh.
-                self._started[host] = subprocess.Popen(
+                self._started[host] = process = subprocess.Popen(
                     [*self._ssh, "-o", "BatchMode=yes", "--", host, command],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -166,6 +200,9 @@ class OtherHosts:
                     cwd="/",
                     env=without_secrets(self._environment),
                 )
+                assert process.stdout is not None
+                assert process.stderr is not None
+                self._said[host] = _Said(process.stdout), _Said(process.stderr)
         except OSError as error:
             self._end()
             raise UsageError(f"{self._ssh[0]} cannot be started: {error.strerror}") from None
@@ -178,30 +215,37 @@ class OtherHosts:
             # Why a host did not come is what its ssh said, not what this host knows.
             for host, process in self._started.items():
                 if process.poll():
-                    self._tell(host, process.communicate()[1])
+                    self._tell(host)
         self._end()
 
     def finish(self) -> None:
         """Wait for all, and print their ids to stderr, or what they said.
 
         Raises:
-            Partial: a command failed; the set is incomplete, or not committed everywhere.
+            Partial: a command failed, or did not end in time; the set is incomplete, or not committed everywhere.
         """
+        import subprocess
+
         failed = []
+        deadline = time.monotonic() + self._limit_seconds
         for host, process in self._started.items():
-            printed, said = process.communicate()
-            if process.returncode:
-                self._tell(host, said)
-                failed.append(f"{host} (exit code {process.returncode})")
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                failed.append(f"{host} (no end within {self._limit_seconds:.0f} s)")
+                continue
+            if code:
+                self._tell(host)
+                failed.append(f"{host} (exit code {code})")
             else:
-                note(f"{host}: {shown(printed.strip())}")
+                note(f"{host}: {shown(self._said[host][0].text())}")
         if failed:
             raise Partial(
                 f"other hosts failed: {', '.join(failed)}", hint="the set may be incomplete: cut another one"
             )
 
-    def _tell(self, host: str, said: bytes) -> None:
-        for line in said.strip().splitlines()[-_MAX_LINES:]:
+    def _tell(self, host: str) -> None:
+        for line in self._said[host][1].text().splitlines()[-_MAX_LINES:]:
             note(f"{host}: {shown(line)}")
 
     def _end(self) -> None:
@@ -209,8 +253,5 @@ class OtherHosts:
         for process in self._started.values():
             if process.poll() is None:
                 with suppress(ProcessLookupError):
-                    process.terminate()
+                    process.kill()
                 process.wait()
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()

@@ -25,7 +25,7 @@ from ciuic.system.disk import Disk
 from ciuic.system.processes import boot_id
 from ciuic.types import Pair, SetMember
 
-# Connections that the kernel queues: a command that finds the queue full takes the daemon for absent.
+# Connections that the kernel queues: a command waits where the queue is full.
 _BACKLOG = 512
 # Attempts to lock a file that is still at its path. One fails only where another daemon ends at this moment.
 _MAX_LOCK_ATTEMPTS = 100

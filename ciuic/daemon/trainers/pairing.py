@@ -10,7 +10,7 @@ A hold keeps a snapshot from retention, so each costs the repository's disk for 
 holds of ordinary users are limited in number, as the repository has them, and by the hour; administrators
 have no limit. The number counts across daemons, because the repository records for whom each hold is; the
 rate counts in one daemon's life. A refused hold costs the user no snapshot: the snapshot is taken and not
-held.
+held. Snapshots that are not held cost the time of the daemon and of retention: ordinary users have a rate for these, too.
 
 Leaves the socket to peer_server.py.
 """
@@ -59,6 +59,9 @@ from ciuic.types import PAIRED, Pair, SnapshotId
 from ciuic.units import plural
 
 _HOUR_SECONDS: Final = 3600.0
+# More than trainings and jobs of one user ask for: 8 that save every 30 s, or a dozen that end at once.
+_MAX_CUTS_OF_A_USER: Final = 12
+_CUTS_SECONDS: Final = 30.0
 # Users whose rate is remembered: users in a container are created at no cost, and must not fill the memory.
 _MAX_USERS: Final = 1024
 # One connection for each request, which is answered and closed.
@@ -70,6 +73,24 @@ _MAX_TEXT: Final = 200
 # As many as `job_tags` makes.
 _MAX_JOB_TAGS: Final = 4
 log = structlog.get_logger(__name__)
+
+
+class _Rate:
+    """Times at which each user was granted something within the last seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._granted: dict[int, deque[float]] = {}
+
+    def recent(self, uid: int) -> deque[float]:
+        """Return the times of a user, the oldest first; append to it what is granted."""
+        since = trio.current_time() - self._seconds
+        recent = self._granted.setdefault(uid, deque())
+        while recent and recent[0] < since:
+            recent.popleft()
+        if len(self._granted) > _MAX_USERS:
+            self._granted = {other: times for other, times in self._granted.items() if times or other == uid}
+        return recent
 
 
 class _UserHolds:
@@ -84,8 +105,7 @@ class _UserHolds:
         self._limits = limits
         self._store = store
         self._pending = pending
-        # Times of holds granted within the last hour, by user.
-        self._asked: dict[int, deque[float]] = {}
+        self._rate = _Rate(_HOUR_SECONDS)
         # Holds granted to each user for snapshots that are not cut yet.
         self._under_way: Counter[int] = Counter()
 
@@ -95,7 +115,7 @@ class _UserHolds:
         After an empty answer call `settled` when the snapshot is cut or will not be.
         """
         limits = self._limits()
-        recent = self._recent(uid)
+        recent = self._rate.recent(uid)
         if len(recent) >= limits.max_of_a_user_per_hour:
             return f"it is not held: user {uid} has had {len(recent)} held within the hour"
         # Both before the await: further requests of this user meanwhile must see this one.
@@ -118,15 +138,6 @@ class _UserHolds:
         self._under_way[uid] -= 1
         if not self._under_way[uid]:
             del self._under_way[uid]
-
-    def _recent(self, uid: int) -> deque[float]:
-        since = trio.current_time() - _HOUR_SECONDS
-        recent = self._asked.setdefault(uid, deque())
-        while recent and recent[0] < since:
-            recent.popleft()
-        if len(self._asked) > _MAX_USERS:
-            self._asked = {other: times for other, times in self._asked.items() if times or other == uid}
-        return recent
 
 
 class Pairing:
@@ -166,6 +177,7 @@ class Pairing:
         self._watched_users = watched_users
         self._is_stopping = is_stopping
         self._holds = _UserHolds(holds, store, snapshots.pending_records)
+        self._cuts = _Rate(_CUTS_SECONDS)
         options = ReceiverOptions(
             path=str(socket),
             max_message_bytes=MAX_MESSAGE_BYTES,
@@ -291,9 +303,19 @@ class Pairing:
             raise Unreachable("the daemon is stopping")
         privileged = self._is_administrator(caller)
         roots = self._chosen(wanted, caller, privileged=privileged)
-        if not privileged and self._snapshots.is_full(caller.uid):
+        if privileged:
+            return roots, None
+        if self._snapshots.is_full(caller.uid):
             raise Busy("as many snapshots of ordinary users wait for capture as may wait at once")
-        return roots, None if privileged else caller.uid
+        recent = self._cuts.recent(caller.uid)
+        if len(recent) >= _MAX_CUTS_OF_A_USER:
+            raise Busy(
+                f"user {caller.uid} has asked for {len(recent)} snapshots within {_CUTS_SECONDS:.0f} s",
+                hint="take them less often; root and members of [control] group have no such limit",
+            )
+        # Before the cut: further requests meanwhile must see this one.
+        recent.append(trio.current_time())
+        return roots, caller.uid
 
     async def _take(
         self, request: SnapshotRequest, user: int | None, pair: Pair | None = None, hold_reason: str = ""
@@ -336,6 +358,11 @@ class Pairing:
             return chosen
         chosen = []
         for path in dict.fromkeys(wanted):
+            # By its text: what the kernel makes of it depends on links, which are not looked up here.
+            if ".." in path.split("/"):
+                raise UsageError(
+                    f"{path} has .. in it, which may lead anywhere", hint="name the directory itself"
+                )
             # With the slashes, so that /data2 is not taken for a part of /data.
             root = next((root for root in roots.values() if f"{path}/".startswith(f"{root.path}/")), None)
             if root is None:

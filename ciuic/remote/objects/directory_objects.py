@@ -87,7 +87,7 @@ class DirectoryObjects:
 
             self._place(root, name, rename)
 
-    def create(self, name: str, data: bytes) -> bool:
+    def create(self, name: str, data: Bytes) -> bool:
         """Store the object if the name is free; False if it is taken."""
         check_name(name)
         with self._told("create", name), self._root() as root, self._incoming(root, [data]) as incoming:

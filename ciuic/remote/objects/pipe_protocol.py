@@ -4,7 +4,8 @@ The server begins with `MAGIC`; what a login shell prints before it is skipped. 
 of head (number of the request, kind, length), and at most `MAX_FRAME_BYTES`. A request is a frame MESSAGE with a
 `Request` in msgpack, followed by frames BODY with as many bytes as it announces; the answer is a `Reply` of the same
 form and number. Frames of different numbers interleave, but the client finishes one body before it begins the next one,
-so that the server can bound what it holds. While a request is open the server sends a frame ALIVE every `ALIVE_SECONDS`, so
+so that the server can bound what it holds. The server reads no further request while too many have no answer or replies are not read: a
+client takes replies while it sends. While a request is open the server sends a frame ALIVE every `ALIVE_SECONDS`, so
 that a slow disk is not taken for a dead connection.
 
 The first request is ``open`` with the version that the client speaks; the server refuses one that it does not.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -70,10 +71,11 @@ class Request(msgspec.Struct, omit_defaults=True):
     name: str = ""
     """Object; for ``list`` the prefix."""
     after: str = ""
-    ranges: list[tuple[int, int]] = []
+    # Checked before anything is made of them: a frame has room for 500,000.
+    ranges: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=PAGE)] = []
     length: int = 0
     """Bytes that ``tail`` asks for; with ``open`` the version of the protocol."""
-    names: list[str] = []
+    names: Annotated[list[str], msgspec.Meta(max_length=PAGE)] = []
     make: bool = False
     """Make the directory where it is missing; with ``open``."""
     body_bytes: int = 0

@@ -2,7 +2,8 @@
 
 Guarantees: what a reply confirms is durable, as `DirectoryObjects` has it. Of a client that vanishes nothing stays but
 whole objects, and the process ends. With ``append_only`` no object is deleted or replaced: whoever has the key of a host
-can add, and take nothing away. At most `_WORKERS` requests are served at a time, and two bodies are held.
+can add, and take nothing away. Memory is bounded whatever a client sends and whether or not it reads the replies: no
+frame is read while `_MAX_OPEN` requests have no answer, and of bodies `_HELD_BYTES` are held each way, or one longer one.
 
 Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
 """
@@ -22,7 +23,6 @@ from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     ObjectInfo,
-    Objects,
     RemoteRefused,
     RemoteUnreachable,
 )
@@ -49,8 +49,11 @@ from ciuic.repository.identity import Bytes
 from ciuic.system.poll import readable
 
 _WORKERS: Final = 8
-_HELD_BODIES: Final = 2
-"""Bodies that were received and are being stored: the next one is on its way while the last one is synced."""
+_MAX_OPEN: Final = 16
+"""Requests without an answer beyond which no frame is read; twice the workers, so that these do not wait for the line."""
+_HELD_BYTES: Final = 32 << 20
+"""Bodies that are held each way: two of the largest packs, so that one is on its way while another is synced."""
+_COMPARED_BYTES: Final = 1 << 20
 _MAX_LISTINGS: Final = 16
 
 
@@ -77,6 +80,27 @@ def serve(
     _Server(directory, read_fd, write_fd, append_only, idle_seconds).run()
 
 
+class _Room:
+    """Room for so much at a time; what alone is more waits until it is empty."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self.held = 0
+
+    def take(self, amount: int) -> None:
+        """Wait until there is room for this amount."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.held or self.held + amount <= self._limit)
+            self.held += amount
+
+    def give_back(self, amount: int) -> None:
+        """Make room for others."""
+        with self._changed:
+            self.held -= amount
+            self._changed.notify_all()
+
+
 class _Server:
     """One client's connection."""
 
@@ -88,13 +112,15 @@ class _Server:
         self._write_fd = write_fd
         self._append_only = append_only
         self._idle_seconds = idle_seconds
-        self._objects: Objects | None = None
+        self._objects: DirectoryObjects | None = None
         self._sending = threading.Lock()
-        self._bodies = threading.Semaphore(_HELD_BODIES)
-        self._open = 0
+        # Apart: a body that waits for a worker must not take the room that the workers wait for.
+        self._bodies = _Room(_HELD_BYTES)
+        self._answers = _Room(_HELD_BYTES)
+        self._open = _Room(_MAX_OPEN)
         """Requests that were received, in part or whole, and not answered."""
-        self._counting = threading.Lock()
         self._ended = threading.Event()
+        self._paging = threading.Lock()
         self._listings: dict[tuple[str, str], Iterator[ObjectInfo]] = {}
         """Listings of which a page was sent, by prefix and last name."""
 
@@ -115,38 +141,43 @@ class _Server:
             if self._objects is not None:
                 self._objects.close()
 
-    def _received(self) -> Iterator[tuple[int, Request, list[bytes]]]:
+    def _received(self) -> Iterator[tuple[int, Request, bytearray]]:
         """Yield each request with its body, once that is whole."""
-        # The one request whose body is on its way, and the bytes that are missing.
+        # The one request whose body is on its way.
         waiting: tuple[int, Request] | None = None
-        body: list[bytes] = []
-        missing = 0
+        body = bytearray()
         while (frame := read_frame(self._read)) is not None:
             if frame.kind == MESSAGE:
                 request = decode_request(frame.payload)
                 if not 0 <= request.body_bytes <= MAX_OBJECT_BYTES or (request.body_bytes and waiting):
                     raise Damaged(f"a request with {request.body_bytes} bytes came out of turn")
-                with self._counting:
-                    self._open += 1
+                self._open.take(1)
                 if not request.body_bytes:
-                    yield frame.number, request, []
+                    yield frame.number, request, bytearray()
                     continue
-                # Not before the last but one is stored: memory is bounded whatever a client sends.
-                self._bodies.acquire()
-                waiting, body, missing = (frame.number, request), [], request.body_bytes
+                self._bodies.take(request.body_bytes)
+                waiting, body = (frame.number, request), bytearray()
             elif frame.kind == BODY:
-                if waiting is None or frame.number != waiting[0] or not 0 < len(frame.payload) <= missing:
+                if (
+                    waiting is None
+                    or frame.number != waiting[0]
+                    or not 0 < len(frame.payload) <= waiting[1].body_bytes - len(body)
+                ):
                     raise Damaged("a part of a body came out of turn")
-                body.append(frame.payload)
-                missing -= len(frame.payload)
-                if not missing:
+                # One buffer: a client may send two bytes in a frame, and an object for each costs fifteen times that.
+                body += frame.payload
+                if len(body) == waiting[1].body_bytes:
                     yield *waiting, body
-                    waiting = None
+                    waiting, body = None, bytearray()
 
-    def _answer(self, number: int, request: Request, body: list[bytes]) -> None:
+    def _answer(self, number: int, request: Request, body: bytearray) -> None:
         parts: Sequence[Bytes] = ()
+        room = 0
         try:
             try:
+                room = self._longest_answer(request)
+                if room:
+                    self._answers.take(room)
                 reply, parts = self._call(request, body)
                 reply.body_bytes = sum(len(part) for part in parts)
             except CiuicError as error:
@@ -156,8 +187,8 @@ class _Server:
             except OSError as error:
                 reply = error_reply(RemoteUnreachable(f"{self._directory}: {error.strerror or error}"))
             finally:
-                if body:
-                    self._bodies.release()
+                self._bodies.give_back(len(body))
+                body.clear()
             payload = encode(reply)
             if len(payload) > MAX_FRAME_BYTES:
                 payload = encode(error_reply(RemoteRefused("the reply is too long")))
@@ -169,10 +200,27 @@ class _Server:
             # The client is gone: the reader sees the end as well.
             self._ended.set()
         finally:
-            with self._counting:
-                self._open -= 1
+            parts = ()
+            if room:
+                self._answers.give_back(room)
+            self._open.give_back(1)
 
-    def _call(self, request: Request, body: list[bytes]) -> tuple[Reply, Sequence[Bytes]]:
+    def _longest_answer(self, request: Request) -> int:
+        """Return the most bytes that the body of the answer may have."""
+        match request.operation:
+            case "get":
+                info = self._objects.info(request.name) if self._objects else None
+                return min(info.size_bytes, MAX_OBJECT_BYTES) if info else 0
+            case "ranges":
+                wanted = sum(length for _, length in request.ranges)
+                if wanted > MAX_OBJECT_BYTES or min(map(min, request.ranges), default=0) < 0:
+                    raise RemoteRefused(f"ranges of {wanted} bytes are too much for one request")
+                return wanted
+            case "tail":
+                return min(max(0, request.length), MAX_OBJECT_BYTES)
+        return 0
+
+    def _call(self, request: Request, body: bytearray) -> tuple[Reply, Sequence[Bytes]]:
         """Return the result of a request: the reply and its body."""
         name = request.name
         if request.operation == "open":
@@ -184,23 +232,14 @@ class _Server:
             case "put":
                 self._put(objects, name, body)
             case "create":
-                return Reply(created=objects.create(name, b"".join(body))), ()
+                return Reply(created=objects.create(name, body)), ()
             case "get":
                 return Reply(), [objects.get(name)]
             case "ranges":
-                wanted = sum(length for _, length in request.ranges)
-                if (
-                    len(request.ranges) > PAGE
-                    or wanted > MAX_OBJECT_BYTES
-                    or min(map(min, request.ranges), default=0) < 0
-                ):
-                    raise RemoteRefused(
-                        f"{len(request.ranges)} ranges of {wanted} bytes are too much for one request"
-                    )
                 read = objects.get_ranges(name, request.ranges)
                 return Reply(lengths=[len(part) for part in read]), read
             case "tail":
-                size_bytes, data = objects.tail(name, min(max(0, request.length), MAX_OBJECT_BYTES))
+                size_bytes, data = objects.tail(name, self._longest_answer(request))
                 return Reply(size_bytes=size_bytes), [data]
             case "info":
                 info = objects.info(name)
@@ -227,29 +266,25 @@ class _Server:
         self._objects = DirectoryObjects(self._directory, make=request.make)
         return Reply(program=__version__, directory=self._directory, append_only=self._append_only)
 
-    def _put(self, objects: Objects, name: str, body: list[bytes]) -> None:
+    def _put(self, objects: DirectoryObjects, name: str, body: bytearray) -> None:
         if not self._append_only:
-            objects.put(name, body)
-            return
-        data = b"".join(body)
-        if objects.create(name, data):
-            return
+            objects.put(name, [body])
         # The reply of an earlier try may have been lost.
-        if objects.get(name) != data:
+        elif not objects.create(name, body) and not _has(objects, name, body):
             raise RemoteRefused(
                 f"cannot replace {name} in {self._directory}: this key may only add objects",
                 hint="replace it with another key, or on the server itself",
             )
 
-    def _page(self, objects: Objects, prefix: str, after: str) -> list[ObjectInfo]:
+    def _page(self, objects: DirectoryObjects, prefix: str, after: str) -> list[ObjectInfo]:
         """Return the next page of a listing; fewer than `PAGE` at its end."""
-        with self._counting:
+        with self._paging:
             infos = self._listings.pop((prefix, after), None)
         if infos is None:
             infos = objects.list(prefix, after=after)
         page = [info for _, info in zip(range(PAGE), infos, strict=False)]
         if len(page) == PAGE:
-            with self._counting:
+            with self._paging:
                 self._listings[prefix, page[-1].name] = infos
                 if len(self._listings) > _MAX_LISTINGS:
                     self._listings.pop(next(iter(self._listings)))
@@ -258,7 +293,7 @@ class _Server:
     def _keep_alive(self) -> None:
         """Send a frame now and then while a request is open."""
         while not self._ended.wait(ALIVE_SECONDS):
-            if self._open:
+            if self._open.held:
                 try:
                     self._send(0, ALIVE, b"")
                 except OSError:
@@ -290,3 +325,17 @@ class _Server:
             parts.append(part)
             length -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _has(objects: DirectoryObjects, name: str, data: bytearray) -> bool:
+    """Return whether an object that nobody replaces has this content; it is not held a second time."""
+    info = objects.info(name)
+    with memoryview(data) as view:
+        return (
+            info is not None
+            and info.size_bytes == len(data)
+            and all(
+                objects.get_ranges(name, [(at, _COMPARED_BYTES)])[0] == view[at : at + _COMPARED_BYTES]
+                for at in range(0, len(data), _COMPARED_BYTES)
+            )
+        )

@@ -59,7 +59,7 @@ COMMAND_VARIABLE: Final = "CIUIC_SSH_COMMAND"
 """Environment variable with the ``ssh`` to use and its options, where the configuration has none."""
 PROGRAM_VARIABLE: Final = "CIUIC_SSH_PROGRAM"
 """The same for ``ciuic`` on the other host."""
-_OPTIONS: Final = (
+SSH_OPTIONS: Final = (
     "-T",
     # The server gets no use of the keys here.
     "-a",
@@ -149,7 +149,7 @@ class SshObjects:
         quoted = f"~/{shlex.quote(directory[3:])}" if directory.startswith("/~/") else shlex.quote(directory)
         self._argv = (
             *command,
-            *_OPTIONS,
+            *SSH_OPTIONS,
             *asks,
             *url.ssh_options,
             f"{program} remote serve --stdio {quoted}",

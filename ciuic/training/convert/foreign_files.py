@@ -17,6 +17,8 @@ from ciuic.training.format import tensors
 from ciuic.training.format.layout import read_header
 from ciuic.training.json_documents import MAX_DOCUMENT_BYTES, decode_json
 
+_LEAST_TORCH: Final = (2, 6)
+"""Until 2.5.1 torch executed what a file says also with ``weights_only=True`` (CVE-2025-32434)."""
 _TORCH_WEIGHTS: Final = "pytorch_model.bin"
 _PROGRESS: Final = "trainer_state.json"
 # Files of a Trainer's checkpoint by the name of the object in a snapshot of the integration.
@@ -48,9 +50,14 @@ def load_plain(file: IO[bytes], what: str) -> Any:
     """Return what `torch.save` wrote to an open file, on the CPU.
 
     Raises:
-        UsageError: It is not of torch, or has what only pickle could load.
+        UsageError: It is not of torch, or has what only pickle could load, or this torch would execute it.
         ValueError: It is an archive of far more than its own size.
     """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _LEAST_TORCH:
+        raise UsageError(
+            f"{what} is not read by torch {torch.__version__}, which executes code of a file that asks for it",
+            hint="install torch 2.6 or later",
+        )
     check_archive(file, what)
     try:
         # Banned because it is a pickle by default; with weights_only torch interprets it by a table of its own.

@@ -75,7 +75,7 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
         ("ciuic-upload.service", 20),
         ("ciuic-drill.service", 20),
         ("ciuic-exporter.service", 14),
-        ("ciuic-web.service", 56),
+        ("ciuic-web.service", 57),
     ],
 )
 def test_systemd_rates_the_units_no_worse_than_they_can_be(tmp_path: Path, unit: str, tenths: int) -> None:

@@ -25,17 +25,19 @@ from ciuic.cli.commands.web.front import Front
 from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.live import Live, SocketClient
 from ciuic.cli.commands.web.reading import Readers
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, NotPermitted
 from ciuic.protocol.http_server import serve_http
 from ciuic.structs import decode_json
 from ciuic.system import logs
 from ciuic.system.privileges import (
     READER,
+    Capability,
     become,
     keep_only,
     leave_network,
     limit_resources,
     no_core_dumps,
+    permitted,
 )
 from ciuic.system.syscall_profiles import PAGE, limit_calls
 
@@ -96,7 +98,7 @@ def _confine(job: FrontJob) -> None:
     if job.run_as is not None:
         if not job.remote:
             # Sockets that are open already, and Unix sockets with a name, are reached all the same.
-            leave_network()
+            _leave_network()
         become(*job.run_as)
         keep_only(READER)
     no_core_dumps()
@@ -104,6 +106,20 @@ def _confine(job: FrontJob) -> None:
     unfiltered = "" if job.remote else limit_calls(PAGE)
     if unfiltered:
         sys.stderr.write(f"web: system calls are not filtered: {unfiltered}\n")
+
+
+def _leave_network() -> None:
+    """Give up the network. NotPermitted where a filter forbids it; a container that lacks the capability is told of."""
+    # Read before: what is missing is no mistake of this service, and what is forbidden is one of its unit.
+    may = Capability.SYS_ADMIN in permitted()
+    if leave_network():
+        return
+    if may:
+        raise NotPermitted(
+            "the process that faces browsers cannot give up the network: unshare(2) is forbidden",
+            hint="RestrictNamespaces= of the unit has to permit net",
+        )
+    sys.stderr.write("web: the process that faces browsers keeps the network: CAP_SYS_ADMIN is missing\n")
 
 
 def main() -> int:
@@ -115,6 +131,10 @@ def main() -> int:
         job = decode_json(_first_line(), FrontJob)
         _confine(job)
         trio.run(_serve, job)
+    except NotPermitted as error:
+        # The whole service ends with it: a protection that fails is not one less.
+        sys.stderr.write(f"web: {error}\n")
+        return error.exit_code
     except (CiuicError, OSError, msgspec.DecodeError) as error:
         sys.stderr.write(f"web: {error}\n")
         return 1

@@ -29,6 +29,7 @@ from ciuic.system.child_process import environment, module_command
 WEB_SOCKET: Final = "web.sock"
 _BROKER_SOCKET: Final = "private/broker.sock"
 _BACKLOG: Final = 512
+_TCP_BACKLOG: Final = 128
 _RESTART_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 5.0
 _ACTIONS_SECONDS: Final = 80.0
@@ -89,7 +90,8 @@ def tcp_listener(listen: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, int(port)))
-        listener.listen(_BACKLOG)
+        # Short: who floods it waits for retries of SYN like everybody, and no session stands behind thousands.
+        listener.listen(_TCP_BACKLOG)
     except PermissionError as error:
         raise NotPermitted(
             f"cannot listen at {listen}: {error.strerror}", hint="use a port from 1024 on"
@@ -130,6 +132,7 @@ class Page:
         self._command = command
         self._log = log
         self._secrets = secrets
+        self._is_unconfined = False
         self._sockets = [unix_listener(directory / WEB_SOCKET, 0o666)]
         # In a directory that the front can enter because it may read everything: other processes of its user cannot.
         self._broker_socket = unix_listener(
@@ -141,7 +144,11 @@ class Page:
         self._job = msgspec.structs.replace(job, sockets=fds, broker=str(directory / _BROKER_SOCKET))
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT."""
+        """Serve until SIGTERM or SIGINT.
+
+        Raises:
+            NotPermitted: the front cannot be confined; it serves nothing then.
+        """
         ended = trio.Event()
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async with trio.open_nursery() as acting, trio.open_nursery() as serving:
@@ -154,14 +161,18 @@ class Page:
                     nursery=acting,
                 )
                 await serving.start(serve_http, broker, self._broker_socket, ended.wait)
-                serving.start_soon(self._keep_front)
+                serving.start_soon(self._keep_front, serving.cancel_scope)
                 async for _ in signals:
                     break
                 serving.cancel_scope.cancel()
                 acting.cancel_scope.deadline = trio.current_time() + _ACTIONS_SECONDS
+        if self._is_unconfined:
+            raise NotPermitted(
+                "the process that faces browsers cannot be confined", hint="the line above says why"
+            )
 
-    async def _keep_front(self) -> None:
-        """Run the front again and again."""
+    async def _keep_front(self, serving: trio.CancelScope) -> None:
+        """Run the front again and again, unless it cannot be confined, which ends the service."""
         while True:
             began = time.monotonic()
             process = await trio.lowlevel.open_process(
@@ -185,5 +196,8 @@ class Page:
                     await process.wait()
                 if process.returncode is None:
                     process.kill()
+            if code == NotPermitted.exit_code:
+                self._is_unconfined = True
+                serving.cancel()
             log.warning("front_ended", code=code)
             await trio.sleep(max(0.0, _RESTART_SECONDS - (time.monotonic() - began)))
