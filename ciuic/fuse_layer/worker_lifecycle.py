@@ -74,17 +74,19 @@ class Departure:
     else, until the last one has left. Thread-safe.
     """
 
-    def __init__(self, root: str, device: Callable[[], str], on_unmounted: Callable[[float], None]) -> None:
+    def __init__(
+        self, root: str, mount: Callable[[], mounts.MountEntry | None], on_unmounted: Callable[[float], None]
+    ) -> None:
         """Take the parts.
 
         Args:
             root: path of the root.
-            device: returns the device of our mount, by which it is recognised.
+            mount: returns our mount as it was made, by which it is found again.
             on_unmounted: called once, when the mount is gone, with the seconds for which handles that are left (in other
                 mount namespaces, or because the grace is over) are served.
         """
         self._root = root
-        self._device = device
+        self._mount = mount
         self._on_unmounted = on_unmounted
         self._lock = threading.Lock()
         self._unmounted = False
@@ -136,7 +138,7 @@ class Departure:
                         self._waiting = False
                         return
                     if time.monotonic() >= self._deadline:
-                        detach_own(self._root, self._device(), has_served=False)
+                        detach_own(self._root, self._mount(), has_served=False)
                         self._gone(0)
                         return
                     pause = min(_WAIT_SECONDS, self._deadline - time.monotonic())
@@ -149,7 +151,7 @@ class Departure:
             time.sleep(max(0.0, pause))
 
     def _try(self) -> bool:
-        if not self._unmounted and _unmount_own(self._root, self._device()):
+        if not self._unmounted and _unmount_own(self._root, self._mount()):
             assert self._deadline is not None
             self._gone(max(0.0, self._deadline - time.monotonic()))
         return self._unmounted
@@ -159,45 +161,45 @@ class Departure:
         self._on_unmounted(seconds)
 
 
-def _unmount_own(root: str, device: str) -> bool:
+def _unmount_own(root: str, mount: mounts.MountEntry | None) -> bool:
     """Unmount our own mount unless somebody is in it; return whether it is gone. One that is not ours is left alone.
 
     Raises:
         OSError: EBUSY where others have mounted something inside it, which would be lost with it.
     """
-    entry = mounts.overlay_at(root)
-    if entry is None or entry.device != device:
+    entry = mounts.find_again(root, mount)
+    if entry is None:
         return True
     inside = mounts.mounts_inside(entry)
     if inside:
         # A worker may move no mounts (system/syscall_profiles.py); the daemon has done so before it asks.
         names = ", ".join(os.fsdecode(one.mount_point) for one in inside)
         raise OSError(errno.EBUSY, f"mounted inside the overlay: {names}")
-    if not mounts.unmount(root):
+    if not mounts.unmount(entry.mount_point):
         return False
     log.info("overlay_unmounted", root=root)
     return True
 
 
-def detach_own(root: str, device: str, *, has_served: bool) -> None:
+def detach_own(root: str, mount: mounts.MountEntry | None, *, has_served: bool) -> None:
     """Detach our own mount from the root; one that is not ours, or gone already, is left alone.
 
     Args:
         root: path of the root.
-        device: device of our mount, by which it is recognised.
+        mount: our mount as it was made, by which it is found again.
         has_served: our session is over, so that our mount answers no request.
     """
-    entry = mounts.overlay_at(root)
-    if entry is None or entry.device != device:
+    entry = mounts.find_again(root, mount)
+    if entry is None:
         return
     # The kernel gives a device number anew as soon as it is free: quick remounts had a late worker detach its
     # successor's mount.
-    if has_served and mounts.probe(root, _PROBE_SECONDS) == "alive":
+    if has_served and mounts.probe(entry.mount_point, _PROBE_SECONDS) == "alive":
         # Our session is over, so this is a successor's mount, which was given the device number of ours.
         return
     if mounts.mounts_inside(entry):
         # The overlay is dead now, or will be. The daemon, which may mount them again, detaches it.
         log.warning("overlay_left_for_mounts_inside", root=root)
         return
-    mounts.detach(root)
+    mounts.detach(entry.mount_point)
     log.info("overlay_detached", root=root)

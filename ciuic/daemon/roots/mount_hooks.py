@@ -37,6 +37,7 @@ from ciuic.daemon.roots.worker_process import (
     WorkerOptions,
     adopt_worker,
     start_worker,
+    stop_workers,
 )
 from ciuic.errors import Busy, CiuicError
 from ciuic.fuse_layer.journal.succession import PLAIN_AFTER_DEATHS, pause_seconds
@@ -259,8 +260,9 @@ class RealMounts:
                 log.error("session_not_taken_over", root=root, error=str(error))
                 failures += 1
         await self.detach_dead(root)
-        # A worker that still serves open handles of a detached mount may listen there; it need not be reached
-        # any more.
+        # A worker that still serves open handles of a detached mount may listen there, or one whose overlay was moved with a
+        # directory above it. It need not be reached any more.
+        await trio.to_thread.run_sync(stop_workers, [options.socket])
         options.socket.unlink(missing_ok=True)
         return None
 

@@ -127,6 +127,27 @@ def overlay_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> Mou
     return entry if entry is not None and entry.fs_type == FS_TYPE else None
 
 
+def overlay_places() -> list[bytes]:
+    """Return the mount points of all overlays of ours that this process can see."""
+    return [entry.mount_point for entry in _read_mounts() if entry.fs_type == FS_TYPE]
+
+
+def find_again(path: str | bytes, known: MountEntry | None) -> MountEntry | None:
+    """Return a mount that was made at ``path`` where it is now, because a directory above it may have been renamed.
+
+    Return None where it is gone, or covered by another one.
+    """
+    mounts = _read_mounts()
+    top = mount_at(path, mounts)
+    if known is None or (top is not None and (top.fs_type, top.device) == (known.fs_type, known.device)):
+        return top if known is not None else None
+    # The id as well: a bind mount of the overlay has its device, and belongs to whoever made it.
+    same = (known.mount_id, known.device, known.fs_type)
+    moved = next((one for one in mounts if (one.mount_id, one.device, one.fs_type) == same), None)
+    # Mounts are taken away by their path, and so the topmost one is.
+    return moved if moved is not None and mount_at(moved.mount_point, mounts) == moved else None
+
+
 def mounts_inside(overlay: MountEntry, mounts: list[MountEntry] | None = None) -> list[MountEntry]:
     """Return the mounts that others made directly on an overlay; those inside these go where they go.
 
