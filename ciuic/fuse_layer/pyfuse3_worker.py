@@ -153,11 +153,11 @@ class Pyfuse3Worker:
         self._root = context.root
         self._backing_fd = context.backing_fd
         self._mounted_ns = 0
-        self._mount: mounts.MountEntry | None = None
+        self._device = ""
         self._has_served = False
         self._token: trio.lowlevel.TrioToken | None = None
         self._stopping = trio.Event()
-        self._departure = Departure(context.root, lambda: self._mount, self._unmounted)
+        self._departure = Departure(context, lambda: self._device, self._unmounted)
         self._grace_seconds = SIGNAL_GRACE_SECONDS
         self._driver = Pyfuse3Driver(core)
         self._server = ControlServer(
@@ -173,7 +173,8 @@ class Pyfuse3Worker:
         """Mount, serve, and return when the mount is gone and the tracking is saved."""
         fuse_fd = mounts.mount_fuse(self._backing_fd)
         try:
-            self._mount = mounts.overlay_at(self._root)
+            entry = mounts.overlay_over(self._backing_fd)
+            self._device = entry.device if entry is not None else ""
             self._mounted_ns = time.time_ns()
             handshake = _Handshake(fuse_fd)
             # By this form of name libfuse accepts a connection that is mounted already (fuse_session_mount).
@@ -260,7 +261,7 @@ class Pyfuse3Worker:
         pyfuse3.terminate()
 
     def _detach(self) -> None:
-        detach_own(self._root, self._mount, has_served=self._has_served)
+        detach_own(self._context, self._device, has_served=self._has_served)
 
 
 async def serve_requests() -> None:

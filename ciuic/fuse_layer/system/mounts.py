@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Literal, NamedTuple, TypeVar
 
 from ciuic import SNAPSHOTS_DIR_NAME
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, UsageError
 from ciuic.fuse_layer.system import syscalls
 from ciuic.protocol import state_directory
 from ciuic.system.mountinfo import is_served_by_a_user, mount_id
@@ -55,7 +55,7 @@ class MountsInside(CiuicError):
     """File systems that others mounted inside an overlay would be lost with it."""
 
 
-class NotTheRoot(CiuicError):
+class NotTheRoot(UsageError):
     """A path leads to another directory than it did when it was configured."""
 
 
@@ -132,20 +132,10 @@ def overlay_places() -> list[bytes]:
     return [entry.mount_point for entry in _read_mounts() if entry.fs_type == FS_TYPE]
 
 
-def find_again(path: str | bytes, known: MountEntry | None) -> MountEntry | None:
-    """Return a mount that was made at ``path`` where it is now, because a directory above it may have been renamed.
-
-    Return None where it is gone, or covered by another one.
-    """
-    mounts = _read_mounts()
-    top = mount_at(path, mounts)
-    if known is None or (top is not None and (top.fs_type, top.device) == (known.fs_type, known.device)):
-        return top if known is not None else None
-    # The id as well: a bind mount of the overlay has its device, and belongs to whoever made it.
-    same = (known.mount_id, known.device, known.fs_type)
-    moved = next((one for one in mounts if (one.mount_id, one.device, one.fs_type) == same), None)
-    # Mounts are taken away by their path, and so the topmost one is.
-    return moved if moved is not None and mount_at(moved.mount_point, mounts) == moved else None
+def overlay_over(backing_fd: int) -> MountEntry | None:
+    """Return the overlay of ours that lies over an open plain directory, wherever that is by now; None without one."""
+    # A directory above it may be renamed at any time, and itself until something is mounted there.
+    return overlay_at(os.readlink(b"/proc/self/fd/%d" % backing_fd))
 
 
 def mounts_inside(overlay: MountEntry, mounts: list[MountEntry] | None = None) -> list[MountEntry]:

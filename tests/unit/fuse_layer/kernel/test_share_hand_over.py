@@ -11,7 +11,6 @@ import pytest
 
 from ciuic.fuse_layer.kernel import worker as kernel_worker
 from ciuic.fuse_layer.kernel.worker import KernelWorker
-from ciuic.fuse_layer.system.mounts import FS_TYPE, MountEntry
 from ciuic.fuse_layer.worker_lifecycle import WorkerContext
 from ciuic.protocol.worker_frames import Share
 
@@ -29,7 +28,7 @@ def test_nothing_is_shared_once_the_tracking_is_being_handed_over(monkeypatch: p
     session = SimpleNamespace(park=lambda seconds: happened.append("parked") or True, end=lambda: None)
     monkeypatch.setattr(kernel_worker, "_LAST_ANSWER_SECONDS", 0)
     worker: Any = KernelWorker(WorkerContext("/root", -1, "/nowhere", None), lambda **_: None)  # type: ignore[arg-type, return-value]
-    worker._mount = MountEntry(1, 0, "0:77", b"/run", FS_TYPE, b"ciuic")
+    worker._device = "0:77"
     worker._driver = SimpleNamespace(share=share, session=session)
     worker._core = SimpleNamespace(save_for_successor=lambda: happened.append("tracking saved"))
     worker._journal = SimpleNamespace(kept=True)
