@@ -180,6 +180,7 @@ class ServedRoots:
         """Mount a root unless it is mounted, and return its status.
 
         Raises:
+            UsageError: the directory is gone, or cannot be protected.
             CiuicError: the root is not mounted yet; the daemon keeps trying.
         """
         supervisor = self.change_or_start(root)
@@ -187,7 +188,7 @@ class ServedRoots:
         # A root that was served before may be without a worker just now.
         await supervisor.not_in_transition()
         if supervisor.state != "mounted":
-            raise CiuicError(
+            raise supervisor.fault(
                 f"{root.path} is not protected yet: {supervisor.error}", hint="the daemon keeps trying"
             )
         return await supervisor.status()

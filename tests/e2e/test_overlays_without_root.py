@@ -93,8 +93,16 @@ def test_an_overlay_that_was_moved_is_let_go(live: Live, short_tmp: Path, daemon
         _hook(live, "epilog", 1, run)
     else:
         live.start()
-        until("the settling", lambda: not owed_snapshots(live.config))
-        alerts = live.json("status")["alerts"]
-        assert [one["key"] for one in alerts if "could not be taken" in one["message"]] == [f"owed:{run}"]
+        until(
+            "the alert",
+            lambda: (
+                [
+                    one["key"]
+                    for one in live.json("status")["alerts"]
+                    if "last snapshot" in one["message"] and "could not be taken" in one["message"]
+                ]
+                == [f"owed:{run}"]
+            ),
+        )
     until("the end of the mount", lambda: not _mounted(short_tmp / "moved"))
     assert str(run) not in live.config.read_text()

@@ -28,7 +28,7 @@ from ciuic.cli.shared.messages import complain, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand, FrameGroup
 from ciuic.cli.shared.output import note, out
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.errors import CiuicError, ConfigError, NotPermitted, Unreachable, UsageError
 from ciuic.system.slurm import SlurmJob, check_directory, directory_in_comment, job_tags, jobs_on_node
 from ciuic.system.state_home import state_home
 
@@ -145,9 +145,12 @@ def prolog_command() -> None:
             session, is_new = Session(config_option=session.config_option), True
         if is_new:
             protect(session, [path])
-    except BaseException:
-        record.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        _undo(session, record, path)
+        if not _is_about_directory(error):
+            raise
+        complain(f"the directory that the job names is not protected: {error}")
+        return
     # Not in a mount: the user could exchange what leads there, between the steps of making one.
     _restore(session, job, os.fsencode(path), int(os.environ["SLURM_JOB_UID"]), lazily=False)
 
@@ -169,29 +172,70 @@ def epilog_command() -> None:
     except FileNotFoundError:
         return  # the job named no directory, or the prolog failed
     try:
-        if named := recorded or str((_named_directory() or ("", ""))[1]):
+        if named := recorded or _named_before():
             note(f"{_take(session, [os.fsencode(named)], _LAST_MESSAGE)} is stored")
     except Unreachable:
         _owe(session, record, named, ends=bool(recorded))
         recorded = ""
+    except CiuicError as error:
+        if not _is_about_directory(error):
+            raise
+        complain(f"there is no last snapshot of the directory that the job named: {error}")
     finally:
         record.unlink(missing_ok=True)
         if recorded and not _is_recorded(record.parent, Path(recorded)):
             unprotect(session, [Path(recorded)])
 
 
+def _named_before() -> str:
+    """Return the directory that was protected before the job named it; empty if it is not there any more."""
+    try:
+        return str((_named_directory() or ("", ""))[1])
+    except CiuicError as error:
+        complain(f"there is no last snapshot of the directory that the job named: {error}")
+        return ""
+
+
+def _is_about_directory(error: BaseException) -> bool:
+    """Return whether an error is about what a user has named, or moved since, so that no node may be drained for it."""
+    from ciuic.config import NoDirectory
+
+    # Told by its class, and not by another look at the directory: its owner may move it there and back all the time.
+    is_gone = isinstance(error, (NoDirectory, FileNotFoundError, NotADirectoryError))
+    return is_gone or (isinstance(error, UsageError) and not isinstance(error, ConfigError))
+
+
+def _undo(session: Session, record: Path, path: Path) -> None:
+    """End what a prolog began that fails: its root leaves the configuration, or else the record stays, and the epilog ends it."""
+    from ciuic.cli.commands.protect import unprotect
+
+    # The configuration as it is now: the failed command may have written it, or not.
+    session = Session(config_option=session.config_option)
+    try:
+        recorded = record.read_text().removesuffix("\n")
+        record.unlink()
+        is_root = recorded and path in [root.path for root in session.config.roots]
+        if is_root and not _is_recorded(record.parent, path):
+            unprotect(session, [path])
+    except (CiuicError, OSError) as error:
+        record.write_text(f"{path}\n")
+        complain(f"{shown_text(str(path))} stays protected until the epilog: {error}")
+
+
 def _owe(session: Session, record: Path, named: str, *, ends: bool) -> None:
     """Leave a job's last snapshot, and the end of its directory's protection, to the daemon that is started next.
 
     Raises:
-        Unreachable: the directory is not protected.
+        Unreachable: the directory is not served by what a daemon has left.
     """
-    from ciuic.config import writable_file
+    from ciuic.config import is_ciuic_mount, writable_file
     from ciuic.config.owed_snapshots import OwedSnapshot, keep_protected, owe_snapshot
+    from ciuic.system import mountinfo
 
     configured = [str(root.path) for root in session.config.roots]
     root = next((one for one in configured if f"{named}/".startswith(f"{one}/")), "")
-    if not root:
+    # Where no daemon runs at all nothing was protected, and roots would gather in the configuration.
+    if not root or not is_ciuic_mount(root, mountinfo.read()):
         raise Unreachable(f"no daemon answers, and {shown_text(named)} is not protected")
     file = writable_file(session.config_option)
     owe_snapshot(file, OwedSnapshot(root=root, message=_LAST_MESSAGE, tags=list(job_tags()), unprotects=ends))

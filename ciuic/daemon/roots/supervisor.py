@@ -35,7 +35,7 @@ from ciuic.daemon.roots.bypass_watch import BypassWatch
 from ciuic.daemon.roots.mount_hooks import MountHooks
 from ciuic.daemon.roots.snapshots_view import SnapshotsView
 from ciuic.daemon.roots.worker_process import LINGER_GRACE_SECONDS, OverlayWorker, WorkerClient
-from ciuic.errors import CiuicError, Unreachable
+from ciuic.errors import CiuicError, Unreachable, UsageError
 from ciuic.fuse_layer.journal.succession import (
     PLAIN_AFTER_DEATHS,
     STABLE_SECONDS,
@@ -322,6 +322,8 @@ class RootSupervisor:
         self.state: MountState = "starting"
         self.restarts = 0
         self.error = ""
+        self.fault: type[CiuicError] = CiuicError
+        """Class of ``error``: a UsageError is about the directory, which its owner may have moved, and not about this host."""
         self.plain = False
         """True if the root is served without tracking, so that no snapshot has it."""
         # Deaths of workers in a row.
@@ -392,6 +394,7 @@ class RootSupervisor:
         except (CiuicError, OSError) as error:
             hint = error.hint if isinstance(error, CiuicError) else ""
             self.error = str(error)
+            self.fault = UsageError if isinstance(error, UsageError) else CiuicError
             self._set("failed")
             log.error("root_not_mounted", root=self.path, error=self.error)
             self._root_alerts.not_mounted(self.error, hint)
