@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from datetime import datetime, timezone
 from typing import Any, Final
 
 import structlog
@@ -26,9 +25,11 @@ from ciuic.operator.watching import Watch, watch
 
 _RETRY_SECONDS: Final = 5.0
 _MAX_RETRY_SECONDS: Final = 300.0
-_UNANSWERED: Final = (
-    "no answer from the agent of this node: does a SnapshotPolicy select the node, and is its pod running?"
-)
+_OVERDUE: Final = {
+    "Requested": "no answer from the agent of this node: does a SnapshotPolicy select the node, and is its pod running?",
+    "Cut": "the snapshot was cut, and not reported as committed in time: does the node live, and what does ciuic status say there?",
+}
+"""Why a part has failed that stayed in a phase for too long, by the phase."""
 _log = structlog.get_logger(__name__)
 Body = Mapping[str, Any]
 
@@ -94,6 +95,8 @@ class Controller:
         self._snapshots: dict[str, Body] = {}
         self._statuses: dict[str, dict[str, Any]] = {}
         """Newest status of each object by its uid: that of an event may be older than what was written since."""
+        self._seen: dict[str, dict[str, tuple[str, float]]] = {}
+        """Phase of each part by uid and node, and when it was first seen by the clock of the event loop."""
         self._applied: dict[str, str] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -166,6 +169,7 @@ class Controller:
             self._reconciliations.end(key)
             self._snapshots.pop(key, None)
             self._statuses.pop(body["metadata"]["uid"], None)
+            self._seen.pop(body["metadata"]["uid"], None)
             return
         self._snapshots[key] = body
         self._reconciliations.wake(key, lambda: self._follow(self._snapshots[key]))
@@ -190,14 +194,31 @@ class Controller:
             # The agents begin when they see this, and only their own part.
             await self._report(body, {"requestedAt": now(), "nodes": nodes}, conditions_of(nodes))
             return None
-        left = body["spec"].get("timeoutSeconds", 600) - _seconds_since(requested)
-        silent = {name: part for name, part in nodes.items() if part["phase"] == "Requested"}
+        left = {
+            name: self._left_seconds(body, name, part["phase"])
+            for name, part in nodes.items()
+            if part["phase"] in _OVERDUE
+        }
         found: dict[str, Any] = {}
-        if silent and left <= 0:
-            found["nodes"] = {name: {"phase": "Failed", "message": _UNANSWERED} for name in silent}
-            nodes |= {name: {**part, **found["nodes"][name]} for name, part in silent.items()}
+        if overdue := [name for name, seconds in left.items() if seconds <= 0]:
+            found["nodes"] = {
+                name: {
+                    "phase": "Failed",
+                    "message": nodes[name].get("message") or _OVERDUE[nodes[name]["phase"]],
+                }
+                for name in overdue
+            }
+            nodes |= {name: {**nodes[name], **found["nodes"][name]} for name in overdue}
         await self._report(body, {**summary_of(nodes), **found}, conditions_of(nodes))
-        return max(left, 0.1) if silent and left > 0 else None
+        return min((seconds for seconds in left.values() if seconds > 0), default=None)
+
+    def _left_seconds(self, body: Body, part: str, phase: str) -> float:
+        """Return how long a part may still be in its phase, by this process's clock: those of nodes and API server may be wrong."""
+        now_seconds = asyncio.get_running_loop().time()
+        seen = self._seen.setdefault(body["metadata"]["uid"], {})
+        if part not in seen or seen[part][0] != phase:
+            seen[part] = phase, now_seconds
+        return float(body["spec"].get("timeoutSeconds", 600) - (now_seconds - seen[part][1]))
 
     # -- statuses
 
@@ -244,8 +265,3 @@ def daemons_of(daemon_set: Body | None, wanted: Body) -> tuple[dict[str, Any], C
         told = f"the daemon is ready on {running} of {nodes} nodes: kubectl -n {wanted['metadata']['namespace']} get pods -l {POLICY_LABEL}={wanted['metadata']['labels'][POLICY_LABEL]}"
         return figures, Condition("Ready", "False", "DaemonsNotReady", told)
     return figures, Condition("Ready", "True", "DaemonsReady", f"the daemon is ready on all {nodes} nodes")
-
-
-def _seconds_since(time: str) -> float:
-    moment = datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
-    return (datetime.now(timezone.utc) - moment).total_seconds()

@@ -269,6 +269,26 @@ def test_a_new_controller_and_a_new_agent_go_on_where_the_old_ones_were(
     asyncio.run(run())
 
 
+def test_a_node_that_dies_after_the_cut_fails_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that is cut and never committed fails within the timeout, counted from the cut and not from the request."""
+
+    async def run() -> None:
+        async with cluster(tmp_path, monkeypatch) as where:
+            await run_pod(where, "llm-0", "n1", JOBS["Job"])
+            async with controller(where, monkeypatch):
+                made = await where.make(snapshot("lost", timeoutSeconds=1))
+                async with agent(where, "n1", Node(1), monkeypatch):
+                    await where.until(made, lambda body: body["status"]["nodes"]["n1"]["phase"] == "Cut")
+                    if where.mock is not None:
+                        where.mock.failing["agent"] = [500] * 1000
+                    told = await where.condition(made, "NodeFailed")
+                assert "n1: the snapshot was cut, and not reported as committed in time" in told["message"]
+
+    asyncio.run(run())
+
+
 def test_one_leader_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second controller waits until the lease is given back, or was not renewed for its duration; one that lost it learns of it."""
 
