@@ -20,7 +20,7 @@ from ciuic.errors import ConfigError
 from ciuic.operator.api import Api, ApiError, reference
 from ciuic.operator.conditions import Condition, merged, now
 from ciuic.operator.policies import GROUP, POLICY_LABEL, VERSION, Installation, objects_of
-from ciuic.operator.snapshots import JOB_LABELS, conditions_of, nodes_of, summary_of
+from ciuic.operator.snapshots import JOB_LABELS, conditions_of, left_out, nodes_of, summary_of
 from ciuic.operator.watching import Watch, watch
 
 _RETRY_SECONDS: Final = 5.0
@@ -186,20 +186,24 @@ class Controller:
         if requested is None:
             job, namespace = body["spec"]["jobRef"], body["metadata"]["namespace"]
             selector = f"{JOB_LABELS[job['kind']]}={job['name']}"
-            nodes = nodes_of(await self._api.pods(namespace, selector))
+            pods = await self._api.pods(namespace, selector)
+            nodes, waiting = nodes_of(pods), left_out(pods)
             if not nodes:
                 message = f"no pod of {job['kind']} {job['name']} runs in {namespace} (label {selector})"
                 await self._report(body, {}, [Condition("Ready", "False", "NoRunningPods", message)])
                 return self._retry_seconds
             # The agents begin when they see this, and only their own part.
-            await self._report(body, {"requestedAt": now(), "nodes": nodes}, conditions_of(nodes))
+            found: dict[str, Any] = {"requestedAt": now(), "nodes": nodes}
+            if waiting:
+                found["leftOut"] = waiting
+            await self._report(body, found, conditions_of(nodes))
             return None
         left = {
             name: self._left_seconds(body, name, part["phase"])
             for name, part in nodes.items()
             if part["phase"] in _OVERDUE
         }
-        found: dict[str, Any] = {}
+        found = {}
         if overdue := [name for name, seconds in left.items() if seconds <= 0]:
             found["nodes"] = {
                 name: {
@@ -209,7 +213,9 @@ class Controller:
                 for name in overdue
             }
             nodes |= {name: {**nodes[name], **found["nodes"][name]} for name in overdue}
-        await self._report(body, {**summary_of(nodes), **found}, conditions_of(nodes))
+        await self._report(
+            body, {**summary_of(nodes), **found}, conditions_of(nodes, status.get("leftOut", ()))
+        )
         return min((seconds for seconds in left.values() if seconds > 0), default=None)
 
     def _left_seconds(self, body: Body, part: str, phase: str) -> float:
