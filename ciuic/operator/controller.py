@@ -25,6 +25,11 @@ from ciuic.operator.watching import Watch, watch
 
 _RETRY_SECONDS: Final = 5.0
 _MAX_RETRY_SECONDS: Final = 300.0
+_MAX_PAUSE_SECONDS: Final = 60.0
+"""Longest pause between two lists of a job's pods."""
+_MAX_WATCHES: Final = 32
+"""Limit of jobs whose pods are watched at a time; those of others are listed after pauses."""
+_DEFAULT_TIMEOUT_SECONDS: Final = 600
 _OVERDUE: Final = {
     "Requested": "no answer from the agent of this node: does a SnapshotPolicy select the node, and is its pod running?",
     "Cut": "the snapshot was cut, and not reported as committed in time: does the node live, and what does ciuic status say there?",
@@ -97,6 +102,7 @@ class Controller:
         """Newest status of each object by its uid: that of an event may be older than what was written since."""
         self._seen: dict[str, dict[str, tuple[str, float]]] = {}
         """Phase of each part by uid and node, and when it was first seen by the clock of the event loop."""
+        self._watching = asyncio.Semaphore(_MAX_WATCHES)
         self._applied: dict[str, str] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -186,12 +192,22 @@ class Controller:
         if requested is None:
             job, namespace = body["spec"]["jobRef"], body["metadata"]["namespace"]
             selector = f"{JOB_LABELS[job['kind']]}={job['name']}"
-            pods = await self._api.pods(namespace, selector)
+            time_left = self._left_seconds(body, "", "NoRunningPods")
+            what = f"no pod of {job['kind']} {job['name']}"
+            # A controller that is started later goes by what is written.
+            if time_left <= 0 or any(one["reason"] == "TimedOut" for one in status.get("conditions", ())):
+                seconds = body["spec"].get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS)
+                message = f"{what} ran in {namespace} within {seconds} s (label {selector}): make another TrainingSnapshot"
+                await self._report(
+                    body, {}, [Condition("Ready", "False", "TimedOut", message, is_trouble=True)]
+                )
+                return None
+            pods, version = await self._api.pods(namespace, selector)
             nodes, waiting = nodes_of(pods), left_out(pods)
             if not nodes:
-                message = f"no pod of {job['kind']} {job['name']} runs in {namespace} (label {selector})"
+                message = f"{what} runs in {namespace} (label {selector})"
                 await self._report(body, {}, [Condition("Ready", "False", "NoRunningPods", message)])
-                return self._retry_seconds
+                return await self._pods_change(body, selector, version, time_left)
             # The agents begin when they see this, and only their own part.
             found: dict[str, Any] = {"requestedAt": now(), "nodes": nodes}
             if waiting:
@@ -218,13 +234,31 @@ class Controller:
         )
         return min((seconds for seconds in left.values() if seconds > 0), default=None)
 
+    async def _pods_change(self, body: Body, selector: str, version: str, left: float) -> float:
+        """Wait until the pods of a job change; return the seconds after which to list them again."""
+        loop = asyncio.get_running_loop()
+        waited = float(body["spec"].get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS)) - left
+        # Pods that start and fail again and again change all the time: the pause doubles, whatever the watch says.
+        again: float = loop.time() + min(max(waited, self._retry_seconds), _MAX_PAUSE_SECONDS, left)
+        # Each watch is a connection.
+        if not self._watching.locked():
+            async with self._watching:
+                with suppress(ApiError):
+                    await self._api.pods_changed(
+                        body["metadata"]["namespace"], selector, version, min(left, _MAX_RETRY_SECONDS)
+                    )
+        # The pods of a job start one after the other, and those that run by then have a part.
+        return max(min(self._retry_seconds, left), again - loop.time())
+
     def _left_seconds(self, body: Body, part: str, phase: str) -> float:
         """Return how long a part may still be in its phase, by this process's clock: those of nodes and API server may be wrong."""
         now_seconds = asyncio.get_running_loop().time()
         seen = self._seen.setdefault(body["metadata"]["uid"], {})
         if part not in seen or seen[part][0] != phase:
             seen[part] = phase, now_seconds
-        return float(body["spec"].get("timeoutSeconds", 600) - (now_seconds - seen[part][1]))
+        return float(
+            body["spec"].get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS) - (now_seconds - seen[part][1])
+        )
 
     # -- statuses
 

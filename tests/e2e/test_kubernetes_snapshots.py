@@ -311,6 +311,29 @@ def test_a_node_that_dies_after_the_cut_fails_in_time(
     asyncio.run(run())
 
 
+def test_a_snapshot_of_a_job_that_never_runs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pods it ends after its timeout, and no controller lists pods for it afterwards."""
+
+    async def run() -> None:
+        async with cluster(tmp_path, monkeypatch) as where:
+            if where.mock is None:
+                return
+            async with controller(where, monkeypatch):
+                made = await where.make(snapshot("never", timeoutSeconds=1))
+                await where.condition(made, "NoRunningPods")
+                told = await where.condition(made, "TimedOut")
+                assert "no pod of Job llm ran in default within 1 s" in told["message"]
+                await where.events(made, ("Warning", "TimedOut"))
+            lists = where.mock.pod_lists.count("batch.kubernetes.io/job-name=llm")
+            assert lists < 12
+            async with controller(where, monkeypatch):
+                # Watches give objects in their order: the controller has seen the older one when it answers for this one.
+                await where.condition(await where.make(snapshot("later", "JobSet")), "NoRunningPods")
+            assert where.mock.pod_lists.count("batch.kubernetes.io/job-name=llm") == lists
+
+    asyncio.run(run())
+
+
 def test_one_leader_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second controller waits until the lease is given back, or was not renewed for its duration; one that lost it learns of it."""
 
