@@ -164,7 +164,8 @@ class ServedRoots:
 
         A worker whose overlay was moved, with a directory above it, is told to unmount it where it is.
         """
-        assert self.nursery is not None
+        if self.nursery is None:
+            return  # the start does it
         for path in await trio.to_thread.run_sync(self.unclaimed):
             log.warning("overlay_without_root", root=path)
             self._depart(RootSettings(path), self.nursery)

@@ -209,17 +209,23 @@ def _undo(session: Session, record: Path, path: Path) -> None:
     """End what a prolog began that fails: its root leaves the configuration, or else the record stays, and the epilog ends it."""
     from ciuic.cli.commands.protect import unprotect
 
-    # The configuration as it is now: the failed command may have written it, or not.
-    session = Session(config_option=session.config_option)
+    def configured() -> Session | None:
+        # The configuration as it is now: what failed may have written it, or not.
+        now = Session(config_option=session.config_option)
+        return now if path in [root.path for root in now.config.roots] else None
+
     try:
-        recorded = record.read_text().removesuffix("\n")
+        recorded = record.read_text() != "\n"
         record.unlink()
-        is_root = recorded and path in [root.path for root in session.config.roots]
-        if is_root and not _is_recorded(record.parent, path):
-            unprotect(session, [path])
+        if recorded and not _is_recorded(record.parent, path) and (found := configured()) is not None:
+            unprotect(found, [path])
     except (CiuicError, OSError) as error:
+        complain(f"{shown_text(str(path))}: {error}")
+        # The overlay alone may be left, of which the daemon lets go.
+        with suppress(CiuicError):
+            if configured() is None:
+                return
         record.write_text(f"{path}\n")
-        complain(f"{shown_text(str(path))} stays protected until the epilog: {error}")
 
 
 def _owe(session: Session, record: Path, named: str, *, ends: bool) -> None:
