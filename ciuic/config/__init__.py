@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ciuic.config.keys import ShownValue, shown
     from ciuic.config.owners import alert_flaw, check_file, check_owners
     from ciuic.config.places import (
+        NoDirectory,
         canonical_root,
         check_overlaps,
         check_places,
@@ -115,6 +116,7 @@ __all__ = [
     "Key",
     "LogConfig",
     "MinFree",
+    "NoDirectory",
     "Origin",
     "OverlayConfig",
     "PreemptionConfig",
@@ -163,6 +165,7 @@ _LATE = {
     **dict.fromkeys(("add_roots", "remove_roots", "writable_file"), "edit"),
     **dict.fromkeys(
         (
+            "NoDirectory",
             "canonical_root",
             "check_overlaps",
             "check_places",

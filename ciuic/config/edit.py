@@ -70,13 +70,21 @@ def add_roots(
     return added
 
 
-def remove_roots(file: Path, paths: Sequence[Path]) -> list[Path]:
-    """Remove ``paths`` from the file and return those that were there; durable on return."""
+def remove_roots(
+    file: Path, paths: Sequence[Path], *, only_if: Callable[[], bool] = lambda: True
+) -> list[Path]:
+    """Remove ``paths`` from the file and return those that were there; durable on return.
+
+    Args:
+        file: The configuration file.
+        paths: Roots to remove.
+        only_if: Asked while no other editor can change anything; nothing is removed where it returns False.
+    """
     removed: list[Path] = []
 
     def change(text: str, config: Config) -> tuple[str, Config]:
         """Return the new text and the configuration that it must mean."""
-        gone = {root.path for root in config.roots} & set(paths)
+        gone = {root.path for root in config.roots} & set(paths) if only_if() else set()
         removed[:] = sorted(gone)
         kept = tuple(root for root in config.roots if root.path not in gone)
         if gone and is_flat(file):
@@ -191,7 +199,7 @@ def _edit_file(
         if create:
             file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         # The lock covers reading as well: of two editors, the second must see what the first has written.
-        with _locked(file):
+        with locked(file):
             text = _NEW_FILE if create and not file.exists() else read_text(file)
             try:
                 new_text, meant = change(text, parse_config(text, file))
@@ -224,7 +232,8 @@ def _meaning(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def locked(file: Path) -> Iterator[None]:
+    """Exclude other editors of a configuration file, which is no symbolic link. OSError."""
     # Not the file itself, which is replaced by a rename: a lock on the old inode would exclude nobody. Nor its directory: every
     # user may open that one, and so hold the lock for ever.
     lock = file.with_name(f".{file.name}.lock")

@@ -102,6 +102,10 @@ def _check_key_command(remote: RemoteConfig) -> Iterator[Problem]:
         yield Problem("warning", f"remote.key_command: the {flaw.found}", flaw.remedy, origin)
 
 
+class NoDirectory(NotFound):
+    """A directory that is to be protected does not exist."""
+
+
 CIUIC_FS_TYPE = b"fuse.ciuic"
 DEFAULT_REPOSITORY_NAME = ".ciuic_snapshots"
 _NAME_IT = 'name another place: path = "…" under [repository]'
@@ -264,7 +268,11 @@ def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     except (FileNotFoundError, NotADirectoryError):
         return [
             Problem(
-                "error", f"the root {path} does not exist", "make the directory first", root.origin, NotFound
+                "error",
+                f"the root {path} does not exist",
+                "make the directory first",
+                root.origin,
+                NoDirectory,
             )
         ]
     except PermissionError:

@@ -120,6 +120,7 @@ class DaemonHousekeeping:
             self._parts.scheduled.retry = False
             self._parts.schedule.post()
         self._parts.first_snapshots.retry()
+        self._parts.owed.retry()
         await self._look_at_ages()
         self._look_at_checkpoints()
         await self._look_at_space()

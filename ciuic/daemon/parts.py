@@ -31,6 +31,7 @@ from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
 from ciuic.daemon.snapshots.held_snapshots import HeldSnapshots
+from ciuic.daemon.snapshots.owed import OwedSnapshots
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.daemon.snapshots.reserve import SpaceWatch
 from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots
@@ -165,6 +166,10 @@ class DaemonParts:
             spare=spare,
         )
 
+        self.owed = OwedSnapshots(
+            lambda: self.settings.config_path, self.snapshots.take, roots, self.unprotect, self.alerts
+        )
+
         # What acts on committed snapshots, and the priorities beside the job.
         self.upkeep = Upkeep(
             settings,
@@ -251,6 +256,11 @@ class DaemonParts:
     def store(self) -> Store:
         """Repository of the settings in force."""
         return self.active.store
+
+    async def unprotect(self, path: str) -> None:
+        """Unmount a root that is no longer in the configuration. CiuicError."""
+        await self.roots.remove(path)
+        self.active.remove_root(path)
 
     def take_over(self, settings: Settings) -> None:
         """Put new settings in force, as far as they can change under running workers."""

@@ -20,11 +20,11 @@ from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.snapshots_view import SnapshotsView, ViewPlan
 from ciuic.daemon.roots.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.roots.view_process import ViewJob
-from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions
+from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions, stop_workers
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import CiuicError, NotFound
 from ciuic.fuse_layer.prefork.client import SpareProcess
-from ciuic.fuse_layer.system.mounts import remove_state
+from ciuic.fuse_layer.system.mounts import overlay_places, remove_state
 from ciuic.protocol.control_types import RootStatus
 from ciuic.protocol.worker_client import peer_pid
 from ciuic.system.child_process import environment
@@ -147,15 +147,41 @@ class ServedRoots:
             await trio.to_thread.run_sync(remove_state, path)
             self._clear_alerts(path)
 
+    def unclaimed(self) -> list[str]:
+        """Return the overlays of earlier daemons with this runtime directory that no root claims. Blocks."""
+        known = (
+            {root.path for root in self._settings().roots} | self.supervisors.keys() | self.departing.keys()
+        )
+        return [
+            path
+            for path in map(os.fsdecode, overlay_places())
+            # A worker leaves its socket behind where it is killed. What another daemon serves has none here.
+            if path not in known and self._runtime.worker_socket(path).exists()
+        ]
+
+    async def let_go_of_unclaimed(self) -> None:
+        """Serve overlays that no root claims until nobody is in them, like those of roots that are removed.
+
+        A worker whose overlay was moved, with a directory above it, is told to unmount it where it is.
+        """
+        if self.nursery is None:
+            return  # the start does it
+        for path in await trio.to_thread.run_sync(self.unclaimed):
+            log.warning("overlay_without_root", root=path)
+            self._depart(RootSettings(path), self.nursery)
+        served = {self._runtime.worker_socket(path) for path in (*self.supervisors, *self.departing)}
+        await trio.to_thread.run_sync(stop_workers, self._runtime.worker_sockets() - served)
+
     async def settled(self) -> None:
         """Wait for the end of every root's first attempt to mount, successful or not."""
-        for supervisor in list(self.supervisors.values()):
+        for supervisor in [*self.supervisors.values(), *self.departing.values()]:
             await supervisor.settled()
 
     async def add(self, root: RootSettings) -> RootStatus:
         """Mount a root unless it is mounted, and return its status.
 
         Raises:
+            UsageError: the directory is gone, or cannot be protected.
             CiuicError: the root is not mounted yet; the daemon keeps trying.
         """
         supervisor = self.change_or_start(root)
@@ -163,7 +189,7 @@ class ServedRoots:
         # A root that was served before may be without a worker just now.
         await supervisor.not_in_transition()
         if supervisor.state != "mounted":
-            raise CiuicError(
+            raise supervisor.fault(
                 f"{root.path} is not protected yet: {supervisor.error}", hint="the daemon keeps trying"
             )
         return await supervisor.status()

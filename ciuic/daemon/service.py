@@ -255,6 +255,8 @@ async def _apply_configuration(parts: DaemonParts) -> _AppliedConfiguration:
     parts.priorities.wake()  # the running capture goes on under the new deadline and share
     # At once, because the next regular look-up may be a minute away.
     await parts.accounts.refresh()
+    await parts.roots.let_go_of_unclaimed()
+    parts.owed.retry()
     log.info("configuration_reloaded", file=parts.settings.config_path)
     return _AppliedConfiguration(
         report, [supervisor for supervisor in supervisors if supervisor.path not in known]
@@ -380,8 +382,9 @@ class Daemon:
             for root in parts.settings.roots:
                 parts.roots.start(root, nursery)
             parts.roots.nursery = nursery
+            await parts.roots.let_go_of_unclaimed()
             await parts.roots.settled()
-            await parts.sessions.close_rest(parts.roots.supervisors)
+            await parts.sessions.close_rest([*parts.roots.supervisors, *parts.roots.departing])
             # After the roots are mounted: their backing directories remember where the repository was.
             await parts.roots.prepare_store()
             parts.snapshots.capturing.trust.take_over(
@@ -407,6 +410,7 @@ class Daemon:
                 workers.start_soon(parts.verdicts.run)
                 workers.start_soon(parts.scheduled.run)
                 workers.start_soon(parts.first_snapshots.run)
+                workers.start_soon(parts.owed.run)
                 workers.start_soon(parts.event_snapshots.run)
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(parts.watch.run)
@@ -417,7 +421,8 @@ class Daemon:
         """Take over sessions of predecessors."""
         roots = self.parts.settings.roots
         serves_itself = any(root.driver != "pyfuse3" for root in roots)
-        await self.parts.sessions.inherit([root.path for root in roots], prepare=serves_itself)
+        paths = [root.path for root in roots] + await trio.to_thread.run_sync(self.parts.roots.unclaimed)
+        await self.parts.sessions.inherit(paths, prepare=serves_itself)
 
     async def _shut_down(self, working: trio.CancelScope) -> None:
         parts = self.parts
@@ -511,8 +516,7 @@ class Daemon:
         return status
 
     async def remove_root(self, path: str) -> None:
-        await self.parts.roots.remove(path)
-        self.parts.active.remove_root(path)
+        await self.parts.unprotect(path)
 
     async def prune(self, *, dry_run: bool) -> PruneReport:
         self.parts.refuse_when_stopping()

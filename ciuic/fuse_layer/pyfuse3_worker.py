@@ -157,7 +157,7 @@ class Pyfuse3Worker:
         self._has_served = False
         self._token: trio.lowlevel.TrioToken | None = None
         self._stopping = trio.Event()
-        self._departure = Departure(context.root, lambda: self._device, self._unmounted)
+        self._departure = Departure(context, lambda: self._device, self._unmounted)
         self._grace_seconds = SIGNAL_GRACE_SECONDS
         self._driver = Pyfuse3Driver(core)
         self._server = ControlServer(
@@ -173,7 +173,7 @@ class Pyfuse3Worker:
         """Mount, serve, and return when the mount is gone and the tracking is saved."""
         fuse_fd = mounts.mount_fuse(self._backing_fd)
         try:
-            entry = mounts.overlay_at(self._root)
+            entry = mounts.overlay_over(self._backing_fd)
             self._device = entry.device if entry is not None else ""
             self._mounted_ns = time.time_ns()
             handshake = _Handshake(fuse_fd)
@@ -261,7 +261,7 @@ class Pyfuse3Worker:
         pyfuse3.terminate()
 
     def _detach(self) -> None:
-        detach_own(self._root, self._device, has_served=self._has_served)
+        detach_own(self._context, self._device, has_served=self._has_served)
 
 
 async def serve_requests() -> None:

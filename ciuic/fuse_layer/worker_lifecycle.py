@@ -74,16 +74,18 @@ class Departure:
     else, until the last one has left. Thread-safe.
     """
 
-    def __init__(self, root: str, device: Callable[[], str], on_unmounted: Callable[[float], None]) -> None:
+    def __init__(
+        self, context: WorkerContext, device: Callable[[], str], on_unmounted: Callable[[float], None]
+    ) -> None:
         """Take the parts.
 
         Args:
-            root: path of the root.
+            context: root and plain directory.
             device: returns the device of our mount, by which it is recognised.
             on_unmounted: called once, when the mount is gone, with the seconds for which handles that are left (in other
                 mount namespaces, or because the grace is over) are served.
         """
-        self._root = root
+        self._context = context
         self._device = device
         self._on_unmounted = on_unmounted
         self._lock = threading.Lock()
@@ -111,7 +113,7 @@ class Departure:
         with self._lock:
             begin = not self._waiting
             self._waiting = True
-        log.info("overlay_in_use", root=self._root)
+        log.info("overlay_in_use", root=self._context.root)
         if begin:
             threading.Thread(target=self._wait, name="departure", daemon=True).start()
         return False
@@ -136,7 +138,7 @@ class Departure:
                         self._waiting = False
                         return
                     if time.monotonic() >= self._deadline:
-                        detach_own(self._root, self._device(), has_served=False)
+                        detach_own(self._context, self._device(), has_served=False)
                         self._gone(0)
                         return
                     pause = min(_WAIT_SECONDS, self._deadline - time.monotonic())
@@ -144,12 +146,12 @@ class Departure:
                     # Something was mounted inside meanwhile: it is not taken away with the overlay, grace or not.
                     if str(error) != said:
                         said = str(error)
-                        log.warning("overlay_not_unmounted", root=self._root, error=said)
+                        log.warning("overlay_not_unmounted", root=self._context.root, error=said)
                     pause = _WAIT_SECONDS
             time.sleep(max(0.0, pause))
 
     def _try(self) -> bool:
-        if not self._unmounted and _unmount_own(self._root, self._device()):
+        if not self._unmounted and _unmount_own(self._context, self._device()):
             assert self._deadline is not None
             self._gone(max(0.0, self._deadline - time.monotonic()))
         return self._unmounted
@@ -159,13 +161,13 @@ class Departure:
         self._on_unmounted(seconds)
 
 
-def _unmount_own(root: str, device: str) -> bool:
+def _unmount_own(context: WorkerContext, device: str) -> bool:
     """Unmount our own mount unless somebody is in it; return whether it is gone. One that is not ours is left alone.
 
     Raises:
         OSError: EBUSY where others have mounted something inside it, which would be lost with it.
     """
-    entry = mounts.overlay_at(root)
+    entry = mounts.overlay_over(context.backing_fd)
     if entry is None or entry.device != device:
         return True
     inside = mounts.mounts_inside(entry)
@@ -173,31 +175,31 @@ def _unmount_own(root: str, device: str) -> bool:
         # A worker may move no mounts (system/syscall_profiles.py); the daemon has done so before it asks.
         names = ", ".join(os.fsdecode(one.mount_point) for one in inside)
         raise OSError(errno.EBUSY, f"mounted inside the overlay: {names}")
-    if not mounts.unmount(root):
+    if not mounts.unmount(entry.mount_point):
         return False
-    log.info("overlay_unmounted", root=root)
+    log.info("overlay_unmounted", root=context.root)
     return True
 
 
-def detach_own(root: str, device: str, *, has_served: bool) -> None:
+def detach_own(context: WorkerContext, device: str, *, has_served: bool) -> None:
     """Detach our own mount from the root; one that is not ours, or gone already, is left alone.
 
     Args:
-        root: path of the root.
+        context: root and plain directory.
         device: device of our mount, by which it is recognised.
         has_served: our session is over, so that our mount answers no request.
     """
-    entry = mounts.overlay_at(root)
+    entry = mounts.overlay_over(context.backing_fd)
     if entry is None or entry.device != device:
         return
     # The kernel gives a device number anew as soon as it is free: quick remounts had a late worker detach its
     # successor's mount.
-    if has_served and mounts.probe(root, _PROBE_SECONDS) == "alive":
+    if has_served and mounts.probe(entry.mount_point, _PROBE_SECONDS) == "alive":
         # Our session is over, so this is a successor's mount, which was given the device number of ours.
         return
     if mounts.mounts_inside(entry):
         # The overlay is dead now, or will be. The daemon, which may mount them again, detaches it.
-        log.warning("overlay_left_for_mounts_inside", root=root)
+        log.warning("overlay_left_for_mounts_inside", root=context.root)
         return
-    mounts.detach(root)
-    log.info("overlay_detached", root=root)
+    mounts.detach(entry.mount_point)
+    log.info("overlay_detached", root=context.root)

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import structlog
 
 from ciuic.config import load_config, repository_path
-from ciuic.errors import CiuicError
+from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.operator.api import Api, ApiError, reference
 from ciuic.operator.policies import GROUP, VERSION
 from ciuic.operator.watching import Watch, watch
@@ -151,62 +151,55 @@ class Agent:
     def _on_snapshot(self, event: Mapping[str, Any]) -> None:
         body = event["object"]
         uid = body["metadata"]["uid"]
-        if event["type"] == "DELETED":
+        part = body.get("status", {}).get("nodes", {}).get(self._node)
+        if event["type"] == "DELETED" or part is None or not _is_open(part):
+            # Also what the controller has given up: a part that has failed stays so.
             if (task := self._running.pop(uid, None)) is not None:
                 task.cancel()
-            return
-        part = body.get("status", {}).get("nodes", {}).get(self._node)
-        if part is None or uid in self._running or not _is_open(part):
-            return
-        task = asyncio.create_task(self._carry_out(body, dict(part)))
-        self._running[uid] = task
+        elif uid not in self._running:
+            self._running[uid] = asyncio.create_task(self._carry_out(body, dict(part)))
 
     async def _carry_out(self, body: Body, part: dict[str, Any]) -> None:
+        """Take the part to its end. What may pass is tried again, until the controller gives the part up."""
         delay = self._poll_seconds
         while _is_open(part):
+            phase, failing = part["phase"], False
             try:
-                await self._advance(body, part)
-                delay = self._poll_seconds
-            except ApiError as error:
-                _log.warning("status_not_written", error=str(error), again_in_seconds=delay)
+                found = await self._step(body, part)
+                if "message" in part:
+                    found["message"] = None
+            except (CiuicError, OSError, subprocess.SubprocessError) as error:
+                _log.warning("step_failed", phase=phase, error=str(error), again_in_seconds=delay)
+                failing, message = True, str(error)[:_MAX_MESSAGE] or type(error).__name__
+                found = {} if phase == "Committed" or part.get("message") == message else {"message": message}
+                if _is_final(error, phase):
+                    found = {"phase": "Failed", "message": message}
+            part.update(found)
+            if found:
+                await self._write(body, found)
+            if part["phase"] == phase:
                 await asyncio.sleep(delay)
-                delay = min(delay * 2, _MAX_RETRY_SECONDS)
+                delay = min(delay * 2, _MAX_RETRY_SECONDS) if failing else self._poll_seconds
 
-    async def _advance(self, body: Body, part: dict[str, Any]) -> None:
-        """Take one step of the part, and write it."""
+    async def _step(self, body: Body, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Take one step of the part, and return what is to be reported."""
         metadata, spec = body["metadata"], body["spec"]
-        job = f"{metadata['namespace']}.{spec['jobRef']['name']}"
-        found: dict[str, Any] = {}
-        try:
-            if part["phase"] == "Requested":
-                cut = await asyncio.to_thread(
-                    self._daemon.take,
-                    f"TrainingSnapshot {metadata['namespace']}/{metadata['name']}",
-                    [f"kubernetes-job={job}", f"kubernetes-kind={spec['jobRef']['kind']}"],
-                    hold=bool(spec.get("hold", False)),
-                )
-                found = {"phase": "Cut", "snapshot": cut.id}
-                if cut.step is not None:
-                    found["step"] = cut.step
-            elif part["phase"] == "Cut":
-                await asyncio.to_thread(self._daemon.wait, part["snapshot"])
-                found = {"phase": "Committed"}
-                if (verdict := await asyncio.to_thread(self._daemon.verdict, part["snapshot"])) is not None:
-                    found["verdict"] = verdict
-            else:
-                remote = await asyncio.to_thread(self._daemon.remote, part["snapshot"])
-                if remote == part.get("remote"):
-                    await asyncio.sleep(self._poll_seconds)
-                    return
-                found = {"remote": remote}
-        except (CiuicError, OSError, subprocess.SubprocessError) as error:
-            if part["phase"] == "Committed":
-                _log.warning("remote_not_known", error=str(error))
-                await asyncio.sleep(self._poll_seconds)
-                return
-            found = {"phase": "Failed", "message": str(error)[:_MAX_MESSAGE] or type(error).__name__}
-        part.update(found)
-        await self._write(body, found)
+        if part["phase"] == "Requested":
+            job = f"{metadata['namespace']}.{spec['jobRef']['name']}"
+            cut = await asyncio.to_thread(
+                self._daemon.take,
+                f"TrainingSnapshot {metadata['namespace']}/{metadata['name']}",
+                [f"kubernetes-job={job}", f"kubernetes-kind={spec['jobRef']['kind']}"],
+                hold=bool(spec.get("hold", False)),
+            )
+            found: dict[str, Any] = {"phase": "Cut", "snapshot": cut.id}
+            return found if cut.step is None else {**found, "step": cut.step}
+        if part["phase"] == "Cut":
+            await asyncio.to_thread(self._daemon.wait, part["snapshot"])
+            verdict = await asyncio.to_thread(self._daemon.verdict, part["snapshot"])
+            return {"phase": "Committed"} if verdict is None else {"phase": "Committed", "verdict": verdict}
+        remote = await asyncio.to_thread(self._daemon.remote, part["snapshot"])
+        return {} if remote == part.get("remote") else {"remote": remote}
 
     async def _write(self, body: Body, found: dict[str, Any]) -> None:
         """Write a step. It was taken, so that nothing but the report is repeated where the API does not answer."""
@@ -257,3 +250,10 @@ def _is_open(part: Mapping[str, Any]) -> bool:
     if part["phase"] == "Committed":
         return part.get("remote") not in ("None", "Stored", "PassedOver")
     return bool(part["phase"] != "Failed")
+
+
+def _is_final(error: Exception, phase: str) -> bool:
+    """Return whether another try would meet the same error: of a request that is refused, or of a snapshot that is lost."""
+    if phase == "Cut":
+        return isinstance(error, CiuicError) and not isinstance(error, (Unreachable, Busy))
+    return phase == "Requested" and isinstance(error, (UsageError, NotFound, NotPermitted))

@@ -73,8 +73,7 @@ class Api:
 
     async def __aenter__(self) -> Api:
         connector = aiohttp.TCPConnector(ssl=self._tls) if self._tls else aiohttp.TCPConnector()
-        timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self._session = aiohttp.ClientSession(connector=connector)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,12 +112,20 @@ class Api:
             if error.status != _NOT_FOUND:
                 raise
 
-    async def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
-        """Return the pods with these labels."""
-        query = urlencode({"labelSelector": selector})
-        answer = await self.get(f"/api/v1/namespaces/{namespace}/pods?{query}")
-        items: list[dict[str, Any]] = answer["items"]
-        return items
+    async def pods(self, namespace: str, selector: str) -> tuple[list[dict[str, Any]], str]:
+        """Return the pods with these labels, and the version of the list, from which they can be watched."""
+        answer = await self.get(_pods_url(namespace, labelSelector=selector))
+        return answer["items"], answer["metadata"]["resourceVersion"]
+
+    async def pods_changed(self, namespace: str, selector: str, version: str, seconds: float) -> None:
+        """Wait until a pod with these labels changes after a version of their list, or the server ends the watch.
+
+        Raises:
+            ApiError: the time is over, or the watch is refused.
+        """
+        query = {"resourceVersion": version, "watch": "true", "timeoutSeconds": str(max(1, int(seconds)))}
+        url = _pods_url(namespace, labelSelector=selector, **query)
+        await self._request("GET", url, watch_seconds=max(1.0, seconds))
 
     async def post_event(
         self, body: Mapping[str, Any], reason: str, message: str, *, is_trouble: bool
@@ -152,16 +159,23 @@ class Api:
         except ApiError as error:
             _log.warning("event_not_written", reason=reason, error=str(error))
 
-    async def _request(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def _request(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None, *, watch_seconds: float = 0.0
+    ) -> dict[str, Any]:
         headers = self.connection().as_http_headers()
         if body is not None:
             headers["Content-Type"] = (
                 "application/merge-patch+json" if method == "PATCH" else "application/json"
             )
         try:
+            timeout = aiohttp.ClientTimeout(total=watch_seconds or _REQUEST_SECONDS)
             async with self._session.request(
-                method, self._server + url, json=body, headers=headers
+                method, self._server + url, json=body, headers=headers, timeout=timeout
             ) as answer:
+                if watch_seconds and answer.status < 400:
+                    # Whatever comes is an event, also an error such as a version that is too old: the caller lists anew.
+                    await answer.content.readany()
+                    return {}
                 document = await answer.json(content_type=None)
                 if answer.status >= 400:
                     told = document.get("message", "") if isinstance(document, dict) else ""
@@ -171,6 +185,10 @@ class Api:
         if not isinstance(document, dict):
             raise ApiError(0, f"{method} {url}: expected an object, got {type(document).__name__}")
         return document
+
+
+def _pods_url(namespace: str, **query: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods?{urlencode(query)}"
 
 
 def url_of(body: Mapping[str, Any], *, in_collection: bool = False) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from datetime import datetime, timezone
 from typing import Any, Final
 
 import structlog
@@ -21,14 +20,21 @@ from ciuic.errors import ConfigError
 from ciuic.operator.api import Api, ApiError, reference
 from ciuic.operator.conditions import Condition, merged, now
 from ciuic.operator.policies import GROUP, POLICY_LABEL, VERSION, Installation, objects_of
-from ciuic.operator.snapshots import JOB_LABELS, conditions_of, nodes_of, summary_of
+from ciuic.operator.snapshots import JOB_LABELS, conditions_of, left_out, nodes_of, summary_of
 from ciuic.operator.watching import Watch, watch
 
 _RETRY_SECONDS: Final = 5.0
 _MAX_RETRY_SECONDS: Final = 300.0
-_UNANSWERED: Final = (
-    "no answer from the agent of this node: does a SnapshotPolicy select the node, and is its pod running?"
-)
+_MAX_PAUSE_SECONDS: Final = 60.0
+"""Longest pause between two lists of a job's pods."""
+_MAX_WATCHES: Final = 32
+"""Limit of jobs whose pods are watched at a time; those of others are listed after pauses."""
+_DEFAULT_TIMEOUT_SECONDS: Final = 600
+_OVERDUE: Final = {
+    "Requested": "no answer from the agent of this node: does a SnapshotPolicy select the node, and is its pod running?",
+    "Cut": "the snapshot was cut, and not reported as committed in time: does the node live, and what does ciuic status say there?",
+}
+"""Why a part has failed that stayed in a phase for too long, by the phase."""
 _log = structlog.get_logger(__name__)
 Body = Mapping[str, Any]
 
@@ -94,6 +100,9 @@ class Controller:
         self._snapshots: dict[str, Body] = {}
         self._statuses: dict[str, dict[str, Any]] = {}
         """Newest status of each object by its uid: that of an event may be older than what was written since."""
+        self._seen: dict[str, dict[str, tuple[str, float]]] = {}
+        """Phase of each part by uid and node, and when it was first seen by the clock of the event loop."""
+        self._watching = asyncio.Semaphore(_MAX_WATCHES)
         self._applied: dict[str, str] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -166,6 +175,7 @@ class Controller:
             self._reconciliations.end(key)
             self._snapshots.pop(key, None)
             self._statuses.pop(body["metadata"]["uid"], None)
+            self._seen.pop(body["metadata"]["uid"], None)
             return
         self._snapshots[key] = body
         self._reconciliations.wake(key, lambda: self._follow(self._snapshots[key]))
@@ -182,22 +192,73 @@ class Controller:
         if requested is None:
             job, namespace = body["spec"]["jobRef"], body["metadata"]["namespace"]
             selector = f"{JOB_LABELS[job['kind']]}={job['name']}"
-            nodes = nodes_of(await self._api.pods(namespace, selector))
+            time_left = self._left_seconds(body, "", "NoRunningPods")
+            what = f"no pod of {job['kind']} {job['name']}"
+            # A controller that is started later goes by what is written.
+            if time_left <= 0 or any(one["reason"] == "TimedOut" for one in status.get("conditions", ())):
+                seconds = body["spec"].get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS)
+                message = f"{what} ran in {namespace} within {seconds} s (label {selector}): make another TrainingSnapshot"
+                await self._report(
+                    body, {}, [Condition("Ready", "False", "TimedOut", message, is_trouble=True)]
+                )
+                return None
+            pods, version = await self._api.pods(namespace, selector)
+            nodes, waiting = nodes_of(pods), left_out(pods)
             if not nodes:
-                message = f"no pod of {job['kind']} {job['name']} runs in {namespace} (label {selector})"
+                message = f"{what} runs in {namespace} (label {selector})"
                 await self._report(body, {}, [Condition("Ready", "False", "NoRunningPods", message)])
-                return self._retry_seconds
+                return await self._pods_change(body, selector, version, time_left)
             # The agents begin when they see this, and only their own part.
-            await self._report(body, {"requestedAt": now(), "nodes": nodes}, conditions_of(nodes))
+            found: dict[str, Any] = {"requestedAt": now(), "nodes": nodes}
+            if waiting:
+                found["leftOut"] = waiting
+            await self._report(body, found, conditions_of(nodes))
             return None
-        left = body["spec"].get("timeoutSeconds", 600) - _seconds_since(requested)
-        silent = {name: part for name, part in nodes.items() if part["phase"] == "Requested"}
-        found: dict[str, Any] = {}
-        if silent and left <= 0:
-            found["nodes"] = {name: {"phase": "Failed", "message": _UNANSWERED} for name in silent}
-            nodes |= {name: {**part, **found["nodes"][name]} for name, part in silent.items()}
-        await self._report(body, {**summary_of(nodes), **found}, conditions_of(nodes))
-        return max(left, 0.1) if silent and left > 0 else None
+        left = {
+            name: self._left_seconds(body, name, part["phase"])
+            for name, part in nodes.items()
+            if part["phase"] in _OVERDUE
+        }
+        found = {}
+        if overdue := [name for name, seconds in left.items() if seconds <= 0]:
+            found["nodes"] = {
+                name: {
+                    "phase": "Failed",
+                    "message": nodes[name].get("message") or _OVERDUE[nodes[name]["phase"]],
+                }
+                for name in overdue
+            }
+            nodes |= {name: {**nodes[name], **found["nodes"][name]} for name in overdue}
+        await self._report(
+            body, {**summary_of(nodes), **found}, conditions_of(nodes, status.get("leftOut", ()))
+        )
+        return min((seconds for seconds in left.values() if seconds > 0), default=None)
+
+    async def _pods_change(self, body: Body, selector: str, version: str, left: float) -> float:
+        """Wait until the pods of a job change; return the seconds after which to list them again."""
+        loop = asyncio.get_running_loop()
+        waited = float(body["spec"].get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS)) - left
+        # Pods that start and fail again and again change all the time: the pause doubles, whatever the watch says.
+        again: float = loop.time() + min(max(waited, self._retry_seconds), _MAX_PAUSE_SECONDS, left)
+        # Each watch is a connection.
+        if not self._watching.locked():
+            async with self._watching:
+                with suppress(ApiError):
+                    await self._api.pods_changed(
+                        body["metadata"]["namespace"], selector, version, min(left, _MAX_RETRY_SECONDS)
+                    )
+        # The pods of a job start one after the other, and those that run by then have a part.
+        return max(min(self._retry_seconds, left), again - loop.time())
+
+    def _left_seconds(self, body: Body, part: str, phase: str) -> float:
+        """Return how long a part may still be in its phase, by this process's clock: those of nodes and API server may be wrong."""
+        now_seconds = asyncio.get_running_loop().time()
+        seen = self._seen.setdefault(body["metadata"]["uid"], {})
+        if part not in seen or seen[part][0] != phase:
+            seen[part] = phase, now_seconds
+        return float(
+            body["spec"].get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS) - (now_seconds - seen[part][1])
+        )
 
     # -- statuses
 
@@ -244,8 +305,3 @@ def daemons_of(daemon_set: Body | None, wanted: Body) -> tuple[dict[str, Any], C
         told = f"the daemon is ready on {running} of {nodes} nodes: kubectl -n {wanted['metadata']['namespace']} get pods -l {POLICY_LABEL}={wanted['metadata']['labels'][POLICY_LABEL]}"
         return figures, Condition("Ready", "False", "DaemonsNotReady", told)
     return figures, Condition("Ready", "True", "DaemonsReady", f"the daemon is ready on all {nodes} nodes")
-
-
-def _seconds_since(time: str) -> float:
-    moment = datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
-    return (datetime.now(timezone.utc) - moment).total_seconds()

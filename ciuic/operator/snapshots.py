@@ -5,7 +5,7 @@ Guarantees: pure functions. A part is a node's, and it names the ranks that ran 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ciuic.operator.conditions import Condition
@@ -20,6 +20,7 @@ JOB_LABELS: Final = {
 """Label of the pods of a job, by its kind, with the job's name as its value. So no right to read jobs is needed."""
 _INDEX: Final = "batch.kubernetes.io/job-completion-index"
 _DONE: Final = ("Committed", "Failed")
+_MAX_SHOWN: Final = 8
 
 
 def rank_of(pod: Mapping[str, Any]) -> str:
@@ -45,6 +46,12 @@ def nodes_of(pods: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
+def left_out(pods: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the pods of a job that are to run and do not yet: their ranks, or their names where these say none."""
+    waiting = (pod for pod in pods if pod.get("status", {}).get("phase", "Pending") in ("Pending", "Unknown"))
+    return sorted(rank_of(pod) or pod["metadata"]["name"] for pod in waiting)
+
+
 def summary_of(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return step, verdict and remote state of the whole: those of its weakest part."""
     steps = [part["step"] for part in nodes.values() if "step" in part]
@@ -63,8 +70,13 @@ def summary_of(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def conditions_of(nodes: Mapping[str, Mapping[str, Any]]) -> list[Condition]:
-    """Return the conditions Ready, Stored and Verified of parts that have been requested."""
+def conditions_of(nodes: Mapping[str, Mapping[str, Any]], left_out: Sequence[str] = ()) -> list[Condition]:
+    """Return the conditions Ready, Stored and Verified of parts that have been requested.
+
+    Args:
+        nodes: parts by node.
+        left_out: ranks of the job that did not run, and so have no part.
+    """
     total = _nodes(len(nodes))
     failed = {node: part for node, part in nodes.items() if part["phase"] == "Failed"}
     waiting = sorted(node for node, part in nodes.items() if part["phase"] not in _DONE)
@@ -82,14 +94,20 @@ def conditions_of(nodes: Mapping[str, Mapping[str, Any]]) -> list[Condition]:
             Condition("Verified", "False", "NodeFailed", rest),
         ]
     if waiting:
-        message = f"waiting for {len(waiting)} of {total}: {', '.join(waiting[:8])}{', …' if len(waiting) > 8 else ''}"
+        message = f"waiting for {len(waiting)} of {total}: {_some(_with_error(node, nodes[node]) for node in waiting)}"
         return [
             Condition(one, "False" if one == "Ready" else "Unknown", "Capturing", message)
             for one in ("Ready", "Stored", "Verified")
         ]
     summary = summary_of(nodes)
+    ready = Condition("Ready", "True", "Committed", f"committed on {total}")
+    if left_out:
+        message = (
+            f"committed on {total}, without {len(left_out)} of the job that did not run: {_some(left_out)}"
+        )
+        ready = Condition("Ready", "True", "Partial", message, is_trouble=True)
     return [
-        Condition("Ready", "True", "Committed", f"committed on {total}"),
+        ready,
         _stored(summary.get("remote"), total),
         _verified(summary.get("verdict"), nodes),
     ]
@@ -124,6 +142,15 @@ def _verified(verdict: str | None, nodes: Mapping[str, Mapping[str, Any]]) -> Co
         "NoCheckpoint",
         "there is no checkpoint in the snapshot, or none was looked at yet",
     )
+
+
+def _with_error(node: str, part: Mapping[str, Any]) -> str:
+    return f"{node} ({part['message']})" if part.get("message") else node
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:_MAX_SHOWN]) + (", …" if len(shown) > _MAX_SHOWN else "")
 
 
 def _nodes(number: int) -> str:

@@ -3,11 +3,13 @@
 #
 #   Prolog=/etc/slurm/ciuic-prolog.sh
 #   PrologFlags=Alloc
+#   TaskProlog=/etc/slurm/ciuic-task-prolog.sh
 #
 # A job names it so, and it must belong to the job's user:   sbatch --comment=ciuic=/data/run job.sh
 #
 # A Prolog that fails drains its node. This one fails never: it logs, and the job runs unprotected; with CIUIC_SLURM_STRICT=1 it does.
-# CIUIC_SLURM_SECONDS: how long it may take at most. CIUIC: the program.
+# What a user has named wrongly is no failure: it is a line in the log of the job, by ciuic-task-prolog.sh.
+# CIUIC_SLURM_SECONDS: how long it may take at most. CIUIC: the program. CIUIC_SLURM_NOTES: what it has said, a file for each job.
 set -u
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 said=$(timeout "${CIUIC_SLURM_SECONDS:-300}" ${CIUIC:-ciuic} slurm prolog 2>&1 </dev/null)
@@ -15,5 +17,9 @@ code=$?
 if [ "$code" -ne 0 ]; then
     logger -t ciuic-slurm -p user.err -- "prolog of job ${SLURM_JOB_ID:-?} failed ($code): $said" 2>/dev/null
     [ "${CIUIC_SLURM_STRICT:-0}" != 1 ] || exit 1
+elif [ -n "$said" ]; then
+    umask 022
+    notes=${CIUIC_SLURM_NOTES:-/run/ciuic-slurm}
+    { mkdir -p "$notes" && printf '%s\n' "$said" >"$notes/$SLURM_JOB_ID"; } 2>/dev/null
 fi
 exit 0

@@ -19,7 +19,7 @@ if sys.version_info < (3, 11):
 from support.kubernetes_api import NAMESPACE, Cluster, cluster, controller, rendered, rights
 from support.site import CHECKOUT
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, NotPermitted
 from ciuic.operator.agent import Agent, Cut
 from ciuic.operator.api import LeaderLease
 
@@ -37,7 +37,7 @@ class Node:
     def __init__(self, number: int) -> None:
         self.taken: list[tuple[str, list[str], bool]] = []
         self.committing = asyncio.Event()
-        self.error = ""
+        self.error: CiuicError | None = None
         self.checkpoint: str | None = "GOOD"
         self.stored = "Stored"
         self.reloaded = asyncio.Event()
@@ -46,8 +46,8 @@ class Node:
 
     def take(self, message: str, tags: list[str], *, hold: bool) -> Cut:
         self.taken.append((message, tags, hold))
-        if self.error:
-            raise CiuicError(self.error)
+        if self.error is not None:
+            raise self.error.anew()
         return Cut(f"cs-00000{self._number}", 100 + self._number)
 
     def wait(self, snapshot: str) -> None:
@@ -208,7 +208,10 @@ def test_a_snapshot_from_its_request_to_the_remote_with_no_right_to_spare(
 def test_failures_are_said_and_a_silent_node_counts_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon that refuses, a node without an agent, a torn checkpoint and a remote that passes a snapshot over; each of the four kinds of jobs."""
+    """A daemon that refuses, a node without an agent, a torn checkpoint and a remote that passes a snapshot over; each of the four kinds of jobs.
+
+    What may pass is tried again until the timeout. Pods that do not run yet are named.
+    """
 
     async def run() -> None:
         async with cluster(tmp_path, monkeypatch) as where:
@@ -218,11 +221,23 @@ def test_failures_are_said_and_a_silent_node_counts_as_one(
                 for kind, labels in JOBS.items():
                     if kind != "TrainJob":  # its pods are those of a JobSet
                         await run_pod(where, f"llm-{kind.lower()}", "n1", labels)
-                node.error = "no root is protected"
+                node.error = NotPermitted("no root is protected")
                 refused = await where.make(snapshot("refused", "PyTorchJob"))
                 told = await where.condition(refused, "NodeFailed")
                 assert told["message"] == "1 of 1 node failed: n1: no root is protected"
-                node.error, node.checkpoint, node.stored = "", "TORN", "PassedOver"
+                node.error = CiuicError("the daemon is starting")
+                passing = await where.make(snapshot("passing", "PyTorchJob"))
+                await where.until(
+                    passing,
+                    lambda body: "n1 (the daemon is starting)" in body["status"]["conditions"][0]["message"],
+                )
+                never = await where.make(snapshot("never", "PyTorchJob", timeoutSeconds=1))
+                told = await where.condition(never, "NodeFailed")
+                assert told["message"] == "1 of 1 node failed: n1: the daemon is starting"
+                node.error = None
+                await where.condition(passing, "Committed")
+                assert "message" not in (await where.status(passing))["nodes"]["n1"]
+                node.checkpoint, node.stored = "TORN", "PassedOver"
                 torn = await where.make(snapshot("torn", "JobSet"))
                 await where.condition(torn, "Torn", "Verified")
                 await where.condition(torn, "PassedOver", "Stored")
@@ -235,6 +250,13 @@ def test_failures_are_said_and_a_silent_node_counts_as_one(
                 told = await where.condition(silent, "NodeFailed")
                 assert "n9: no answer from the agent" in told["message"]
                 await where.events(silent, ("Warning", "NodeFailed"))
+                await where.make(pod("llm-late", "n2", JOBS["PyTorchJob"]))
+                partial = await where.make(snapshot("partial", "PyTorchJob"))
+                told = await where.condition(partial, "Partial")
+                assert (told["status"], told["message"]) == (
+                    "True",
+                    "committed on 1 node, without 1 of the job that did not run: llm-late",
+                )
 
     asyncio.run(run())
 
@@ -265,6 +287,49 @@ def test_a_new_controller_and_a_new_agent_go_on_where_the_old_ones_were(
             async with controller(where, monkeypatch), agent(where, "n1", second, monkeypatch):
                 await where.condition(made, "Committed")
             assert second.taken == []
+
+    asyncio.run(run())
+
+
+def test_a_node_that_dies_after_the_cut_fails_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that is cut and never committed fails within the timeout, counted from the cut and not from the request."""
+
+    async def run() -> None:
+        async with cluster(tmp_path, monkeypatch) as where:
+            await run_pod(where, "llm-0", "n1", JOBS["Job"])
+            async with controller(where, monkeypatch):
+                made = await where.make(snapshot("lost", timeoutSeconds=1))
+                async with agent(where, "n1", Node(1), monkeypatch):
+                    await where.until(made, lambda body: body["status"]["nodes"]["n1"]["phase"] == "Cut")
+                    if where.mock is not None:
+                        where.mock.failing["agent"] = [500] * 1000
+                    told = await where.condition(made, "NodeFailed")
+                assert "n1: the snapshot was cut, and not reported as committed in time" in told["message"]
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_of_a_job_that_never_runs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pods it ends after its timeout, and no controller lists pods for it afterwards."""
+
+    async def run() -> None:
+        async with cluster(tmp_path, monkeypatch) as where:
+            if where.mock is None:
+                return
+            async with controller(where, monkeypatch):
+                made = await where.make(snapshot("never", timeoutSeconds=1))
+                await where.condition(made, "NoRunningPods")
+                told = await where.condition(made, "TimedOut")
+                assert "no pod of Job llm ran in default within 1 s" in told["message"]
+                await where.events(made, ("Warning", "TimedOut"))
+            lists = where.mock.pod_lists.count("batch.kubernetes.io/job-name=llm")
+            assert lists < 12
+            async with controller(where, monkeypatch):
+                # Watches give objects in their order: the controller has seen the older one when it answers for this one.
+                await where.condition(await where.make(snapshot("later", "JobSet")), "NoRunningPods")
+            assert where.mock.pod_lists.count("batch.kubernetes.io/job-name=llm") == lists
 
     asyncio.run(run())
 

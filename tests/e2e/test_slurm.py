@@ -153,7 +153,8 @@ def _steps(top: Path) -> list[int | None]:
 def _hooks(live: Live, **variables: str) -> str:
     """Return what Prolog and Epilog run: the shipped scripts, for this configuration."""
     given = {
-        "CIUIC": str(installed()), "CIUIC_CONFIG": str(live.config), "PYTHONPATH": str(CHECKOUT), **variables,
+        "CIUIC": str(installed()), "CIUIC_CONFIG": str(live.config), "PYTHONPATH": str(CHECKOUT),
+        "CIUIC_SLURM_NOTES": f"{live.top}/notes", **variables,
     }  # fmt: skip
     words = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
     return f"exec env {' '.join(words)} {_HOOKS}/$hook.sh"
@@ -220,7 +221,10 @@ def test_a_job_has_its_directory_protected_while_it_runs(
 
 
 def test_hooks_that_fail_drain_no_node(cluster: Cluster, live: Live, short_tmp: Path) -> None:
-    """Where ciuic is missing or no daemon runs, or a directory is none of the user's, the job runs and its node stays; strict hooks drain it."""
+    """Where ciuic is missing or no daemon runs, or a directory is none of the user's, the job runs and its node stays; strict hooks drain it.
+
+    What the user has named wrongly is in the log of the job, and drains no node.
+    """
     theirs, link = short_tmp / "theirs", short_tmp / "link"
     theirs.mkdir()
     os.chown(theirs, 54321, 54321)
@@ -236,6 +240,12 @@ def test_hooks_that_fail_drain_no_node(cluster: Cluster, live: Live, short_tmp: 
         (short_tmp / "ran").unlink()
         until("idle nodes", lambda: cluster.node_states() == ["idle", "idle"])
     assert "[[root]]" not in live.config.read_text()
+    cluster.set_hooks(_hooks(live, CIUIC_SLURM_STRICT="1", XDG_STATE_HOME=str(short_tmp)))
+    job = cluster.submit(f"--comment=ciuic={link}", f"--output={short_tmp}/out", wrap="true")
+    until("the job", lambda: cluster.state(job) == "COMPLETED")
+    until("idle nodes", lambda: cluster.node_states() == ["idle", "idle"])
+    assert "a symbolic link leads there" in (short_tmp / "out").read_text()
+    assert not list((live.top / "notes").iterdir())
     cluster.set_hooks(
         _hooks(live, CIUIC="/nonexistent/ciuic", CIUIC_SLURM_STRICT="1", XDG_STATE_HOME=str(short_tmp))
     )

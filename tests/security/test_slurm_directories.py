@@ -8,10 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support.restoring import take, write
 
 from ciuic.cli.commands import slurm
-from ciuic.errors import CiuicError
+from ciuic.cli.shared.session import Session
+from ciuic.config import NoDirectory, RootConfig, add_roots, load_config
+from ciuic.errors import CiuicError, ConfigError, NotFound, UsageError
 from ciuic.repository import Repository
 from ciuic.system.slurm import SlurmJob, check_directory, directory_in_comment
 
@@ -93,3 +96,42 @@ def test_a_job_that_begins_while_slurm_is_asked_is_not_lost(
     session: Any = SimpleNamespace(config=SimpleNamespace(roots=()))
     slurm._forget_lost_jobs(session, tmp_path)
     assert {one.name for one in tmp_path.iterdir()} == {"8001", "8002"}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_users"),
+    [
+        (UsageError("the root leads through a symbolic link"), True),
+        (NoDirectory("the root does not exist"), True),
+        (FileNotFoundError(2, "gone"), True),
+        (ConfigError("the file cannot be edited"), False),
+        (NotFound("the disk of the repository is not mounted"), False),
+        (CiuicError("no process could be had"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_a_prolog_that_fails_leaves_nothing_and_no_user_can_make_it_fail(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, is_users: bool
+) -> None:
+    """A prolog that fails after the root was written takes it back; what the directory's owner caused is said, and is no failure."""
+    config = tmp_path / "ciuic.toml"
+    config.write_text(
+        f'[repository]\npath = "{tmp_path}/repository"\n[daemon]\nruntime_dir = "{tmp_path}/run"\n'
+    )
+    for name, value in {
+        "CIUIC_CONFIG": str(config), "XDG_STATE_HOME": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_JOB_UID": str(OWNER),
+        "SLURM_JOB_COMMENT": f"ciuic={own}",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+    def fail(session: object, paths: list[Path]) -> None:
+        add_roots(config, [RootConfig(path) for path in paths])
+        raise error
+
+    monkeypatch.setattr("ciuic.cli.commands.protect.protect", fail)
+    done = CliRunner().invoke(slurm.command, ["prolog"], obj=Session(config_option=config))
+    assert (done.exit_code == 0) is is_users, done.output
+    if is_users:
+        assert "is not protected" in done.output
+    assert not load_config(config).roots
+    assert not [one for one in (tmp_path / "ciuic/slurm").rglob("*") if one.is_file()]

@@ -179,6 +179,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/cli/commands/slurm.py": "what a command of ours prints",
     "ciuic/daemon/peer_messages.py": "a socket pair between processes of root",
     "ciuic/daemon/peer_receiver.py": "our own command line",
+    "ciuic/config/owed_snapshots.py": "a file of root beside the configuration, in a directory of root",
     "ciuic/daemon/base/runtime.py": "files of root in a directory of root",
     "ciuic/daemon/base/child_processes.py": "the daemon, on our standard input",
     "ciuic/daemon/drills.py": "what our own child has encoded",

@@ -77,6 +77,8 @@ class MockApi(kmock.KubernetesEmulator):
         """Rights of a token, in any namespace; a token that is not here may do everything."""
         self.failing: dict[str, list[int]] = {}
         """Statuses with which the next changes of a token are refused."""
+        self.pod_lists: list[str] = []
+        """Label selector of each list of pods."""
         self._versions = itertools.count(1)
         for name, (kind, namespaced) in _RESOURCES.items():
             subresources = {"status"} if "ciuic.io" in name or "daemonsets" in name else set()
@@ -143,6 +145,8 @@ class MockApi(kmock.KubernetesEmulator):
         return _as(request, data=data, action=action)
 
     async def _list(self, request: Any) -> aiohttp.web.StreamResponse:
+        if request.resource.plural == "pods":
+            self.pod_lists.append(request.params.get("labelSelector", ""))
         wanted = dict(one.split("=", 1) for one in request.params.get("labelSelector", "").split(",") if one)
         items = [
             one.raw

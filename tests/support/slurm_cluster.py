@@ -109,6 +109,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 Prolog={top}/prolog.sh
 Epilog={top}/epilog.sh
+TaskProlog={top}/task-prolog.sh
 PrologFlags=Alloc
 MailProg=/bin/true
 AccountingStorageType=accounting_storage/none
@@ -119,8 +120,8 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF State=UP
         )
 
     def set_hooks(self, lines: str) -> None:
-        """Have Prolog and Epilog run lines of a shell script, in which $hook is ``prolog`` or ``epilog``."""
-        for hook in ("prolog", "epilog"):
+        """Have the hooks run lines of a shell script, in which $hook is ``prolog``, ``task-prolog`` or ``epilog``."""
+        for hook in ("prolog", "task-prolog", "epilog"):
             script = self.top / f"{hook}.new"
             script.write_text(f"#!/bin/sh\nhook={hook}\n{lines}\n")
             script.chmod(0o755)

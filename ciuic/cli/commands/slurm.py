@@ -28,7 +28,7 @@ from ciuic.cli.shared.messages import complain, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand, FrameGroup
 from ciuic.cli.shared.output import note, out
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.errors import CiuicError, ConfigError, NotPermitted, Unreachable, UsageError
 from ciuic.system.slurm import SlurmJob, check_directory, directory_in_comment, job_tags, jobs_on_node
 from ciuic.system.state_home import state_home
 
@@ -37,6 +37,7 @@ _DEFAULT_REQUEUES: Final = 100
 # For the requeue itself, which ends the job.
 _END_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
+_LAST_MESSAGE: Final = "at the end of the job"
 _NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NOT_FOUND, _NOT_RUN = 127, 126
 _TOLD_STATUS: Final = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
@@ -116,6 +117,8 @@ def prolog_command() -> None:
     remote that has a snapshot of this job. A job that names none is left alone.
     """
     from ciuic.cli.commands.protect import protect
+    from ciuic.config import writable_file
+    from ciuic.config.owed_snapshots import keep_protected
 
     session = current()
     try:
@@ -135,11 +138,19 @@ def prolog_command() -> None:
     # Before the directory is protected: a root that nobody would take back is worse than a record of none.
     record.write_text(f"{path}\n" if is_new or _is_recorded(record.parent, path) else "\n")
     try:
+        # After the record: an epilog that owes a last snapshot looks for one after it has said so.
+        if keep_protected(writable_file(session.config_option), str(path)):
+            record.write_text(f"{path}\n")
+            # A daemon may have ended its protection since the configuration was read.
+            session, is_new = Session(config_option=session.config_option), True
         if is_new:
             protect(session, [path])
-    except BaseException:
-        record.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        _undo(session, record, path)
+        if not _is_about_directory(error):
+            raise
+        complain(f"the directory that the job names is not protected: {error}")
+        return
     # Not in a mount: the user could exchange what leads there, between the steps of making one.
     _restore(session, job, os.fsencode(path), int(os.environ["SLURM_JOB_UID"]), lazily=False)
 
@@ -148,7 +159,8 @@ def prolog_command() -> None:
 def epilog_command() -> None:
     """Take a last snapshot of a job's directory, and stop protecting it, as Slurm's Epilog; needs root.
 
-    It stays protected where it was before the job, and where another job on this node uses it.
+    It stays protected where it was before the job, and where another job on this node uses it. Where no daemon answers, the
+    next one does both when it starts.
     """
     from ciuic.cli.commands.protect import unprotect
 
@@ -160,12 +172,86 @@ def epilog_command() -> None:
     except FileNotFoundError:
         return  # the job named no directory, or the prolog failed
     try:
-        if named := recorded or str((_named_directory() or ("", ""))[1]):
-            note(f"{_take(session, [os.fsencode(named)], 'at the end of the job')} is stored")
+        if named := recorded or _named_before():
+            note(f"{_take(session, [os.fsencode(named)], _LAST_MESSAGE)} is stored")
+    except Unreachable:
+        _owe(session, record, named, ends=bool(recorded))
+        recorded = ""
+    except CiuicError as error:
+        if not _is_about_directory(error):
+            raise
+        complain(f"there is no last snapshot of the directory that the job named: {error}")
     finally:
         record.unlink(missing_ok=True)
         if recorded and not _is_recorded(record.parent, Path(recorded)):
             unprotect(session, [Path(recorded)])
+
+
+def _named_before() -> str:
+    """Return the directory that was protected before the job named it; empty if it is not there any more."""
+    try:
+        return str((_named_directory() or ("", ""))[1])
+    except CiuicError as error:
+        complain(f"there is no last snapshot of the directory that the job named: {error}")
+        return ""
+
+
+def _is_about_directory(error: BaseException) -> bool:
+    """Return whether an error is about what a user has named, or moved since, so that no node may be drained for it."""
+    from ciuic.config import NoDirectory
+
+    # Told by its class, and not by another look at the directory: its owner may move it there and back all the time.
+    is_gone = isinstance(error, (NoDirectory, FileNotFoundError, NotADirectoryError))
+    return is_gone or (isinstance(error, UsageError) and not isinstance(error, ConfigError))
+
+
+def _undo(session: Session, record: Path, path: Path) -> None:
+    """End what a prolog began that fails: its root leaves the configuration, or else the record stays, and the epilog ends it."""
+    from ciuic.cli.commands.protect import unprotect
+
+    def configured() -> Session | None:
+        # The configuration as it is now: what failed may have written it, or not.
+        now = Session(config_option=session.config_option)
+        return now if path in [root.path for root in now.config.roots] else None
+
+    try:
+        recorded = record.read_text() != "\n"
+        record.unlink()
+        if recorded and not _is_recorded(record.parent, path) and (found := configured()) is not None:
+            unprotect(found, [path])
+    except (CiuicError, OSError) as error:
+        complain(f"{shown_text(str(path))}: {error}")
+        # The overlay alone may be left, of which the daemon lets go.
+        with suppress(CiuicError):
+            if configured() is None:
+                return
+        record.write_text(f"{path}\n")
+
+
+def _owe(session: Session, record: Path, named: str, *, ends: bool) -> None:
+    """Leave a job's last snapshot, and the end of its directory's protection, to the daemon that is started next.
+
+    Raises:
+        Unreachable: the directory is not served by what a daemon has left.
+    """
+    from ciuic.config import is_ciuic_mount, writable_file
+    from ciuic.config.owed_snapshots import OwedSnapshot, keep_protected, owe_snapshot
+    from ciuic.system import mountinfo
+
+    configured = [str(root.path) for root in session.config.roots]
+    root = next((one for one in configured if f"{named}/".startswith(f"{one}/")), "")
+    # Where no daemon runs at all nothing was protected, and roots would gather in the configuration.
+    if not root or not is_ciuic_mount(root, mountinfo.read()):
+        raise Unreachable(f"no daemon answers, and {shown_text(named)} is not protected")
+    file = writable_file(session.config_option)
+    owe_snapshot(file, OwedSnapshot(root=root, message=_LAST_MESSAGE, tags=list(job_tags()), unprotects=ends))
+    record.unlink(missing_ok=True)
+    # After the debt is on file: a prolog has its record first and looks for debts then.
+    stays = not ends or (_is_recorded(record.parent, Path(named)) and keep_protected(file, root))
+    note(
+        f"no daemon answers: one that is started takes the last snapshot of {shown_text(root)}"
+        + ("" if stays else ", and stops protecting it")
+    )
 
 
 def _job() -> SlurmJob:
@@ -220,7 +306,11 @@ def _forget_lost_jobs(session: Session, records: Path) -> None:
             continue  # its Epilog was late
         is_root = path and Path(path) in [root.path for root in session.config.roots]
         if is_root and not _is_recorded(records, Path(path)):
-            unprotect(session, [Path(path)])
+            # Said, and no reason to keep another job from this node.
+            try:
+                unprotect(session, [Path(path)])
+            except CiuicError as error:
+                complain(f"{shown_text(path)}: {error}")
 
 
 def _is_recorded(directory: Path, path: Path) -> bool:

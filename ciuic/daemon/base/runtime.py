@@ -210,6 +210,10 @@ class RuntimeDirectory:
         """Return the path of the socket of a root's worker (architecture.md, section 3)."""
         return worker_socket(self.path, root)
 
+    def worker_sockets(self) -> set[Path]:
+        """Return the sockets of all workers, also of those that have ended."""
+        return set(self.path.glob("worker-*.sock"))
+
     def write_pending(self, records: list[PendingRecord]) -> None:
         """Replace the journal. Without fsync: it has to survive the daemon, not the kernel."""
         self._replace("pending.json", msgspec.json.encode(records))

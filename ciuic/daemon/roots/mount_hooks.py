@@ -18,6 +18,7 @@ each `_SETTLE_SECONDS`.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -37,8 +38,9 @@ from ciuic.daemon.roots.worker_process import (
     WorkerOptions,
     adopt_worker,
     start_worker,
+    stop_workers,
 )
-from ciuic.errors import Busy, CiuicError
+from ciuic.errors import Busy, CiuicError, NotFound, UsageError
 from ciuic.fuse_layer.journal.succession import PLAIN_AFTER_DEATHS, pause_seconds
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system import mounts
@@ -139,13 +141,17 @@ def _open_root(root: str) -> int:
     """Return the backing descriptor of `root`.
 
     Raises:
-        CiuicError: `ciuic protect` would refuse it, or the directory cannot be opened.
+        UsageError: `ciuic protect` would refuse it, or it is gone since the configuration named it.
+        CiuicError: it cannot be opened.
     """
-    raise_for(check_root(RootConfig(Path(root)), mountinfo.read()))
     try:
+        raise_for(check_root(RootConfig(Path(root)), mountinfo.read()))
         return mounts.open_backing(root)
+    except NotFound as error:
+        raise UsageError(error.message, hint=error.hint) from None
     except OSError as error:
-        raise CiuicError(f"{root} cannot be opened: {os.strerror(error.errno or 0)}") from error
+        kind = UsageError if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP) else CiuicError
+        raise kind(f"{root} cannot be opened: {os.strerror(error.errno or 0)}") from error
 
 
 def is_mounted(root: str) -> bool:
@@ -259,8 +265,9 @@ class RealMounts:
                 log.error("session_not_taken_over", root=root, error=str(error))
                 failures += 1
         await self.detach_dead(root)
-        # A worker that still serves open handles of a detached mount may listen there; it need not be reached
-        # any more.
+        # A worker that still serves open handles of a detached mount may listen there, or one whose overlay was moved with a
+        # directory above it. It need not be reached any more.
+        await trio.to_thread.run_sync(stop_workers, [options.socket])
         options.socket.unlink(missing_ok=True)
         return None
 

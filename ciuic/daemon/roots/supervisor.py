@@ -34,8 +34,8 @@ from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.bypass_watch import BypassWatch
 from ciuic.daemon.roots.mount_hooks import MountHooks
 from ciuic.daemon.roots.snapshots_view import SnapshotsView
-from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
-from ciuic.errors import CiuicError, Unreachable
+from ciuic.daemon.roots.worker_process import LINGER_GRACE_SECONDS, OverlayWorker, WorkerClient
+from ciuic.errors import CiuicError, Unreachable, UsageError
 from ciuic.fuse_layer.journal.succession import (
     PLAIN_AFTER_DEATHS,
     STABLE_SECONDS,
@@ -56,8 +56,6 @@ STOP_TIMEOUT_SECONDS = 60.0
 _DEPARTURE_SECONDS = 1.0
 # A worker that has detached and still lives after this long is serving open handles.
 LINGER_NOTICE_SECONDS = 3.0
-# Time for which a detached worker serves the handles of a job that goes on: in effect until they close.
-_LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
 # Pause between two probes of a worker (`_end_when_hung`).
 _PROBE_PERIOD_SECONDS = 3.0
 # The probe needs no lock and no disk in the worker.
@@ -324,6 +322,8 @@ class RootSupervisor:
         self.state: MountState = "starting"
         self.restarts = 0
         self.error = ""
+        self.fault: type[CiuicError] = CiuicError
+        """Class of ``error``: a UsageError is about the directory, which its owner may have moved, and not about this host."""
         self.plain = False
         """True if the root is served without tracking, so that no snapshot has it."""
         # Deaths of workers in a row.
@@ -357,6 +357,7 @@ class RootSupervisor:
                     await self._run()
                     nursery.cancel_scope.cancel()
         finally:
+            self._settled.set()
             self._finished.set()
 
     async def _run(self) -> None:
@@ -393,6 +394,7 @@ class RootSupervisor:
         except (CiuicError, OSError) as error:
             hint = error.hint if isinstance(error, CiuicError) else ""
             self.error = str(error)
+            self.fault = UsageError if isinstance(error, UsageError) else CiuicError
             self._set("failed")
             log.error("root_not_mounted", root=self.path, error=self.error)
             self._root_alerts.not_mounted(self.error, hint)
@@ -476,7 +478,7 @@ class RootSupervisor:
         """Have a worker unmount as soon as nobody is in the overlay, whatever others have mounted inside it."""
         # Of each worker: one that goes on with the session of another does not know of its request.
         with suppress(CiuicError):
-            await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS))
+            await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
         while True:
             await trio.sleep(_DEPARTURE_SECONDS)
             # The worker waits for the others by itself, but may move no mounts. While somebody is in the overlay they stay in it.
@@ -487,7 +489,7 @@ class RootSupervisor:
                 moved = await self._hooks.move_mounts_inside(self.path, worker.backing_fd)
                 is_unmounted = False
                 try:
-                    is_unmounted = await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS))
+                    is_unmounted = await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
                 finally:
                     if is_unmounted:
                         moved.close()
@@ -504,7 +506,7 @@ class RootSupervisor:
         self._set("restarting")
         self.error = "its overlay was taken off by somebody else"
         await self._hooks.forget(self.path)
-        lingers = await _leave_to_linger(worker, _LINGER_GRACE_SECONDS)
+        lingers = await _leave_to_linger(worker, LINGER_GRACE_SECONDS)
         self.lingers |= lingers
         log.error("root_unmounted_by_others", root=self.path, pid=worker.pid, open_files=lingers)
         self._root_alerts.unmounted_by_others(lingers=lingers)
@@ -723,7 +725,7 @@ class RootSupervisor:
                     # No epoch may be pending in a worker that lingers: it shares the undo directory with its
                     # successor.
                     await worker.ask(_abort_pending)
-                    if not await worker.ask(lambda client: client.stop(_LINGER_GRACE_SECONDS)):
+                    if not await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS)):
                         self.in_use = True
                         self._hooks.hold(self.path, worker)
                         return True

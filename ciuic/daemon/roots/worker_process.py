@@ -12,7 +12,8 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -40,6 +41,8 @@ _CONTROL_TIMEOUT_SECONDS = 30.0
 _FIRST_ANSWER_SECONDS = 10.0
 # A worker that is adopted answers at once, or hangs.
 _ADOPTION_SECONDS = 5.0
+LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
+"""Time for which a detached worker serves the handles of a job that goes on: in effect until they close."""
 _T = TypeVar("_T")
 _Child = subprocess.Popen[bytes] | ForkedProcess
 log = structlog.get_logger(__name__)
@@ -357,6 +360,16 @@ def ask_session(socket_path: Path) -> tuple[int, int] | None:
         except (WorkerUnreachable, WorkerRefused):
             os.close(session_fd)
             return None
+
+
+def stop_workers(sockets: Iterable[Path]) -> None:
+    """Have the workers on these sockets unmount as soon as nobody is in their overlays, wherever these are now. Blocks.
+
+    One that does not answer is left alone.
+    """
+    for path in sockets:
+        with suppress(CiuicError), WorkerControlClient(path, timeout_seconds=_ADOPTION_SECONDS) as client:
+            client.stop(LINGER_GRACE_SECONDS)
 
 
 def adopt_worker(socket_path: Path) -> OverlayWorker | None:

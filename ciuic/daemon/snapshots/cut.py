@@ -172,6 +172,7 @@ async def mounted_roots(
 
     Raises:
         NotFound: a wanted root is not known.
+        UsageError: roots are not mounted because their directories are gone.
         CiuicError: a root that is wanted by name is not mounted, or no root is.
     """
     for path in wanted:
@@ -184,7 +185,9 @@ async def mounted_roots(
     mounted = [supervisor for supervisor in chosen if supervisor.worker is not None]
     absent = [supervisor.path for supervisor in chosen if supervisor.worker is None]
     if absent and (wanted or not mounted):
-        raise CiuicError(f"not mounted: {', '.join(absent)}", hint="ciuic status says why")
+        fault = {known[path].fault for path in absent}
+        kind = fault.pop() if len(fault) == 1 else CiuicError
+        raise kind(f"not mounted: {', '.join(absent)}", hint="ciuic status says why")
     if not mounted:
         raise CiuicError("no root is protected", hint="protect one: ciuic protect PATH")
     return mounted, absent

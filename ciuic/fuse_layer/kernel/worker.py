@@ -66,7 +66,7 @@ class KernelWorker:
         self._session_fd = session_fd
         self._device = ""
         self._mounted_ns = time.time_ns()
-        self._departure = Departure(context.root, lambda: self._device, self._unmounted)
+        self._departure = Departure(context, lambda: self._device, self._unmounted)
         self._journal: JournalWriter | None = None
         self._claim: SessionClaim | None = None
         self._handed_over = False
@@ -97,7 +97,7 @@ class KernelWorker:
             driver = KernelDriver(core, fuse_fd, negotiated, journal=self._journal)
             self._serve(fuse_fd, core, driver)
         except BaseException:
-            detach_own(self._context.root, self._device, has_served=False)
+            detach_own(self._context, self._device, has_served=False)
             raise
         finally:
             os.close(fuse_fd)
@@ -157,7 +157,7 @@ class KernelWorker:
         return kept
 
     def _know_mount(self) -> None:
-        entry = mounts.overlay_at(self._context.root)
+        entry = mounts.overlay_over(self._context.backing_fd)
         self._device = entry.device if entry is not None else ""
 
     def _serve(self, fuse_fd: int, core: OverlayCore, driver: KernelDriver) -> None:
@@ -194,7 +194,7 @@ class KernelWorker:
             driver.session.wait()
         finally:
             if not self._handed_over:
-                detach_own(self._context.root, self._device, has_served=driver.session.is_over)
+                detach_own(self._context, self._device, has_served=driver.session.is_over)
             server.close()
             if not self._handed_over:
                 driver.session.latency.unpublish()

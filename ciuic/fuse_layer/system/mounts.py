@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Literal, NamedTuple, TypeVar
 
 from ciuic import SNAPSHOTS_DIR_NAME
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, UsageError
 from ciuic.fuse_layer.system import syscalls
 from ciuic.protocol import state_directory
 from ciuic.system.mountinfo import is_served_by_a_user, mount_id
@@ -55,7 +55,7 @@ class MountsInside(CiuicError):
     """File systems that others mounted inside an overlay would be lost with it."""
 
 
-class NotTheRoot(CiuicError):
+class NotTheRoot(UsageError):
     """A path leads to another directory than it did when it was configured."""
 
 
@@ -125,6 +125,17 @@ def overlay_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> Mou
     """Return the overlay of ours that lies over ``path``, dead or alive; None when the topmost mount there is not ours."""
     entry = mount_at(path, mounts)
     return entry if entry is not None and entry.fs_type == FS_TYPE else None
+
+
+def overlay_places() -> list[bytes]:
+    """Return the mount points of all overlays of ours that this process can see."""
+    return [entry.mount_point for entry in _read_mounts() if entry.fs_type == FS_TYPE]
+
+
+def overlay_over(backing_fd: int) -> MountEntry | None:
+    """Return the overlay of ours that lies over an open plain directory, wherever that is by now; None without one."""
+    # A directory above it may be renamed at any time, and itself until something is mounted there.
+    return overlay_at(os.readlink(b"/proc/self/fd/%d" % backing_fd))
 
 
 def mounts_inside(overlay: MountEntry, mounts: list[MountEntry] | None = None) -> list[MountEntry]:
