@@ -225,9 +225,11 @@ class ServedRoots:
         try:
             await supervisor.stop()
             if supervisor.state != "unmounted" and not supervisor.in_use:
+                if self.nursery is not None:
+                    # It stays in the configuration, and the job in it must not wait for ever.
+                    self.start(supervisor.settings, self.nursery)
                 reason = f": {supervisor.error}" if supervisor.error else ""
                 raise CiuicError(f"{path} could not be unmounted{reason}", hint="ciuic status says why")
-            # Only now, so that `status` shows a root that could not be unmounted.
             self.supervisors.pop(path, None)
             if supervisor.in_use and self.nursery is not None:
                 self._depart(supervisor.settings, self.nursery)

@@ -669,6 +669,10 @@ class RootSupervisor:
             log.error("root_not_unmounted", root=self.path, error=str(error) or type(error).__name__)
             self.error = str(error)
             self._root_alerts.not_unmounted(self.error, error.hint if isinstance(error, CiuicError) else "")
+            if worker is not None and not worker.closed:
+                # Another supervisor goes on with it, or the next daemon.
+                self._hooks.hold(self.path, worker)
+                worker.close()
             return
         self._root_alerts.clear_mount()
         if self.in_use:
