@@ -21,7 +21,7 @@ from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_re
 from ciuic.remote.errors import DamagedRemote, PacksElsewhere
 from ciuic.remote.log_reader import naming_memory
 from ciuic.remote.object_names import REMOTE_JSON
-from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteUnreachable
+from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.writer_log import WriterState, read_end
 from ciuic.repository import Repository
 
@@ -77,8 +77,9 @@ def look_at(
             _require_as_left(config, objects, repository, record, state_dir)
         finally:
             objects.close()
-    # A wrong key is none of these: who replaced the remote was found out by its id.
-    except (RemoteUnreachable, Damaged, NotFound, NoSuchBucket, PacksElsewhere) as error:
+    # A wrong key is none of these: who replaced the remote was found out by its id. Nor is a lack of credentials; a store that refuses
+    # those that there are may have been told to.
+    except (RemoteUnreachable, RemoteRefused, Damaged, NotFound, NoSuchBucket, PacksElsewhere) as error:
         if isinstance(error, RemoteUnreachable) and not away:
             return None
         return f"nothing counts as stored there: {error.message}"

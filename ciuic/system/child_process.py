@@ -14,16 +14,25 @@ This module is the only one that starts ``sys.executable``; `tests/security/test
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pwd
+import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from ciuic.system.ownership import find_flaw
 
+_KEYCTL: Final = {"x86_64": 250, "aarch64": 219}
+"""Number of the system call."""
+_JOIN_SESSION_KEYRING: Final = 1
+# Of variables that root may have and another user must not see.
+_SECRET_NAME: Final = re.compile(
+    r"SECRET|TOKEN|PASS|CREDENTIAL|KEY|AUTH|^(AWS|AZURE|GOOGLE|DBUS)_|^XDG_RUNTIME_DIR$", re.IGNORECASE
+)
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/run/wrappers/bin:/run/current-system/sw/bin"
 """PATH of privileged processes. The last two directories are those of NixOS."""
 _IMPORT_PATH: Final = "CIUIC_IMPORT_PATH"
@@ -151,7 +160,7 @@ def as_user(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line and environment that run a command with a user's rights alone (setpriv(1)). Needs root.
 
-    It has no capability and can gain none, also not by setuid programs.
+    It has no capability and can gain none, also not by setuid programs, and no variable whose name says that it is a secret.
     """
     try:
         known = pwd.getpwuid(uid)
@@ -162,7 +171,16 @@ def as_user(
         *(find_program("setpriv"), f"--reuid={uid}", f"--regid={gid}", groups),
         *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--", *command),
     ]
-    return argv, {**ours, "HOME": home, "USER": name, "LOGNAME": name}
+    kept = {name: value for name, value in ours.items() if not _SECRET_NAME.search(name)}
+    return argv, {**kept, "HOME": home, "USER": name, "LOGNAME": name}
+
+
+def leave_keyring() -> Callable[[], object]:
+    """Return what a child calls before it runs a program: the keys of this session are none of its own then (keyctl(2))."""
+    number = _KEYCTL.get(os.uname().machine)
+    # Loaded here: between fork and exec nothing may be imported.
+    syscall = ctypes.CDLL(None).syscall
+    return (lambda: None) if number is None else lambda: syscall(number, _JOIN_SESSION_KEYRING, None)
 
 
 def import_path(entries: Sequence[object] | None = None, *, of_trainer: bool = False) -> list[str]:

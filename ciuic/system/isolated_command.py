@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ciuic.system.child_process import as_user, find_program
+from ciuic.system.child_process import as_user, find_program, leave_keyring
 
 # The loopback device of a new network namespace is down. $1 is ip(8), the others are the command.
 _SCRIPT: Final = '"$1" link set lo up 2>/dev/null; shift; exec "$@"'
@@ -96,9 +96,10 @@ def run_isolated(
 def _limits(memory_bytes: int) -> Callable[[], None]:
     """Return what the child calls before it runs a program: it ends with this thread, has a limit of data, and goes first without memory."""
     # Loaded here: between fork and exec nothing may be imported.
-    libc = ctypes.CDLL(None)
+    libc, leave = ctypes.CDLL(None), leave_keyring()
 
     def apply() -> None:
+        leave()
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard == resource.RLIM_INFINITY or hard > memory_bytes:

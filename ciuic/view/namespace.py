@@ -11,6 +11,7 @@ References:
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from ciuic.errors import CiuicError, NotPermitted
 from ciuic.fuse_layer.system import mounts
 from ciuic.maintenance.drill import scratch_directory
 from ciuic.printable import one_line
-from ciuic.system.child_process import as_user, find_program, without_secrets
+from ciuic.system.child_process import as_user, find_program, leave_keyring, without_secrets
 from ciuic.types import Snapshot
 from ciuic.view.mount import FS_TYPE, MountedView
 from ciuic.view.tree import ViewTree
@@ -144,18 +145,27 @@ def _run(
     stdout: int | None,
 ) -> int:
     env = {**without_secrets(os.environ), "CIUIC_SNAPSHOT": str(snapshot.id)}
-    if user[0] != 0:
+    has_terminal, is_another = stdout is None and os.isatty(0) and os.isatty(1), user[0] != 0
+    if is_another:
         command, env = as_user(command, env, *user)
-    # An interrupt is for the program, which has the terminal. Functions, unlike SIG_IGN, are not inherited.
+        if has_terminal:
+            # One of its own: into root's it could type commands (TIOCSTI in ioctl_tty(2)).
+            line = shlex.join(command)
+            command = [find_program("script"), "--quiet", "--return", "--command", line, "/dev/null"]
+    # An interrupt is for the program. Functions, unlike SIG_IGN, are not inherited.
     interrupts: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def interrupted(number: int, _: object) -> None:
+        interrupts.append(number)
+        if is_another and not has_terminal and process is not None:
+            os.killpg(process.pid, number)
+
     mount = find_program("mount")
     # Slave: what is mounted there must not appear outside, where / is shared; and an overlay that a daemon mounts outside meanwhile
     # covers its root there, too, where its absence would let programs write past it (ciuic/system/bypass.py).
     unshare = (find_program("unshare"), "--mount", "--propagation", "slave", "--")
-    before = {
-        number: signal.signal(number, lambda number, _: interrupts.append(number))
-        for number in (signal.SIGINT, signal.SIGQUIT)
-    }
+    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGQUIT)}
     try:
         process = subprocess.Popen(
             [
@@ -175,6 +185,9 @@ def _run(
             env=env,
             cwd="/",
             stdout=stdout,
+            # Without a terminal there is none to type into.
+            start_new_session=is_another and not has_terminal,
+            preexec_fn=leave_keyring() if is_another else None,
         )
         status = process.wait()
     finally:

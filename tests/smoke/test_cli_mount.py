@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import signal
 import stat
 import subprocess
@@ -33,6 +34,10 @@ from ciuic.view.tree import snapshot_name
 
 pytestmark = pytest.mark.mount
 _OTHER_USER = 4321
+
+
+# Perl is where there is dpkg; the interpreter of the tests may be root's alone. 0x5412 is TIOCSTI.
+_TYPES = r"""exec perl -e 'ioctl(STDIN, 0x5412, $_) for split(//, "id\n"); print "has typed\n"' """
 
 
 class Place:
@@ -641,22 +646,31 @@ def test_a_shell_shows_nothing_where_a_link_leads(place: Place, at: str) -> None
 
 @pytest.mark.parametrize("why", ["another host", "another user"])
 def test_root_runs_no_program_of_a_stranger(why: str) -> None:
-    """A root that others may have written is shown only where the configuration has it, or with trust; then the owner runs what it has."""
+    """What others may have written is shown with trust alone; then the owner runs what it has, without secrets of root's."""
     # No other user may enter the directories that tests are given.
     with tempfile.TemporaryDirectory() as top:
         os.chmod(top, 0o755)
         place = Place(Path(top))
         program = place.root / "evaluate"
         program.write_text(
-            "#!/bin/sh\nid -u; id -G; printenv CIUIC_REMOTE_PASSPHRASE; cat /etc/shadow; exit 0\n"
+            "#!/bin/sh\nid -u; id -G; printenv CIUIC_REMOTE_PASSPHRASE AWS_SESSION_TOKEN; cat /etc/shadow; exit 0\n"
         )
         program.chmod(0o755)
+        # It types into its terminal, for the shell of root's that reads there.
+        typist = place.root / "typist"
+        typist.write_text(f"#!/bin/sh\n{_TYPES}")
+        typist.chmod(0o755)
         os.chown(place.root, 4711, 4712)
         place.snapshot()
         place.repository.close()
         if why == "another user":
             os.chown(place.top / "repository", 4711, 4712)
-        environment = {**os.environ, "CIUIC_REMOTE_PASSPHRASE": "secret", "CIUIC_CONFIG": "/dev/null"}
+        environment = {
+            **os.environ,
+            "CIUIC_REMOTE_PASSPHRASE": "secret",
+            "AWS_SESSION_TOKEN": "secret",
+            "CIUIC_CONFIG": "/dev/null",
+        }
 
         def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
             line = [sys.executable, "-m", "ciuic", *words, "shell", "--scratch", place.top, program]
@@ -668,8 +682,20 @@ def test_root_runs_no_program_of_a_stranger(why: str) -> None:
         refused = run(*repository)
         assert (refused.returncode, refused.stdout) == (NotPermitted.exit_code, ""), refused.stderr
         assert why in refused.stderr
-        config = place.top / "ciuic.toml"
-        config.write_text(f'[repository]\npath = "{place.top}/repository"\n[[root]]\npath = "{place.root}"\n')
-        for words in ((*repository, "--trust-repository"), ("--config", config)):
-            done = run(*words)
-            assert (done.returncode, done.stdout) == (0, "4711\n4712\n"), done.stderr
+        done = run("--trust-repository", *repository)
+        assert (done.returncode, done.stdout) == (0, "4711\n4712\n"), done.stderr
+        line = [sys.executable, "-m", "ciuic", "--trust-repository", *map(str, repository), "shell"]
+        typed = f"{shlex.join([*line, '--scratch', top, str(typist)])}; read -t 1 line; echo got=$line."
+        script = shlex.join(["bash", "-c", typed])
+        # Open, because script types an end of file where its input ends.
+        end, beginning = os.pipe()
+        try:
+            at_terminal = subprocess.run(
+                ["script", "--quiet", "--return", "--command", script, "/dev/null"],
+                env=environment, stdin=end, capture_output=True, text=True, check=False, timeout=60,
+            )  # fmt: skip
+        finally:
+            os.close(end)
+            os.close(beginning)
+        assert "has typed" in at_terminal.stdout, at_terminal.stdout
+        assert "got=." in at_terminal.stdout, at_terminal.stdout

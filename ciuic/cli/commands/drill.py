@@ -94,6 +94,8 @@ def command(
         raise UsageError("--run restores one path: give -p once")
     if run is None and (as_root or run_timeout is not None):
         raise UsageError("--run-timeout and --as-root go with --run")
+    if run is not None:
+        session.require_trust()
     timeout_seconds = _timeout(run_timeout)
     limit_bytes = drills.sample_bytes(sample)
     seed = drills.new_seed() if seed is None else seed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.timelines import PassedOver, all_timelines
-from ciuic.errors import CiuicError, NotFound, NotPermitted, Partial, UsageError
+from ciuic.errors import CiuicError, NotFound, Partial, UsageError
 from ciuic.system.interrupts import SIGNALS
 
 if TYPE_CHECKING:
@@ -184,45 +183,13 @@ def _run_at(
     from ciuic.view.namespace import run_at
     from ciuic.view.tree import ViewTree
 
-    _require_trust(session, snapshot, roots)
+    session.require_trust(snapshot.host)
     tree = ViewTree(session.snapshots, session.repository_of, snapshot.id)
     may_wait = session.remote_url is not None
     return run_at(
         tree, snapshot, roots, program, _here(), _Teller(), scratch,
         user=_user(user), may_wait=may_wait, stdout=stdout,
     )  # fmt: skip
-
-
-def _require_trust(session: Session, snapshot: Snapshot, roots: Sequence[bytes]) -> None:
-    """Raise NotPermitted where others may have written what is shown: as a directory of PATH it would be run as root.
-
-    What the configuration protects may be shown from any repository.
-    """
-    from ciuic.repository.trust import foreign_flaw
-
-    if os.geteuid() != 0 or session.trusts_repository:
-        return
-    try:
-        protected = {os.fsencode(root.path) for root in session.config.roots}
-    except CiuicError:
-        # --repo works without any configuration.
-        protected = set()
-    others = [root for root in roots if root not in protected]
-    if not others:
-        return
-    flaw = None if session.remote_url is not None else foreign_flaw(session.repository_dir)
-    if session.remote_url is not None:
-        reason = "other hosts may write into the remote"
-    elif flaw is not None:
-        reason = f"another user may have written what is in this repository: the {shown_text(flaw.found)}"
-    elif snapshot.host != socket.gethostname():
-        reason = f"{snapshot.id} is of another host, {shown_text(snapshot.host)}"
-    else:
-        return
-    raise NotPermitted(
-        f"{shown(others[0])} is no root of this host's configuration, and {reason}: root would run what it has",
-        hint="--trust-repository shows it all the same; ciuic mount shows it beside",
-    )
 
 
 def _user(name: str | None) -> tuple[int, int] | None:

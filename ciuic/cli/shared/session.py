@@ -272,6 +272,32 @@ class Session:
         require_own(self.repository_dir, trusted=self.trusts_repository)
         return self.repository
 
+    def require_trust(self, host: str | None = None) -> None:
+        """Raise NotPermitted where root would run programs that others may have written into the repository.
+
+        Args:
+            host: Host of the snapshot, which must be this one; None: any.
+        """
+        from socket import gethostname
+
+        from ciuic.errors import NotPermitted
+        from ciuic.repository.trust import foreign_flaw
+
+        if os.geteuid() != 0 or self.trusts_repository:
+            return
+        if self.remote_url is not None:
+            reason = "other hosts may write into the remote"
+        elif (flaw := foreign_flaw(self.repository_dir)) is not None:
+            reason = f"another user may have written what is in this repository: the {shown_text(flaw.found)}"
+        elif host not in (None, gethostname()):
+            reason = f"the snapshot is of another host, {shown_text(host)}"
+        else:
+            return
+        raise NotPermitted(
+            f"{reason}; root would run it",
+            hint="if you trust them: ciuic --trust-repository …; ciuic mount shows snapshots beside",
+        )
+
     @property
     def trusts_repository(self) -> bool:
         """Return True if the repository may belong to another user. The configuration speaks only of the repository that it names."""
