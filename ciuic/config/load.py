@@ -72,6 +72,9 @@ from ciuic.retention import RetentionPolicy
 
 TABLE = "remote"
 TIER = "tier"
+_REMOVED_KEYS: Final = {
+    "packs_url": "take it out; docs/remote.md says how packs that lie elsewhere get beside the log of the remote"
+}
 _SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in REMOTE_KEYS if "." in name))
 _SHOWN = [f"{TABLE}.{name}" for name in REMOTE_KEYS]
 # Default of each rule of [remote.keep], as the keys have them.
@@ -532,7 +535,9 @@ class Draft:
 
     def unknown(self, name: str, known: Iterable[str], line: int, *, shown: str = "") -> None:
         """Record an unknown key, with the key that was probably meant."""
-        hint = _suggestion(name, known) or "`ciuic config example` prints every key"
+        hint = (
+            _REMOVED_KEYS.get(name) or _suggestion(name, known) or "`ciuic config example` prints every key"
+        )
         self.complain(f"unknown key {shown or name}", line, hint)
 
     def build(self) -> Config:

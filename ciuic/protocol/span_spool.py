@@ -27,7 +27,6 @@ SPANS_NAME: Final = "spans.jsonl"
 MAX_BYTES: Final = 1 << 20
 """Size at which a file is set aside: about 2,500 spans."""
 _MAX_LINE_BYTES: Final = 64 << 10
-_MAX_ROOTS: Final = 32
 
 Attribute = str | int | float | list[str]
 _TimeNs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
@@ -132,14 +131,6 @@ def _encode(span: Span) -> bytes:
             msgspec.json.encode(msgspec.structs.replace(span, attributes={}, error=span.error[:1000])) + b"\n"
         )
     return line
-
-
-def shown_roots(roots: Sequence[str]) -> list[str]:
-    """Return the first of these paths, as many as a span has at most."""
-    return [
-        root.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-        for root in roots[:_MAX_ROOTS]
-    ]
 
 
 def read_spans(path: Path, position: SpoolPosition, most: int) -> SpoolPart:

@@ -20,9 +20,9 @@ from ciuic.remote.access import configured_objects, configured_secrets, open_con
 from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_remote_id
 from ciuic.remote.errors import DamagedRemote, PacksElsewhere
 from ciuic.remote.log_reader import naming_memory
-from ciuic.remote.object_names import REMOTE_JSON
+from ciuic.remote.object_names import REMOTE_JSON, log_entry_name
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
-from ciuic.remote.writer_log import WriterState, read_end
+from ciuic.remote.writer_log import WriterState, is_readable_end, read_end
 from ciuic.repository import Repository
 
 
@@ -108,4 +108,8 @@ def _require_as_left(
         return lacking_words(space, directory, repository)
 
     with naming_memory(directory, lacks):
-        read_end(space.objects, space.sealer, known)
+        end, last = read_end(space.objects, space.sealer, known)
+    if not is_readable_end(known, end, last):
+        raise DamagedRemote(
+            log_entry_name(known.writer, end), "the last entry of this host's log cannot be read"
+        )

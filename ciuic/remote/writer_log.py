@@ -278,9 +278,11 @@ class WriterLog:
             RolledBack: it is not.
         """
         with self._lock:
-            if not self._lost:
-                read_end(self._objects, self._sealer, self._position())
-            return not self._lost
+            if self._lost:
+                return False
+            known = self._position()
+            end, last = read_end(self._objects, self._sealer, known)
+            return is_readable_end(known, end, last)
 
     def begin_another(self) -> None:
         """Have the next entry begin a new log; this one keeps what it has."""
@@ -466,6 +468,11 @@ def read_end(objects: Objects, sealer: Sealer, known: WriterPosition) -> tuple[i
             objects, log_prefix(known.writer), log_entry_name(known.writer, number), reason
         )
     return end, last
+
+
+def is_readable_end(known: WriterPosition, end: int, last: LogEntry | None) -> bool:
+    """Return whether what `read_end` found says what this host wrote last: what that commits is lost where it cannot be read."""
+    return known.next == 0 or end >= known.next or last is not None
 
 
 def _numbers(objects: Objects, writer: str) -> set[int]:

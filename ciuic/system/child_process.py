@@ -160,7 +160,7 @@ def as_user(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line and environment that run a command with a user's rights alone (setpriv(1)). Needs root.
 
-    It has no capability and can gain none, also not by setuid programs, and no variable whose name says that it is a secret.
+    It ends with the thread that starts it, has no capability and can gain none, also not by setuid programs, and no variable whose name says that it is a secret.
     """
     try:
         known = pwd.getpwuid(uid)
@@ -169,7 +169,7 @@ def as_user(
         name, home, groups = str(uid), "/", "--clear-groups"
     argv = [
         *(find_program("setpriv"), f"--reuid={uid}", f"--regid={gid}", groups),
-        *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--", *command),
+        *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--pdeathsig=KILL", "--", *command),
     ]
     kept = {name: value for name, value in ours.items() if not _SECRET_NAME.search(name)}
     return argv, {**kept, "HOME": home, "USER": name, "LOGNAME": name}

@@ -124,10 +124,10 @@ def temporary_name(path: str | os.PathLike[str]) -> str:
 def remove_leftovers(path: str | os.PathLike[str]) -> None:
     """Remove the temporary files that killed processes have left beside this file.
 
-    For a file that no other process writes now.
+    For a file that no other process writes now. Earlier versions called them ``.part``.
     """
     directory, start = os.path.split(_temporary_start(path))
-    is_leftover = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(_TEMPORARY)).fullmatch
+    is_leftover = re.compile(re.escape(start) + r"[0-9a-f]{12}(\.tmp|\.part)").fullmatch
     for name in filter(is_leftover, os.listdir(directory or ".")):
         os.unlink(os.path.join(directory, name))
 

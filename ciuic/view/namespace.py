@@ -100,8 +100,7 @@ def run_at(
                 f"{one_line(root)} is no directory now, so that nothing can be shown there",
                 hint="make an empty directory there, or look into it by ciuic mount",
             )
-    owner = os.stat(roots[0])
-    user = user or (owner.st_uid, owner.st_gid)
+    user = user or _owner_of(roots[0])
     parent = (scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")).resolve()
     with scratch_directory(parent, "ciuic-shell-", _unmount_view) as place:
         if set(str(place)) & set(",:\\"):
@@ -120,6 +119,18 @@ def run_at(
             return _run(place, snapshot, roots, command, begin_in, user, stdout)
         finally:
             view.close()
+
+
+def _owner_of(root: bytes) -> tuple[int, int]:
+    """Return uid and gid of a directory, not of what its name leads to by now: whoever owns the directory above may exchange it."""
+    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.readlink(f"/proc/self/fd/{fd}") != os.fsdecode(root):
+            raise CiuicError(f"{one_line(root)} was exchanged for another directory", hint="run it again")
+        owner = os.fstat(fd)
+    finally:
+        os.close(fd)
+    return owner.st_uid, owner.st_gid
 
 
 def _unmount_view(place: Path) -> None:

@@ -35,7 +35,7 @@ from ciuic.cli.shared.output import (
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import Damaged, UsageError
 from ciuic.repository.snapshot_sets import shown_members
-from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_SAFETY, is_safety
+from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.output import Column
@@ -397,6 +397,7 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
         # Older name; in the documents of `snapshot` it is a list of what could not be read. Kept for scripts.
         "incomplete": TAG_INCOMPLETE in info.tags,
         "partial": TAG_PARTIAL in info.tags,
+        "retaken": TAG_RETAKEN in info.tags,
         "not_held": TAG_NOT_HELD in info.tags,
         "safety": is_safety(info.tags, info.message),
         "held": info.held,

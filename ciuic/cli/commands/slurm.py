@@ -28,10 +28,11 @@ from ciuic.cli.shared.messages import complain, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand, FrameGroup
 from ciuic.cli.shared.output import note, out
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, ConfigError, NotPermitted, Unreachable, UsageError
+from ciuic.errors import Busy, CiuicError, ConfigError, NotPermitted, Unreachable, UsageError
 from ciuic.system.slurm import SlurmJob, check_directory, directory_in_comment, job_tags, jobs_on_node
 from ciuic.system.state_home import state_home
 
+_TURN_SECONDS: Final = 120.0
 _DEFAULT_GRACE: Final = 60.0
 _DEFAULT_REQUEUES: Final = 100
 # For the requeue itself, which ends the job.
@@ -452,8 +453,17 @@ def _take_as_user(names: Sequence[str], message: str, tags: Sequence[str]) -> st
     )
 
     path = pair_socket(os.environ)
-    with ask(path, Files(roots=tuple(names), message=message, tags=tuple(tags))) as connection:
-        taken = answer(connection, ANSWER_SECONDS)
+    # Many jobs of one user may be preempted at once, of which the daemon takes some in each half minute.
+    give_up_at = time.monotonic() + _TURN_SECONDS
+    while True:
+        try:
+            with ask(path, Files(roots=tuple(names), message=message, tags=tuple(tags))) as connection:
+                taken = answer(connection, ANSWER_SECONDS)
+            break
+        except Busy:
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(1)
     if not isinstance(taken, Taken):
         raise Unreachable("the daemon answered something else than was asked")
     while (state := states_of(path, (taken.id,), LOOK_SECONDS).states.get(taken.id)) != "committed":

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import stat
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -50,6 +52,8 @@ class OwedSnapshots:
         self._unprotect = unprotect
         self._alerts = alerts
         self._wakeup = Wakeup()
+        self._ending: set[str] = set()
+        """Roots whose snapshot is taken, and that are still to be unmounted."""
 
     def retry(self) -> None:
         """Look for owed snapshots: time has passed, a root was mounted, or the configuration was read anew."""
@@ -61,7 +65,17 @@ class OwedSnapshots:
             if file := self._file():
                 for owed in await trio.to_thread.run_sync(owed_snapshots, Path(file)):
                     await self._settle(Path(file), owed)
+            for path in list(self._ending):
+                with suppress(CiuicError):
+                    await self._end(path)
             await self._wakeup.wait()
+
+    async def _end(self, path: str) -> None:
+        """Unmount a root that is no longer configured; where that fails it is tried again."""
+        if path in self._ending:
+            await self._unprotect(path)
+            self._ending.discard(path)
+            self._alerts.clear(f"owed:{path}")
 
     async def _settle(self, file: Path, owed: OwedSnapshot) -> None:
         key = f"owed:{owed.root}"
@@ -74,12 +88,15 @@ class OwedSnapshots:
                 await pending.finished.wait()
                 if pending.failure is not None:
                     raise pending.failure
-            elif root is not None and not await trio.to_thread.run_sync(_is_there, owed.root):
+            elif root is not None and await trio.to_thread.run_sync(
+                _is_gone, owed.root, abandon_on_cancel=True
+            ):
                 lost = root.error
             elif root is not None:
                 return  # it is being mounted, or its own alert says why not
             if await trio.to_thread.run_sync(settle_snapshot, file, owed):
-                await self._unprotect(owed.root)
+                self._ending.add(owed.root)
+            await self._end(owed.root)
         except (CiuicError, OSError) as error:
             log.error("owed_snapshot_failed", root=owed.root, error=str(error))
             known = error.hint if isinstance(error, CiuicError) else ""
@@ -105,6 +122,11 @@ class OwedSnapshots:
                 )
 
 
-def _is_there(root: str) -> bool:
-    """Return whether a directory is where it was when it was protected."""
-    return os.path.isdir(root) and os.path.realpath(root) == root
+def _is_gone(root: str) -> bool:
+    """Return whether something else, or nothing, is where a directory was when it was protected; False where that cannot be told."""
+    try:
+        return not stat.S_ISDIR(os.lstat(root).st_mode) or os.path.realpath(root) != root
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False

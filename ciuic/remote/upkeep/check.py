@@ -206,6 +206,7 @@ def _check_logs(reader: SpaceReader, report: CheckReport) -> None:
             text = f"{lost.live.snapshot} of {lost.manifest.host} is stored, and no readable entry commits it"
             hint = "ciuic check --remote --repair commits it again"
             report.findings.append(CheckFinding("warning", "log", text, hint, snapshot=lost.live.snapshot))
+            report.damaged_snapshots.add(str(lost.live.snapshot))
 
 
 def _tell_writers(reader: SpaceReader, logs: LogReader, report: CheckReport) -> None:
