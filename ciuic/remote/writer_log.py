@@ -163,6 +163,8 @@ class WriterLog:
         self._shared = False
         # True if the log belongs to somebody else, or has ended: another has to be begun.
         self._lost = True
+        # True if another is to be begun though this one is whole.
+        self._is_full = False
         # True while rounds must be read before anything may be committed.
         self._rounds_unread = True
 
@@ -287,15 +289,15 @@ class WriterLog:
     def begin_another(self) -> None:
         """Have the next entry begin a new log; this one keeps what it has."""
         with self._lock:
-            self._lost = True
+            self._is_full = True
 
     def _require_hello(self) -> None:
         if not self._said_hello:
             raise UsageError("an entry needs a log: call hello() first")
 
     def _get_ready(self) -> None:
-        """Begin another log if this one is lost; read rounds if there may be new ones, in this order."""
-        if self._lost:
+        """Begin another log if this one is lost or full; read rounds if there may be new ones, in this order."""
+        if self._lost or self._is_full:
             self._begin()
         if self._rounds_unread:
             self._read_rounds()
@@ -320,7 +322,7 @@ class WriterLog:
                 raise DamagedRemote(log_entry_name(writer, 0), "this name is new, but an object has it")
         self._pass(hello)
         self._save()
-        self._lost = False
+        self._lost = self._is_full = False
         self._rounds_unread = True
 
     def _continue(self, known: WriterPosition) -> bool:
