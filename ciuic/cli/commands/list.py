@@ -563,12 +563,16 @@ def _warn_of_unreadable(session: Session, listed: int) -> None:
         Damaged: none can be read, which must not look like a repository without snapshots.
     """
     store = session.snapshots
-    if listed == (count := len(store.names())):
+    if listed == len(store.names()):
         return
-    for bad in store.unreadable():
+    # Others may have been committed since the listing.
+    unreadable = list(store.unreadable())
+    for bad in unreadable:
         warn(
             f"snapshot file {shown_text(bad.path)} cannot be read: {shown_text(bad.reason)}",
             hint="it cannot be restored, and nothing is pruned while it is there; see: ciuic check",
         )
-    if not listed:
-        raise Damaged(f"none of the {plural(count, 'snapshot file')} can be read", hint="ciuic check")
+    if unreadable and not listed:
+        raise Damaged(
+            f"none of the {plural(len(unreadable), 'snapshot file')} can be read", hint="ciuic check"
+        )

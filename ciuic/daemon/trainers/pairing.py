@@ -310,7 +310,7 @@ class Pairing:
         recent = self._cuts.recent(caller.uid)
         if len(recent) >= _MAX_CUTS_OF_A_USER:
             raise Busy(
-                f"user {caller.uid} has asked for {len(recent)} snapshots within {_CUTS_SECONDS:.0f} s",
+                f"user {caller.uid} has asked for {plural(len(recent), 'snapshot')} within {_CUTS_SECONDS:.0f} s",
                 hint="take them less often; root and members of [control] group have no such limit",
             )
         # Before the cut: further requests meanwhile must see this one.

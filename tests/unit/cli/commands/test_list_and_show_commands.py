@@ -244,6 +244,16 @@ def test_unreadable_snapshot_is_not_passed_over(repository: CliRepository) -> No
     assert "cs-bad000" in result.stderr
 
 
+def test_a_commit_beside_the_list_is_no_damage(
+    repository: CliRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot that is committed between the listing and the count of its files is whole."""
+    repository.snapshot({b"a": b"1"})
+    monkeypatch.setattr("ciuic.repository.snapshots.SnapshotStore.list", lambda *args, **more: [])
+    done = repository.run("list", "--machine-readable")
+    assert (done.exit_code, done.stderr) == (0, "")
+
+
 def test_a_list_without_any_readable_snapshot_is_a_failure(repository: CliRepository) -> None:
     """Where no snapshot file can be read, the list says so with exit code 4 and is not that of a new repository."""
     (repository.path / "snapshots" / "cs-bad000").write_bytes(b"garbage")
