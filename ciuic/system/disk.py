@@ -4,7 +4,7 @@ Opening: regular files only, whatever lies under their names. No symbolic link i
 directory made by another user leads no reader and no writer to a file outside; nothing waits for a pipe, a
 device or a socket, and none of them is read.
 
-Replacing: whoever reads a file, also after a crash, finds the old content or the new one, whole. Until then the new
+Replacing: a reader, also after a crash, sees either the whole old content or the whole new content. Until then the new
 one has a temporary name in the same directory: `<name>.tmp` where one process at a time writes the file, and a
 process that was killed leaves one at most, which the next removes; otherwise `.<name>.<random>.tmp`, which
 `remove_leftovers` removes.

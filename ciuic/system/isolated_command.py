@@ -94,7 +94,7 @@ def run_isolated(
 
 
 def _limits(memory_bytes: int) -> Callable[[], None]:
-    """Return what the child calls before it runs a program: it ends with this thread, has a limit of data, and goes first without memory."""
+    """Return what the child calls before it runs a program: parent-death signal, data limit, highest OOM score."""
     # Loaded here: between fork and exec nothing may be imported.
     libc, leave = ctypes.CDLL(None), leave_keyring()
 
@@ -104,9 +104,11 @@ def _limits(memory_bytes: int) -> Callable[[], None]:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard == resource.RLIM_INFINITY or hard > memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-        os.write(fd, _OOM_SCORE)
-        os.close(fd)
+        # Read-only in some containers: then it has the score of its parent.
+        with suppress(OSError):
+            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+            os.write(fd, _OOM_SCORE)
+            os.close(fd)
 
     return apply
 

@@ -75,7 +75,7 @@ def run_at(
         begin_in: Its working directory; the first root where the snapshot does not have it.
         problem: Told in words what of the snapshot cannot be read.
         scratch: Directory for what the program writes; None: TMPDIR, or /var/tmp.
-        user: Uid and gid whose rights the program has; None: those of the owner of the first root as it is now. Of uid 0 it is as any of root's.
+        user: Uid and gid whose rights the program has; None: the owner of the first root. Uid 0 keeps root's rights.
         may_wait: As of `MountedView`.
         stdout: Descriptor to which the program prints; None: as of this process.
 
@@ -122,7 +122,7 @@ def run_at(
 
 
 def _owner_of(root: bytes) -> tuple[int, int]:
-    """Return uid and gid of a directory, not of what its name leads to by now: whoever owns the directory above may exchange it."""
+    """Return uid and gid of a directory; CiuicError if its path was replaced, as the owner of its parent can do at any time."""
     fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.readlink(f"/proc/self/fd/{fd}") != os.fsdecode(root):

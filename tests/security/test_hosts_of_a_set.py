@@ -28,7 +28,7 @@ def test_a_host_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: p
 
 
 def test_what_a_host_says_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the 64 MB that a host says before it fails its last lines are kept and shown."""
+    """Only the last lines of a failed host's 64 MB of output are kept and shown."""
     told: list[str] = []
     monkeypatch.setattr(set_of_hosts, "note", told.append)
     script = "yes | head -c 64000000 >&2; echo last words >&2; exit 3"

@@ -42,7 +42,7 @@ def _run(repository: Path, *words: str | Path, **environment: str) -> subprocess
 
 
 def test_what_root_makes_is_written_by_root_alone(tmp_path: Path, repository: Path) -> None:
-    """With a umask that takes nothing away, caches and exports are root's alone to write to."""
+    """Only root can write to caches and exports made under umask 000."""
     cache, export = tmp_path / "cache", tmp_path / "export"
     done = _run(repository, "tensors", tmp_path / "root/m.safetensors", XDG_CACHE_HOME=str(cache))
     assert done.returncode == 0, done.stderr

@@ -388,7 +388,7 @@ def test_strangers_keep_nobody_out(page: WebPage, site: Site) -> None:
 
 
 def test_strangers_are_answered_once(page: WebPage) -> None:
-    """Of requests in a row a stranger's connection answers the first, and ends; a session's answers all."""
+    """An unauthenticated connection gets one answer and is closed; a session's pipelined requests are all answered."""
     for cookie, answers in (("", 1), (f"Cookie: {page.cookie}\r\n", 3)):
         asked = f"GET / HTTP/1.1\r\nHost: localhost\r\n{cookie}"
         with socket.create_connection(("127.0.0.1", page.port), 60) as one, one.makefile("rb") as answered:
@@ -401,7 +401,7 @@ def test_strangers_are_answered_once(page: WebPage) -> None:
 
 
 def test_each_peer_has_a_place(page: WebPage) -> None:
-    """Who takes every place ends own connections, and none of another address."""
+    """An address that fills all connection slots loses its own connections, never those of another address."""
     with ExitStack() as held:
         other = held.enter_context(
             socket.create_connection(("127.0.0.1", page.port), 60, source_address=("127.0.0.2", 0))

@@ -646,7 +646,7 @@ def test_a_shell_shows_nothing_where_a_link_leads(place: Place, at: str) -> None
 
 @pytest.mark.parametrize("why", ["another host", "another user"])
 def test_root_runs_no_program_of_a_stranger(why: str) -> None:
-    """What others may have written is shown with trust alone; then the owner runs what it has, without secrets of root's."""
+    """Foreign snapshots need --trust-repository; the command runs as the root's owner, without root's secrets or terminal."""
     # No other user may enter the directories that tests are given.
     with tempfile.TemporaryDirectory() as top:
         os.chmod(top, 0o755)

@@ -1,4 +1,4 @@
-"""How the tests of a parallel run are given to its processes: those of a file to one, and each of them once."""
+"""Scheduler of parallel test runs: one file to one worker, each test once, also after a worker crash."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from ciuic.errors import Busy, CiuicError, ConfigError, NotPermitted, Unreachabl
 from ciuic.system.slurm import SlurmJob, check_directory, directory_in_comment, job_tags, jobs_on_node
 from ciuic.system.state_home import state_home
 
+# Longest wait for a turn among the snapshots of one user.
 _TURN_SECONDS: Final = 120.0
 _DEFAULT_GRACE: Final = 60.0
 _DEFAULT_REQUEUES: Final = 100

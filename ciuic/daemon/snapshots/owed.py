@@ -66,7 +66,8 @@ class OwedSnapshots:
                 for owed in await trio.to_thread.run_sync(owed_snapshots, Path(file)):
                     await self._settle(Path(file), owed)
             for path in list(self._ending):
-                with suppress(CiuicError):
+                # An error here would end the daemon; the root's own alert says why it is still mounted.
+                with suppress(CiuicError, OSError):
                     await self._end(path)
             await self._wakeup.wait()
 
@@ -123,7 +124,7 @@ class OwedSnapshots:
 
 
 def _is_gone(root: str) -> bool:
-    """Return whether something else, or nothing, is where a directory was when it was protected; False where that cannot be told."""
+    """Return whether the protected directory was moved or removed; False if that cannot be determined."""
     try:
         return not stat.S_ISDIR(os.lstat(root).st_mode) or os.path.realpath(root) != root
     except (FileNotFoundError, NotADirectoryError):

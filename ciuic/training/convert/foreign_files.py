@@ -18,7 +18,7 @@ from ciuic.training.format.layout import read_header
 from ciuic.training.json_documents import MAX_DOCUMENT_BYTES, decode_json
 
 _LEAST_TORCH: Final = (2, 6)
-"""Until 2.5.1 torch executed what a file says also with ``weights_only=True`` (CVE-2025-32434)."""
+"""First version that is safe: before 2.6, torch.load executed code even with ``weights_only=True`` (CVE-2025-32434)."""
 _TORCH_WEIGHTS: Final = "pytorch_model.bin"
 _PROGRESS: Final = "trainer_state.json"
 # Files of a Trainer's checkpoint by the name of the object in a snapshot of the integration.

@@ -143,7 +143,7 @@ def test_what_was_not_seen_lately_lets_nothing_go(seconds: int, look: str | None
 
 
 def test_another_url_is_another_remote(tmp_path: Path) -> None:
-    """Of what is configured under the old name nothing is known, and what the old remote has lets nothing go."""
+    """A remote with a new URL has no known snapshots, and the old record permits no removal."""
     record = msgspec.structs.replace(RECORD, url="s3://bucket/old")
     write_record("nas", record, tmp_path)
     for url, is_known in (("s3://bucket/old", True), ("s3://bucket/new", False)):

@@ -86,7 +86,7 @@ def test_files_of_layers_on_other_file_systems_are_no_border(short_tmp: Path, la
         subprocess.run(["mount", "-t", "overlay", "-o", options, "none", merged], check=True, timeout=30)
         problems = check_root(RootConfig(merged), mountinfo.read())
         assert ["layers on different" in one.message for one in problems] == [True] * (layers != "both")
-        # The daemon mounts nothing there either, whoever has written the configuration.
+        # The daemon refuses the same directories.
         with pytest.raises(UsageError) if problems else contextlib.nullcontext():
             os.close(_open_root(str(merged)))
         with Repository.create(short_tmp / "repository") as repository:
