@@ -174,7 +174,6 @@ def _round(directory: str) -> dict[str, float]:
             lambda _: caller.request(p.GETATTR, directory_id, _GETATTR.pack(0, 0, 0)), names
         )
         # Until a further change of the directory would show in its times (core/directories.py).
-        time.sleep(2.5)
         names_of = _Listing(caller, directory_id, len(names))
         times["READDIRPLUS of names, each"] = names_of.microseconds()
         names_of.look_up(names[:8])

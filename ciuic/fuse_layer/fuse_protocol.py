@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import struct
 from typing import Final, NamedTuple
 
@@ -274,10 +273,13 @@ def sized(size: int, value: bytes) -> bytes:
     return value
 
 
+_PADDING: Final = tuple(bytes(-length % 8) for length in range(8))
+
+
 def pack_dirent(node: int, mode: int, offset: int, name: bytes) -> bytes:
     """Encode struct fuse_dirent with its name, padded to 8 bytes."""
-    head = DIRENT.pack(node, offset, len(name), stat.S_IFMT(mode) >> 12)
-    return head + name + bytes(-len(name) % 8)
+    length = len(name)
+    return DIRENT.pack(node, offset, length, mode >> 12 & 0xF) + name + _PADDING[length % 8]
 
 
 def security_contexts(data: bytes) -> list[tuple[bytes, bytes]]:

@@ -300,6 +300,8 @@ class NoMounts:
         """One entry per succession: True if the successor was to track nothing."""
         self.forgotten = 0
         """Number of requests to all other holders to release a session."""
+        self.held: list[str] = []
+        """Sessions that are kept for a later supervisor."""
 
     async def establish(self, settings: RootSettings) -> OverlayWorker:
         await trio.lowlevel.checkpoint()
@@ -322,7 +324,8 @@ class NoMounts:
         self.successions.append(plain)
         return await self.establish(settings)
 
-    def hold(self, root: str, worker: OverlayWorker) -> None: ...
+    def hold(self, root: str, worker: OverlayWorker) -> None:
+        self.held.append(worker.session)
 
     async def forget(self, root: str) -> None:
         await trio.lowlevel.checkpoint()

@@ -672,8 +672,11 @@ class RootSupervisor:
             if worker is not None and not worker.closed:
                 # Another supervisor goes on with it, or the next daemon.
                 self._hooks.hold(self.path, worker)
-                worker.close()
             return
+        finally:
+            # Only now: mounts are put back, and the session is held, through its descriptors.
+            if worker is not None:
+                worker.close()
         self._root_alerts.clear_mount()
         if self.in_use:
             # Its session is kept, so that a successor goes on with it where its worker is killed.
@@ -712,7 +715,7 @@ class RootSupervisor:
     async def _stop_worker(self, worker: OverlayWorker) -> bool:
         """Have a worker unmount, and wait for its end unless it still serves handles.
 
-        Return False where it died first; it is not closed then.
+        Return False where it died first. It is not closed.
 
         Where a process is in the overlay, the worker serves on and unmounts later; then `in_use` is set. What others have mounted inside the overlay stays mounted in its place.
 
@@ -721,7 +724,6 @@ class RootSupervisor:
             TooSlowError: it does not unmount in time.
         """
         moved: MovedMounts | None = None
-        has_died = False
         try:
             with trio.fail_after(STOP_TIMEOUT_SECONDS):
                 try:
@@ -736,8 +738,7 @@ class RootSupervisor:
                 except Unreachable:
                     if worker.is_alive():
                         worker.terminate()  # SIGTERM has the effect of the stop request
-                has_died = not await self._is_detached_by(worker)
-                if has_died:
+                if not await self._is_detached_by(worker):
                     return False
             if moved is not None:
                 moved.close()
@@ -752,9 +753,6 @@ class RootSupervisor:
             if moved is not None:
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(_put_back, moved)
-            # After it: the mounts are put back through the worker's descriptor of the plain directory.
-            if not has_died:
-                worker.close()
 
     async def _is_detached_by(self, worker: OverlayWorker) -> bool:
         """Wait until the overlay is gone, and return True; return False where the worker ended first."""

@@ -22,7 +22,6 @@ import errno
 import os
 import stat
 import threading
-import time
 import weakref
 from array import array
 from collections import OrderedDict
@@ -43,8 +42,6 @@ from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
 
 _LATEST_KEPT: Final = 256
 """Number of directories whose last listing is compared with the next one."""
-_SETTLED_NS: Final = 2_000_000_000
-"""Age of a directory's last change from which on a further one shows in its times, on file systems with coarse ones (vfat: 2 s), too."""
 Fitting = Callable[[Sequence[bytes], int], int]
 """Function that is told the names of a listing and an offset, and returns the offset behind the last name that fits in the reply."""
 _LISTING_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -78,8 +75,8 @@ class _Found(NamedTuple):
     inos: array[int]
     modes: array[int]
     """Kinds as of `stat.S_IFMT`; 0 where the name has to be looked at."""
-    times: tuple[int, int] | None
-    """Times of the directory by which a change since then is seen; None where one might not be."""
+    state: tuple[int, int, int]
+    """State of the directory before it was read (`_state_of`)."""
 
 
 class _Names(list[bytes]):
@@ -114,9 +111,10 @@ def _mode_of(entry: os.DirEntry[bytes]) -> int:
     return stat.S_IFLNK if entry.is_symlink() else 0
 
 
-def _times(opened: _OpenDirectory) -> tuple[int, int]:
-    st = os.fstat(opened.descriptor.fd)
-    return st.st_mtime_ns, st.st_ctime_ns
+def _state_of(opened: _OpenDirectory) -> tuple[int, int, int]:
+    # Changes past the overlay show in the times alone, from the file system's next tick on; those of its own are counted.
+    changes, st = opened.watched.changes, os.fstat(opened.descriptor.fd)
+    return changes, st.st_mtime_ns, st.st_ctime_ns
 
 
 def _offset_without_copy(reader: CopyReader, offset: int, changes: int, count: int) -> int:
@@ -230,7 +228,7 @@ class Directories:
         opened, names, offset = self._names_from(handle, offset, rewinds)
         # Without a look at each name, which is half of the time of a listing otherwise.
         found = names.found
-        if found is not None and (offset or rewinds is False) and _times(opened) != found.times:
+        if found is not None and (offset or rewinds is False) and _state_of(opened) != found.state:
             found = names.found = None
         while offset < len(names):
             end = fitting(names, offset)
@@ -346,16 +344,16 @@ class Directories:
 
     def _read(self, opened: _OpenDirectory) -> tuple[list[bytes], _Found]:
         names, inos, modes = [], array("Q"), array("I")
-        before, now_ns = _times(opened), time.time_ns()
+        before, is_root = _state_of(opened), opened.node is self._nodes.root
         # By a path of bytes, whose entries have names of bytes. The node's descriptor is O_PATH, which cannot be listed.
         with os.scandir(b"/proc/self/fd/%d" % opened.descriptor.fd) as entries:
             for entry in entries:
-                if not is_reserved(self._nodes, opened.node, entry.name):
-                    names.append(entry.name)
+                name = entry.name
+                if not is_root or not is_reserved(self._nodes, opened.node, name):
+                    names.append(name)
                     inos.append(entry.inode())
                     modes.append(_mode_of(entry))
-        settled = max(before) + _SETTLED_NS < now_ns
-        return names, _Found(inos, modes, before if settled else None)
+        return names, _Found(inos, modes, before)
 
     def releasedir(self, handle: int) -> None:
         """Close a handle; unknown handles are ignored."""

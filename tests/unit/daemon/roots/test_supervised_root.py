@@ -366,7 +366,7 @@ def test_a_worker_that_does_not_stop_is_an_alert(stage: Stage, monkeypatch: pyte
 
 
 def test_mounts_inside_that_cannot_be_moved_are_named(stage: Stage) -> None:
-    """A root whose overlay has a mount that cannot be moved stays served, and the alert names the mount."""
+    """A root whose overlay has a mount that cannot be moved stays served, its session is kept, and the alert names the mount."""
     worker = stage.worker("one")
     supervisor = stage.supervisor(worker)
 
@@ -383,6 +383,7 @@ def test_mounts_inside_that_cannot_be_moved_are_named(stage: Stage) -> None:
         assert supervisor.state != "unmounted"
         assert "/a/disk" in supervisor.error
         assert "stop /a" not in worker.overlay.log
+        assert (stage.mounts.held, stage.mounts.forgotten) == ([worker.session], 0)
         os.kill(worker.pid, 0)
 
     stage.run(supervisor, script)
