@@ -514,8 +514,8 @@ class Pyfuse3Driver(pyfuse3.Operations):
         if self.core.files.appends(handle):
             # The write cache sends whole pages, also what they had before.
             return pyfuse3.FileInfo(fh=handle, direct_io=True)
-        # keep_cache: all changes pass through this mount, so pages that are cached stay true.
-        return pyfuse3.FileInfo(fh=handle, keep_cache=True)
+        # All changes pass through this mount, so pages that are cached stay true.
+        return pyfuse3.FileInfo(fh=handle, keep_cache=self.core.files.keeps_cache(handle))
 
     @_answered
     async def create(
@@ -524,7 +524,8 @@ class Pyfuse3Driver(pyfuse3.Operations):
         attr, handle = await self.dispatch.change(
             self.core.names.create, parent_inode, name, mode, flags, _caller(ctx)
         )
-        return pyfuse3.FileInfo(fh=handle, keep_cache=True), self._entry(attr, written=True)
+        keeps = self.core.files.keeps_cache(handle)
+        return pyfuse3.FileInfo(fh=handle, keep_cache=keeps), self._entry(attr, written=True)
 
     @_answered
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:

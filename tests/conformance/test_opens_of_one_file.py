@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
 import random
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,9 @@ FLAGS = [
     os.O_RDWR | os.O_APPEND,
 ]
 BLOCK = 4096
+_IO_SETUP, _IO_DESTROY, _IO_GETEVENTS, _IO_SUBMIT = 206, 207, 208, 209
+_IOCB_CMD_PWRITE = 1
+_SECONDS = 10.0
 
 
 @pytest.fixture
@@ -114,3 +120,54 @@ def test_stores_of_a_mapping_that_joins_a_passthrough_open_are_captured(overlay:
     os.close(before)
     assert path.read_bytes()[5] == 7
     assert (overlay.backing / "file").read_bytes()[5] == 7
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="its system calls are called by number")
+def test_an_open_after_an_asynchronous_direct_write_reads_it(overlay: Overlay) -> None:
+    """A program that opens a file after an asynchronous O_DIRECT write reads what that wrote, whatever others read meanwhile."""
+    path = overlay.root / "file"
+    path.write_bytes(bytes(BLOCK))
+    reader = os.open(path, os.O_RDWR)
+    writer = os.open(path, os.O_RDWR | os.O_DIRECT)
+    buffer = mmap.mmap(-1, BLOCK)
+    buffer[:] = b"n" * BLOCK
+    with _asynchronous_io() as (submit, wait):
+        # The kernel has dropped its pages of the block when it has taken the write, which the hold lets nobody carry out.
+        overlay.client.hold(_SECONDS)
+        submit(writer, buffer)
+        assert os.pread(reader, BLOCK, 0) == bytes(BLOCK)
+        overlay.client.release()
+        wait()
+    assert path.read_bytes() == bytes(buffer)
+    for fd in (reader, writer):
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _asynchronous_io() -> Iterator[tuple[Callable[[int, mmap.mmap], None], Callable[[], None]]]:
+    """Provide functions that begin a write of a buffer at the start of a file, and wait for its end (io_submit(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    context = ctypes.c_ulong()
+
+    def call(number: int, *arguments: object) -> None:
+        if libc.syscall(number, *arguments) < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def submit(fd: int, buffer: mmap.mmap) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        fields = struct.pack(
+            "QIiHhIQQqQII", 0, 0, 0, _IOCB_CMD_PWRITE, 0, fd, address, len(buffer), 0, 0, 0, 0
+        )
+        block = ctypes.create_string_buffer(fields, len(fields))
+        call(_IO_SUBMIT, context, ctypes.c_long(1), ctypes.byref(ctypes.c_void_p(ctypes.addressof(block))))
+
+    def wait() -> None:
+        event = ctypes.create_string_buffer(32)
+        call(_IO_GETEVENTS, context, ctypes.c_long(1), ctypes.c_long(1), event, None)
+        assert struct.unpack_from("q", event, 16)[0] == BLOCK
+
+    call(_IO_SETUP, 1, ctypes.byref(context))
+    try:
+        yield submit, wait
+    finally:
+        call(_IO_DESTROY, context)

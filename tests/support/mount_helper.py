@@ -3,9 +3,12 @@
     python -m support.mount_helper DEVICE DIRECTORY [-o OPTIONS]
 
 The overlay lies over DIRECTORY itself, as always; DEVICE is only the name that the mount shows, because
-suites tell their mounts apart by it. Returns when the mount answers; the worker runs on and ends when it is
-unmounted. Like the daemon, it starts no worker before the previous one has ended. Lock, log and socket of
-each DIRECTORY lie in TMPDIR.
+suites tell their mounts apart by it. A DEVICE that is mounted elsewhere already is mounted there once more, as one
+disk shows one file system wherever it is mounted. Returns when the mount answers; a process of its own holds the
+session as the daemon does, and ends when it is unmounted. Like the daemon, it starts no worker before the previous one
+has ended. Lock, log and socket of each DIRECTORY lie in TMPDIR.
+
+CIUIC_WORKER_KILLS is the mean number of seconds after which a worker is killed and succeeded; without it none is killed.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import random
 import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
-from support.overlay import DRIVER
+from support.overlay import Overlay
 
 from ciuic.fuse_layer.system import mounts
+from ciuic.system import mountinfo
 from ciuic.system.poll import readable
 
 _READY_SECONDS = 60
@@ -51,6 +57,9 @@ def main() -> int:
         return subprocess.run(
             ["mount", "-i", "-o", arguments.options, arguments.directory], check=False
         ).returncode
+    elsewhere = _place_of(arguments.device)
+    if elsewhere not in (None, os.path.realpath(arguments.directory)):
+        return subprocess.run(["mount", "--bind", elsewhere, arguments.directory], check=False).returncode
     _set_below(arguments.directory, options)
     return 0 if _started(arguments.device, arguments.directory, "ro" in options) else 32
 
@@ -68,30 +77,59 @@ def _set_below(directory: str, options: set[str]) -> None:
     )
 
 
+def _place_of(device: str) -> str | None:
+    """Return where the overlay of this device name is mounted; None if nowhere."""
+    places = [
+        mount.mount_point
+        for mount in mountinfo.read()
+        if mount.fs_type == os.fsencode(mounts.FS_TYPE) and mount.source == os.fsencode(device)
+    ]
+    return os.fsdecode(places[0]) if places else None
+
+
 def _started(device: str, directory: str, read_only: bool) -> bool:
     place = Path(tempfile.gettempdir()) / ("mount-" + hashlib.sha1(os.fsencode(directory)).hexdigest()[:10])
     place.mkdir(exist_ok=True)
     lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT)
-    # The worker inherits the lock, and its end releases it.
+    # The process that holds the session inherits the lock, and its end releases it.
     fcntl.flock(lock, fcntl.LOCK_EX)
-    backing_fd = mounts.open_backing(directory)
     ready_read, ready_write = os.pipe()
-    with open(place / "log", "ab") as log:
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "support.mount_helper", "--worker", device, str(int(read_only))),
-                *("--root", directory, "--backing-fd", str(backing_fd), "--ready-fd", str(ready_write)),
-                *("--control", str(place / "socket"), "--driver", DRIVER),
-            ],
-            pass_fds=(backing_fd, ready_write, lock),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-        )
+    if not os.fork():
+        try:
+            os.close(ready_read)
+            _hold(device, directory, read_only, place, ready_write)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     os.close(ready_write)
     return readable(ready_read, _READY_SECONDS) and os.read(ready_read, 16) == b"ready\n"
+
+
+def _hold(device: str, directory: str, read_only: bool, place: Path, ready: int) -> None:
+    """Hold the session of a mount until it is unmounted, as the daemon does: a worker that is killed has a successor."""
+    os.setsid()
+    os.chdir("/")
+    log = os.open(place / "held.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number, fd in enumerate((null, log, log)):
+        os.dup2(fd, number)
+    worker = (sys.executable, "-m", "support.mount_helper", "--worker", device, str(int(read_only)))
+    overlay = Overlay(Path(directory), place / "worker.socket", interpreter=worker)
+    mean_seconds = float(os.environ.get("CIUIC_WORKER_KILLS", 0))
+    overlay.keep_session()
+    os.write(ready, b"ready\n")
+    os.close(ready)
+    while True:
+        try:
+            overlay.process.wait(random.uniform(0, 2 * mean_seconds) if mean_seconds else None)
+        except subprocess.TimeoutExpired:
+            overlay.process.kill()
+            overlay.process.wait()
+        if overlay.process.returncode == 0 or mounts.overlay_over(overlay.backing_fd) is None:
+            return
+        overlay.succeed()
+        os.write(1, b"succeeded\n")
 
 
 class _NamedMounts:
@@ -117,7 +155,8 @@ def _work(device: str, read_only: bool) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         name, only_reading = sys.argv[2], sys.argv[3] == "1"
-        del sys.argv[1:4]
+        # Also "-m" and the module, which `Overlay` names.
+        del sys.argv[1:6]
         _work(name, only_reading)
     else:
         sys.exit(main())

@@ -64,6 +64,7 @@ TORTURES = [
     Torture("oracle", 1),
     Torture("faults", 2),
     Torture("suites", 2),
+    Torture("xfstests", 2),
     Torture("restore_race", 1),
     Torture("lazy", 1),
     Torture("mess", 1),

@@ -279,6 +279,12 @@ class Files:
         """Return whether the handle's inode is append-only, so that the kernel must not cache writes to it."""
         return self._state.file(handle).appends
 
+    def keeps_cache(self, handle: int) -> bool:
+        """Return whether what the kernel has cached of the handle's inode is true, and may stay at an open."""
+        # Linux drops the pages of an asynchronous O_DIRECT write before the write alone: what another program reads until
+        # the write is carried out stays in the cache, stale (xfstests generic/451).
+        return not self._state.file(handle).node.written_past_cache
+
     def needs_no_flush(self, handle: int) -> None:
         """Note that no data written through the handle waits in the kernel's cache."""
         self._state.file(handle).flushes = False

@@ -496,6 +496,8 @@ class KernelDriver:
         try:
             if self.core.files.appends(handle):
                 plan = self.modes.appending(plan)
+            if plan.open_flags & p.FOPEN_KEEP_CACHE and not self.core.files.keeps_cache(handle):
+                plan = OpenPlan(0, unseen=False)
             final, backing_id = self.modes.commit(node, plan, self.core.files.descriptor(handle))
             if final is not plan:
                 self.core.files.is_seen(handle)

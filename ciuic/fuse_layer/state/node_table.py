@@ -139,6 +139,8 @@ class Node:
     """True if it had a set-user-id or set-group-id bit when its attributes were last read."""
     writers = _RareAttribute(0)
     """Number of its handles that can write. Counted, because a file may be open a hundred thousand times."""
+    written_past_cache = _RareAttribute(False)
+    """True if it was opened for writes that pass the kernel's cache by (O_DIRECT), beside which pages may have become stale."""
     kept_mtime_ns: _RareAttribute[int | None] = _RareAttribute(None)
     """Modification time that the kernel shows, where our writes may have moved the backing file's
     (`KernelTimes`)."""

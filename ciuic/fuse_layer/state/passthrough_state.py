@@ -225,7 +225,7 @@ class OpenFile:
     that has it), so a release never takes it from under another thread.
     """
 
-    __slots__ = ("appends", "fd", "flushes", "maps", "node", "shared", "uid", "unseen", "writes")
+    __slots__ = ("appends", "direct", "fd", "flushes", "maps", "node", "shared", "uid", "unseen", "writes")
 
     def __init__(self, node: Node, fd: int, flags: int, uid: int, shared: SharedReader | None = None) -> None:
         self.node = node
@@ -239,6 +239,8 @@ class OpenFile:
             self.writes and flags & os.O_APPEND and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND
         )
         """True if the inode is append-only, so that ``fd`` writes at the end whatever the offset."""
+        self.direct = self.appends or bool(self.writes and flags & os.O_DIRECT)
+        """True if writes through it pass the kernel's cache by."""
         self.maps = flags & os.O_ACCMODE == os.O_RDWR
         """True if the program can map it shared and writable."""
         self.flushes = self.writes
@@ -368,6 +370,8 @@ class PassthroughState:
         """Let the handle lead to this open file from now on."""
         self.quota_of(file).add(file.uid)
         self.files[handle] = file
+        if file.direct:
+            file.node.written_past_cache = True
         self.nodes.open_handle(file.node, handle, writes=file.writes)
 
     def quota_of(self, file: OpenFile) -> Quota:
