@@ -32,6 +32,8 @@ _FSOPEN, _FSCONFIG = 430, 431
 _FSOPEN_CLOEXEC, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 1, 6
 INSTALL_PYFUSE3: Final = f"{pip_install('ciuic[pyfuse3]')} (needs libfuse3-dev, pkg-config, gcc)"
 _PASSTHROUGH_KERNEL: Final = (6, 9)
+_LOSES_FILES: Final = "files that programs have open are lost if the worker is killed"
+"""Consequence of a session that no successor can go on with."""
 _INIT_SECONDS: Final = 5.0
 _MAX_STACK_DEPTH: Final = 2
 """FILESYSTEM_MAX_STACK_DEPTH of the kernel: a root on an overlayfs can be served, and nothing can be stacked
@@ -77,6 +79,13 @@ def choose(wanted: str, offer: KernelOffer, lacking: Callable[[], str] | None = 
         lacking: returns why pyfuse3 cannot be used, empty where it can (`_pyfuse3_lacking`). Called only where
             it would be chosen.
     """
+    choice = _chosen(wanted, offer, lacking)
+    if choice.driver == "kernel" and offer.resends:
+        return choice
+    return choice._replace(why=f"{choice.why}; {_LOSES_FILES}")
+
+
+def _chosen(wanted: str, offer: KernelOffer, lacking: Callable[[], str] | None) -> DriverChoice:
     # Our own session pays where the kernel has passthrough or keeps requests for a successor (both Linux
     # 6.9).
     if wanted == "kernel" or (wanted == "auto" and (offer.passthrough or offer.resends)):

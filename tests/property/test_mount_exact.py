@@ -6,6 +6,7 @@ process, and between any two of its reads of the log another operation goes thro
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from ciuic.daemon.capture import roots as capture_root
 from ciuic.daemon.capture.job import RootJob
 from ciuic.daemon.capture.roots import Report
 from ciuic.daemon.snapshots import cut
+from ciuic.fuse_layer.driver_choice import WITHOUT_PASSTHROUGH
+from ciuic.fuse_layer.system.pipes import MIN_SPLICED_BYTES
 from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
 
 pytestmark = pytest.mark.mount
@@ -33,10 +36,10 @@ BLOCK = 4096
 class Bench:
     """Mounted root and a repository."""
 
-    def __init__(self, overlay: Overlay, top: Path) -> None:
+    def __init__(self, overlay: Overlay, top: Path, block_size: int) -> None:
         self.overlay = overlay
-        self.driver = MountDriver(overlay.root, BLOCK)
-        self.repository = MemoryRepository(top, BLOCK)
+        self.driver = MountDriver(overlay.root, block_size)
+        self.repository = MemoryRepository(top, block_size)
 
     def begin(self) -> None:
         self.driver.clear()
@@ -78,16 +81,30 @@ class Bench:
         return record, report
 
 
-@pytest.fixture
-def bench(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
+@contextlib.contextmanager
+def _bench(top: Path, monkeypatch: pytest.MonkeyPatch, block_size: int) -> Iterator[Bench]:
+    monkeypatch.setattr(content, "_RUN_BYTES", 2 * block_size)
     monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
-    root = short_tmp / "root"
+    root = top / "root"
     root.mkdir()
-    with overlay_over(root, short_tmp / "worker.sock", block_size=BLOCK) as overlay:
-        made = Bench(overlay, short_tmp)
+    with overlay_over(root, top / "worker.sock", block_size=block_size) as overlay:
+        made = Bench(overlay, top, block_size)
         yield made
         made.driver.close_all()
+
+
+@pytest.fixture
+def bench(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    with _bench(short_tmp, monkeypatch, BLOCK) as made:
+        yield made
+
+
+@pytest.fixture
+def bulk_bench(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """Bench without passthrough whose writes are large enough to pass through the worker's pipe."""
+    monkeypatch.setenv(WITHOUT_PASSTHROUGH, "1")
+    with _bench(short_tmp, monkeypatch, MIN_SPLICED_BYTES) as made:
+        yield made
 
 
 @given(
@@ -98,6 +115,21 @@ def test_every_snapshot_equals_the_view_of_programs_at_the_cut(
     bench: Bench, rounds: list[tuple[list[Operation], list[Operation]]]
 ) -> None:
     """Contents, names, modes, owners, times, links and attributes are captured through kernel caches."""
+    _check_rounds(bench, rounds)
+
+
+@given(
+    rounds=st.lists(st.tuples(mount_operations(12), mount_operations(20)), min_size=1, max_size=3),
+)
+@settings(deadline=None)
+def test_a_snapshot_is_exact_where_bulk_data_pass_through_the_worker(
+    bulk_bench: Bench, rounds: list[tuple[list[Operation], list[Operation]]]
+) -> None:
+    """Large writes that are spliced into files are marked, and what they change is saved, as any other."""
+    _check_rounds(bulk_bench, rounds)
+
+
+def _check_rounds(bench: Bench, rounds: list[tuple[list[Operation], list[Operation]]]) -> None:
     bench.begin()
     for before, meanwhile in rounds:
         bench.run(before)

@@ -204,6 +204,8 @@ def _have_mounted(session: Session, file: Path, paths: Sequence[Path], driver: D
                 f"{shown_text(str(path))} is served by the {served.driver} driver, not by {driver}",
                 hint=shown_text(served.driver_why),
             )
+        elif served.driver_why and not served.passthrough:
+            warn(f"{shown_text(str(path))}: {shown_text(served.driver_why)}")
     return True
 
 

@@ -33,6 +33,7 @@ from ciuic.fuse_layer.state.node_table import Node
 from ciuic.fuse_layer.state.passthrough_state import OWN_DESCRIPTORS, Attr, OpenFile, PassthroughState
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.path_handles import Descriptor
+from ciuic.fuse_layer.system.pipes import Pipe
 from ciuic.system.mountinfo import HIDDEN_MOUNTS, MountTable, border_names
 
 _LOCK_STRIPES: Final = 64
@@ -361,14 +362,14 @@ class Files:
     # -- writing ------------------------------------------------------------------------------------
 
     def write(
-        self, handle: int, offset: int, data: bytes | memoryview, *, keeps_privileges: bool = False
+        self, handle: int, offset: int, data: bytes | memoryview | Pipe, *, keeps_privileges: bool = False
     ) -> int:
         """Write at an offset; return the number of bytes written.
 
         Args:
             handle: handle of an open file.
             offset: position in the file.
-            data: bytes to write.
+            data: bytes to write; what a pipe holds leaves it.
             keeps_privileges: the writer has CAP_FSETID, so set-id bits stay.
         """
         file = self._state.file(handle)
@@ -379,19 +380,25 @@ class Files:
             self._times.before_write(file.node, file.fd)
             return self._write(file, offset, data, keeps_privileges)
 
-    def _write(self, file: OpenFile, offset: int, data: bytes | memoryview, keeps_privileges: bool) -> int:
+    def _write(
+        self, file: OpenFile, offset: int, data: bytes | memoryview | Pipe, keeps_privileges: bool
+    ) -> int:
         """Write all of the data inside the gate, or raise an error."""
         # Set-id bits go whether or not the file is tracked: that concerns snapshots alone.
         if file.node.privileged:
             self._drop_privileges(file.node, file.fd, keeps_privileges)
         # A file system that fills up in the middle answers with a short count. The kernel, writing back its
         # cache, would take that for done, and the undo log's space would not be freed.
-        fd, rest = file.fd, memoryview(data)
+        fd, size, done = file.fd, len(data), 0
         while True:
-            written = self._state.with_space(partial(os.pwrite, fd, rest, offset))
-            rest, offset = rest[written:], offset + written
-            if not rest or not written:
-                return len(data) - len(rest)
+            if isinstance(data, Pipe):
+                put = partial(data.pwrite_to, fd, offset + done)
+            else:
+                put = partial(os.pwrite, fd, memoryview(data)[done:], offset + done)
+            written = self._state.with_space(put)
+            done += written
+            if done == size or not written:
+                return done
 
     def _drop_privileges(
         self,

@@ -41,6 +41,7 @@ from ciuic.fuse_layer.state.passthrough_state import Attr
 from ciuic.fuse_layer.state.recent_changes import LIFE_NS, RecentChanges
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials, is_outside, shown_attributes
+from ciuic.fuse_layer.system.pipes import MAX_SPLICED_BYTES, MIN_SPLICED_BYTES
 from ciuic.fuse_layer.system.syscalls import Statx
 
 FOREVER_SECONDS: Final = 86_400
@@ -173,6 +174,8 @@ class KernelDriver:
         )
         self._negotiated = negotiated
         self._writeback = negotiated.writeback
+        # Not in a session of a predecessor that agreed on writes which no pipe holds: the kernel would fail them.
+        self._splices = negotiated.writeback and negotiated.max_write_bytes <= MAX_SPLICED_BYTES
         self._encoder = _ReplyEncoder(core.recent, writeback=negotiated.writeback)
         self._habits = ListingHabits()
         self.snapshots_directory = SnapshotsDirectory()
@@ -597,6 +600,11 @@ class KernelDriver:
 
     def _read(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, offset, size, *_ = p.READ_IN.unpack_from(data)
+        if self._splices and size >= MIN_SPLICED_BYTES:
+            # The copy takes most of the time, in which another thread holds the interpreter's lock.
+            self.session.hand_on()
+            reply = self.session.piped(request, self.core.files.descriptor(handle), offset, size)
+            return self.core.files.read(handle, offset, size) if reply is None else reply
         # In most cases the data are in memory. A read that waits for a disk gives the turn up first.
         found = self.core.files.read_nowait(handle, offset, size)
         if found is not None:
@@ -606,7 +614,10 @@ class KernelDriver:
 
     def _write(self, request: FuseRequest, data: memoryview) -> Reply:
         handle, offset, size, flags, *_ = p.WRITE_IN.unpack_from(data)
-        payload = data[p.WRITE_IN.size :]
+        # The turn is kept: threads that write one file wait for each other's inode lock (two processors: 954 MB/s
+        # instead of 1,122).
+        body = self.session.body() if self._splices and size >= MIN_SPLICED_BYTES else None
+        payload = data[p.WRITE_IN.size :] if body is None else body
         if len(payload) != size:
             raise p.MalformedRequest(f"{len(payload)} bytes where {size} were announced")
         # Data from the kernel's cache come without their writer; one set-id bit too few is safe.

@@ -11,6 +11,7 @@ import os
 from typing import Final, NamedTuple
 
 from ciuic.fuse_layer import fuse_protocol as p
+from ciuic.fuse_layer.system.pipes import MAX_SPLICED_BYTES
 
 MAX_WRITE_BYTES: Final = 1 << 20
 # DO_READDIRPLUS without READDIRPLUS_AUTO: core/directories.py chooses the names that come with attributes.
@@ -113,11 +114,20 @@ def negotiate(fuse_fd: int, *, passthrough: bool, stack_depth: int = 1) -> Negot
         # After such an open the kernel empties the file once more by itself. With its write cache it keeps
         # that size, although another write was carried out in between.
         flags &= ~p.ATOMIC_O_TRUNC
-    _send_init(fuse_fd, unique, readahead, flags, stack_depth)
-    return Negotiated(min(minor, p.KERNEL_MINOR_VERSION), flags)
+    # Data that pass through this process do so in a pipe (session.py).
+    max_write_bytes = MAX_SPLICED_BYTES if flags & p.WRITEBACK_CACHE else MAX_WRITE_BYTES
+    _send_init(fuse_fd, unique, readahead, flags, stack_depth, max_write_bytes)
+    return Negotiated(min(minor, p.KERNEL_MINOR_VERSION), flags, max_write_bytes)
 
 
-def _send_init(fuse_fd: int, unique: int, readahead: int, flags: int, stack_depth: int) -> None:
+def _send_init(
+    fuse_fd: int,
+    unique: int,
+    readahead: int,
+    flags: int,
+    stack_depth: int,
+    max_write_bytes: int = MAX_WRITE_BYTES,
+) -> None:
     body = p.INIT_OUT.pack(
         p.KERNEL_VERSION,
         p.KERNEL_MINOR_VERSION,
@@ -128,11 +138,11 @@ def _send_init(fuse_fd: int, unique: int, readahead: int, flags: int, stack_dept
         # kernel's default, are too few when an undo log makes some slow.
         64,
         48,
-        MAX_WRITE_BYTES,
+        max_write_bytes,
         # time_gran: times are kept to the nanosecond.
         1,
         # max_pages: a write of the largest size is one request.
-        MAX_WRITE_BYTES // os.sysconf("SC_PAGE_SIZE"),
+        max_write_bytes // os.sysconf("SC_PAGE_SIZE"),
         0,
         flags >> 32,
         stack_depth,

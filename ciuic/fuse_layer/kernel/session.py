@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -38,6 +39,7 @@ from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.negotiation import MAX_WRITE_BYTES
 from ciuic.fuse_layer.system.latency_gauge import LatencyGauge
+from ciuic.fuse_layer.system.pipes import MAX_SPLICED_BYTES, MIN_SPLICED_BYTES, Pipe
 
 log = structlog.get_logger(__name__)
 
@@ -160,8 +162,8 @@ def processor_pressure() -> float | None:
         return None
 
 
-Reply = bytes | bytearray | memoryview | None
-"""Body of a reply; None where a request has no reply at all (FORGET)."""
+Reply = bytes | bytearray | memoryview | Pipe | None
+"""Body of a reply, or a pipe that holds the whole reply; None where a request has no reply at all (FORGET)."""
 Handler = Callable[[FuseRequest, memoryview], Reply]
 
 
@@ -173,10 +175,32 @@ class _Server(threading.Thread):
         self._session = session
         self.busy = 0
         """Number of a request that was read and is not answered; 0 while there is none."""
+        self.pipe: Pipe | None = None
+        """The thread's pipe, empty between requests; None until one is needed, and after a failure."""
+        self.expects_body = False
+        """True after a large write: the next request mostly is one, too."""
+        self.body: Pipe | None = None
+        """The pipe while it holds the body of the request at work."""
+
+    def own_pipe(self) -> Pipe | None:
+        """Return the thread's pipe, which is empty; None where none can be had."""
+        if self.pipe is None:
+            with suppress(OSError):
+                self.pipe = Pipe()
+        return self.pipe
+
+    def close_pipe(self) -> None:
+        """Close the pipe, with what is left in it."""
+        pipe, self.pipe = self.pipe, None
+        if pipe is not None:
+            pipe.close()
 
     def run(self) -> None:
         """Serve until the session ends or this thread is not needed."""
-        self._session.serve(self)
+        try:
+            self._session.serve(self)
+        finally:
+            self.close_pipe()
 
 
 class KernelSession:
@@ -409,6 +433,47 @@ class KernelSession:
                 quiet_since = looked_at = time.monotonic()
             seen = now
 
+    # -- bulk data ------------------------------------------------------------------------------------
+
+    def body(self) -> Pipe | None:
+        """Return the pipe with the body of the large write at work, or None where it was read; the next one comes in a pipe.
+
+        For handlers.
+        """
+        server: _Server = self._local.server
+        server.expects_body = True
+        return server.body
+
+    def piped(self, request: FuseRequest, fd: int, offset: int, size: int) -> Pipe | None:
+        """Return a reply of a range of a file; None where that is to be read. For handlers."""
+        server: _Server = self._local.server
+        # The head comes first, so the length must be known.
+        length = min(size, os.fstat(fd).st_size - offset)
+        pipe = server.own_pipe() if MIN_SPLICED_BYTES <= length <= MAX_SPLICED_BYTES else None
+        if pipe is None:
+            return None
+        if pipe.fill(p.OUT_HEADER.pack(p.OUT_HEADER.size + length, 0, request.unique), fd, offset, length):
+            return pipe
+        server.close_pipe()
+        return None
+
+    def _received(self, server: _Server, view: memoryview) -> int:
+        """Read a request as readv(2), but for the body of a large write, which stays in the thread's pipe."""
+        server.expects_body = False
+        pipe = server.own_pipe()
+        if pipe is None:
+            return os.readv(self._fd, [view])
+        length = pipe.receive(self._fd)
+        head = min(length, p.IN_HEADER.size + p.WRITE_IN.size)
+        pipe.take(view[:head])
+        if len(pipe) >= MIN_SPLICED_BYTES:
+            _, opcode, *_ = p.IN_HEADER.unpack_from(view)
+            if opcode == p.WRITE:
+                server.body = pipe
+                return head
+        pipe.take(view[head:length])
+        return length
+
     # -- one request ----------------------------------------------------------------------------------
 
     def _one_guarded(self, server: _Server, view: memoryview) -> bool:
@@ -428,7 +493,8 @@ class KernelSession:
         if self._busy_poll.on:
             self._look_out()
         try:
-            length = os.readv(self._fd, [view])
+            # Only after a large write: a small request takes two system calls more.
+            length = self._received(server, view) if server.expects_body else os.readv(self._fd, [view])
         except OSError as error:
             # Unmounted, or aborted: with ABORT_ERROR the kernel tells the two apart.
             if error.errno in (errno.ENODEV, errno.ECONNABORTED):
@@ -451,6 +517,11 @@ class KernelSession:
             # The kernel remembers ENOSYS where that saves requests.
             return self._answer(request, self._refused.get(opcode, errno.ENOSYS), b"")
         error_number, reply = self._carried_out(handler, request, view[p.IN_HEADER.size : length])
+        if server.body is not None:
+            # A write that failed has left some of it.
+            if len(server.body):
+                server.close_pipe()
+            server.body = None
         if reply is None:
             return True
         return self._answer(request, error_number, reply)
@@ -485,16 +556,22 @@ class KernelSession:
             log.exception("request_failed_unexpectedly", opcode=request.opcode)
             return errno.EIO, b""
 
-    def _answer(self, request: FuseRequest, error_number: int, reply: bytes | bytearray | memoryview) -> bool:
+    def _answer(
+        self, request: FuseRequest, error_number: int, reply: bytes | bytearray | memoryview | Pipe
+    ) -> bool:
         size = p.OUT_HEADER.size + len(reply)
         head = p.OUT_HEADER.pack(size, -error_number, request.unique)
         try:
             # In one call: the kernel takes each write for a whole reply.
-            if size <= _COPIED_BYTES:
+            if isinstance(reply, Pipe):
+                reply.send(self._fd)
+            elif size <= _COPIED_BYTES:
                 os.write(self._fd, head + reply)
             else:
                 os.writev(self._fd, [head, reply])
         except OSError as error:
+            if isinstance(reply, Pipe):
+                self._local.server.close_pipe()
             if error.errno == errno.ENODEV:
                 return False
             # ENOENT: the caller was interrupted, and waits no more.

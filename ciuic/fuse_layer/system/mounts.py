@@ -14,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from ciuic import SNAPSHOTS_DIR_NAME
@@ -395,6 +396,13 @@ def mount_of(fd: int) -> MountEntry | None:
 def open_fuse() -> int:
     """Return a descriptor of /dev/fuse for one mount."""
     return os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+
+
+def set_readahead(device: str, size_bytes: int) -> None:
+    """Set the readahead of the mount ``device`` (major:minor); nothing where sysfs is absent or read-only."""
+    # INIT can only lower it. Best effort: in most containers sysfs is read-only.
+    with suppress(OSError):
+        Path(f"/sys/class/bdi/{device}/read_ahead_kb").write_text(str(size_bytes >> 10), encoding="ascii")
 
 
 def mount_fuse(

@@ -37,6 +37,7 @@ def test_auto_takes_the_kernel_session_where_it_gives_something(
     assert choice.driver == chosen
     assert offer.reason in choice.why
     assert choice.why
+    assert ("are lost if the worker is killed" in choice.why) == (chosen == "pyfuse3" or not offer.resends)
 
 
 @pytest.mark.parametrize(("wanted", "offer"), [("auto", NOTHING), ("pyfuse3", ALL), ("pyfuse3", NOTHING)])
