@@ -29,6 +29,7 @@ from ciuic.fuse_layer.kernel.session import Handler, Reply
 from ciuic.fuse_layer.state.node_table import Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState
+from ciuic.fuse_layer.system.pipes import Pipe
 from ciuic.lazy.filling import Settler
 from ciuic.lazy.incomplete_files import PendingFile, PendingFiles
 
@@ -206,7 +207,7 @@ class LazyFiles(Files):
         return change.count
 
     def write(
-        self, handle: int, offset: int, data: bytes | memoryview, *, keeps_privileges: bool = False
+        self, handle: int, offset: int, data: bytes | memoryview | Pipe, *, keeps_privileges: bool = False
     ) -> int:
         """Write; waits for nothing, because what is fetched later leaves the written bytes as they are."""
         with self._changing(handle, offset) as change:
