@@ -1,6 +1,6 @@
 """Small files and names in one directory, by one process: one call after the other, and by four threads.
 
-Steps: create and write, open and read, stat of uncached names, listing, rename, unlink.
+Steps: create and write, stat of the new names, open and read, stat of uncached names, listing, rename, unlink.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ SUITE = Suite(
     (
         preparation(_make_directory),
         rate("create + write 2 KB", "/s", _in_turn(_create)),
+        rate("stat of names just made", "/s", _in_turn(os.stat)),
         rate("open + read 2 KB", "/s", _in_turn(_read)),
         rate("stat of uncached names", "/s", _in_turn(os.stat), before="uncached"),
         rate("readdir", "names/s", _list),

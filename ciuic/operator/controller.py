@@ -20,7 +20,7 @@ from ciuic.errors import ConfigError
 from ciuic.operator.api import Api, ApiError, reference
 from ciuic.operator.conditions import Condition, merged, now
 from ciuic.operator.policies import GROUP, POLICY_LABEL, VERSION, Installation, objects_of
-from ciuic.operator.snapshots import JOB_LABELS, conditions_of, left_out, nodes_of, summary_of
+from ciuic.operator.snapshots import JOB_LABELS, conditions_of, left_out, nodes_of, some, summary_of
 from ciuic.operator.watching import Watch, watch
 
 _RETRY_SECONDS: Final = 5.0
@@ -193,7 +193,8 @@ class Controller:
             job, namespace = body["spec"]["jobRef"], body["metadata"]["namespace"]
             selector = f"{JOB_LABELS[job['kind']]}={job['name']}"
             time_left = self._left_seconds(body, "", "NoRunningPods")
-            what = f"no pod of {job['kind']} {job['name']}"
+            whole = body["spec"].get("requireAll", False)
+            what = f"{'not every' if whole else 'no'} pod of {job['kind']} {job['name']}"
             # A controller that is started later goes by what is written.
             if time_left <= 0 or any(one["reason"] == "TimedOut" for one in status.get("conditions", ())):
                 seconds = body["spec"].get("timeoutSeconds", _DEFAULT_TIMEOUT_SECONDS)
@@ -204,8 +205,10 @@ class Controller:
                 return None
             pods, version = await self._api.pods(namespace, selector)
             nodes, waiting = nodes_of(pods), left_out(pods)
-            if not nodes:
+            if not nodes or (whole and waiting):
                 message = f"{what} runs in {namespace} (label {selector})"
+                if nodes:
+                    message += f"; waiting for {some(waiting)}"
                 await self._report(body, {}, [Condition("Ready", "False", "NoRunningPods", message)])
                 return await self._pods_change(body, selector, version, time_left)
             # The agents begin when they see this, and only their own part.

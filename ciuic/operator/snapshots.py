@@ -94,7 +94,7 @@ def conditions_of(nodes: Mapping[str, Mapping[str, Any]], left_out: Sequence[str
             Condition("Verified", "False", "NodeFailed", rest),
         ]
     if waiting:
-        message = f"waiting for {len(waiting)} of {total}: {_some(_with_error(node, nodes[node]) for node in waiting)}"
+        message = f"waiting for {len(waiting)} of {total}: {some(_with_error(node, nodes[node]) for node in waiting)}"
         return [
             Condition(one, "False" if one == "Ready" else "Unknown", "Capturing", message)
             for one in ("Ready", "Stored", "Verified")
@@ -103,7 +103,7 @@ def conditions_of(nodes: Mapping[str, Mapping[str, Any]], left_out: Sequence[str
     ready = Condition("Ready", "True", "Committed", f"committed on {total}")
     if left_out:
         message = (
-            f"committed on {total}, without {len(left_out)} of the job that did not run: {_some(left_out)}"
+            f"committed on {total}, without {len(left_out)} of the job that did not run: {some(left_out)}"
         )
         ready = Condition("Ready", "True", "Partial", message, is_trouble=True)
     return [
@@ -148,7 +148,8 @@ def _with_error(node: str, part: Mapping[str, Any]) -> str:
     return f"{node} ({part['message']})" if part.get("message") else node
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """Return the first names, for a message."""
     shown = list(names)
     return ", ".join(shown[:_MAX_SHOWN]) + (", …" if len(shown) > _MAX_SHOWN else "")
 

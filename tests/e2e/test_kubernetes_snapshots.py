@@ -250,13 +250,22 @@ def test_failures_are_said_and_a_silent_node_counts_as_one(
                 told = await where.condition(silent, "NodeFailed")
                 assert "n9: no answer from the agent" in told["message"]
                 await where.events(silent, ("Warning", "NodeFailed"))
-                await where.make(pod("llm-late", "n2", JOBS["PyTorchJob"]))
+                waiting = await where.make(pod("llm-late", "n1", JOBS["PyTorchJob"]))
                 partial = await where.make(snapshot("partial", "PyTorchJob"))
                 told = await where.condition(partial, "Partial")
                 assert (told["status"], told["message"]) == (
                     "True",
                     "committed on 1 node, without 1 of the job that did not run: llm-late",
                 )
+                late = await where.make(snapshot("late", "PyTorchJob", requireAll=True, timeoutSeconds=1))
+                told = await where.condition(late, "TimedOut")
+                assert "not every pod of PyTorchJob llm ran" in told["message"]
+                whole = await where.make(snapshot("whole", "PyTorchJob", requireAll=True))
+                told = await where.condition(whole, "NoRunningPods")
+                assert told["message"].endswith("; waiting for llm-late")
+                await where.api.patch_status(waiting, {"phase": "Running"})
+                told = await where.condition(whole, "Committed")
+                assert told["message"] == "committed on 1 node"
 
     asyncio.run(run())
 

@@ -2,7 +2,7 @@
 
 Guarantees: what a reply confirms is durable, as `DirectoryObjects` has it. Of a client that vanishes nothing stays but
 whole objects, and the process ends. With ``append_only`` no object is deleted or replaced: whoever has the key of a host
-can add, and take nothing away. Memory is bounded whatever a client sends and whether or not it reads the replies: no
+can add, and take nothing away. With ``max_bytes`` nothing is stored that would make the directory larger. Memory is bounded whatever a client sends and whether or not it reads the replies: no
 frame is read while `_MAX_OPEN` requests have no answer, and of bodies `_HELD_BYTES` are held each way, or one longer one.
 
 Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 from ciuic import __version__
@@ -23,6 +24,7 @@ from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     ObjectInfo,
+    RemoteFull,
     RemoteRefused,
     RemoteUnreachable,
 )
@@ -47,6 +49,7 @@ from ciuic.remote.objects.pipe_protocol import (
 )
 from ciuic.repository.identity import Bytes
 from ciuic.system.poll import readable
+from ciuic.units import format_size
 
 _WORKERS: Final = 8
 _MAX_OPEN: Final = 16
@@ -55,6 +58,10 @@ _HELD_BYTES: Final = 32 << 20
 """Bodies that are held each way: two of the largest packs, so that one is on its way while another is synced."""
 _COMPARED_BYTES: Final = 1 << 20
 _MAX_LISTINGS: Final = 16
+_BLOCK_BYTES: Final = 4096
+"""Room that the smallest object takes: a client must not fill the disk with a million of them."""
+_FULL_SECONDS: Final = 10.0
+"""Time for which a full directory counts as full without another look."""
 
 
 def serve(
@@ -63,6 +70,7 @@ def serve(
     write_fd: int,
     *,
     append_only: bool = False,
+    max_bytes: int | None = None,
     idle_seconds: float = IDLE_SECONDS,
 ) -> None:
     """Serve until the client ends the stream, or asks for nothing for long.
@@ -72,12 +80,14 @@ def serve(
         read_fd: Where requests come from.
         write_fd: Where replies go to; nothing else may write there.
         append_only: Refuse to delete and to replace.
+        max_bytes: Refuse what would make the objects of the directory take more, each in whole blocks of 4 KiB. Clients that store at
+            the same time may go beyond it by what each was granted: an eighth of what is left at most.
         idle_seconds: Time without a request after which it ends.
 
     Raises:
         Damaged: what came is no request. The client then sees the stream end.
     """
-    _Server(directory, read_fd, write_fd, append_only, idle_seconds).run()
+    _Server(directory, read_fd, write_fd, append_only, max_bytes, idle_seconds).run()
 
 
 class _Room:
@@ -101,18 +111,75 @@ class _Room:
             self._changed.notify_all()
 
 
+class _Quota:
+    """Bytes that the objects of a directory may take."""
+
+    def __init__(self, objects: DirectoryObjects, directory: str, limit: int) -> None:
+        self._objects, self._directory, self._limit = objects, directory, limit
+        self._lock = threading.Lock()
+        self._being_stored = 0
+        self._granted = 0
+        """Bytes that may be stored until the directory is counted again."""
+        self._full_until = 0.0
+
+    @contextmanager
+    def taken(self, length: int) -> Iterator[None]:
+        """Take so much for an object that is being stored.
+
+        Raises:
+            RemoteFull: There is not so much left.
+        """
+        size_bytes = _on_disk(length)
+        with self._lock:
+            if size_bytes > self._granted:
+                self._count(size_bytes)
+            self._granted -= size_bytes
+            self._being_stored += size_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._being_stored -= size_bytes
+
+    def _count(self, wanted_bytes: int) -> None:
+        # Others store and delete here, too. Who has no room and asks on must not have the directory walked for each request.
+        left = 0
+        if time.monotonic() >= self._full_until:
+            stored = sum(_on_disk(info.size_bytes) for info in self._objects.list(""))
+            left = self._limit - stored - self._being_stored
+        if wanted_bytes > left:
+            self._full_until = max(self._full_until, time.monotonic() + _FULL_SECONDS)
+            raise RemoteFull(
+                f"the limit of {self._directory} on the server, {format_size(self._limit)}, is reached",
+                hint="remove old snapshots there with ciuic prune --remote, or have the limit of ciuic remote serve raised",
+            )
+        self._granted = max(wanted_bytes, left // 8)
+
+
+def _on_disk(size_bytes: int) -> int:
+    return -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES or _BLOCK_BYTES
+
+
 class _Server:
     """One client's connection."""
 
     def __init__(
-        self, directory: str, read_fd: int, write_fd: int, append_only: bool, idle_seconds: float
+        self,
+        directory: str,
+        read_fd: int,
+        write_fd: int,
+        append_only: bool,
+        max_bytes: int | None,
+        idle_seconds: float,
     ) -> None:
         self._directory = directory
         self._read_fd = read_fd
         self._write_fd = write_fd
         self._append_only = append_only
+        self._max_bytes = max_bytes
         self._idle_seconds = idle_seconds
         self._objects: DirectoryObjects | None = None
+        self._quota: _Quota | None = None
         self._sending = threading.Lock()
         # Apart: a body that waits for a worker must not take the room that the workers wait for.
         self._bodies = _Room(_HELD_BYTES)
@@ -230,9 +297,11 @@ class _Server:
             raise RemoteRefused("the first request has to be open")
         match request.operation:
             case "put":
-                self._put(objects, name, body)
+                with self._room_for(body):
+                    self._put(objects, name, body)
             case "create":
-                return Reply(created=objects.create(name, body)), ()
+                with self._room_for(body):
+                    return Reply(created=objects.create(name, body)), ()
             case "get":
                 return Reply(), [objects.get(name)]
             case "ranges":
@@ -264,7 +333,12 @@ class _Server:
                 hint="install the same version of ciuic on both machines",
             )
         self._objects = DirectoryObjects(self._directory, make=request.make)
+        if self._max_bytes is not None:
+            self._quota = _Quota(self._objects, self._directory, self._max_bytes)
         return Reply(program=__version__, directory=self._directory, append_only=self._append_only)
+
+    def _room_for(self, body: bytearray) -> AbstractContextManager[None]:
+        return nullcontext() if self._quota is None else self._quota.taken(len(body))
 
     def _put(self, objects: DirectoryObjects, name: str, body: bytearray) -> None:
         if not self._append_only:

@@ -30,7 +30,7 @@ from support.ssh_server import SshServer
 from ciuic.cli.app import cli
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.remote.host_status import StatusReporter, read_statuses
-from ciuic.remote.objects import ssh_objects
+from ciuic.remote.objects import pipe_server, ssh_objects
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
     NonsenseReply,
@@ -405,14 +405,14 @@ def test_a_shell_that_prints_something_first(tmp_path: Path) -> None:
 class Piped:
     """A server in a thread, and the client's ends of its pipes."""
 
-    def __init__(self, directory: Path, *, idle_seconds: float = 30.0) -> None:
+    def __init__(self, directory: Path, *, idle_seconds: float = 30.0, max_bytes: int | None = None) -> None:
         self.read_fd, write_fd = os.pipe()
         read_fd, self.write_fd = os.pipe()
         self.error: BaseException | None = None
 
         def run() -> None:
             try:
-                serve(str(directory), read_fd, write_fd, idle_seconds=idle_seconds)
+                serve(str(directory), read_fd, write_fd, idle_seconds=idle_seconds, max_bytes=max_bytes)
             except CiuicError as error:
                 self.error = error
             finally:
@@ -459,6 +459,83 @@ def test_a_body_that_is_cut_leaves_nothing(tmp_path: Path) -> None:
     assert [info.name for info in objects.list("")] == ["whole"]
     with pytest.raises(NoSuchObject):
         objects.get("cut")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "create", "other", "delete"]), st.integers(0, 5), st.integers(0, 20_000)
+        ),
+        max_size=20,
+    )
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_directory_with_a_limit_never_grows_beyond_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[tuple[str, int, int]],
+) -> None:
+    """What fits is stored, and what does not is refused and leaves nothing, whoever else stores and deletes meanwhile."""
+    monkeypatch.setattr(pipe_server, "_FULL_SECONDS", 0.0)
+    directory, limit = tmp_path_factory.mktemp("limited") / "d", 50_000
+    piped = Piped(directory, max_bytes=limit)
+    try:
+        piped.send(1, Request("open", length=VERSION, make=True))
+        assert piped.reply().error == ""
+        others = DirectoryObjects(str(directory))
+
+        def taken() -> int:
+            return sum(max(1, -(-info.size_bytes // 4096)) * 4096 for info in others.list(""))
+
+        for number, (kind, name, size_bytes) in enumerate(steps, 2):
+            room = limit - taken()
+            needed = max(1, -(-size_bytes // 4096)) * 4096
+            if kind == "delete":
+                others.delete([f"o{name}"])
+            elif kind == "other":
+                if needed <= room:
+                    others.put(f"o{name}", [bytes(size_bytes)])
+            else:
+                before = {info.name: info.size_bytes for info in others.list("")}
+                piped.send(number, Request(kind, f"o{name}", body_bytes=size_bytes))
+                if size_bytes:
+                    os.write(piped.write_fd, head(number, BODY, size_bytes) + bytes(size_bytes))
+                reply = piped.reply()
+                if needed > room and reply.error:
+                    assert (reply.error, "49KiB" in reply.message or "50000B" in reply.message) == (
+                        "RemoteFull",
+                        True,
+                    )
+                    assert {info.name: info.size_bytes for info in others.list("")} == before
+                else:
+                    assert reply.error == ""
+            # Beyond it by less than what a client is granted without another look.
+            assert taken() <= limit + limit // 8 + 4096
+    finally:
+        piped.end()
+
+
+def test_a_full_directory_is_not_counted_for_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that goes on asking has the directory walked once, and reads what is there."""
+    piped = Piped(tmp_path / "d", max_bytes=8192)
+    counted: list[str] = []
+    walked = DirectoryObjects.list
+    monkeypatch.setattr(
+        DirectoryObjects,
+        "list",
+        lambda self, prefix, **more: counted.append(prefix) or walked(self, prefix, **more),
+    )
+    piped.send(1, Request("open", length=VERSION, make=True))
+    assert piped.reply().error == ""
+    for number, expected in [(2, ""), (3, ""), *((number, "RemoteFull") for number in range(4, 20))]:
+        piped.send(number, Request("create", f"o{number}", body_bytes=0))
+        assert piped.reply().error == expected
+    assert len(counted) == 3
+    piped.send(30, Request("info", "o3"))
+    assert piped.reply().found
+    piped.end()
 
 
 def test_versions_that_differ_are_told(tmp_path: Path) -> None:
