@@ -1,7 +1,8 @@
 """Look at a remote: whether it still is what this host left, before anything is removed because it is stored there.
 
-What is compared is what an upload compares when it begins: the id of the remote, and the last entry of this host's log. A bucket
-that went back to an older state, was emptied or was replaced lacks it. One remote.json, one key slot, a LIST and a GET.
+What is compared is what an upload compares when it begins: the id of the remote, the last entry of this host's log, and the packs. A
+bucket that went back to an older state, was emptied or was replaced lacks the entry; one in which somebody deleted objects lacks packs.
+One remote.json, one key slot, a GET and a LIST, and a LIST for each thousand packs.
 
 References:
     docs/remote-format.md, section 6
@@ -19,11 +20,13 @@ from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, re
 from ciuic.remote.access import configured_objects, configured_secrets, open_configured, repository_space
 from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_remote_id
 from ciuic.remote.errors import DamagedRemote, PacksElsewhere
+from ciuic.remote.known_packs import lost_packs, read_known_packs
 from ciuic.remote.log_reader import naming_memory
 from ciuic.remote.object_names import REMOTE_JSON, log_entry_name
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.writer_log import WriterState, is_readable_end, read_end
 from ciuic.repository import Repository
+from ciuic.units import plural
 
 
 def looks(remotes: Iterable[RemoteConfig], repository: Repository, *, away: bool = True) -> dict[str, str]:
@@ -112,4 +115,14 @@ def _require_as_left(
     if not is_readable_end(known, end, last):
         raise DamagedRemote(
             log_entry_name(known.writer, end), "the last entry of this host's log cannot be read"
+        )
+    if not record.stored:
+        return
+    packs = read_known_packs(directory)
+    if packs is None:
+        raise NotFound(f"this host does not remember which packs are in {config.url}; an upload reads them")
+    lost = lost_packs(space.objects, space.sealer, packs)
+    if lost:
+        raise Damaged(
+            f"it lacks {plural(len(lost), 'pack')} that it had, or has them with another size; an upload stores again what this host has"
         )
