@@ -10,8 +10,8 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from ciuic.config import RemoteConfig
@@ -29,13 +29,20 @@ from ciuic.repository import Repository
 from ciuic.units import plural
 
 
-def looks(remotes: Iterable[RemoteConfig], repository: Repository, *, away: bool = True) -> dict[str, str]:
+def looks(
+    remotes: Iterable[RemoteConfig],
+    repository: Repository,
+    *,
+    away: bool = True,
+    waiting: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+) -> dict[str, str]:
     """Look at the remotes that are recorded to have something of a repository.
 
     Args:
         remotes: The remotes of the configuration.
         repository: The repository.
         away: Count one that does not answer among those that may lack something; otherwise nobody could look.
+        waiting: Returns what is entered while the remote of this name is looked at, which may take long.
 
     Returns:
         By name, why a remote may lack what is recorded as stored there; empty if it has it. Without those at which nobody could look,
@@ -49,7 +56,8 @@ def looks(remotes: Iterable[RemoteConfig], repository: Repository, *, away: bool
             if record is None or record.repository != repository.id or not record.is_of(remote):
                 continue
             if record.stored | record.passed_over:
-                answer = look_at(remote, repository, record, upload_state_dir(), away=away)
+                with waiting(remote.name):
+                    answer = look_at(remote, repository, record, upload_state_dir(), away=away)
                 if answer is not None:
                     found[remote.name] = answer
     return found

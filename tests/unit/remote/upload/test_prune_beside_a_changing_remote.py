@@ -21,13 +21,16 @@ from support.remote_host import BLOCK
 from support.stored import store
 
 from ciuic.cli.app import cli
+from ciuic.cli.shared import remotes, slow
 from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError
 from ciuic.maintenance.prune import prune
 from ciuic.protocol.stored_remotely import MAX_UNSEEN_SECONDS, StoredRecord, read_record, remotes_done
+from ciuic.remote import remote_look
 from ciuic.remote.access import init_remote, open_remote, repository_space
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.objects.directory_objects import DirectoryObjects
+from ciuic.remote.objects.model import Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.remote_look import look_at
 from ciuic.remote.replication import Replication
@@ -285,6 +288,38 @@ def test_packs_that_a_collection_removed_are_not_lost(monkeypatch: pytest.Monkey
         assert not before <= set(beside.packs())
         assert beside.look(record) == ""
         assert beside.there() == {kept}
+
+
+def test_prune_says_that_it_waits_for_a_remote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remote that does not answer is named while prune waits, with nothing shown on a terminal, and nothing goes."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "save", "upload"):
+            beside.do(step)
+        monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(beside.state))
+        monkeypatch.setenv("CIUIC_REPO", "")
+        config = beside.write_config(Path(place))
+        config.write_text(config.read_text() + "[retention]\nkeep_within = 0\nkeep_last = 1\n")
+        said = threading.Event()
+        lines: list[str] = []
+
+        def complain(text: str) -> None:
+            lines.append(text)
+            said.set()
+
+        def refuse_late(config: RemoteConfig) -> Objects:
+            assert said.wait(60)
+            raise RemoteUnreachable("cannot open it: no answer from the store")
+
+        monkeypatch.setattr(slow, "ANSWER_SECONDS", 0.0)
+        monkeypatch.setattr(remotes, "complain", complain)
+        monkeypatch.setattr(remote_look, "configured_objects", refuse_late)
+        before = beside.repository.snapshots.names()
+        result = CliRunner().invoke(cli, ["--config", str(config), "prune"])
+        assert result.exit_code == 0, result.output
+        assert lines == ["still asking the remote remote what it has"]
+        assert "nothing counts as stored there: cannot open it: no answer from the store" in result.stderr
+        assert beside.repository.snapshots.names() == before
 
 
 def test_doctor_and_status_say_what_a_remote_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
