@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from ciuic.remote.log_reader import Rounds
-from ciuic.remote.object_names import PackRef
+from ciuic.remote.object_names import MANIFESTS_PREFIX, PackRef
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.remote_index import RemotePack, list_packs, packs_lacking
 from ciuic.remote.sealing.sealer import Sealer
@@ -60,24 +60,41 @@ def read_known_packs(directory: str) -> KnownPacks | None:
     return KnownPacks(int(head[1]), {PackRef(one[1].decode("ascii")): int(one[2]) for one in found})
 
 
-def lost_packs(objects: Objects, sealer: Sealer, known: KnownPacks) -> list[PackRef]:
-    """Return the packs that are not there any more, or have another size, though no round of a collection condemned them.
+class LostObjects(NamedTuple):
+    """Objects that are not there any more, though no round of a collection condemned them."""
 
-    It costs the listing of all packs, and a GET for each round since, where some are missing.
+    packs: list[PackRef]
+    """Also those that have another size."""
+    manifests: list[str]
+
+
+def lost_objects(
+    objects: Objects, sealer: Sealer, known: KnownPacks, manifests: Collection[str]
+) -> LostObjects:
+    """Return what a remote has lost.
+
+    It costs the listing of all packs and manifests, and a GET for each round since, where some are missing.
 
     Args:
         objects: Space of a repository in a remote.
         sealer: Its seals.
         known: Packs that were there; read before the call.
+        manifests: Names of manifests that were there.
 
     Raises:
         RemoteUnreachable: the store does not answer.
         DamagedRemote: a round cannot be read.
     """
-    lost = packs_lacking(known.sizes, list_packs(objects))
-    if not lost:
-        return []
+    listed = {info.name for info in objects.list(MANIFESTS_PREFIX)}
+    lost = LostObjects(
+        packs_lacking(known.sizes, list_packs(objects)), [name for name in manifests if name not in listed]
+    )
+    if not lost.packs and not lost.manifests:
+        return lost
     # After the listing, so that a round which deleted before it is read.
     rounds = Rounds(objects, sealer, known=known.rounds_finished)
     rounds.refresh()
-    return [ref for ref in lost if ref not in rounds.condemned]
+    return LostObjects(
+        [ref for ref in lost.packs if ref not in rounds.condemned],
+        [name for name in lost.manifests if name not in rounds.manifests],
+    )

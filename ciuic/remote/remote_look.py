@@ -1,8 +1,8 @@
 """Look at a remote: whether it still is what this host left, before anything is removed because it is stored there.
 
-What is compared is what an upload compares when it begins: the id of the remote, the last entry of this host's log, and the packs. A
-bucket that went back to an older state, was emptied or was replaced lacks the entry; one in which somebody deleted objects lacks packs.
-One remote.json, one key slot, a GET and a LIST, and a LIST for each thousand packs.
+What is compared is what an upload compares when it begins: the id of the remote, the last entry of this host's log, packs and manifests. A
+bucket that went back to an older state, was emptied or was replaced lacks the entry; one in which somebody deleted objects lacks packs or
+manifests. One remote.json, one key slot, a GET and a LIST, and a LIST for each thousand packs and each thousand manifests.
 
 References:
     docs/remote-format.md, section 6
@@ -20,7 +20,7 @@ from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, re
 from ciuic.remote.access import configured_objects, configured_secrets, open_configured, repository_space
 from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_remote_id
 from ciuic.remote.errors import DamagedRemote, PacksElsewhere
-from ciuic.remote.known_packs import lost_packs, read_known_packs
+from ciuic.remote.known_packs import lost_objects, read_known_packs
 from ciuic.remote.log_reader import naming_memory
 from ciuic.remote.object_names import REMOTE_JSON, log_entry_name
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
@@ -126,11 +126,15 @@ def _require_as_left(
         )
     if not record.stored:
         return
+    # As above: a remote that has something is looked at by a command that removes.
+    from ciuic.remote.replication import stored_manifests
+
     packs = read_known_packs(directory)
     if packs is None:
         raise NotFound(f"this host does not remember which packs are in {config.url}; an upload reads them")
-    lost = lost_packs(space.objects, space.sealer, packs)
-    if lost:
-        raise Damaged(
-            f"it lacks {plural(len(lost), 'pack')} that it had, or has them with another size; an upload stores again what this host has"
-        )
+    lost = lost_objects(space.objects, space.sealer, packs, stored_manifests(directory, record.stored))
+    for number, what in ((len(lost.manifests), "manifest"), (len(lost.packs), "pack")):
+        if number:
+            raise Damaged(
+                f"it lacks {plural(number, what)} that it had; an upload stores again what this host has"
+            )

@@ -47,6 +47,7 @@ from ciuic.protocol.stored_remotely import (
     StoredRecordDamaged,
     doubt_record,
     is_doubted,
+    note_stored_again,
     read_record,
     remote_lag,
     upload_state_dir,
@@ -65,7 +66,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
 from ciuic.remote.known_packs import add_known_pack, write_known_packs
 from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
-from ciuic.remote.object_names import parse_manifest
+from ciuic.remote.object_names import MANIFESTS_PREFIX, parse_manifest
 from ciuic.remote.objects.model import (
     NoSuchBucket,
     NoSuchObject,
@@ -204,6 +205,8 @@ class FactsOfRemote:
         self._remote = remote
         # Logs that commit each snapshot, by its manifest.
         self._logs: dict[str, set[str]] = {}
+        self.lost: dict[str, list[str]] = {}
+        """Manifests that this host committed and that are gone, by the snapshot."""
         note = read_note(directory, _FACTS_NAME, _Note)
         self._facts: dict[str, StoredFacts] = (
             {} if note is None else {one.snapshot: one for one in note.facts}
@@ -250,6 +253,8 @@ class FactsOfRemote:
                 names.setdefault(one.snapshot, []).append(name)
         known: dict[str, StoredFacts] = {}
         stored: set[str] = set()
+        there = {info.name for info in self._remote.objects.list(MANIFESTS_PREFIX)}
+        self.lost = {}
         for id_, some in names.items():
             # Those of this host last, so that they stay.
             manifests = sorted(
@@ -257,10 +262,18 @@ class FactsOfRemote:
             )
             content = content_of(id_)
             before = self._facts.get(id_)
-            if before is not None and before.manifest in manifests and content in ("", before.content):
+            is_known = before is not None and before.manifest in manifests and before.manifest in there
+            if before is not None and is_known and content in ("", before.content):
                 found: list[StoredFacts | None] = [before]
             else:
-                found = [self._read(id_, name, repository_id) for name in manifests]
+                found = []
+                for name in manifests:
+                    try:
+                        found.append(self._read(id_, name, repository_id))
+                    except NoSuchObject:
+                        events.warning("remote_manifest_lost", manifest=name)
+                        if not self._logs.get(name, set()).isdisjoint(own_logs):
+                            self.lost.setdefault(id_, []).append(name)
             # One whose manifest cannot be read is not stored, though a log commits it: nobody could restore it.
             for facts in found:
                 if facts is not None and content in ("", facts.content):
@@ -293,7 +306,7 @@ class FactsOfRemote:
         self._write()
 
     def _read(self, id_: str, name: str, repository_id: str) -> StoredFacts | None:
-        """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read."""
+        """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read. NoSuchObject if it is gone."""
         try:
             manifest = read_document(
                 self._remote.objects, name, lambda data: decode_manifest(self._remote.sealer, name, data)
@@ -301,7 +314,7 @@ class FactsOfRemote:
             stored = decode_snapshot(id_, manifest.snapshot, repository_id)
             marks = decode_marks(id_, manifest.marks) if manifest.marks else StoredMarks(id=id_)
             snapshot: Snapshot = apply_marks(stored, marks)
-        except (NoSuchObject, Damaged, UnsupportedFormat) as error:
+        except (Damaged, UnsupportedFormat) as error:
             events.warning("remote_manifest_unreadable", manifest=name, error=error.message)
             return None
         return StoredFacts(
@@ -318,6 +331,17 @@ class FactsOfRemote:
 
     def _write(self) -> None:
         write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
+
+
+def stored_manifests(directory: str, stored: Collection[str]) -> list[str]:
+    """Return the manifests of the stored snapshots, as far as they were noted.
+
+    Args:
+        directory: What this host remembers of the space of its repository.
+        stored: Ids of snapshots that count as stored.
+    """
+    note = read_note(directory, _FACTS_NAME, _Note)
+    return [one.manifest for one in (() if note is None else note.facts) if one.snapshot in stored]
 
 
 _MAX_NAMED: Final = 5
@@ -957,6 +981,10 @@ class Replication:
             self._note_packs()
         else:
             self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
+            # A commit without its manifest is damage until it is given up.
+            if lost := self._facts.lost.pop(id_, ()):
+                uploader.give_up(lost)
+        note_stored_again(self._config, id_, self._state_dir)
         if self._failed.pop(id_, None) is not None and not self._failed:
             self._unreadable("")
         self._tell_all()
