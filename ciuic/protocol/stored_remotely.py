@@ -320,6 +320,19 @@ def note_damaged(
         write_state_file(place, remote.name, _DAMAGED_NAME, msgspec.json.encode(document))
 
 
+def note_stored_again(remote: ConfiguredRemote, snapshot: str, state_dir: Path | None = None) -> None:
+    """Have a snapshot count as stored of which a check missed something; durable on return. What was found by reading all data stands.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # What cannot be read is replaced by the next check.
+    with suppress(StoredRecordDamaged):
+        listed = _read_damaged(remote, state_dir).listed
+        if snapshot in listed:
+            note_damaged(remote, listed - {snapshot}, data_read=False, state_dir=state_dir)
+
+
 def is_doubted(remote: ConfiguredRemote, state_dir: Path | None = None) -> bool:
     """Return whether nothing counts as stored on a remote, whatever else this host remembers of it."""
     try:

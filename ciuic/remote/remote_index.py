@@ -101,6 +101,7 @@ _VERSION: Final = 1
 _VERSION_FACT: Final = "remote_index_version"
 _FINISHED_FACT: Final = "remote_rounds_finished"
 _LEFT_BEHIND_FACT: Final = "remote_rows_left_behind"
+_LOST_FACT: Final = "remote_packs_lost"
 _SCHEMA: Final = """
 DROP TABLE IF EXISTS remote_packs;
 CREATE TABLE remote_packs (
@@ -154,6 +155,16 @@ class PackTables:
     def set_rounds_finished(self, round_: int) -> None:
         """Store `rounds_finished`; -1 for no round."""
         self._index.set_fact(_FINISHED_FACT, round_ + 2)
+
+    @property
+    def lost(self) -> int | None:
+        """Packs that were lost since `set_lost` said 0; None if it never did."""
+        found = self._index.fact(_LOST_FACT)
+        return found - 1 if found else None
+
+    def set_lost(self, number: int) -> None:
+        """Store `lost`."""
+        self._index.set_fact(_LOST_FACT, number + 1)
 
     def all(self) -> list[RemotePack]:
         """Return every pack."""
@@ -266,6 +277,15 @@ def cold_packs(objects: Objects) -> dict[PackRef, int]:
         for info in objects.list(TABLES_PREFIX)
         if (ref := parse_table(info.name)) is not None
     }
+
+
+def packs_lacking(sizes: Mapping[PackRef, int], listed: Mapping[PackRef, ObjectInfo]) -> list[PackRef]:
+    """Return the packs that a listing lacks, or has with another size; a size of 0 is unknown."""
+    return [
+        ref
+        for ref, size_bytes in sizes.items()
+        if (info := listed.get(ref)) is None or size_bytes not in (0, info.size_bytes)
+    ]
 
 
 # SQLite before 3.32 takes 999 parameters.
@@ -392,11 +412,24 @@ class RemoteIndex:
         return -1 if self._rounds is None else self._rounds.finished
 
     def drop_missing(self, objects: Objects) -> tuple[dict[PackRef, ObjectInfo], int]:
-        """List the packs that are there, and drop others; return the listing, and how many were dropped."""
+        """List the packs that are there, and drop others, and those of another size; return the listing, and how many were dropped."""
         listed = list_packs(objects)
-        gone = [ref for ref in self._packs.numbers if ref not in listed]
+        gone = packs_lacking({pack.ref: pack.size_bytes for pack in self._packs.all()}, listed)
+        condemned: Collection[PackRef] = () if self._rounds is None else self._rounds.condemned
+        lost = sum(ref not in condemned for ref in gone)
+        if lost and self._packs.lost is not None:
+            self._packs.set_lost(self._packs.lost + lost)
         self._packs.drop(gone)
         return listed, len(gone)
+
+    @property
+    def lost(self) -> int | None:
+        """Packs that went without a round since `mark_whole`, as listings showed; None if it was never called for this index."""
+        return self._packs.lost
+
+    def mark_whole(self) -> None:
+        """Note that the snapshots which this host counts as stored have all their chunks in packs of this index."""
+        self._packs.set_lost(0)
 
     def drop(self, refs: Iterable[PackRef]) -> None:
         """Forget packs until the next `refresh`, which finds them again if they are there."""

@@ -1,7 +1,8 @@
 """Look at a remote: whether it still is what this host left, before anything is removed because it is stored there.
 
-What is compared is what an upload compares when it begins: the id of the remote, and the last entry of this host's log. A bucket
-that went back to an older state, was emptied or was replaced lacks it. One remote.json, one key slot, a LIST and a GET.
+What is compared is what an upload compares when it begins: the id of the remote, the last entry of this host's log, packs and manifests. A
+bucket that went back to an older state, was emptied or was replaced lacks the entry; one in which somebody deleted objects lacks packs or
+manifests. One remote.json, one key slot, a GET and a LIST, and a LIST for each thousand packs and each thousand manifests.
 
 References:
     docs/remote-format.md, section 6
@@ -9,8 +10,8 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from ciuic.config import RemoteConfig
@@ -19,20 +20,29 @@ from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, re
 from ciuic.remote.access import configured_objects, configured_secrets, open_configured, repository_space
 from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_remote_id
 from ciuic.remote.errors import DamagedRemote, PacksElsewhere
+from ciuic.remote.known_packs import lost_objects, read_known_packs
 from ciuic.remote.log_reader import naming_memory
 from ciuic.remote.object_names import REMOTE_JSON, log_entry_name
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
 from ciuic.remote.writer_log import WriterState, is_readable_end, read_end
 from ciuic.repository import Repository
+from ciuic.units import plural
 
 
-def looks(remotes: Iterable[RemoteConfig], repository: Repository, *, away: bool = True) -> dict[str, str]:
+def looks(
+    remotes: Iterable[RemoteConfig],
+    repository: Repository,
+    *,
+    away: bool = True,
+    waiting: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+) -> dict[str, str]:
     """Look at the remotes that are recorded to have something of a repository.
 
     Args:
         remotes: The remotes of the configuration.
         repository: The repository.
         away: Count one that does not answer among those that may lack something; otherwise nobody could look.
+        waiting: Returns what is entered while the remote of this name is looked at, which may take long.
 
     Returns:
         By name, why a remote may lack what is recorded as stored there; empty if it has it. Without those at which nobody could look,
@@ -46,7 +56,8 @@ def looks(remotes: Iterable[RemoteConfig], repository: Repository, *, away: bool
             if record is None or record.repository != repository.id or not record.is_of(remote):
                 continue
             if record.stored | record.passed_over:
-                answer = look_at(remote, repository, record, upload_state_dir(), away=away)
+                with waiting(remote.name):
+                    answer = look_at(remote, repository, record, upload_state_dir(), away=away)
                 if answer is not None:
                     found[remote.name] = answer
     return found
@@ -113,3 +124,17 @@ def _require_as_left(
         raise DamagedRemote(
             log_entry_name(known.writer, end), "the last entry of this host's log cannot be read"
         )
+    if not record.stored:
+        return
+    # As above: a remote that has something is looked at by a command that removes.
+    from ciuic.remote.replication import stored_manifests
+
+    packs = read_known_packs(directory)
+    if packs is None:
+        raise NotFound(f"this host does not remember which packs are in {config.url}; an upload reads them")
+    lost = lost_objects(space.objects, space.sealer, packs, stored_manifests(directory, record.stored))
+    for number, what in ((len(lost.manifests), "manifest"), (len(lost.packs), "pack")):
+        if number:
+            raise Damaged(
+                f"it lacks {plural(number, what)} that it had; an upload stores again what this host has"
+            )

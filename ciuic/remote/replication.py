@@ -47,6 +47,7 @@ from ciuic.protocol.stored_remotely import (
     StoredRecordDamaged,
     doubt_record,
     is_doubted,
+    note_stored_again,
     read_record,
     remote_lag,
     upload_state_dir,
@@ -63,8 +64,9 @@ from ciuic.remote.access import (
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
+from ciuic.remote.known_packs import add_known_pack, write_known_packs
 from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
-from ciuic.remote.object_names import parse_manifest
+from ciuic.remote.object_names import MANIFESTS_PREFIX, parse_manifest
 from ciuic.remote.objects.model import (
     NoSuchBucket,
     NoSuchObject,
@@ -85,6 +87,7 @@ from ciuic.remote.upload_deadline import (
 )
 from ciuic.remote.uploader import (
     MAX_REFUSALS,
+    ClosedPack,
     Labels,
     Overtaken,
     Stopped,
@@ -202,6 +205,8 @@ class FactsOfRemote:
         self._remote = remote
         # Logs that commit each snapshot, by its manifest.
         self._logs: dict[str, set[str]] = {}
+        self.lost: dict[str, list[str]] = {}
+        """Manifests that this host committed and that are gone, by the snapshot."""
         note = read_note(directory, _FACTS_NAME, _Note)
         self._facts: dict[str, StoredFacts] = (
             {} if note is None else {one.snapshot: one for one in note.facts}
@@ -248,6 +253,8 @@ class FactsOfRemote:
                 names.setdefault(one.snapshot, []).append(name)
         known: dict[str, StoredFacts] = {}
         stored: set[str] = set()
+        there = {info.name for info in self._remote.objects.list(MANIFESTS_PREFIX)}
+        self.lost = {}
         for id_, some in names.items():
             # Those of this host last, so that they stay.
             manifests = sorted(
@@ -255,10 +262,18 @@ class FactsOfRemote:
             )
             content = content_of(id_)
             before = self._facts.get(id_)
-            if before is not None and before.manifest in manifests and content in ("", before.content):
+            is_known = before is not None and before.manifest in manifests and before.manifest in there
+            if before is not None and is_known and content in ("", before.content):
                 found: list[StoredFacts | None] = [before]
             else:
-                found = [self._read(id_, name, repository_id) for name in manifests]
+                found = []
+                for name in manifests:
+                    try:
+                        found.append(self._read(id_, name, repository_id))
+                    except NoSuchObject:
+                        events.warning("remote_manifest_lost", manifest=name)
+                        if not self._logs.get(name, set()).isdisjoint(own_logs):
+                            self.lost.setdefault(id_, []).append(name)
             # One whose manifest cannot be read is not stored, though a log commits it: nobody could restore it.
             for facts in found:
                 if facts is not None and content in ("", facts.content):
@@ -291,7 +306,7 @@ class FactsOfRemote:
         self._write()
 
     def _read(self, id_: str, name: str, repository_id: str) -> StoredFacts | None:
-        """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read."""
+        """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read. NoSuchObject if it is gone."""
         try:
             manifest = read_document(
                 self._remote.objects, name, lambda data: decode_manifest(self._remote.sealer, name, data)
@@ -299,7 +314,7 @@ class FactsOfRemote:
             stored = decode_snapshot(id_, manifest.snapshot, repository_id)
             marks = decode_marks(id_, manifest.marks) if manifest.marks else StoredMarks(id=id_)
             snapshot: Snapshot = apply_marks(stored, marks)
-        except (NoSuchObject, Damaged, UnsupportedFormat) as error:
+        except (Damaged, UnsupportedFormat) as error:
             events.warning("remote_manifest_unreadable", manifest=name, error=error.message)
             return None
         return StoredFacts(
@@ -316,6 +331,17 @@ class FactsOfRemote:
 
     def _write(self) -> None:
         write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
+
+
+def stored_manifests(directory: str, stored: Collection[str]) -> list[str]:
+    """Return the manifests of the stored snapshots, as far as they were noted.
+
+    Args:
+        directory: What this host remembers of the space of its repository.
+        stored: Ids of snapshots that count as stored.
+    """
+    note = read_note(directory, _FACTS_NAME, _Note)
+    return [one.manifest for one in (() if note is None else note.facts) if one.snapshot in stored]
 
 
 _MAX_NAMED: Final = 5
@@ -396,6 +422,8 @@ class OtherLogs:
             write_note(directory, _OTHERS_NAME, _OthersNote(logs=seen), durable=False)
 
 
+# Packs for which they are listed as often as the log is looked at: two requests. Ten times as many, a tenth as often.
+_PACKS_OF_A_LOOK: Final = 1000
 # How often the directory of snapshots is looked at: one stat(2).
 _POLL_SECONDS: Final = 0.5
 # Time after which a snapshot that could not be read is tried again.
@@ -492,10 +520,16 @@ class Replication:
         self._now_ns = now_ns
         self._stored: set[str] = set()
         self._passed_over: set[str] = set()
+        # Committed snapshots of which it is not known since packs were lost whether the remote has all chunks, and those of which it lacks some.
+        self._unsure: set[str] = set()
+        self._holed: set[str] = set()
         # Snapshots that an operator gave up on the remote, and that are still here.
         self._given_up: set[str] = set()
         # Snapshots that the rules of the remote would not keep.
         self._unwanted: set[str] = set()
+        self._index: RemoteIndex
+        # When the packs were last listed.
+        self._listed = 0.0
         self._facts: FactsOfRemote
         self._logs: LogReader
         self._own_log: LogRotation
@@ -568,8 +602,49 @@ class Replication:
             # The machine is still there.
             self._plan = None
             self._forecast(None)
+        self._look_at_packs(uploader)
         self._apply_retention(uploader)
         return self._seen
+
+    def _look_at_packs(self, uploader: Uploader) -> None:
+        """List the packs if the last listing is old; where some were lost, find out which snapshots lack their chunks.
+
+        These are uploaded again, as far as they are here. Nothing counts as stored that was not looked at since.
+        """
+        index = self._index
+        seconds = LOOK_EVERY_SECONDS * (1 + len(index.known) // _PACKS_OF_A_LOOK)
+        if time.monotonic() - self._listed > seconds:
+            uploader.list_packs()
+            self._listed = time.monotonic()
+        if index.lost == 0:
+            return
+        if index.lost:
+            events.warning("remote_packs_lost", remote=self._config.name, packs=index.lost)
+        self._unsure = self._stored | self._holed
+        self._tell_all()
+        here = self._repository.snapshots.names()
+        self._holed = set()
+        for id_ in sorted(self._unsure):
+            self._step()
+            if self._stop.is_set():
+                raise Stopped
+            # What cannot be read here is not asked for; `ciuic check --remote` reads it there.
+            with suppress(NotFound, Damaged):
+                if id_ in here and not uploader.is_whole(SnapshotId(id_)):
+                    self._holed.add(id_)
+        self._stored = self._unsure - self._holed
+        self._unsure = set()
+        self._tell_all()
+        self._note_packs()
+
+    def _note_packs(self) -> None:
+        """Note what is there for those that look at the remote later, once no snapshot here lacks what was lost."""
+        index = self._index
+        if self._holed or self._place is None:
+            return
+        index.mark_whole()
+        finished = index.rounds_finished
+        write_known_packs(str(self._place[0]), -1 if finished is None else finished, index.packs())
 
     def _next(self, uploader: Uploader) -> Iterable[SnapshotInfo]:
         """Return what is uploaded now, in its order."""
@@ -637,12 +712,15 @@ class Replication:
                 labels=self._labels,
                 step=self._step,
                 problem=self._problem,
+                stored=self._note_pack,
                 check=self._check_overtaken,
                 max_refusals=self._max_refusals,
             )
             self._place = directory, log
+            self._index = index
             self._note_look(self._now_ns())
             uploader.begin()
+            self._listed = self._looked
             reader = LogReader(
                 space.objects,
                 space.sealer,
@@ -680,13 +758,23 @@ class Replication:
         self._logs = reader
         self._own_log = LogRotation(space.objects, space.sealer, log, reader)
         self._given_up = reader.given_up(self._repository.id) - self._again
+        if index.lost != 0:
+            self._unsure = set(self._stored)
         # Also where nothing is sent now: it was read again.
         self._tell_all()
+        if index.lost == 0:
+            self._note_packs()
         self._began(directory, log)
         for damaged in reader.damaged.values():
             # Snapshots whose commits are lost are uploaded again: their packs are there.
             events.warning("remote_log_damaged", remote=self._config.name, error=damaged.error.message)
         return _Opened(uploader, index)
+
+    def _note_pack(self, pack: ClosedPack) -> None:
+        # Without the file nobody relies on what it lacks.
+        with suppress(FileNotFoundError):
+            if self._place is not None:
+                add_known_pack(str(self._place[0]), pack.ref, pack.size_bytes)
 
     def _own_logs(self) -> set[str]:
         """Return the logs whose snapshots are this host's, and subject to its retention."""
@@ -697,7 +785,7 @@ class Replication:
         infos = self._repository.snapshots.list()
         unwanted = self._unwanted | (self._given_up - self._stored)
         self._passed_over = unwanted | _passed_over(
-            infos, self._stored, self._config.schedule.interval_seconds
+            infos, self._stored | self._holed, self._config.schedule.interval_seconds
         )
         lacking = [info for info in infos if info.id not in self._stored | self._passed_over]
         self._tell(infos, lacking)
@@ -855,8 +943,9 @@ class Replication:
         )
         removed = {str(id_) for id_ in plan.removed}
         given_up = [one for id_, one in own.items() if id_ in removed]
-        # What a damaged log commits may be what the rules would keep in place of these.
-        if given_up and not self._logs.damaged:
+        self._holed -= removed
+        # What a damaged log commits, or lacks chunks, may be what the rules would keep in place of these.
+        if given_up and not self._logs.damaged and not self._holed:
             uploader.give_up([one.manifest for one in given_up])
             self._stored.difference_update(one.snapshot for one in given_up)
             self._facts.remove([one.snapshot for one in given_up])
@@ -865,8 +954,12 @@ class Replication:
     def _upload(self, uploader: Uploader, info: SnapshotInfo) -> UploadedSnapshot | None:
         self._check_overtaken()
         id_ = info.id
+        done = None
         try:
-            done = uploader.upload(id_)
+            if id_ in self._holed:
+                uploader.fill(id_)
+            else:
+                done = uploader.upload(id_)
         except DamagedRemote:
             # Not of this snapshot: the remote is not what this host knows it to be, and nothing is added to it.
             raise
@@ -883,12 +976,21 @@ class Replication:
             self._packs.close()
             self._repository.close()
         self._stored.add(id_)
-        self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
+        if done is None:
+            self._holed.discard(id_)
+            self._note_packs()
+        else:
+            self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
+            # A commit without its manifest is damage until it is given up.
+            if lost := self._facts.lost.pop(id_, ()):
+                uploader.give_up(lost)
+        note_stored_again(self._config, id_, self._state_dir)
         if self._failed.pop(id_, None) is not None and not self._failed:
             self._unreadable("")
         self._tell_all()
-        self._uploaded(done)
-        self._persist(self._own_log.tidy)
+        if done is not None:
+            self._uploaded(done)
+            self._persist(self._own_log.tidy)
         return done
 
     def _content(self, id_: str) -> str:
@@ -925,7 +1027,7 @@ class Replication:
         self._tail_ns = max([self._tail_ns, *times])
         record = StoredRecord(
             repository=self._repository.id,
-            stored=frozenset(map(str, self._stored & here)),
+            stored=frozenset(map(str, self._stored & here - self._unsure)),
             passed_over=frozenset(map(str, self._passed_over & here)),
             tail_ns=self._tail_ns,
             url=self._config.url,

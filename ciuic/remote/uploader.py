@@ -729,6 +729,7 @@ class Uploader:
         step: Callable[[], None] = lambda: None,
         problem: Callable[[str], None] = lambda text: None,
         sent: Callable[[int], None] = lambda size_bytes: None,
+        stored: Callable[[ClosedPack], None] = lambda pack: None,
         check: Callable[[], None] = lambda: None,
         max_refusals: int | None = None,
     ) -> None:
@@ -748,6 +749,7 @@ class Uploader:
             step: Called between pieces of work; pauses while others need the disk.
             problem: Told in words what is waited for; with an empty text when it is over.
             sent: Told of bytes that were handed over to be sent.
+            stored: Called with each pack that was stored.
             check: Called between pieces of work and after each pack; ends an upload by raising `Overtaken`.
             max_refusals: As in `persist`.
         """
@@ -763,6 +765,7 @@ class Uploader:
         self._step = step
         self._problem = problem
         self._sent = sent
+        self._stored = stored
         self._check = check
         self._max_refusals = max_refusals
         self._whole = _WholeSnapshots()
@@ -785,7 +788,17 @@ class Uploader:
         self._whole.forget()
         self._index.follow(self._log.rounds)
         self._checked = self._log.rounds.version
+        self.list_packs()
+
+    def list_packs(self) -> None:
+        """Learn which packs are there.
+
+        Raises:
+            Stopped: the uploader was told to end.
+        """
         found = self._persist(lambda: self._index.refresh(self._remote.objects, self._remote.sealer))
+        if found.dropped:
+            self._whole.forget()
         for ref, reason in found.unreadable.items():
             events.warning("remote_pack_unreadable", pack=ref, reason=reason)
 
@@ -820,6 +833,33 @@ class Uploader:
         self._whole.add()
         self._previous = digest
         return UploadedSnapshot(snapshot.id, name, sent_bytes, time.monotonic() - began)
+
+    def is_whole(self, id_: SnapshotId) -> bool:
+        """Return whether the remote has every chunk of a snapshot that is committed there.
+
+        Raises:
+            NotFound: the snapshot was removed meanwhile.
+            Damaged: it cannot be read here.
+        """
+        snapshot = self._repository.snapshots.load(id_)
+        for _ in self._whole.missing(self._repository, self._index.has_many, snapshot):
+            return False
+        self._whole.add()
+        return True
+
+    def fill(self, id_: SnapshotId) -> None:
+        """Store what the remote lacks of a snapshot that is committed there; its commit stands, so that no collection takes that.
+
+        Raises like `upload`.
+        """
+        snapshot = self._repository.snapshots.load(id_)
+        while True:
+            try:
+                self._store_chunks(snapshot)
+            except _RefusedPack:
+                continue
+            break
+        self._whole.add()
 
     def missing_bytes(self, id_: SnapshotId, at_most: int | None = None) -> int:
         """Return about how many bytes the remote lacks of a snapshot; nothing is sent.
@@ -865,7 +905,12 @@ class Uploader:
             check=self._check,
             max_refusals=self._max_refusals,
         )
-        packing = _Packing(self._remote.sealer, self._index, outbox, self._size, self._uncommitted.add)
+
+        def stored(pack: ClosedPack) -> None:
+            self._uncommitted.add(pack)
+            self._stored(pack)
+
+        packing = _Packing(self._remote.sealer, self._index, outbox, self._size, stored)
         try:
             for missing in self._whole.missing(self._repository, packing.has_many, snapshot):
                 for chunk in self._copies.read(missing, packing):

@@ -83,17 +83,21 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
         stop = True
 
     config = session.config
-    if config.remotes:
-        # Only here: the module imports the store's client.
-        from ciuic.remote.remote_look import looks
+    found: dict[str, str] = {}
     # A dry run writes nothing, so that it is allowed in another user's repository as well.
     repository = session.repository if dry_run else session.own_repository
+    if config.remotes:
+        # Only here: the module imports the store's client.
+        from ciuic.cli.shared.remotes import waiting_aloud
+        from ciuic.remote.remote_look import looks
+
+        found = looks(config.remotes, repository, waiting=waiting_aloud(session.verbosity))
     remotes = remotes_done(
         config.remotes,
         repository.id,
         now_ns=session.now_ns,
         is_theirs=config.names_repository,
-        looks=looks(config.remotes, repository) if config.remotes else {},
+        looks=found,
     )
     reserve = reserve_of(config.repository.reserve, total_bytes(repository.path))
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
+from ciuic.cli.shared import slow
 from ciuic.cli.shared.messages import complain
 from ciuic.errors import CiuicError, NotFound, UsageError, pip_install
 
@@ -42,6 +44,15 @@ class EveryVersion(NamedTuple):
 
     before_ns: int | None
     """Leave out what was stored at this time or later (ns since 1970); None for nothing."""
+
+
+def waiting_aloud(verbosity: int) -> Callable[[str], AbstractContextManager[None]]:
+    """Return what a command enters while it looks at the remote of a name: it says so where that takes long, unless -q is given."""
+    # The session is known to the command's own thread alone.
+    say = complain if verbosity >= 0 else lambda text: None
+    return lambda name: slow.if_slow(
+        lambda: say(f"still asking the remote {name} what it has"), slow.ANSWER_SECONDS
+    )
 
 
 def open_named_remote(

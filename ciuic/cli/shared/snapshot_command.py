@@ -56,15 +56,12 @@ _AFTER_SECONDS: Final = 30.0
 def telling_why(socket_path: str, *, after_seconds: float = _AFTER_SECONDS) -> Iterator[None]:
     """Print one line to stderr if the block takes long because captures make way for other programs."""
     # Not at the top: most snapshots wait for nothing.
-    import threading
+    from functools import partial
 
-    timer = threading.Timer(after_seconds, _tell, [socket_path])
-    timer.daemon = True
-    timer.start()
-    try:
+    from ciuic.cli.shared.slow import if_slow
+
+    with if_slow(partial(_tell, socket_path), after_seconds):
         yield
-    finally:
-        timer.cancel()
 
 
 def _tell(socket_path: str) -> None:

@@ -178,9 +178,11 @@ def _lag(session: Session, config: RemoteConfig, *, contact: bool) -> tuple[Remo
         return None, error.message
     look = ""
     if contact:
+        from ciuic.cli.shared.remotes import waiting_aloud
         from ciuic.remote.remote_look import looks
 
-        look = looks([config], repository, away=False).get(config.name, "")
+        waiting = waiting_aloud(session.verbosity)
+        look = looks([config], repository, away=False, waiting=waiting).get(config.name, "")
     return remote_lag(config, repository.id, infos, now_ns=session.now_ns, look=look), ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -20,17 +21,21 @@ from support.remote_host import BLOCK
 from support.stored import store
 
 from ciuic.cli.app import cli
+from ciuic.cli.shared import remotes, slow
 from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError
 from ciuic.maintenance.prune import prune
-from ciuic.protocol.stored_remotely import MAX_UNSEEN_SECONDS, read_record, remotes_done
+from ciuic.protocol.stored_remotely import MAX_UNSEEN_SECONDS, StoredRecord, read_record, remotes_done
+from ciuic.remote import remote_look
 from ciuic.remote.access import init_remote, open_remote, repository_space
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.objects.directory_objects import DirectoryObjects
+from ciuic.remote.objects.model import Objects, RemoteUnreachable
+from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.remote_look import look_at
 from ciuic.remote.replication import Replication
 from ciuic.remote.uploader import Labels
-from ciuic.repository import Repository
+from ciuic.repository import Repository, Walker
 from ciuic.repository.pack_directory import Packs
 from ciuic.retention import RetentionPolicy
 from ciuic.types import SnapshotId
@@ -46,6 +51,8 @@ Step = Literal[
     "vanish",
     "come back",
     "replace",
+    "lose packs",
+    "lose manifests",
     "prune",
     "prune blindly",
 ]
@@ -62,6 +69,8 @@ class _Beside:
         self.state.mkdir()
         self.rng = random.Random(1)
         self.saved = 0
+        self.chunks: dict[str, set[bytes]] = {}
+        """Chunks of each snapshot that was ever taken."""
         self.ahead_ns = 0
         self.replace()
 
@@ -72,6 +81,9 @@ class _Beside:
         self.saved += 1
         with self.repository.writer() as writer:
             store(writer, {b"f": self.rng.randbytes(BLOCK)}, number=self.saved)
+        for id_ in self.repository.snapshots.names() - self.chunks.keys():
+            snapshot = self.repository.snapshots.load(SnapshotId(id_))
+            self.chunks[id_] = {reached.id for reached in Walker(self.repository).walk(snapshot)}
 
     def upload(self) -> None:
         packs = Packs(
@@ -121,6 +133,24 @@ class _Beside:
     def go_back(self) -> None:
         self._copy_now(self.older, self.bucket)
 
+    def lose_packs(self) -> None:
+        """Delete every second pack, as a person or a lifecycle rule does."""
+        for path in sorted(self.packs())[::2]:
+            path.unlink()
+        self.ahead_ns += (MAX_UNSEEN_SECONDS + 1) * 10**9
+
+    def lose_manifests(self) -> None:
+        """Delete every second manifest."""
+        for path in sorted(path for path in self.bucket.rglob("manifests/*/*/*") if path.is_file())[::2]:
+            path.unlink()
+        self.ahead_ns += (MAX_UNSEEN_SECONDS + 1) * 10**9
+
+    def packs(self) -> list[Path]:
+        return [path for path in self.bucket.rglob("packs/*/*/*") if path.is_file()]
+
+    def look(self, record: StoredRecord) -> str | None:
+        return look_at(self.config, self.repository, record, self.state)
+
     def write_config(self, place: Path) -> Path:
         config = place / "ciuic.toml"
         config.write_text(
@@ -133,7 +163,7 @@ class _Beside:
         return time.time_ns() + self.ahead_ns
 
     def there(self) -> set[str]:
-        """Return the snapshots that the remote commits now."""
+        """Return the snapshots that can be restored from the remote now."""
         if not self.bucket.exists():
             return set()
         try:
@@ -146,14 +176,22 @@ class _Beside:
             return set()
         reader = LogReader(space.objects, space.sealer)
         reader.refresh()
-        return {live.snapshot for live in reader.live().values()}
+        index = RemoteIndex.open(None)
+        try:
+            index.refresh(space.objects, space.sealer)
+            committed = {
+                one.snapshot for name, one in reader.live().items() if space.objects.info(name) is not None
+            }
+            return {id_ for id_ in committed if self.chunks[id_] <= index.has_many(self.chunks[id_])}
+        finally:
+            index.close()
 
     def prune(self, *, blindly: bool = False) -> None:
         repository = self.repository
         record = read_record("remote", self.state)
         looks = {}
         if record is not None and not blindly:
-            answer = look_at(self.config, repository, record, self.state)
+            answer = self.look(record)
             if answer is not None:
                 looks["remote"] = answer
         before = set(map(str, repository.snapshots.names()))
@@ -196,6 +234,100 @@ def test_prune_removes_what_the_remote_has() -> None:
             beside.do(step)
         beside.prune_blindly()
         assert len(beside.repository.snapshots.names()) == 1
+
+
+def test_an_upload_stores_lost_packs_again() -> None:
+    """A look counts the packs that are lost, nothing counts as stored that lacks them, and an upload stores again what is here."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "save", "save", "upload", "lose packs"):
+            beside.do(step)
+        record = read_record("remote", beside.state)
+        assert record is not None
+        assert beside.look(record) == (
+            "nothing counts as stored there: it lacks 3 packs that it had; an upload stores again what this host has"
+        )
+        committed = sorted(beside.bucket.rglob("manifests/**/*"))
+        beside.upload()
+        assert beside.there() == beside.repository.snapshots.names()
+        assert beside.look(record) == ""
+        after = read_record("remote", beside.state)
+        assert after is not None
+        assert after.stored == record.stored
+        # Their commits stood, and no second ones were made.
+        assert sorted(beside.bucket.rglob("manifests/**/*")) == committed
+
+
+def test_a_pack_that_was_cut_is_stored_again() -> None:
+    """A pack of another size than it had is one that is lost."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "save", "upload"):
+            beside.do(step)
+        (first, *_) = beside.packs()
+        first.write_bytes(first.read_bytes()[:-1])
+        record = read_record("remote", beside.state)
+        assert record is not None
+        assert "it lacks 1 pack that it had" in str(beside.look(record))
+        beside.upload()
+        assert beside.there() == beside.repository.snapshots.names()
+
+
+def test_packs_that_a_collection_removed_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another host's collection deleted since the last upload here is missed by no look."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "save", "upload"):
+            beside.do(step)
+        record = read_record("remote", beside.state)
+        assert record is not None
+        (kept, removed) = sorted(beside.repository.snapshots.names())
+        monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(beside.state))
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{place}/cache")
+        monkeypatch.setenv("CIUIC_REPO", "")
+        config = beside.write_config(Path(place))
+        before = set(beside.packs())
+        day_ago = time.time() - 2 * 86_400
+        for path in beside.bucket.rglob("*"):
+            os.utime(path, (day_ago, day_ago))
+        for words in (("forget", "--remote", "-y", removed), ("prune", "--remote")):
+            result = CliRunner().invoke(cli, ["--config", str(config), *words])
+            assert result.exit_code == 0, result.output
+        assert not before <= set(beside.packs())
+        assert beside.look(record) == ""
+        assert beside.there() == {kept}
+
+
+def test_prune_says_that_it_waits_for_a_remote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remote that does not answer is named while prune waits, with nothing shown on a terminal, and nothing goes."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "save", "upload"):
+            beside.do(step)
+        monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(beside.state))
+        monkeypatch.setenv("CIUIC_REPO", "")
+        config = beside.write_config(Path(place))
+        config.write_text(config.read_text() + "[retention]\nkeep_within = 0\nkeep_last = 1\n")
+        said = threading.Event()
+        lines: list[str] = []
+
+        def complain(text: str) -> None:
+            lines.append(text)
+            said.set()
+
+        def refuse_late(config: RemoteConfig) -> Objects:
+            assert said.wait(60)
+            raise RemoteUnreachable("cannot open it: no answer from the store")
+
+        monkeypatch.setattr(slow, "ANSWER_SECONDS", 0.0)
+        monkeypatch.setattr(remotes, "complain", complain)
+        monkeypatch.setattr(remote_look, "configured_objects", refuse_late)
+        before = beside.repository.snapshots.names()
+        result = CliRunner().invoke(cli, ["--config", str(config), "prune"])
+        assert result.exit_code == 0, result.output
+        assert lines == ["still asking the remote remote what it has"]
+        assert "nothing counts as stored there: cannot open it: no answer from the store" in result.stderr
+        assert beside.repository.snapshots.names() == before
 
 
 def test_doctor_and_status_say_what_a_remote_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
