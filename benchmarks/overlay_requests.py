@@ -60,7 +60,7 @@ class _Caller:
         self._session: Any = KernelDriver(
             self._core, self._served.fileno(), negotiated, journal=journal
         ).session
-        self._server = type("Server", (), {"busy": 0})()
+        self._server = type("Server", (), {"busy": 0, "expects_body": False, "body": None})()
         self._session._owner = self._server
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._unique = 2
