@@ -85,7 +85,7 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
     sample = sorted(seconds for job in report for seconds in job["sample"])
     return [
         Figure("workers killed", killed, tuple(stuck) if killed else ("nothing was killed", *stuck)),
-        Figure("ms from a kill until a successor serves, median", round(1000 * gap)),
+        Figure("ms from a kill until the daemon names a successor, median", round(1000 * gap)),
         Figure(
             "operations compared with a plain directory's",
             sum(job["operations"] for job in report),
