@@ -479,8 +479,10 @@ class Twin:
 
     def end(self) -> None:
         """Check that both trees are the same, to the byte."""
-        for file in (*self._files, *self._referred):
-            file.close()
+        # Another thread may watch the shared directory still.
+        with self._shared:
+            for file in (*self._files, *self._referred):
+                file.close()
         self._top = self._name
         for folder, folders, files in os.walk(self._sides[1] / self._name):
             for name in (*folders, *files):
