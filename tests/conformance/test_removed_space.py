@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.overlay import PASSES, Overlay
+from support.overlay import DRIVER, PASSES, Overlay
 from support.until import until
 
 pytestmark = pytest.mark.mount
@@ -55,6 +56,36 @@ def test_the_next_checkpoint_fits_where_the_old_one_was(root: Path, how: str) ->
             (root / "small").write_bytes(b"x")
             (root / "small").rename(root / "checkpoint")
         assert _free(root) - before > 99 * MIB
+
+
+_REMOVES_WHAT_IT_WRITES = """
+import os, sys
+with open(sys.argv[1], "wb") as file:
+    file.write(os.urandom(100 << 20))
+    file.flush()
+    print("written", flush=True)
+    sys.stdin.readline()
+    os.unlink(sys.argv[1])
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.skipif(DRIVER != "kernel", reason="sessions outlive the workers of the kernel driver alone")
+def test_space_of_a_file_that_a_killed_worker_opened_is_free_after_its_close(overlay: Overlay) -> None:
+    """A successor keeps no space of a checkpoint that was open when its predecessor died, and that is removed before its close."""
+    overlay.keep_session()
+    job = [sys.executable, "-c", _REMOVES_WHAT_IT_WRITES, str(overlay.root / "checkpoint")]
+    with subprocess.Popen(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        overlay.process.kill()
+        overlay.succeed()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+    # The kernel tells the worker of the last close, and waits for no answer.
+    until("the space", lambda: _free(overlay.root) > 150 * MIB)
 
 
 @pytest.mark.parametrize("opened", ["before", "after"])

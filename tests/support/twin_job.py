@@ -39,6 +39,10 @@ _FALLOCATE_MODES = (0, 1, 3, 16)
 _RENAME_FLAGS = (0, 0, 1, 2)
 _libc = ctypes.CDLL(None, use_errno=True)
 _MINE = 0xFFFFFFFF
+_MOVED_BYTES = 9000
+_EVENT = struct.Struct("iIII")
+"""watch, mask, cookie, length of the name; name"""
+_IN_ALL_EVENTS = 0xFFF
 
 
 def _call_on_names(call: Callable[[str, str], Any], old: str, new: str, top: str) -> Any:
@@ -98,6 +102,8 @@ class Twin:
         self._name = seed.rpartition("-")[2]
         self._shared = shared
         self._files: list[Open] = []
+        self._referred: list[Open] = []
+        """Files and directories by O_PATH descriptors."""
         self.clock = Clock()
         self.operations = 0
         self.history: list[str] = []
@@ -109,15 +115,30 @@ class Twin:
     def step(self) -> None:
         """Do one operation."""
         kinds = [kind for kind in dir(self) if kind.startswith("do_")]
-        kind = self._choose.choice(kinds)
+        operation = getattr(self, self._choose.choice(kinds))
+        call = partial(self._watched, operation) if self._choose.random() < 0.2 else operation
         if self._choose.random() < 0.3:
             with self._shared:
                 self._top = "shared"
-                getattr(self, kind)()
+                call()
         else:
             self._top = self._name
-            getattr(self, kind)()
+            call()
         self.operations += 1
+
+    def _watched(self, operation: Callable[[], None]) -> None:
+        """Carry an operation out under inotify(7), and compare the events."""
+        watches = [_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) for _ in self._sides]
+        try:
+            for fd, side in zip(watches, self._sides, strict=True):
+                _libc.inotify_add_watch(fd, os.fsencode(side / self._top), _IN_ALL_EVENTS)
+            operation()
+            seen = [_events(fd) for fd in watches]
+        finally:
+            for fd in watches:
+                os.close(fd)
+        if seen[0] != seen[1]:
+            raise Differs(f"events of {self.history[-1]}: overlay {seen[0]!r}, plain {seen[1]!r}")
 
     def _path(self) -> str:
         depth = self._choose.choice((1, 1, 1, 2, 2, 3))
@@ -246,6 +267,22 @@ class Twin:
                 call = getattr(os, what)
                 self._call_both(f"{what} {old} {new}", partial(_call_on_names, call, old, new))
 
+    def do_refer(self) -> None:
+        """Refer to a file by an O_PATH descriptor, and use one that has outlived other operations."""
+        path, found = self._path(), list[int]()
+        flags = os.O_PATH | os.O_NOFOLLOW
+        self._call_both(f"refer to {path}", lambda top: found.append(os.open(f"{top}/{path}", flags)))
+        if len(found) == 2:
+            self._referred.append(Open(found[0], found[1], flags, self._top, f"O_PATH {path}"))
+        mine = [file for file in self._referred if file.top == self._top]
+        if len(mine) > _MAX_FILES:
+            self._referred.remove(mine[0])
+            mine.pop(0).close()
+        # A file without a name may be gone (conformance.md).
+        named = [file for file in mine if os.fstat(file.plain).st_nlink]
+        if named:
+            self._handles("use", self._choose.choice(named), _use_referred)
+
     # -- attributes -----------------------------------------------------------------------------------
 
     def do_stat(self) -> None:
@@ -361,6 +398,18 @@ class Twin:
 
         self._call_both(f"content of {path}", read)
 
+    def do_transfer(self) -> None:
+        """Copy between two files that are open, within the kernel."""
+        source, target = self._file(), self._file()
+        if source is None or target is None:
+            return
+        move, offset = self._choose.choice((_send, _splice, _copy_range)), self._choose.randrange(_SIZE)
+        self._compare(
+            f"{move.__name__} from {offset} ({source.what}, {target.what})",
+            lambda: move(source.overlay, target.overlay, offset),
+            lambda: move(source.plain, target.plain, offset),
+        )
+
     def do_truncate(self) -> None:
         path, size, file = self._path(), self._choose.randrange(_SIZE), self._file()
         if file is not None and self._choose.random() < 0.5:
@@ -430,8 +479,10 @@ class Twin:
 
     def end(self) -> None:
         """Check that both trees are the same, to the byte."""
-        for file in self._files:
-            file.close()
+        # Another thread may watch the shared directory still.
+        with self._shared:
+            for file in (*self._files, *self._referred):
+                file.close()
         self._top = self._name
         for folder, folders, files in os.walk(self._sides[1] / self._name):
             for name in (*folders, *files):
@@ -449,6 +500,73 @@ def _names(top: str) -> list[str]:
         for at, folders, files in os.walk(top)
         for name in (*folders, *files)
     ]
+
+
+def _events(watch: int) -> list[tuple[int, bool, bytes]]:
+    """Return the events of an inotify descriptor: mask, whether it belongs to a rename, and name."""
+    events, at = [], 0
+    try:
+        data = os.read(watch, 1 << 16)
+    except BlockingIOError:
+        return []
+    while at < len(data):
+        _, mask, cookie, size = _EVENT.unpack_from(data, at)
+        at += _EVENT.size + size
+        name = data[at - size : at].rstrip(b"\0")
+        # ext4 makes the name of a file without one from its number (conformance.md).
+        events.append((mask, cookie != 0, b"/" if name.startswith(b"#") else name))
+    return events
+
+
+def _all_moved(move: Callable[[int], int]) -> int:
+    """Move some kilobytes in as many calls as it takes; ``move`` gets how many bytes were moved before."""
+    moved = 0
+    while moved < _MOVED_BYTES and (count := move(moved)):
+        moved += count
+    return moved
+
+
+def _send(source: int, target: int, offset: int) -> int:
+    """Copy by sendfile(2), to the target's position."""
+    return _all_moved(lambda moved: os.sendfile(target, source, offset + moved, _MOVED_BYTES - moved))
+
+
+def _copy_range(source: int, target: int, offset: int) -> int:
+    """Copy by copy_file_range(2), to the target's beginning."""
+    return _all_moved(
+        lambda moved: os.copy_file_range(source, target, _MOVED_BYTES - moved, offset + moved, moved)
+    )
+
+
+def _splice(source: int, target: int, offset: int) -> int:
+    """Copy by splice(2) through a pipe, to the target's beginning."""
+    out, into = os.pipe()
+
+    def move(moved: int) -> int:
+        count = left = os.splice(source, into, _MOVED_BYTES - moved, offset_src=offset + moved)
+        while left:
+            left -= os.splice(out, target, left, offset_dst=moved + count - left)
+        return count
+
+    try:
+        return _all_moved(move)
+    finally:
+        os.close(out)
+        os.close(into)
+
+
+def _use_referred(fd: int) -> tuple[Any, ...]:
+    """Return the facts of what an O_PATH descriptor leads to, and the content of a directory or file."""
+    st, path = os.fstat(fd), f"/proc/self/fd/{fd}"
+    if stat.S_ISDIR(st.st_mode):
+        return *_facts(st), sorted(os.listdir(path))
+    if stat.S_ISREG(st.st_mode):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            return *_facts(st), os.read(opened, 4 * _SIZE)
+        finally:
+            os.close(opened)
+    return _facts(st)
 
 
 def _facts(st: os.stat_result) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 
 from support import twin_job
@@ -47,10 +48,10 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
             _started([str(root), str(plain), f"{seed}{number}", str(top / "stop")], *report)
             for number, (root, plain, report) in enumerate(zip(roots, plains, said_by, strict=True))
         ]
-        counts, stuck = [0] * _ROOTS, list[str]()
+        gaps, stuck = [list[float]() for _ in roots], list[str]()
         killers = [
             threading.Thread(
-                target=_kill, args=(site, root, jobs, random.Random(seed + at), time.monotonic() + seconds, kills, counts, at, stuck)
+                target=_kill, args=(site, root, jobs, random.Random(seed + at), time.monotonic() + seconds, kills, gaps, at, stuck)
             )
             for at, root in enumerate(roots)
         ]  # fmt: skip
@@ -78,12 +79,13 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
         # After a failure it is kept for examination.
         shutil.rmtree(top, ignore_errors=True)
     report = [json.loads(output) for output, _ in outputs if output]
+    killed = sum(map(len, gaps))
+    gap = statistics.median(chain.from_iterable(gaps)) if killed else 0
     longest = max((call[2] for job in report for call in job["long"]), default=0.0)
     sample = sorted(seconds for job in report for seconds in job["sample"])
     return [
-        Figure(
-            "workers killed", sum(counts), tuple(stuck) if sum(counts) else ("nothing was killed", *stuck)
-        ),
+        Figure("workers killed", killed, tuple(stuck) if killed else ("nothing was killed", *stuck)),
+        Figure("ms from a kill until the daemon names a successor, median", round(1000 * gap)),
         Figure(
             "operations compared with a plain directory's",
             sum(job["operations"] for job in report),
@@ -109,12 +111,12 @@ def _kill(
     rng: random.Random,
     until_time: float,
     kills: int,
-    counts: list[int],
+    gaps: list[list[float]],
     at: int,
     stuck: list[str],
 ) -> None:
     """End the worker of ``root`` at random moments until time, kills or a job are at an end."""
-    while time.monotonic() < until_time and (not kills or sum(counts) < kills):
+    while time.monotonic() < until_time and (not kills or sum(map(len, gaps)) < kills):
         if any(job.poll() is not None for job in jobs):
             return
         before = _worker_pid(site, root)
@@ -126,13 +128,15 @@ def _kill(
             os.kill(before, signal.SIGKILL)
         except ProcessLookupError:
             continue
-        counts[at] += 1
+        killed = time.monotonic()
         try:
-            until("a successor", lambda before=before: _worker_pid(site, root) not in (0, before))
+            until("a successor", lambda before=before: _worker_pid(site, root) not in (0, before))  # type: ignore[misc]
         except (AssertionError, TimeoutError) as error:
             # An exception in a thread would be lost.
             stuck.append(f"{root}: {error}")
             return
+        finally:
+            gaps[at].append(time.monotonic() - killed)
 
 
 def _worker_pid(site: Site, root: Path) -> int:

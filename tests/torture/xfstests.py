@@ -43,12 +43,19 @@ class Expected(NamedTuple):
     reason: str
     pyfuse3_only: bool = False
     """True if the kernel driver passes them, or gives them nothing to test."""
+    cached: bool = False
+    """True if they also fail on the kernel driver without passthrough, where reads are answered from the kernel's cache."""
     handles: bool = False
     """True if they also fail where the kernel gives out file handles of a FUSE file system whatever the server says (before Linux 6.9)."""
 
     def here(self, driver: str, release: tuple[int, int]) -> bool:
         """Return whether they fail with a driver on a kernel of this release."""
-        return driver == "pyfuse3" or not self.pyfuse3_only or (self.handles and release < (6, 9))
+        return (
+            driver == "pyfuse3"
+            or not self.pyfuse3_only
+            or (self.handles and release < (6, 9))
+            or (self.cached and driver == "kernel-cached")
+        )
 
 
 EXPECTED = (
@@ -56,6 +63,7 @@ EXPECTED = (
         (3,),
         "access times of what is read from the kernel's cache; change times after it is written back",
         pyfuse3_only=True,
+        cached=True,
     ),
     Expected(
         (20,),

@@ -486,7 +486,7 @@ class Names:
         file = self._state.any_file(node)
         if node.parent is None and file is not None:
             return Descriptor(os.dup(file.fd)), True
-        if self._nodes.path_handle(node).name is None:
+        if self._nodes.path_handle(node).name is None and not node.astray:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return self._nodes.pin(node), False
 
@@ -546,7 +546,9 @@ class Names:
             # has returned.
             self.before_freeing()
             return None
-        if node is None or not node.lookups:
+        # With another name a large file's space is not freed now. It must be when that name goes, which only a node that
+        # the kernel can forget ensures.
+        if node is None or not node.lookups or (target.is_large and not node.is_counted):
             return None
         return Descriptor(
             os.open(entry.name or b"", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry.dir_fd)
@@ -666,15 +668,14 @@ class Target(NamedTuple):
         )
 
     @property
+    def is_large(self) -> bool:
+        """True for a file whose space must be free when its last name is gone."""
+        return stat.S_ISREG(self.st.st_mode) and self.st.st_blocks * 512 >= _FREED_AT_ONCE_BYTES
+
+    @property
     def frees_much(self) -> bool:
         """True if this is the last name of a large file that no program has open."""
-        node = self.node
-        return (
-            stat.S_ISREG(self.st.st_mode)
-            and self.nlink <= 1
-            and self.st.st_blocks * 512 >= _FREED_AT_ONCE_BYTES
-            and (node is None or node.handles is None)
-        )
+        return self.is_large and self.nlink <= 1 and (self.node is None or self.node.handles is None)
 
     @property
     def is_remembered(self) -> bool:

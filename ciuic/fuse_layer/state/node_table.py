@@ -166,6 +166,11 @@ class Node:
         return self.kind == stat.S_IFDIR
 
     @property
+    def is_counted(self) -> bool:
+        """True if the node goes when the kernel forgets it; one of a predecessor stays."""
+        return self.lookups < _LOOKED_UP_FOR_EVER >> 1
+
+    @property
     def is_written(self) -> bool:
         """True if a handle that can write is open."""
         return self.writers > 0
@@ -422,6 +427,8 @@ class NodeTable:
                 parent.below += 1
             return
         node.astray = False
+        # It would keep the space of a file that loses this name too.
+        self._removed.pop(node.id, None)
         # Before the old names are dropped: one of them may be in the same directory, which must not be
         # dropped with it.
         parent.below += 1
@@ -604,7 +611,7 @@ class NodeTable:
             parent: directory of the name.
             name: name that is gone.
             gone: it was the last one.
-            keep: descriptor that still leads to the inode then.
+            keep: descriptor that still leads to the inode where no known name does.
             last: attributes of the inode, where its space is freed.
         """
         with self._lock:
@@ -623,6 +630,8 @@ class NodeTable:
                 else:
                     node.parent = None
                     node.astray = True
+                    # The file is there: a program may refer to it by an O_PATH descriptor.
+                    self._keep_removed(node, keep, None)
                 self._drop_below(parent)
             elif node.aliases and (parent, name) in node.aliases:
                 node.aliases.remove((parent, name))

@@ -10,19 +10,28 @@ from torture.xfstests import EXPECTED, Kind, Xfstests, judged
 
 
 def test_the_page_has_the_expected_failures_of_xfstests() -> None:
-    """The page lists each expected failure once, and says of the same ones that they are pyfuse3's or of an old kernel."""
+    """The page lists each expected failure once, and says of the same ones on which drivers and kernels they fail."""
     page = (CHECKOUT / "docs/conformance.md").read_text()
     rows = re.findall(r"^\| generic/([\d, ]+)(.*?) \|", page, re.MULTILINE)
     shown = [
-        (tuple(map(int, re.findall(r"\d+", numbers))), "pyfuse3" in rest, "before Linux 6.9" in rest)
+        (
+            tuple(map(int, re.findall(r"\d+", numbers))),
+            "pyfuse3" in rest,
+            "before Linux 6.9" in rest,
+            "without passthrough" in rest,
+        )
         for numbers, rest in rows
     ]
-    assert shown == [(one.numbers, one.pyfuse3_only, one.handles) for one in EXPECTED]
+    assert shown == [(one.numbers, one.pyfuse3_only, one.handles, one.cached) for one in EXPECTED]
 
 
 def test_a_failure_is_expected_where_its_reason_applies() -> None:
-    """Failures of file handles are expected with pyfuse3 and before Linux 6.9, and the limit of attributes everywhere."""
-    attributes, handles = EXPECTED[1], EXPECTED[2]
+    """Failures of file handles are expected with pyfuse3 and before Linux 6.9, those of the cache where it answers, and the limit of
+    attributes everywhere.
+    """
+    times, attributes, handles = EXPECTED
+    drivers = ("pyfuse3", "kernel-cached", "kernel")
+    assert [times.here(driver, (6, 18)) for driver in drivers] == [True, True, False]
     assert attributes.here("kernel", (6, 18))
     assert [
         handles.here(*one) for one in (("kernel", (6, 18)), ("kernel", (6, 8)), ("pyfuse3", (6, 18)))

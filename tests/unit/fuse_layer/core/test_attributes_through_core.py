@@ -53,6 +53,45 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(core: OverlayCore, tmp_pa
     assert outside.stat().st_mode & 0o7777 == 0o600
 
 
+@pytest.mark.parametrize("size", [10, 2 << 20])
+@pytest.mark.parametrize("how", ["unlink", "rename over it"])
+def test_a_file_with_a_name_that_nobody_looked_up_stays_reachable(
+    core: OverlayCore, tmp_path: Path, how: str, size: int
+) -> None:
+    """A file that has lost the one name looked up so far still opens, links and has attributes, as for O_PATH descriptors."""
+    root = tmp_path / "root"
+    (root / "known").write_bytes(bytes(size))
+    os.link(root / "known", root / "unseen")
+    node = core.names.lookup(ROOT_ID, b"known").node
+    if how == "unlink":
+        core.names.unlink(ROOT_ID, b"known")
+    else:
+        (root / "new").touch()
+        core.names.rename(ROOT_ID, b"new", ROOT_ID, b"known", 0)
+    attr = core.attributes.getattr(node)
+    assert (attr.nlink, attr.st.st_size) == (1, size)
+    handle = core.files.open(node, os.O_RDWR)
+    assert core.files.read(handle, 0, 4) == bytes(4)
+    core.files.release(handle)
+    assert core.names.link(node, ROOT_ID, b"again").nlink == 2
+    assert core.names.lookup(ROOT_ID, b"unseen").node == node
+    assert os.stat(root / "again").st_ino == os.stat(root / "unseen").st_ino
+    assert os.stat(root / "again").st_nlink == 2
+
+
+def test_a_file_found_by_another_name_frees_its_space_with_it(core: OverlayCore, tmp_path: Path) -> None:
+    """No descriptor of a large file is left when the name found later is removed, though the kernel remembers the file."""
+    root = tmp_path / "root"
+    (root / "known").write_bytes(bytes(2 << 20))
+    os.link(root / "known", root / "unseen")
+    core.names.lookup(ROOT_ID, b"known")
+    core.names.unlink(ROOT_ID, b"known")
+    core.names.lookup(ROOT_ID, b"unseen")
+    core.names.unlink(ROOT_ID, b"unseen")
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]
+    assert not [path for path in opened if path.startswith((str(root / "known"), str(root / "unseen")))]
+
+
 def test_an_attribute_is_marked_though_the_change_fails_half_way(
     core: OverlayCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
