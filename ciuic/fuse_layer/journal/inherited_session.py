@@ -255,7 +255,9 @@ def _apply_name(found: InheritedSession, body: bytes) -> None:
         return
     name = (parent, body[f.NAME_FIELDS.size :])
     if several and node.name is not None:
-        node.aliases.add(name)
+        # Which of several names comes first may differ from the worker's table: it tells them again, also the first one here.
+        if name != node.name:
+            node.aliases.add(name)
     else:
         node.name, node.aliases, node.gone = name, set(), False
 
