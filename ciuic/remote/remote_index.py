@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from ciuic.errors import Damaged
+from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.object_names import PACKS_PREFIX, TABLES_PREFIX, PackRef, parse_pack, parse_table, split_ref
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.pack import RemotePackReader
@@ -117,6 +117,12 @@ CREATE TABLE unsorted_chunks (
   stored INTEGER NOT NULL, raw INTEGER NOT NULL, flags INTEGER NOT NULL
 );
 """
+# Of a later version than the other tables.
+_UNREADABLE_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS unreadable_packs (
+  ref TEXT PRIMARY KEY, size INTEGER NOT NULL, modified_ns INTEGER NOT NULL, reason TEXT NOT NULL
+);
+"""
 
 
 class RemotePack(NamedTuple):
@@ -140,6 +146,7 @@ class PackTables:
             self._db.executescript(_SCHEMA)
             index.clear()
             index.set_fact(_VERSION_FACT, _VERSION)
+        self._db.executescript(_UNREADABLE_SCHEMA)
         # Left behind by a process that was killed while it filled the index.
         self.sort()
         self.refs: Final = PackRefs(self._db)
@@ -195,6 +202,26 @@ class PackTables:
             table = "unsorted_chunks" if unsorted else "chunks"
             self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?,?,?,?,?,?)", rows)
             self._db.executemany("INSERT OR REPLACE INTO bases VALUES (?,?,?,?)", bases)
+
+    def unreadable(self, listed: Mapping[PackRef, ObjectInfo]) -> dict[PackRef, str]:
+        """Return the packs of a listing of all that could not be read as they are, with the reason; forget others."""
+        known = {}
+        for ref, size_bytes, modified_ns, reason in self._db.execute(
+            "SELECT * FROM unreadable_packs"
+        ).fetchall():
+            info = listed.get(ref)
+            if info is not None and (info.size_bytes, info.modified_ns) == (size_bytes, modified_ns):
+                known[PackRef(ref)] = reason
+            else:
+                self._db.execute("DELETE FROM unreadable_packs WHERE ref=?", (ref,))
+        return known
+
+    def note_unreadable(self, found: Mapping[PackRef, str], listed: Mapping[PackRef, ObjectInfo]) -> None:
+        """Note packs that could not be read."""
+        rows = [
+            (ref, listed[ref].size_bytes, listed[ref].modified_ns, reason) for ref, reason in found.items()
+        ]
+        self._db.executemany("INSERT OR REPLACE INTO unreadable_packs VALUES (?,?,?,?)", rows)
 
     def sort(self) -> None:
         """Put chunks that were added unsorted where they are found."""
@@ -386,8 +413,11 @@ class RemoteIndex:
             self._packs.set_rounds_finished(rounds.finished)
             rounds.forget()
 
-    def refresh(self, objects: Objects, sealer: Sealer) -> IndexRefresh:
+    def refresh(self, objects: Objects, sealer: Sealer, *, believes: bool = False) -> IndexRefresh:
         """Compare the index with the packs that are there: LIST, and read the tables of new ones.
+
+        With ``believes`` the table of a pack that was found to be damaged is not read again while size and time of the pack are the
+        same. For who stores content again that lies in such a pack, and loses nothing where it could be read today.
 
         Raises:
             RemoteUnreachable: the index has what was read so far.
@@ -395,11 +425,16 @@ class RemoteIndex:
         # Of rounds that were read before the listing, which therefore lacks what they deleted.
         finished = self.rounds_known
         listed, dropped = self.drop_missing(objects)
-        new = [ref for ref in listed if ref not in self._packs.numbers]
-        unreadable = self._add(objects, sealer, new, listed)
+        known = self._packs.unreadable(listed) if believes else {}
+        new = [ref for ref in listed if ref not in self._packs.numbers and ref not in known]
+        failed = self._add(objects, sealer, new, listed)
+        unreadable = {ref: error.message for ref, error in failed.items()}
+        # What is archived, or of a later version, may be read next time.
+        damaged = {ref: error.message for ref, error in failed.items() if isinstance(error, Damaged)}
+        self._packs.note_unreadable(damaged, listed)
         # Only now: an index that lacks packs is made complete by the next refresh.
         self.mark_complete(finished)
-        return IndexRefresh(len(new) - len(unreadable), dropped, unreadable)
+        return IndexRefresh(len(new) - len(unreadable), dropped, {**known, **unreadable})
 
     @property
     def known(self) -> Collection[PackRef]:
@@ -445,7 +480,8 @@ class RemoteIndex:
         """Read the tables of packs that a log or a listing names. Those that are gone are left out."""
         new = [ref for ref in dict.fromkeys(refs) if ref not in self._packs.numbers]
         before = len(self._packs.numbers)
-        unreadable = self._add(objects, sealer, new, listed or {})
+        failed = self._add(objects, sealer, new, listed or {})
+        unreadable = {ref: error.message for ref, error in failed.items()}
         return IndexRefresh(len(self._packs.numbers) - before, 0, unreadable)
 
     def reread(self, objects: Objects, sealer: Sealer, refs: Iterable[PackRef]) -> IndexRefresh:
@@ -544,24 +580,24 @@ class RemoteIndex:
 
     def _add(
         self, objects: Objects, sealer: Sealer, refs: list[PackRef], listed: Mapping[PackRef, ObjectInfo]
-    ) -> dict[PackRef, str]:
+    ) -> dict[PackRef, CiuicError]:
         """Read the tables of these packs and add them; return those that cannot be read."""
-        unreadable: dict[PackRef, str] = {}
+        unreadable: dict[PackRef, CiuicError] = {}
 
-        def read(ref: PackRef) -> list[PackRecord] | str | None:
+        def read(ref: PackRef) -> list[PackRecord] | CiuicError | None:
             size_bytes = listed[ref].size_bytes if ref in listed else 0
             try:
                 return RemotePackReader(sealer, ref).read_table(objects, size_bytes)
             except NoSuchObject:
                 return None
             except (Damaged, UnsupportedFormat, ArchivedObject) as error:
-                return error.message
+                return error
 
         batch: list[tuple[RemotePack, list[PackRecord]]] = []
         waiting = 0
         many = len(refs) > _MANY_NEW_PACKS
         for ref, records in _read_ahead(read, refs, self._threads):
-            if isinstance(records, str):
+            if isinstance(records, CiuicError):
                 unreadable[ref] = records
             elif records is not None:
                 info = listed.get(ref) or ObjectInfo("", 0, 0)

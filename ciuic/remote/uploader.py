@@ -796,7 +796,9 @@ class Uploader:
         Raises:
             Stopped: the uploader was told to end.
         """
-        found = self._persist(lambda: self._index.refresh(self._remote.objects, self._remote.sealer))
+        found = self._persist(
+            lambda: self._index.refresh(self._remote.objects, self._remote.sealer, believes=True)
+        )
         if found.dropped:
             self._whole.forget()
         for ref, reason in found.unreadable.items():

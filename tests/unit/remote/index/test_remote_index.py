@@ -190,6 +190,35 @@ def test_unreadable_pack_is_told_and_tried_again(bucket: Bucket, index: RemoteIn
     assert index.has_many([X]) == {X}
 
 
+def test_a_damaged_pack_is_read_again_only_when_it_changes(bucket: Bucket, tmp_path: Path) -> None:
+    """Who believes what was found asks the store for a pack with a damaged table once, in whatever process; others ask each time."""
+    path = str(tmp_path / "index")
+    for ref in (A, B, C):
+        store(bucket, ref, X)
+    whole, modified_ns = bucket.objects[pack_name(A)]
+    for ref in (A, B):
+        bucket.objects[pack_name(ref)] = (whole[:-1] + b"\0", modified_ns)
+
+    def requests(*, believes: bool) -> tuple[int, set[str]]:
+        index, before = RemoteIndex.open(path), bucket.requests
+        try:
+            found = index.refresh(bucket, SEALER, believes=believes)
+            return bucket.requests - before, set(found.unreadable)
+        finally:
+            index.close()
+
+    # The listing is one.
+    assert requests(believes=True)[1] == {A, B}
+    assert requests(believes=True) == (1, {A, B})
+    read, found = requests(believes=False)
+    assert (read > 1, found) == (True, {A, B})
+    bucket.objects[pack_name(A)] = (whole, modified_ns + 1)
+    read, found = requests(believes=True)
+    assert (read > 1, found) == (True, {B})
+    bucket.delete([pack_name(B)])
+    assert requests(believes=True) == (1, set())
+
+
 def test_learned_pack_that_is_gone_is_left_out(bucket: Bucket, index: RemoteIndex) -> None:
     """A log may name packs that were deleted since."""
     store(bucket, A, X)
