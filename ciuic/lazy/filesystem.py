@@ -190,6 +190,11 @@ class LazyFiles(Files):
         self._fetch(handle, offset, size)
         return super().read(handle, offset, size)
 
+    def descriptor_to_read(self, handle: int, offset: int, size: int) -> int:
+        """Return the backing descriptor; may wait for the store."""
+        self._fetch(handle, offset, size)
+        return super().descriptor_to_read(handle, offset, size)
+
     def _fetch(self, handle: int, offset: int, size: int) -> None:
         file = self._incomplete.of_handle(handle)
         if file is not None and not self._pending.has(file, offset, size):

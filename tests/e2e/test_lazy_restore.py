@@ -16,6 +16,7 @@ from support import lazy_ops, trees
 from support.lazy_restores import LazyHost, lazy_host, shell
 from support.until import until
 
+from ciuic.fuse_layer.driver_choice import WITHOUT_PASSTHROUGH
 from ciuic.lazy.changes import Change, Kind
 from ciuic.lazy.progress import LazyStatus, read_statuses
 from ciuic.lazy.service import MARKER, LazyRecord
@@ -193,6 +194,27 @@ def test_a_store_that_is_unplugged_delays_and_fails_reads(host: LazyHost) -> Non
     assert b"Input/output error" in failed.stderr
     assert len(failed.stdout) < 16 << 20
     host.unset("down")
+    assert child.end()[-1][0] == "done"
+    assert_restored(host)
+
+
+@pytest.mark.parametrize("without_passthrough", ["", "1"])
+def test_a_large_read_waits_for_its_data(
+    host: LazyHost, monkeypatch: pytest.MonkeyPatch, without_passthrough: str
+) -> None:
+    """What was not fetched is never read as zeros, also where the data pass through a pipe; a write beside it keeps the rest."""
+    if without_passthrough:
+        monkeypatch.setenv(WITHOUT_PASSTHROUGH, without_passthrough)
+    data = random.Random(10).randbytes(8 << 20)
+    (host.root / "huge").write_bytes(data)
+    host.upload()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    early = shell('dd if="$1" bs=1M skip=2 count=2 2>/dev/null', host.mount / "huge", timeout=3)
+    # timeout(1) ended it.
+    assert (early.returncode, early.stdout) == (124, b"")
+    host.unset("held")
+    assert shell('cat "$1"', host.mount / "huge").stdout == data
     assert child.end()[-1][0] == "done"
     assert_restored(host)
 

@@ -276,6 +276,10 @@ class Files:
         """Return the backing descriptor of an open handle; it closes with the handle."""
         return self._state.file(handle).fd
 
+    def descriptor_to_read(self, handle: int, offset: int, size: int) -> int:
+        """Return the backing descriptor, from which a range is going to be read in place of `read`. May wait as `read`."""
+        return self._state.file(handle).fd
+
     def appends(self, handle: int) -> bool:
         """Return whether the handle's inode is append-only, so that the kernel must not cache writes to it."""
         return self._state.file(handle).appends

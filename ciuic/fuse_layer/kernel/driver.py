@@ -603,7 +603,8 @@ class KernelDriver:
         if self._splices and size >= MIN_SPLICED_BYTES:
             # The copy takes most of the time, in which another thread holds the interpreter's lock.
             self.session.hand_on()
-            reply = self.session.piped(request, self.core.files.descriptor(handle), offset, size)
+            fd = self.core.files.descriptor_to_read(handle, offset, size)
+            reply = self.session.piped(request, fd, offset, size)
             return self.core.files.read(handle, offset, size) if reply is None else reply
         # In most cases the data are in memory. A read that waits for a disk gives the turn up first.
         found = self.core.files.read_nowait(handle, offset, size)

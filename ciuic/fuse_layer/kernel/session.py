@@ -30,7 +30,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -71,6 +70,9 @@ _BUFFER_BYTES: Final = MAX_WRITE_BYTES + 4096 + 65536
 MAX_THREADS: Final = 512
 """Limit of requests that wait at once: each is a program that waits, so more than a machine has in
 practice."""
+_MAX_PIPES: Final = 8
+"""Threads with a pipe of a megabyte at once; others copy. The kernel gives all processes of root that have no privilege for more 64 such
+pipes together, and one page for each pipe after that."""
 _SPARE_THREADS: Final = 4
 """Threads that wait for the turn; more than that end."""
 WATCH_SECONDS: Final = 0.003
@@ -181,12 +183,15 @@ class _Server(threading.Thread):
         """True after a large write: the next request mostly is one, too."""
         self.body: Pipe | None = None
         """The pipe while it holds the body of the request at work."""
+        self._may_have_pipe = session.pipes
 
     def own_pipe(self) -> Pipe | None:
         """Return the thread's pipe, which is empty; None where none can be had."""
-        if self.pipe is None:
-            with suppress(OSError):
+        if self.pipe is None and self._may_have_pipe.acquire(blocking=False):
+            try:
                 self.pipe = Pipe()
+            except OSError:
+                self._may_have_pipe.release()
         return self.pipe
 
     def close_pipe(self) -> None:
@@ -194,6 +199,7 @@ class _Server(threading.Thread):
         pipe, self.pipe = self.pipe, None
         if pipe is not None:
             pipe.close()
+            self._may_have_pipe.release()
 
     def run(self) -> None:
         """Serve until the session ends or this thread is not needed."""
@@ -228,6 +234,7 @@ class KernelSession:
         self._unread = dict(unread)
         self.requests = 0
         self._stale_answers = 0
+        self.pipes = threading.BoundedSemaphore(_MAX_PIPES)
         self._busy_poll = BusyPoll()
         poll = select.poll()
         poll.register(fuse_fd, select.POLLIN)
@@ -483,6 +490,9 @@ class KernelSession:
             return self._one(server, view)
         except Exception:
             log.exception("request_not_finished")
+            # What is left in it is of that request.
+            server.body = None
+            server.close_pipe()
             # Out of memory, for example, which passes.
             time.sleep(_FAILED_PAUSE_SECONDS)
             return True
