@@ -1,8 +1,8 @@
 """Packs that a remote had when this host last used it, for those that look at it without the index of the process that uploads.
 
 The file is ``packs`` in the directory of that process for the remote: the line ``rounds N`` (the last round whose deletions are
-in it; -1 for none), then a line with reference and size for each pack. What a power cut or an interrupted write tore is no line,
-and is left out: a pack that is missing here is one that nobody misses.
+in it; -1 for none), then a line with size and reference for each pack. What a power cut or an interrupted write tore is no line
+(the reference has a length), and is left out: a pack that is missing here is one that nobody misses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME: Final = "packs"
 # 1.5 million packs; a terabyte has 65,000 of the largest ones.
 _MAX_BYTES: Final = 64 << 20
 _ROUNDS: Final = re.compile(rb"rounds (-1|[0-9]{1,10})\n")
-_PACK: Final = re.compile(rb"^([dm][0-9a-f]{32}) ([0-9]{1,10})$", re.MULTILINE)
+_PACK: Final = re.compile(rb"^([0-9]{1,10}) ([dm][0-9a-f]{32})$", re.MULTILINE)
 
 
 class KnownPacks(NamedTuple):
@@ -36,7 +36,7 @@ class KnownPacks(NamedTuple):
 
 def write_known_packs(directory: str, rounds_finished: int, packs: Iterable[RemotePack]) -> None:
     """Replace the file; not durable: an older one names fewer packs."""
-    lines = [f"rounds {rounds_finished}\n", *(f"{pack.ref} {pack.size_bytes}\n" for pack in packs)]
+    lines = [f"rounds {rounds_finished}\n", *(f"{pack.size_bytes} {pack.ref}\n" for pack in packs)]
     Disk().replace_file(f"{directory}/{_NAME}", "".join(lines).encode("ascii"), durable=False)
 
 
@@ -44,7 +44,7 @@ def add_known_pack(directory: str, ref: PackRef, size_bytes: int) -> None:
     """Add a pack that was stored. OSError where there is no file to add to."""
     with os.fdopen(open_to_write(f"{directory}/{_NAME}", os.O_WRONLY | os.O_APPEND), "wb", 0) as file:
         # The line end first, so that what an interrupted process wrote in part spoils no other line.
-        file.write(f"\n{ref} {size_bytes}\n".encode("ascii"))
+        file.write(f"\n{size_bytes} {ref}\n".encode("ascii"))
 
 
 def read_known_packs(directory: str) -> KnownPacks | None:
@@ -57,15 +57,16 @@ def read_known_packs(directory: str) -> KnownPacks | None:
     if head is None or len(data) > _MAX_BYTES:
         return None
     found = _PACK.finditer(data)
-    return KnownPacks(int(head[1]), {PackRef(one[1].decode("ascii")): int(one[2]) for one in found})
+    return KnownPacks(int(head[1]), {PackRef(one[2].decode("ascii")): int(one[1]) for one in found})
 
 
 class LostObjects(NamedTuple):
-    """Objects that are not there any more, though no round of a collection condemned them."""
+    """Objects that are not there any more."""
 
     packs: list[PackRef]
-    """Also those that have another size."""
+    """Those that no round of a collection condemned; also those that have another size."""
     manifests: list[str]
+    """Also those that were given up: their snapshots are not stored."""
 
 
 def lost_objects(
@@ -89,12 +90,9 @@ def lost_objects(
     lost = LostObjects(
         packs_lacking(known.sizes, list_packs(objects)), [name for name in manifests if name not in listed]
     )
-    if not lost.packs and not lost.manifests:
+    if not lost.packs:
         return lost
     # After the listing, so that a round which deleted before it is read.
     rounds = Rounds(objects, sealer, known=known.rounds_finished)
     rounds.refresh()
-    return LostObjects(
-        [ref for ref in lost.packs if ref not in rounds.condemned],
-        [name for name in lost.manifests if name not in rounds.manifests],
-    )
+    return lost._replace(packs=[ref for ref in lost.packs if ref not in rounds.condemned])

@@ -136,5 +136,5 @@ def _require_as_left(
     for number, what in ((len(lost.manifests), "manifest"), (len(lost.packs), "pack")):
         if number:
             raise Damaged(
-                f"it lacks {plural(number, what)} that it had; an upload stores again what this host has"
+                f"it lacks {plural(number, what)} that it had; an upload finds out what that means, and stores it again where it can"
             )

@@ -75,7 +75,7 @@ from ciuic.remote.objects.model import (
     RemoteUnreachable,
 )
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
-from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.remote_index import RemoteIndex, list_packs, packs_lacking
 from ciuic.remote.upload_deadline import (
     LOOK_SECONDS,
     DeadlineWatch,
@@ -528,6 +528,9 @@ class Replication:
         # Snapshots that the rules of the remote would not keep.
         self._unwanted: set[str] = set()
         self._index: RemoteIndex
+        self._space: Remote
+        # Lost packs of which it is known what lacks their chunks.
+        self._known_lost: int | None = -1
         # When the packs were last listed.
         self._listed = 0.0
         self._facts: FactsOfRemote
@@ -554,19 +557,20 @@ class Replication:
             DamagedRemote: the remote is not what this host knows it to be.
         """
         try:
-            with self._trusting(), self._open(remote) as uploader:
-                while not self._stop.is_set():
-                    seen = self._begin_round(uploader)
-                    try:
-                        for info in self._next(uploader):
-                            self._upload(uploader, info)
-                            if self._changes() != seen:
-                                # A newer one may go first.
-                                break
-                        else:
-                            self._wait(seen)
-                    except Overtaken:
-                        continue
+            while not self._stop.is_set():
+                with self._trusting(), self._open(remote) as uploader:
+                    while not self._stop.is_set() and not self._has_lost():
+                        seen = self._begin_round(uploader)
+                        try:
+                            for info in self._next(uploader):
+                                self._upload(uploader, info)
+                                if self._changes() != seen:
+                                    # A newer one may go first.
+                                    break
+                            else:
+                                self._wait(seen)
+                        except Overtaken:
+                            continue
         except Stopped:
             return
 
@@ -606,17 +610,31 @@ class Replication:
         self._apply_retention(uploader)
         return self._seen
 
+    def _has_lost(self) -> bool:
+        """Return whether packs or manifests are gone that this process knows: then all is to be read again, also what others gave up.
+
+        They are listed now and then, the less often the more packs there are.
+        """
+        assert self._place is not None
+        seconds = LOOK_EVERY_SECONDS * (1 + len(self._index.known) // _PACKS_OF_A_LOOK)
+        if time.monotonic() - self._listed <= seconds:
+            return False
+        self._listed = time.monotonic()
+        space = self._space
+        sizes = {pack.ref: pack.size_bytes for pack in self._index.packs()}
+        if self._persist(lambda: packs_lacking(sizes, list_packs(space.objects))):
+            return True
+        manifests = stored_manifests(str(self._place[0]), self._stored)
+        there = self._persist(lambda: {info.name for info in space.objects.list(MANIFESTS_PREFIX)})
+        return not there.issuperset(manifests)
+
     def _look_at_packs(self, uploader: Uploader) -> None:
-        """List the packs if the last listing is old; where some were lost, find out which snapshots lack their chunks.
+        """Find out which snapshots lack chunks, where packs were lost since this was last found out.
 
         These are uploaded again, as far as they are here. Nothing counts as stored that was not looked at since.
         """
         index = self._index
-        seconds = LOOK_EVERY_SECONDS * (1 + len(index.known) // _PACKS_OF_A_LOOK)
-        if time.monotonic() - self._listed > seconds:
-            uploader.list_packs()
-            self._listed = time.monotonic()
-        if index.lost == 0:
+        if index.lost == 0 or index.lost == self._known_lost:
             return
         if index.lost:
             events.warning("remote_packs_lost", remote=self._config.name, packs=index.lost)
@@ -634,6 +652,7 @@ class Replication:
                     self._holed.add(id_)
         self._stored = self._unsure - self._holed
         self._unsure = set()
+        self._known_lost = index.lost
         self._tell_all()
         self._note_packs()
 
@@ -717,7 +736,8 @@ class Replication:
                 max_refusals=self._max_refusals,
             )
             self._place = directory, log
-            self._index = index
+            self._index, self._space = index, space
+            self._known_lost, self._holed = -1, set()
             self._note_look(self._now_ns())
             uploader.begin()
             self._listed = self._looked

@@ -788,19 +788,9 @@ class Uploader:
         self._whole.forget()
         self._index.follow(self._log.rounds)
         self._checked = self._log.rounds.version
-        self.list_packs()
-
-    def list_packs(self) -> None:
-        """Learn which packs are there.
-
-        Raises:
-            Stopped: the uploader was told to end.
-        """
         found = self._persist(
             lambda: self._index.refresh(self._remote.objects, self._remote.sealer, believes=True)
         )
-        if found.dropped:
-            self._whole.forget()
         for ref, reason in found.unreadable.items():
             events.warning("remote_pack_unreadable", pack=ref, reason=reason)
 

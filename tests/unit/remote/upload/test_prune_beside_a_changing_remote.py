@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.remote_host import BLOCK
 from support.stored import store
+from support.until import until
 
 from ciuic.cli.app import cli
 from ciuic.cli.shared import remotes, slow
@@ -27,7 +28,7 @@ from ciuic.errors import CiuicError
 from ciuic.maintenance.prune import prune
 from ciuic.protocol.stored_remotely import MAX_UNSEEN_SECONDS, StoredRecord, read_record, remotes_done
 from ciuic.remote import remote_look
-from ciuic.remote.access import init_remote, open_remote, repository_space
+from ciuic.remote.access import Remote, init_remote, open_remote, repository_space
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
@@ -85,24 +86,29 @@ class _Beside:
             snapshot = self.repository.snapshots.load(SnapshotId(id_))
             self.chunks[id_] = {reached.id for reached in Walker(self.repository).walk(snapshot)}
 
-    def upload(self) -> None:
+    def replication(self, stop: threading.Event | None = None) -> Replication:
         packs = Packs(
             str(Path(self.repository.path) / "packs"),
             bytes.fromhex(self.repository.id),
             self.repository.config.hash,
         )
-        replication = Replication(
+        return Replication(
             self.repository,
             packs,
             self.config,
             self.state,
             host="host",
-            stop=threading.Event(),
+            stop=stop or threading.Event(),
             labels=lambda repository, snapshot: Labels(),
             now_ns=self.now_ns,
         )
+
+    def remote(self) -> Remote:
+        return open_remote(DirectoryObjects(str(self.bucket)), [])
+
+    def upload(self) -> None:
         with suppress(CiuicError):
-            replication.catch_up(open_remote(DirectoryObjects(str(self.bucket)), []))
+            self.replication().catch_up(self.remote())
 
     def accept(self) -> None:
         """Go on with what is there now, as the hint says."""
@@ -245,7 +251,8 @@ def test_an_upload_stores_lost_packs_again() -> None:
         record = read_record("remote", beside.state)
         assert record is not None
         assert beside.look(record) == (
-            "nothing counts as stored there: it lacks 3 packs that it had; an upload stores again what this host has"
+            "nothing counts as stored there: it lacks 3 packs that it had; "
+            "an upload finds out what that means, and stores it again where it can"
         )
         committed = sorted(beside.bucket.rglob("manifests/**/*"))
         beside.upload()
@@ -273,8 +280,8 @@ def test_a_pack_that_was_cut_is_stored_again() -> None:
         assert beside.there() == beside.repository.snapshots.names()
 
 
-def test_packs_that_a_collection_removed_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another host's collection deleted since the last upload here is missed by no look."""
+def test_a_snapshot_that_was_given_up_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collection deleted since the last upload here does not count as stored until an upload knows of it; its packs are not lost."""
     with TemporaryDirectory() as place:
         beside = _Beside(Path(place))
         for step in ("save", "save", "upload"):
@@ -294,8 +301,37 @@ def test_packs_that_a_collection_removed_are_not_lost(monkeypatch: pytest.Monkey
             result = CliRunner().invoke(cli, ["--config", str(config), *words])
             assert result.exit_code == 0, result.output
         assert not before <= set(beside.packs())
-        assert beside.look(record) == ""
+        assert "it lacks 1 manifest that it had" in str(beside.look(record))
         assert beside.there() == {kept}
+        beside.upload()
+        record = read_record("remote", beside.state)
+        assert record is not None
+        assert (record.stored, beside.look(record)) == ({kept}, "")
+
+
+def test_a_service_reads_all_again_where_something_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that goes on finds packs and manifests gone at a listing, and stores again what they held."""
+    for name, seconds in (("LOOK_EVERY_SECONDS", 0.0), ("_AGAIN_SECONDS", 0.0), ("_POLL_SECONDS", 0.02)):
+        monkeypatch.setattr(f"ciuic.remote.replication.{name}", seconds)
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        beside.do("save")
+        beside.do("save")
+        stop = threading.Event()
+        service = beside.replication(stop)
+        running = threading.Thread(target=service.run, args=(beside.remote(),))
+        running.start()
+        try:
+            names = beside.repository.snapshots.names()
+            for lose in (None, "lose packs", "lose manifests"):
+                if lose is not None:
+                    beside.do(lose)
+                    assert beside.there() != names
+                until(f"the upload after {lose}", lambda: beside.there() == names)
+        finally:
+            stop.set()
+            running.join(60)
+        assert not running.is_alive()
 
 
 def test_prune_says_that_it_waits_for_a_remote(monkeypatch: pytest.MonkeyPatch) -> None:
