@@ -2,7 +2,7 @@
 
 Guarantees: what a reply confirms is durable, as `DirectoryObjects` has it. Of a client that vanishes nothing stays but
 whole objects, and the process ends. With ``append_only`` no object is deleted or replaced: whoever has the key of a host
-can add, and take nothing away. With ``max_bytes`` nothing is stored that would make the directory larger. Memory is bounded whatever a client sends and whether or not it reads the replies: no
+can add, and take nothing away. With ``max_bytes`` nothing is stored that would make the directory larger than that. Memory is bounded whatever a client sends and whether or not it reads the replies: no
 frame is read while `_MAX_OPEN` requests have no answer, and of bodies `_HELD_BYTES` are held each way, or one longer one.
 
 Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
@@ -11,15 +11,16 @@ Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged
+from ciuic.remote.object_names import PACKS_PREFIX
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
@@ -48,6 +49,7 @@ from ciuic.remote.objects.pipe_protocol import (
     read_frame,
 )
 from ciuic.repository.identity import Bytes
+from ciuic.system.file_locks import open_locked
 from ciuic.system.poll import readable
 from ciuic.units import format_size
 
@@ -62,6 +64,11 @@ _BLOCK_BYTES: Final = 4096
 """Room that the smallest object takes: a client must not fill the disk with a million of them."""
 _FULL_SECONDS: Final = 10.0
 """Time for which a full directory counts as full without another look."""
+_SMALL_BYTES: Final = 64 << 10
+_STORED_NAME: Final = ".stored"
+"""No name of an object."""
+_STORED: Final = struct.Struct("=Qd")
+"""Bytes that are stored, deletions since the last count left out, and the time of that count (seconds since 1970)."""
 
 
 def serve(
@@ -80,8 +87,8 @@ def serve(
         read_fd: Where requests come from.
         write_fd: Where replies go to; nothing else may write there.
         append_only: Refuse to delete and to replace.
-        max_bytes: Refuse what would make the objects of the directory take more, each in whole blocks of 4 KiB. Clients that store at
-            the same time may go beyond it by what each was granted: an eighth of what is left at most.
+        max_bytes: Refuse what would make the objects of the directory take more, each in whole blocks of 4 KiB; objects of at most
+            64 KiB that are no packs have a sixty-fourth on top. It may be exceeded by what all clients have under way at a moment.
         idle_seconds: Time without a request after which it ends.
 
     Raises:
@@ -112,48 +119,37 @@ class _Room:
 
 
 class _Quota:
-    """Bytes that the objects of a directory may take."""
+    """Bytes that the objects of a directory may take, counted in a file of it that all servers of the directory share."""
 
     def __init__(self, objects: DirectoryObjects, directory: str, limit: int) -> None:
         self._objects, self._directory, self._limit = objects, directory, limit
-        self._lock = threading.Lock()
-        self._being_stored = 0
-        self._granted = 0
-        """Bytes that may be stored until the directory is counted again."""
-        self._full_until = 0.0
 
-    @contextmanager
-    def taken(self, length: int) -> Iterator[None]:
-        """Take so much for an object that is being stored.
+    def take(self, name: str, length: int) -> None:
+        """Count an object that is going to be stored.
 
         Raises:
-            RemoteFull: There is not so much left.
+            RemoteFull: It would make the directory larger than the limit.
         """
-        size_bytes = _on_disk(length)
-        with self._lock:
-            if size_bytes > self._granted:
-                self._count(size_bytes)
-            self._granted -= size_bytes
-            self._being_stored += size_bytes
+        size_bytes, limit = _on_disk(length), self._limit
+        if not name.startswith(PACKS_PREFIX) and length <= _SMALL_BYTES:
+            # Whoever is to remove snapshots adds to a log and to a round first.
+            limit += max(limit // 64, _SMALL_BYTES * 16)
+        fd = open_locked(f"{self._directory}/{_STORED_NAME}", wait=True)
         try:
-            yield
+            found, now = os.pread(fd, _STORED.size, 0), time.time()
+            stored, counted_at = _STORED.unpack(found) if len(found) == _STORED.size else (limit, 0.0)
+            # Others delete as well. Who has no room and asks on must not have the directory walked for each request.
+            if stored + size_bytes > limit and not 0 <= now - counted_at < _FULL_SECONDS:
+                stored, counted_at = sum(_on_disk(info.size_bytes) for info in self._objects.list("")), now
+            fits = stored + size_bytes <= limit
+            os.pwrite(fd, _STORED.pack(stored + size_bytes * fits, counted_at), 0)
         finally:
-            with self._lock:
-                self._being_stored -= size_bytes
-
-    def _count(self, wanted_bytes: int) -> None:
-        # Others store and delete here, too. Who has no room and asks on must not have the directory walked for each request.
-        left = 0
-        if time.monotonic() >= self._full_until:
-            stored = sum(_on_disk(info.size_bytes) for info in self._objects.list(""))
-            left = self._limit - stored - self._being_stored
-        if wanted_bytes > left:
-            self._full_until = max(self._full_until, time.monotonic() + _FULL_SECONDS)
+            os.close(fd)
+        if not fits:
             raise RemoteFull(
                 f"the limit of {self._directory} on the server, {format_size(self._limit)}, is reached",
-                hint="remove old snapshots there with ciuic prune --remote, or have the limit of ciuic remote serve raised",
+                hint="remove old snapshots with ciuic prune --remote, by a key that may delete, or have the limit raised",
             )
-        self._granted = max(wanted_bytes, left // 8)
 
 
 def _on_disk(size_bytes: int) -> int:
@@ -297,11 +293,11 @@ class _Server:
             raise RemoteRefused("the first request has to be open")
         match request.operation:
             case "put":
-                with self._room_for(body):
-                    self._put(objects, name, body)
+                self._take_room(name, body)
+                self._put(objects, name, body)
             case "create":
-                with self._room_for(body):
-                    return Reply(created=objects.create(name, body)), ()
+                self._take_room(name, body)
+                return Reply(created=objects.create(name, body)), ()
             case "get":
                 return Reply(), [objects.get(name)]
             case "ranges":
@@ -337,8 +333,9 @@ class _Server:
             self._quota = _Quota(self._objects, self._directory, self._max_bytes)
         return Reply(program=__version__, directory=self._directory, append_only=self._append_only)
 
-    def _room_for(self, body: bytearray) -> AbstractContextManager[None]:
-        return nullcontext() if self._quota is None else self._quota.taken(len(body))
+    def _take_room(self, name: str, body: bytearray) -> None:
+        if self._quota is not None:
+            self._quota.take(name, len(body))
 
     def _put(self, objects: DirectoryObjects, name: str, body: bytearray) -> None:
         if not self._append_only:

@@ -12,10 +12,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -35,6 +36,7 @@ from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
     NonsenseReply,
     NoSuchObject,
+    ObjectInfo,
     RemoteRefused,
     RemoteUnreachable,
     TooLargeObject,
@@ -473,68 +475,72 @@ def test_a_body_that_is_cut_leaves_nothing(tmp_path: Path) -> None:
 def test_a_directory_with_a_limit_never_grows_beyond_it(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
-    steps: list[tuple[str, int, int]],
+    steps: list[tuple[Literal["put", "create", "other", "delete"], int, int]],
 ) -> None:
-    """What fits is stored, and what does not is refused and leaves nothing, whoever else stores and deletes meanwhile."""
+    """What fits is stored, and what does not is refused and leaves nothing, whoever else stores and deletes meanwhile, on two connections."""
     monkeypatch.setattr(pipe_server, "_FULL_SECONDS", 0.0)
     directory, limit = tmp_path_factory.mktemp("limited") / "d", 50_000
-    piped = Piped(directory, max_bytes=limit)
+    connections = [Piped(directory, max_bytes=limit) for _ in range(2)]
     try:
-        piped.send(1, Request("open", length=VERSION, make=True))
-        assert piped.reply().error == ""
+        for piped in connections:
+            piped.send(1, Request("open", length=VERSION, make=True))
+            assert piped.reply().error == ""
         others = DirectoryObjects(str(directory))
 
-        def taken() -> int:
-            return sum(max(1, -(-info.size_bytes // 4096)) * 4096 for info in others.list(""))
+        def there() -> dict[str, int]:
+            return {info.name: info.size_bytes for info in others.list("")}
 
         for number, (kind, name, size_bytes) in enumerate(steps, 2):
-            room = limit - taken()
-            needed = max(1, -(-size_bytes // 4096)) * 4096
+            before = there()
+            fits = _blocks(size_bytes) <= limit - sum(map(_blocks, before.values()))
             if kind == "delete":
-                others.delete([f"o{name}"])
+                others.delete([f"packs/o{name}"])
             elif kind == "other":
-                if needed <= room:
-                    others.put(f"o{name}", [bytes(size_bytes)])
+                if fits:
+                    others.put(f"packs/x{name}", [bytes(size_bytes)])
+                    others.delete([f"packs/x{name}"])
             else:
-                before = {info.name: info.size_bytes for info in others.list("")}
-                piped.send(number, Request(kind, f"o{name}", body_bytes=size_bytes))
+                piped = connections[number % 2]
+                piped.send(number, Request(kind, f"packs/o{name}", body_bytes=size_bytes))
                 if size_bytes:
                     os.write(piped.write_fd, head(number, BODY, size_bytes) + bytes(size_bytes))
-                reply = piped.reply()
-                if needed > room and reply.error:
-                    assert (reply.error, "49KiB" in reply.message or "50000B" in reply.message) == (
-                        "RemoteFull",
-                        True,
-                    )
-                    assert {info.name: info.size_bytes for info in others.list("")} == before
-                else:
-                    assert reply.error == ""
-            # Beyond it by less than what a client is granted without another look.
-            assert taken() <= limit + limit // 8 + 4096
+                assert piped.reply().error == ("" if fits else "RemoteFull")
+                if not fits:
+                    assert there() == before
+            assert sum(map(_blocks, there().values())) <= limit
     finally:
-        piped.end()
+        for piped in connections:
+            piped.end()
+
+
+def _blocks(size_bytes: int) -> int:
+    return max(1, -(-size_bytes // 4096)) * 4096
 
 
 def test_a_full_directory_is_not_counted_for_each_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that goes on asking has the directory walked once, and reads what is there."""
+    """A client that goes on asking has the directory walked once, reads what is there, and can still write what a removal needs."""
     piped = Piped(tmp_path / "d", max_bytes=8192)
     counted: list[str] = []
     walked = DirectoryObjects.list
-    monkeypatch.setattr(
-        DirectoryObjects,
-        "list",
-        lambda self, prefix, **more: counted.append(prefix) or walked(self, prefix, **more),
-    )
+
+    def count(self: DirectoryObjects, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        counted.append(prefix)
+        return walked(self, prefix, after=after)
+
+    monkeypatch.setattr(DirectoryObjects, "list", count)
     piped.send(1, Request("open", length=VERSION, make=True))
     assert piped.reply().error == ""
     for number, expected in [(2, ""), (3, ""), *((number, "RemoteFull") for number in range(4, 20))]:
-        piped.send(number, Request("create", f"o{number}", body_bytes=0))
-        assert piped.reply().error == expected
-    assert len(counted) == 3
-    piped.send(30, Request("info", "o3"))
+        piped.send(number, Request("create", f"packs/o{number}", body_bytes=0))
+        reply = piped.reply()
+        assert (reply.error, "8KiB" in reply.message) == (expected, bool(expected))
+    assert len(counted) == 1
+    piped.send(30, Request("info", "packs/o3"))
     assert piped.reply().found
+    piped.send(31, Request("create", "gc/1.begun", body_bytes=0))
+    assert piped.reply().error == ""
     piped.end()
 
 
