@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from ciuic.remote.log_reader import Rounds
@@ -69,8 +69,18 @@ class LostObjects(NamedTuple):
     """Also those that were given up: their snapshots are not stored."""
 
 
+def manifests_lacking(manifests: Mapping[str, int], objects: Objects) -> list[str]:
+    """Return the manifests, with their sizes, that a remote lacks, or has with another size; a size of 0 is unknown. One listing."""
+    listed = {info.name: info.size_bytes for info in objects.list(MANIFESTS_PREFIX)}
+    return [
+        name
+        for name, size_bytes in manifests.items()
+        if (found := listed.get(name)) is None or size_bytes not in (0, found)
+    ]
+
+
 def lost_objects(
-    objects: Objects, sealer: Sealer, known: KnownPacks, manifests: Collection[str]
+    objects: Objects, sealer: Sealer, known: KnownPacks, manifests: Mapping[str, int]
 ) -> LostObjects:
     """Return what a remote has lost.
 
@@ -80,16 +90,13 @@ def lost_objects(
         objects: Space of a repository in a remote.
         sealer: Its seals.
         known: Packs that were there; read before the call.
-        manifests: Names of manifests that were there.
+        manifests: Sizes of manifests that were there, by name; 0: it was not noted.
 
     Raises:
         RemoteUnreachable: the store does not answer.
         DamagedRemote: a round cannot be read.
     """
-    listed = {info.name for info in objects.list(MANIFESTS_PREFIX)}
-    lost = LostObjects(
-        packs_lacking(known.sizes, list_packs(objects)), [name for name in manifests if name not in listed]
-    )
+    lost = LostObjects(packs_lacking(known.sizes, list_packs(objects)), manifests_lacking(manifests, objects))
     if not lost.packs:
         return lost
     # After the listing, so that a round which deleted before it is read.

@@ -64,7 +64,7 @@ from ciuic.remote.access import (
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
-from ciuic.remote.known_packs import add_known_pack, write_known_packs
+from ciuic.remote.known_packs import add_known_pack, manifests_lacking, write_known_packs
 from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
 from ciuic.remote.object_names import MANIFESTS_PREFIX, parse_manifest
 from ciuic.remote.objects.model import (
@@ -138,6 +138,8 @@ class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`_content_digest` of the snapshot file; empty if it was not noted."""
     placed_ns: int = 0
     """Place in the order of commits where it is not `time_ns`; 0: it is, or it was not noted."""
+    manifest_bytes: int = 0
+    """Size of the manifest; 0 if it was not noted."""
 
     @property
     def id(self) -> SnapshotId:
@@ -206,7 +208,7 @@ class FactsOfRemote:
         # Logs that commit each snapshot, by its manifest.
         self._logs: dict[str, set[str]] = {}
         self.lost: dict[str, list[str]] = {}
-        """Manifests that this host committed and that are gone, by the snapshot."""
+        """Manifests that this host committed and that are gone or damaged, by the snapshot."""
         note = read_note(directory, _FACTS_NAME, _Note)
         self._facts: dict[str, StoredFacts] = (
             {} if note is None else {one.snapshot: one for one in note.facts}
@@ -253,7 +255,7 @@ class FactsOfRemote:
                 names.setdefault(one.snapshot, []).append(name)
         known: dict[str, StoredFacts] = {}
         stored: set[str] = set()
-        there = {info.name for info in self._remote.objects.list(MANIFESTS_PREFIX)}
+        there = {info.name: info.size_bytes for info in self._remote.objects.list(MANIFESTS_PREFIX)}
         self.lost = {}
         for id_, some in names.items():
             # Those of this host last, so that they stay.
@@ -262,16 +264,23 @@ class FactsOfRemote:
             )
             content = content_of(id_)
             before = self._facts.get(id_)
-            is_known = before is not None and before.manifest in manifests and before.manifest in there
+            is_known = (
+                before is not None
+                and before.manifest in manifests
+                and before.manifest_bytes == there.get(before.manifest)
+            )
             if before is not None and is_known and content in ("", before.content):
                 found: list[StoredFacts | None] = [before]
             else:
                 found = []
                 for name in manifests:
                     try:
-                        found.append(self._read(id_, name, repository_id))
-                    except NoSuchObject:
-                        events.warning("remote_manifest_lost", manifest=name)
+                        facts = self._read(id_, name, repository_id)
+                        found.append(
+                            facts and msgspec.structs.replace(facts, manifest_bytes=there.get(name, 0))
+                        )
+                    except (NoSuchObject, Damaged) as error:
+                        events.warning("remote_manifest_lost", manifest=name, error=error.message)
                         if not self._logs.get(name, set()).isdisjoint(own_logs):
                             self.lost.setdefault(id_, []).append(name)
             # One whose manifest cannot be read is not stored, though a log commits it: nobody could restore it.
@@ -283,12 +292,13 @@ class FactsOfRemote:
         self._write()
         return stored
 
-    def add(self, info: SnapshotInfo, manifest: str, content: str, log: str) -> None:
+    def add(self, info: SnapshotInfo, done: UploadedSnapshot, content: str, log: str) -> None:
         """Add a snapshot that was committed in this log."""
-        self._logs[manifest] = {log}
+        self._logs[done.manifest] = {log}
         self._facts[info.id] = StoredFacts(
             snapshot=str(info.id),
-            manifest=manifest,
+            manifest=done.manifest,
+            manifest_bytes=done.manifest_bytes,
             time_ns=max(0, info.time_ns),
             tags=info.tags,
             message=info.message,
@@ -306,7 +316,12 @@ class FactsOfRemote:
         self._write()
 
     def _read(self, id_: str, name: str, repository_id: str) -> StoredFacts | None:
-        """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read. NoSuchObject if it is gone."""
+        """Return the facts in a manifest; None, and so no rule removes it, if this version cannot read it.
+
+        Raises:
+            NoSuchObject: it is gone.
+            Damaged: nobody can read it.
+        """
         try:
             manifest = read_document(
                 self._remote.objects, name, lambda data: decode_manifest(self._remote.sealer, name, data)
@@ -314,7 +329,7 @@ class FactsOfRemote:
             stored = decode_snapshot(id_, manifest.snapshot, repository_id)
             marks = decode_marks(id_, manifest.marks) if manifest.marks else StoredMarks(id=id_)
             snapshot: Snapshot = apply_marks(stored, marks)
-        except (Damaged, UnsupportedFormat) as error:
+        except UnsupportedFormat as error:
             events.warning("remote_manifest_unreadable", manifest=name, error=error.message)
             return None
         return StoredFacts(
@@ -333,15 +348,19 @@ class FactsOfRemote:
         write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
 
 
-def stored_manifests(directory: str, stored: Collection[str]) -> list[str]:
-    """Return the manifests of the stored snapshots, as far as they were noted.
+def stored_manifests(directory: str, stored: Collection[str]) -> dict[str, int]:
+    """Return the manifests of the stored snapshots with their sizes, as far as they were noted.
 
     Args:
         directory: What this host remembers of the space of its repository.
         stored: Ids of snapshots that count as stored.
     """
     note = read_note(directory, _FACTS_NAME, _Note)
-    return [one.manifest for one in (() if note is None else note.facts) if one.snapshot in stored]
+    return {
+        one.manifest: one.manifest_bytes
+        for one in (() if note is None else note.facts)
+        if one.snapshot in stored
+    }
 
 
 _MAX_NAMED: Final = 5
@@ -625,8 +644,7 @@ class Replication:
         if self._persist(lambda: packs_lacking(sizes, list_packs(space.objects))):
             return True
         manifests = stored_manifests(str(self._place[0]), self._stored)
-        there = self._persist(lambda: {info.name for info in space.objects.list(MANIFESTS_PREFIX)})
-        return not there.issuperset(manifests)
+        return bool(self._persist(lambda: manifests_lacking(manifests, space.objects)))
 
     def _look_at_packs(self, uploader: Uploader) -> None:
         """Find out which snapshots lack chunks, where packs were lost since this was last found out.
@@ -1000,7 +1018,7 @@ class Replication:
             self._holed.discard(id_)
             self._note_packs()
         else:
-            self._facts.add(info, done.manifest, self._content(id_), self._log.writer)
+            self._facts.add(info, done, self._content(id_), self._log.writer)
             # A commit without its manifest is damage until it is given up.
             if lost := self._facts.lost.pop(id_, ()):
                 uploader.give_up(lost)

@@ -708,6 +708,7 @@ class UploadedSnapshot(NamedTuple):
     manifest: str
     sent_bytes: int
     seconds: float
+    manifest_bytes: int
 
 
 class Uploader:
@@ -818,13 +819,13 @@ class Uploader:
                 continue
             refs = self._uncommitted.refs
             # Under a new name each time: what an earlier attempt stored may be condemned.
-            name, digest = self._store_manifest(snapshot, refs)
+            name, digest, size_bytes = self._store_manifest(snapshot, refs)
             if self._commit(snapshot.id, name, digest, refs, checked):
                 break
         self._uncommitted.clear()
         self._whole.add()
         self._previous = digest
-        return UploadedSnapshot(snapshot.id, name, sent_bytes, time.monotonic() - began)
+        return UploadedSnapshot(snapshot.id, name, sent_bytes, time.monotonic() - began, size_bytes)
 
     def is_whole(self, id_: SnapshotId) -> bool:
         """Return whether the remote has every chunk of a snapshot that is committed there.
@@ -918,7 +919,7 @@ class Uploader:
         outbox.close()
         return packing.sent_bytes
 
-    def _store_manifest(self, snapshot: Snapshot, refs: Sequence[PackRef]) -> tuple[str, str]:
+    def _store_manifest(self, snapshot: Snapshot, refs: Sequence[PackRef]) -> tuple[str, str, int]:
         labels = self._labels(self._repository, snapshot)
         name = manifest_name(job=labels.job or "files", epoch=labels.epoch, step=labels.step, host=self._host)
         store = self._repository.snapshots
@@ -943,7 +944,7 @@ class Uploader:
         )
         data = encode_manifest(self._remote.sealer, name, manifest)
         self._persist(lambda: self._remote.objects.put(name, [data]))
-        return name, object_digest(data)
+        return name, object_digest(data), len(data)
 
     def _commit(self, id_: SnapshotId, name: str, digest: str, refs: Sequence[PackRef], checked: int) -> bool:
         return self._persist(

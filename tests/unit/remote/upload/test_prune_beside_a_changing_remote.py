@@ -146,9 +146,12 @@ class _Beside:
         self.ahead_ns += (MAX_UNSEEN_SECONDS + 1) * 10**9
 
     def lose_manifests(self) -> None:
-        """Delete every second manifest."""
-        for path in sorted(path for path in self.bucket.rglob("manifests/*/*/*") if path.is_file())[::2]:
-            path.unlink()
+        """Delete every second manifest, and cut the others."""
+        for number, path in enumerate(sorted(self.bucket.rglob("manifests/*/*/*"))):
+            if number % 2:
+                path.write_bytes(path.read_bytes()[:-1])
+            elif path.is_file():
+                path.unlink()
         self.ahead_ns += (MAX_UNSEEN_SECONDS + 1) * 10**9
 
     def packs(self) -> list[Path]:
