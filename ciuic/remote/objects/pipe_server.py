@@ -87,8 +87,8 @@ def serve(
         read_fd: Where requests come from.
         write_fd: Where replies go to; nothing else may write there.
         append_only: Refuse to delete and to replace.
-        max_bytes: Refuse what would make the objects of the directory take more, each in whole blocks of 4 KiB; objects of at most
-            64 KiB that are no packs have a sixty-fourth on top. It may be exceeded by what all clients have under way at a moment.
+        max_bytes: Refuse what would make the objects of the directory take more, objects and directories in whole blocks of
+            4 KiB; objects of at most 64 KiB that are no packs have a sixty-fourth on top, a megabyte at least. It may be exceeded by what all clients have under way at a moment.
         idle_seconds: Time without a request after which it ends.
 
     Raises:
@@ -130,7 +130,8 @@ class _Quota:
         Raises:
             RemoteFull: It would make the directory larger than the limit.
         """
-        size_bytes, limit = _on_disk(length), self._limit
+        # With a block for each directory above it, which may have to be made.
+        size_bytes, limit = _on_disk(length) + name.count("/") * _BLOCK_BYTES, self._limit
         if not name.startswith(PACKS_PREFIX) and length <= _SMALL_BYTES:
             # Whoever is to remove snapshots adds to a log and to a round first.
             limit += max(limit // 64, _SMALL_BYTES * 16)
@@ -140,7 +141,7 @@ class _Quota:
             stored, counted_at = _STORED.unpack(found) if len(found) == _STORED.size else (limit, 0.0)
             # Others delete as well. Who has no room and asks on must not have the directory walked for each request.
             if stored + size_bytes > limit and not 0 <= now - counted_at < _FULL_SECONDS:
-                stored, counted_at = sum(_on_disk(info.size_bytes) for info in self._objects.list("")), now
+                stored, counted_at = self._count(), now
             fits = stored + size_bytes <= limit
             os.pwrite(fd, _STORED.pack(stored + size_bytes * fits, counted_at), 0)
         finally:
@@ -150,6 +151,15 @@ class _Quota:
                 f"the limit of {self._directory} on the server, {format_size(self._limit)}, is reached",
                 hint="remove old snapshots with ciuic prune --remote, by a key that may delete, or have the limit raised",
             )
+
+    def _count(self) -> int:
+        stored, before = 0, [""]
+        for info in self._objects.list(""):
+            above = info.name.split("/")[:-1]
+            # In the order of their names those of a directory lie side by side.
+            made = sum(above[: at + 1] != before[: at + 1] for at in range(len(above)))
+            stored, before = stored + _on_disk(info.size_bytes) + made * _BLOCK_BYTES, above
+        return stored
 
 
 def _on_disk(size_bytes: int) -> int:
