@@ -20,7 +20,6 @@ from typing import Final
 
 from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged
-from ciuic.remote.object_names import PACKS_PREFIX
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
@@ -132,7 +131,7 @@ class _Quota:
         """
         # With a block for each directory above it, which may have to be made.
         size_bytes, limit = _on_disk(length) + name.count("/") * _BLOCK_BYTES, self._limit
-        if not name.startswith(PACKS_PREFIX) and length <= _SMALL_BYTES:
+        if length <= _SMALL_BYTES and "packs" not in name.split("/"):
             # Whoever is to remove snapshots adds to a log and to a round first.
             limit += max(limit // 64, _SMALL_BYTES * 16)
         fd = open_locked(f"{self._directory}/{_STORED_NAME}", wait=True)
