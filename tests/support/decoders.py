@@ -131,6 +131,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
 """Map from module to the readers that reach its decoders."""
 
 OURS: Final[dict[str, str]] = {
+    "ciuic/remote/objects/pipe_server.py": "the count of a served directory, which this server keeps in it (16 bytes)",
     "ciuic/exporter/traces.py": "a note in a directory of this user's own",
     "ciuic/training/tensor_history.py": "a cache in a directory of this user's own",
     "ciuic/daemon/notify_process.py": "the daemon, through a pipe",
