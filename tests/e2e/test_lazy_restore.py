@@ -202,7 +202,7 @@ def test_a_store_that_is_unplugged_delays_and_fails_reads(host: LazyHost) -> Non
 def test_a_large_read_waits_for_its_data(
     host: LazyHost, monkeypatch: pytest.MonkeyPatch, without_passthrough: str
 ) -> None:
-    """What was not fetched is never read as zeros, also where the data pass through a pipe; a write beside it keeps the rest."""
+    """A large read of content that is not fetched yet waits for it, with and without passthrough."""
     if without_passthrough:
         monkeypatch.setenv(WITHOUT_PASSTHROUGH, without_passthrough)
     data = random.Random(10).randbytes(8 << 20)

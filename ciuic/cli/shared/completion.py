@@ -10,9 +10,9 @@ and serves one program name a file.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import click
@@ -20,6 +20,7 @@ from click.shell_completion import CompletionItem
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.session import Session
+from ciuic.cli.shared.slow import if_slow
 from ciuic.errors import CiuicError
 
 # Who has pressed Tab waits no longer for the store of a remote. What is cached needs no more than its logs.
@@ -44,13 +45,8 @@ def _bounded(session: Session) -> Iterator[None]:
         return
     session.may_ask = False
     # No exception: a thread may be waiting in the client of the store, and the end of the program for it.
-    timer = threading.Timer(_MAX_REMOTE_SECONDS, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
-    try:
+    with if_slow(partial(os._exit, 0), _MAX_REMOTE_SECONDS):
         yield
-    finally:
-        timer.cancel()
 
 
 def complete_snapshot(ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -1,4 +1,4 @@
-"""A word to whoever waits at a terminal for something that takes longer than it should. Imports nothing that takes time."""
+"""Timers for commands that take longer than they should. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ANSWER_SECONDS: Final = 10.0
 
 
 @contextmanager
-def if_slow(say: Callable[[], None], after_seconds: float) -> Iterator[None]:
-    """Call ``say`` once, in a thread of its own, if the block takes longer than ``after_seconds``."""
+def if_slow(act: Callable[[], None], after_seconds: float) -> Iterator[None]:
+    """Call ``act`` once, in a thread of its own, if the block takes longer than ``after_seconds``."""
     # Not at the top: most blocks of a command that is to be quick are not reached.
     import contextvars
     import threading
 
-    timer = threading.Timer(after_seconds, contextvars.copy_context().run, [say])
+    timer = threading.Timer(after_seconds, contextvars.copy_context().run, [act])
     timer.daemon = True
     timer.start()
     try:

@@ -19,7 +19,7 @@ def _several(name: bytes) -> bytes:
 
 @pytest.mark.parametrize("told", list(itertools.permutations([b"x", b"y"])))
 def test_a_name_that_is_told_again_is_one_name(told: tuple[bytes, bytes]) -> None:
-    """Of several names each is one, however often and in which order it is told: once moved or removed, none of it stays."""
+    """A name that the journal records twice counts once, in any order: a rename or a removal leaves nothing of it."""
     found = InheritedSession()
     data = b"".join(
         [

@@ -191,7 +191,7 @@ def test_unreadable_pack_is_told_and_tried_again(bucket: Bucket, index: RemoteIn
 
 
 def test_a_damaged_pack_is_read_again_only_when_it_changes(bucket: Bucket, tmp_path: Path) -> None:
-    """Who believes what was found asks the store for a pack with a damaged table once, in whatever process; others ask each time."""
+    """With ``believes`` a damaged table is read once, across processes, until its pack changes; without it, at each refresh."""
     path = str(tmp_path / "index")
     for ref in (A, B, C):
         store(bucket, ref, X)

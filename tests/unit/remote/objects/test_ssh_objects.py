@@ -477,7 +477,7 @@ def test_a_directory_with_a_limit_never_grows_beyond_it(
     monkeypatch: pytest.MonkeyPatch,
     steps: list[tuple[Literal["put", "create", "other", "delete"], int, int]],
 ) -> None:
-    """What fits is stored, and what does not is refused and leaves nothing, whoever else stores and deletes meanwhile, on two connections."""
+    """An object that fits is stored, and any other refused without a trace, with two connections and another writer."""
     monkeypatch.setattr(pipe_server, "_FULL_SECONDS", 0.0)
     directory, limit = tmp_path_factory.mktemp("limited") / "d", 50_000
     connections = [Piped(directory, max_bytes=limit) for _ in range(2)]

@@ -284,7 +284,7 @@ def test_a_pack_that_was_cut_is_stored_again() -> None:
 
 
 def test_a_snapshot_that_was_given_up_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a collection deleted since the last upload here does not count as stored until an upload knows of it; its packs are not lost."""
+    """A snapshot that a collection deleted since the last upload counts as stored no more; its packs are not reported as lost."""
     with TemporaryDirectory() as place:
         beside = _Beside(Path(place))
         for step in ("save", "save", "upload"):
