@@ -22,6 +22,7 @@ from ciuic.artefacts.snapshot_files import files_of
 from ciuic.cli.app import cli
 from ciuic.errors import DestinationExists, UsageError
 from ciuic.repository import Repository
+from ciuic.system import disk
 
 DVC = shutil.which("dvc")
 
@@ -135,7 +136,9 @@ def test_an_interrupted_export_is_repeated(place: Place, monkeypatch: pytest.Mon
     write(place.root / "model.bin", os.urandom(20000))
     write(place.root / "deep/er/new", b"new")
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "os", DyingOs(Steps(steps), NAME_CALLS | DATA_CALLS))
+        dying = DyingOs(Steps(steps), NAME_CALLS | DATA_CALLS)
+        for module in (folder, disk):
+            patched.setattr(module, "os", dying)
         with pytest.raises(Killed):
             place.export()
     assert place.listed() in (before, place.expected())

@@ -21,6 +21,7 @@ from ciuic.artefacts.snapshot_files import files_of
 from ciuic.cli.app import cli
 from ciuic.errors import CiuicError, DestinationExists, NotFound, NotPermitted, UsageError
 from ciuic.repository import Repository
+from ciuic.system import disk
 
 _STRANGER = 4321
 _ODD_NAMES = (
@@ -228,7 +229,9 @@ def test_an_interrupted_export_is_repeated(place: Place, monkeypatch: pytest.Mon
     steps = Steps(rng.randrange(1, 70) if seed % 2 == 0 else rng.randrange(1, 20))
     with monkeypatch.context() as patched:
         if seed % 2 == 0:
-            patched.setattr(folder, "os", DyingOs(steps, NAME_CALLS | DATA_CALLS))
+            dying = DyingOs(steps, NAME_CALLS | DATA_CALLS)
+            for module in (folder, disk):
+                patched.setattr(module, "os", dying)
         else:
             patched.setattr(git.Git, "_run", lambda self, *words: steps(lambda: call(self, *words)))
         with pytest.raises(Killed):

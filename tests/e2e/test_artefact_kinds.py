@@ -21,6 +21,7 @@ from ciuic.artefacts.hugging_face import export_hugging_face
 from ciuic.artefacts.snapshot_files import files_of
 from ciuic.errors import DestinationExists
 from ciuic.repository import Repository
+from ciuic.system import disk
 
 _KINDS: dict[str, dict[str, str]] = {
     "file": {"it": "file"},
@@ -172,7 +173,9 @@ def test_an_interrupted_change_of_kind_is_repeated(
     place.export(form)
     place.become("nested file")
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "os", DyingOs(Steps(steps), NAME_CALLS | DATA_CALLS))
+        dying = DyingOs(Steps(steps), NAME_CALLS | DATA_CALLS)
+        for module in (folder, disk):
+            patched.setattr(module, "os", dying)
         with suppress(Killed):
             place.export(form)
     place.export(form)

@@ -23,6 +23,7 @@ from ciuic.artefacts.snapshot_files import files_of  # noqa: E402
 from ciuic.cli.app import cli  # noqa: E402
 from ciuic.errors import DestinationExists, UsageError  # noqa: E402
 from ciuic.repository import Repository  # noqa: E402
+from ciuic.system import disk  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -254,7 +255,9 @@ def test_an_interrupted_export_is_repeated(place: Place, monkeypatch: pytest.Mon
         (place.root / name).parent.mkdir(exist_ok=True)
         (place.root / name).write_text("{}")
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "os", DyingOs(Steps(steps), NAME_CALLS | DATA_CALLS))
+        dying = DyingOs(Steps(steps), NAME_CALLS | DATA_CALLS)
+        for module in (folder, disk):
+            patched.setattr(module, "os", dying)
         with pytest.raises(Killed):
             place.export()
     place.export()
