@@ -1,14 +1,16 @@
 """Cost of a remote: uploads and restores next to restic and rclone, on one SeaweedFS, in one run.
 
     make bench-remote                              the figures that are reported
+    make bench-remote ARGS="--busy 4"              the same beside four processes that compute
     make bench-remote ARGS="--mib 64 --rounds 1"   smoke test; its figures mean nothing
 
 Each turn of a round is a process of its own, and contenders take turns. *first*: a directory of noise that the
 bucket does not have, from the call to its last byte; ciuic's is a local snapshot and its upload, which are also given apart
-(*first snapshot*, *first upload*). *changed*: the same with a twentieth of the blocks changed. rclone only copies files, and is what the
-server and the wire allow. *restore*: all of it, to an empty directory, from the bucket alone, until syncfs(2) has returned: ciuic
-syncs each file before it gets its name, others leave that to the kernel; *returns* is when the command ended. *processor*: seconds of the
-contender itself for each GiB of the directory; *memory*: its largest resident set. *kills*: bytes that the server received
+(*first snapshot*, *first upload*). *changed*: the same with a twentieth of the blocks changed. *nothing new*: the upload, or the backup,
+of what the bucket has. *list*: the names of its snapshots, of its files for rclone. *one file*: one of the sixteen, without a cache.
+rclone only copies files, and is what the server and the wire allow. *restore*: all of it, to an empty directory, from the bucket alone,
+until syncfs(2) has returned: ciuic syncs each file before it gets its name, others leave that to the kernel; *returns* is when the
+command ended. *processor*: seconds of the contender itself; *memory*: its largest resident set. *kills*: bytes that the server received
 for 512 MiB while the uploader was killed forty times, and whether the remote is exact.
 """
 
@@ -25,20 +27,39 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from support.object_servers import SeaweedFS
 
-_RESULTS: Final = Path(__file__).with_name("results")
+_CIUIC: Final = str(Path(sys.executable).with_name("ciuic"))
 _FILES: Final = 16
 _BLOCK: Final = 262144
 _MIB: Final = 1 << 20
 _KILLS: Final = 40
 _KILLS_RATE: Final = 12 << 20
-WORKS: Final = ("first", "changed", "restore")
+WORKS: Final = ("first", "changed", "nothing new", "list", "one file", "restore")
+
+
+class Bar(NamedTuple):
+    """Limit of a ratio of medians, or of ciuic's median in seconds where ``of`` is empty."""
+
+    work: str
+    of: str
+    idle: float
+    busy: float
+
+
+BARS: Final = (
+    Bar("first", "rclone", 1.1, 1.1),
+    Bar("changed", "rclone", 1.5, 1.5),
+    Bar("restore", "rclone", 1.1, 1.1),
+    Bar("one file", "restic", 0.4, 1.0),
+    Bar("nothing new", "", 0.2, 0.2),
+)
 
 
 class Turn(NamedTuple):
@@ -117,22 +138,71 @@ def _child(top: Path, what: str) -> tuple[str, ...]:
     return sys.executable, "-m", "benchmarks.remote", "--child", what, str(top)
 
 
-class Ciuic:
+class Contender:
+    """Program that brings the files of one directory to one prefix of the server, and back."""
+
+    name: str
+
+    def __init__(self, bench: Bench, top: Path, url: str, source: Path) -> None:
+        self._bench, self._top, self._url, self._source = bench, top, url, source
+        top.mkdir()
+        self.parts: dict[str, Turn] = {}
+        """Turns that the last `back_up` consisted of."""
+        self.make()
+
+    def make(self) -> None:
+        """Make the place on the server."""
+
+    def back_up(self) -> Turn:
+        """Bring what is new to the server."""
+        raise NotImplementedError
+
+    def look(self) -> Turn:
+        """Find out that nothing is new."""
+        return self.back_up()
+
+    def list(self) -> Turn:
+        """List what is stored."""
+        raise NotImplementedError
+
+    def restore(self, target: Path, file: str = "") -> Turn:
+        """Bring all back to ``target``, or the file of this name; nothing of the server is cached."""
+        raise NotImplementedError
+
+
+class Ciuic(Contender):
     """Local snapshot and upload, and a restore on a machine that has the key alone."""
 
     name = "ciuic"
 
-    def __init__(self, bench: Bench, top: Path, url: str, source: Path) -> None:
-        self._bench, self._top, self._url, self._source = bench, top, url, source
-        self.parts: list[Turn] = []
-        top.mkdir()
-        (top / "settings").write_text(json.dumps({"url": url, "source": str(source)}))
-        bench.run(*_child(top, "init"))
+    def make(self) -> None:
+        (self._top / "settings").write_text(json.dumps({"url": self._url, "source": str(self._source)}))
+        self._bench.run(*_child(self._top, "init"))
+        self.configure()
+
+    def configure(self, more: str = "") -> None:
+        """Write the configuration, with more settings of the remote."""
+        (self._top / "ciuic.toml").write_text(
+            f'[[remote]]\nname = "remote"\nurl = "{self._url}"\nkey_file = "{self._top}/key"\n'
+            f'endpoint = "{self._bench.environment["AWS_ENDPOINT_URL"]}"\n{more}'
+        )
+
+    @property
+    def upload(self) -> tuple[str, ...]:
+        """Command that uploads and ends."""
+        return (
+            *("env", f"CIUIC_UPLOAD_STATE={self._top}/state", _CIUIC),
+            *("--config", f"{self._top}/ciuic.toml", "--repo", f"{self._top}/repository"),
+            *("remote", "upload", "--once"),
+        )
+
+    def store(self) -> Turn:
+        """Take the local snapshot."""
+        return self._bench.run(*_child(self._top, "store"))
 
     def back_up(self) -> Turn:
-        snapshot, upload = self.parts = [
-            self._bench.run(*_child(self._top, what)) for what in ("store", "upload")
-        ]
+        snapshot, upload = self.store(), self.look()
+        self.parts = {"snapshot": snapshot, "upload": upload}
         return Turn(
             snapshot.seconds + upload.seconds,
             snapshot.processor_seconds + upload.processor_seconds,
@@ -140,118 +210,138 @@ class Ciuic:
             snapshot.returned_seconds + upload.returned_seconds,
         )
 
-    def restore(self, target: Path) -> Turn:
-        return self._bench.run(
-            str(Path(sys.executable).with_name("ciuic")),
-            "--repo",
-            self._url,
-            "restore",
-            "-s",
-            "latest",
-            "-p",
-            str(self._source),
-            "-d",
-            str(target),
-            CIUIC_REMOTE_KEY_FILE=str(self._top / "key"),
-            XDG_CACHE_HOME=str(target.with_name("cache")),
+    def look(self) -> Turn:
+        return self._bench.run(*self.upload)
+
+    def list(self) -> Turn:
+        return self._run("--repo", self._url, "list", XDG_CACHE_HOME=str(self._top / "cache"))
+
+    def restore(self, target: Path, file: str = "") -> Turn:
+        return self._run(
+            *("--repo", self._url, "restore", "-s", "latest"),
+            *("-p", str(self._source / file), "-d", str(target)),
             synced=target.parent,
+            XDG_CACHE_HOME=str(target.with_name("cache")),
         )
 
+    def _run(self, *argv: str, synced: Path | None = None, **variables: str) -> Turn:
+        variables["CIUIC_REMOTE_KEY_FILE"] = str(self._top / "key")
+        return self._bench.run(_CIUIC, *argv, synced=synced, **variables)
 
-class Restic:
+
+class Restic(Contender):
     """restic to the same server."""
 
     name = "restic"
 
-    def __init__(self, bench: Bench, top: Path, url: str, source: Path) -> None:
-        self._bench, self._source = bench, source
-        self._variables: dict[str, Any] = {
-            "RESTIC_REPOSITORY": f"s3:{bench.environment['AWS_ENDPOINT_URL']}/{url.removeprefix('s3://')}",
-            "RESTIC_PASSWORD": "benchmark",
-            "RESTIC_CACHE_DIR": str(top / "cache"),
-        }
-        top.mkdir()
-        self._options = (f"--cacert={bench.authority}",) if bench.authority else ()
-        bench.run("restic", *self._options, "init", **self._variables)
+    def make(self) -> None:
+        self._run("init")
 
     def back_up(self) -> Turn:
-        return self._bench.run("restic", *self._options, "backup", str(self._source), **self._variables)
+        return self._run("backup", str(self._source))
 
-    def restore(self, target: Path) -> Turn:
+    def list(self) -> Turn:
+        return self._run("snapshots")
+
+    def restore(self, target: Path, file: str = "") -> Turn:
+        return self._run(
+            *("restore", "latest", "--target", str(target), "--include", str(self._source / file)),
+            synced=target.parent,
+            cache=target.with_name("cache"),
+        )
+
+    def _run(self, *argv: str, synced: Path | None = None, cache: Path | None = None) -> Turn:
+        authority = (f"--cacert={self._bench.authority}",) if self._bench.authority else ()
+        endpoint = self._bench.environment["AWS_ENDPOINT_URL"]
         return self._bench.run(
             "restic",
-            *self._options,
-            "restore",
-            "latest",
-            "--target",
-            str(target),
-            synced=target.parent,
-            **self._variables,
+            *authority,
+            *argv,
+            synced=synced,
+            RESTIC_REPOSITORY=f"s3:{endpoint}/{self._url.removeprefix('s3://')}",
+            RESTIC_PASSWORD="benchmark",
+            RESTIC_CACHE_DIR=str(cache or self._top / "cache"),
         )
 
 
-class Rclone:
+class Rclone(Contender):
     """rclone, which copies files: the rate of the server."""
 
     name = "rclone"
 
-    def __init__(self, bench: Bench, top: Path, url: str, source: Path) -> None:
-        self._bench, self._source = bench, source
-        self._place = f":s3:{url.removeprefix('s3://')}"
-        self._options = (
-            "--s3-provider=Other",
-            "--s3-env-auth",
-            f"--s3-endpoint={bench.environment['AWS_ENDPOINT_URL']}",
-            "--config=/dev/null",
-            *((f"--ca-cert={bench.authority}",) if bench.authority else ()),
-        )
-
     def back_up(self) -> Turn:
-        return self._bench.run("rclone", *self._options, "sync", str(self._source), self._place)
+        return self._run("sync", str(self._source), self._place)
 
-    def restore(self, target: Path) -> Turn:
+    def list(self) -> Turn:
+        return self._run("lsf", self._place)
+
+    def restore(self, target: Path, file: str = "") -> Turn:
+        if file:
+            return self._run("copyto", f"{self._place}/{file}", str(target / file), synced=target.parent)
+        return self._run("sync", self._place, str(target), synced=target.parent)
+
+    @property
+    def _place(self) -> str:
+        return f":s3:{self._url.removeprefix('s3://')}"
+
+    def _run(self, *argv: str, synced: Path | None = None) -> Turn:
         return self._bench.run(
-            "rclone", *self._options, "sync", self._place, str(target), synced=target.parent
+            *("rclone", *argv, "--s3-provider=Other", "--s3-env-auth", "--config=/dev/null"),
+            f"--s3-endpoint={self._bench.environment['AWS_ENDPOINT_URL']}",
+            *((f"--ca-cert={self._bench.authority}",) if self._bench.authority else ()),
+            synced=synced,
         )
-
-
-Contender = Callable[[Bench, Path, str, Path], "Ciuic | Restic | Rclone"]
 
 
 def measure(bench: Bench, mib: int, rounds: int) -> dict[str, dict[str, list[Turn]]]:
     """Return the turns of each work by contender."""
     found: dict[str, dict[str, list[Turn]]] = {}
-    makers: list[Contender] = [Ciuic]
-    makers += [maker for name, maker in (("restic", Restic), ("rclone", Rclone)) if shutil.which(name)]
+    makers: list[type[Contender]] = [Ciuic]
+    makers += [maker for maker in (Restic, Rclone) if shutil.which(maker.name)]
     for number in range(rounds):
         contenders = []
         for maker in makers[number % len(makers) :] + makers[: number % len(makers)]:
-            top = bench.top / f"{maker.__name__}-{number}"
-            source = bench.top / f"source-{maker.__name__}-{number}"
+            source = bench.top / f"source-{maker.name}-{number}"
             make_files(source, mib, number)
-            contenders.append((maker(bench, top, bench.server.new_url(), source), source))
+            contender = maker(bench, bench.top / f"{maker.name}-{number}", bench.server.new_url(), source)
+            contenders.append((contender, source))
         for work in WORKS:
             for contender, source in contenders:
                 if work == "changed":
                     change_files(source, 1000 + number)
                 os.sync()
-                if work == "restore":
-                    target = bench.top / f"restored-{contender.name}-{number}" / "r"
-                    target.parent.mkdir()
-                    turn = contender.restore(target)
-                    _assert_restored(source, target)
-                    shutil.rmtree(target.parent)
-                else:
-                    turn = contender.back_up()
-                    if isinstance(contender, Ciuic):
-                        for part, of_part in zip(("snapshot", "upload"), contender.parts, strict=True):
-                            found.setdefault(f"{work} {part}", {}).setdefault("ciuic", []).append(of_part)
-                found.setdefault(work, {}).setdefault(contender.name, []).append(turn)
+                found.setdefault(work, {}).setdefault(contender.name, []).append(
+                    _turn(bench, contender, source, work)
+                )
+                for part, turn in contender.parts.items():
+                    found.setdefault(f"{work} {part}", {}).setdefault(contender.name, []).append(turn)
+                contender.parts = {}
+        for contender, source in contenders:
+            shutil.rmtree(source)
+            shutil.rmtree(bench.top / f"{contender.name}-{number}")
     return found
 
 
-def _assert_restored(source: Path, target: Path) -> None:
-    for path in source.iterdir():
+def _turn(bench: Bench, contender: Contender, source: Path, work: str) -> Turn:
+    if work == "nothing new":
+        return contender.look()
+    if work == "list":
+        # The first one fills the cache.
+        contender.list()
+        return contender.list()
+    if work not in ("one file", "restore"):
+        return contender.back_up()
+    target = bench.top / f"restored-{contender.name}" / "r"
+    target.parent.mkdir()
+    names = ["07"] if work == "one file" else [path.name for path in source.iterdir()]
+    turn = contender.restore(target, names[0] if work == "one file" else "")
+    _assert_restored([source / name for name in names], target)
+    shutil.rmtree(target.parent)
+    return turn
+
+
+def _assert_restored(paths: Sequence[Path], target: Path) -> None:
+    for path in paths:
         copies = [copy for copy in target.rglob(path.name) if copy.is_file()]
         if not copies or copies[0].read_bytes() != path.read_bytes():
             raise RuntimeError(f"{path.name} was not restored")
@@ -263,15 +353,13 @@ def measure_kills(bench: Bench, mib: int) -> dict[str, float]:
     make_files(source, mib, 77)
     top = bench.top / "kills"
     contender = Ciuic(bench, top, bench.server.new_url(), source)
-    bench.run(*_child(top, "store"))
-    del contender
+    contender.store()
     # At a rate at which forty kills fall into the upload; each process takes a second to begin.
-    settings = json.loads((top / "settings").read_text())
-    (top / "settings").write_text(json.dumps({**settings, "bandwidth": _KILLS_RATE}))
+    contender.configure(f'bandwidth = "{_KILLS_RATE >> 20}MiB"\n')
     kills = 0
     chance = random.Random(5)
     while True:
-        process = subprocess.Popen(_child(top, "upload"), env={**os.environ, **bench.environment})
+        process = subprocess.Popen(contender.upload, env={**os.environ, **bench.environment})
         try:
             process.wait(1.2 + chance.uniform(0.2, 1.2) if kills < _KILLS else None)
             break
@@ -308,8 +396,10 @@ def make_certificate(place: Path) -> tuple[Path, Path]:
 
 def child(what: str, top: Path) -> None:
     """Do one step of ciuic's in a process of its own."""
-    from ciuic.config import Config, RemoteConfig
-    from ciuic.remote import replication
+    settings = json.loads((top / "settings").read_text())
+    if what == "store":
+        _store(top, Path(settings["source"]))
+        return
     from ciuic.remote.access import add_slot, init_remote
     from ciuic.remote.objects.opening import open_objects
     from ciuic.remote.objects.urls import StoreSettings
@@ -317,34 +407,17 @@ def child(what: str, top: Path) -> None:
     from ciuic.remote.sealing.sealer import MasterKey
     from ciuic.repository import Repository
 
-    settings = json.loads((top / "settings").read_text())
     endpoint = os.environ["AWS_ENDPOINT_URL"]
-    key = top / "key"
-    if what == "init":
-        objects = open_objects(settings["url"], StoreSettings(endpoint=endpoint))
-        remote = init_remote(objects, master=MasterKey.generate(), block_size=_BLOCK)
-        key.write_bytes(new_key_text())
-        key.chmod(0o600)
-        add_slot(remote, "host", read_key_file(str(key)))
-        Repository.create(top / "repository", identity=remote.identity).close()
-        return
-    if what == "store":
-        _store(top, Path(settings["source"]))
-    if what == "upload":
-        config = Config(
-            remotes=(
-                RemoteConfig(
-                    name="remote",
-                    url=settings["url"],
-                    endpoint=endpoint,
-                    key_file=key,
-                    bandwidth_bytes=settings.get("bandwidth"),
-                ),
-            )
-        )
-        replication.run(config, top / "repository", once=True, state_dir=top / "state")
     if what == "check":
         _check(top, settings["url"], endpoint)
+        return
+    objects = open_objects(settings["url"], StoreSettings(endpoint=endpoint))
+    remote = init_remote(objects, master=MasterKey.generate(), block_size=_BLOCK)
+    key = top / "key"
+    key.write_bytes(new_key_text())
+    key.chmod(0o600)
+    add_slot(remote, "host", read_key_file(str(key)))
+    Repository.create(top / "repository", identity=remote.identity).close()
 
 
 def _store(top: Path, source: Path) -> None:
@@ -403,40 +476,73 @@ def _check(top: Path, url: str, endpoint: str) -> None:
     sys.stdout.write(json.dumps({"stored_bytes": stored, "copies": chunks.copies, "chunks": len(chunks)}))
 
 
-def report(turns: dict[str, dict[str, list[Turn]]], mib: int, rounds: int) -> str:
-    """Return the table."""
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Compute in so many processes meanwhile."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def report(turns: dict[str, dict[str, list[Turn]]], mib: int, rounds: int, busy: int) -> str:
+    """Return the tables of figures and of bars."""
     lines = [
-        "| work | contender | s (median) | of restic | returns | of restic | processor s/GiB | of restic | memory MiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| work | contender | s (median) | of restic | of rclone | returns | processor s | memory MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for work, by_name in turns.items():
+    medians = {
+        work: {name: Turn(*map(statistics.median, zip(*some, strict=True))) for name, some in by_name.items()}
+        for work, by_name in turns.items()
+    }
+    for work, by_name in sorted(medians.items(), key=lambda one: _order(one[0])):
         # Parts are compared with the whole that they are of.
-        whole = turns[work.partition(" ")[0]]
-        restic = whole.get("restic", [Turn(1, 1, 0, 1)])
-        base = [statistics.median(column) for column in zip(*restic, strict=True)]
-        for name, some in by_name.items():
-            seconds, processor, _, returned = (
-                statistics.median(column) for column in zip(*some, strict=True)
-            )
-            memory = max(turn.memory_bytes for turn in some) / (1 << 20)
+        whole = medians.get(work, {}) if work in WORKS else medians[work.rpartition(" ")[0]]
+        for name, turn in by_name.items():
+            ratios = [
+                f"{turn.seconds / whole[other].seconds:.2f}" if other in whole else "-"
+                for other in ("restic", "rclone")
+            ]
             lines.append(
-                f"| {work} | {name} | {seconds:.2f} | {seconds / base[0]:.2f} | {returned:.2f} | {returned / base[3]:.2f} "
-                f"| {processor / (mib / 1024):.2f} | {processor / base[1]:.2f} | {memory:.0f} |"
+                f"| {work} | {name} | {turn.seconds:.2f} | {' | '.join(ratios)} | {turn.returned_seconds:.2f} "
+                f"| {turn.processor_seconds:.2f} | {turn.memory_bytes / _MIB:.0f} |"
             )
+    lines += ["", "| bar | limit | measured | |", "| --- | --- | --- | --- |"]
+    for bar in BARS:
+        limit = bar.busy if busy else bar.idle
+        measured = medians[bar.work]["ciuic"].seconds
+        if bar.of and bar.of not in medians[bar.work]:
+            lines.append(f"| {bar.work} | {limit:g} of {bar.of} | not judged | |")
+            continue
+        if bar.of:
+            measured /= medians[bar.work][bar.of].seconds
+        unit = f"of {bar.of}" if bar.of else "s"
+        verdict = "met" if measured <= limit else "**missed**"
+        lines.append(f"| {bar.work} | {limit:g} {unit} | {measured:.2f} | {verdict} |")
+    beside = f"; beside {busy} processes that compute" if busy else ""
     return (
-        f"{mib} MiB, {rounds} rounds, medians; noise, sealed; load {os.getloadavg()[0]:.1f}.\n\n"
+        f"{mib} MiB, {rounds} rounds, medians; noise, sealed; load {os.getloadavg()[0]:.1f}{beside}.\n\n"
         + "\n".join(lines)
         + "\n"
     )
 
 
+def _order(work: str) -> tuple[int, bool]:
+    """Order works as they are done, each with its parts before it."""
+    return next(number for number, whole in enumerate(WORKS) if work.startswith(whole)), work in WORKS
+
+
 def main() -> int:
-    """Measure, print the table, and keep it."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(prog="benchmarks.remote", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside it")
     parser.add_argument("--no-kills", action="store_true")
-    parser.add_argument("--tls", action="store_true", help="over TLS; the table is only printed")
+    parser.add_argument("--tls", action="store_true", help="over TLS")
     parser.add_argument("--server-dir", help="where the server keeps its objects, such as a tmpfs")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "DIR"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -463,14 +569,14 @@ def main() -> int:
             if certificate is not None:
                 environment["SSL_CERT_FILE"] = str(certificate[0])
             bench = Bench(top, server, environment, environment.get("SSL_CERT_FILE", ""))
-            text = report(measure(bench, options.mib, options.rounds), options.mib, options.rounds)
+            with busy_processes(options.busy):
+                turns = measure(bench, options.mib, options.rounds)
+            text = report(turns, options.mib, options.rounds, options.busy)
             if not options.no_kills:
                 text += f"\nKills: {json.dumps(measure_kills(bench, options.mib))}\n"
         finally:
             server.stop()
     sys.stdout.write(text)
-    if not options.tls:
-        (_RESULTS / f"{time.strftime('%Y-%m')}-remote.md").write_text(text)
     return 0
 
 
