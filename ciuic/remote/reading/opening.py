@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,6 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import (
     UPLOADING_NS,
     LogReader,
-    UnloggedManifest,
     naming_memory,
     unlogged_manifests,
 )
@@ -281,7 +281,11 @@ def read_remote(
         if close_objects:
             closing.callback(remote.objects.close)
         retrying = remote._replace(objects=RetryingObjects(remote.objects, retry))
-        for space in [retrying, *repository_spaces(retrying)]:
+        # Over a long way a round trip is dearer than a thread: what waits for no other answer is asked for at once.
+        pool = ThreadPoolExecutor(2, thread_name_prefix="listing")
+        closing.callback(pool.shutdown, cancel_futures=True)
+        closing.callback(retry.end)
+        for space in _spaces(retrying, pool.submit(repository_spaces, retrying)):
             cache = closing.enter_context(open_cache(remote, space, cache_root))
             reader = SpaceReader(
                 space,
@@ -296,12 +300,21 @@ def read_remote(
             logs = LogReader(
                 space.objects, space.sealer, cache_path=str(cache.path / "logs"), skip_damaged=True
             )
-            # What collections deleted is there as well where every version is read.
-            stored = () if skips_unreadable else _listed(space)
+            listed = pool.submit(_listed, space)
             with naming_memory(str(cache.path)):
                 logs.refresh()
+                # What collections deleted is there as well where every version is read.
+                if unknown := [] if skips_unreadable else _unknown(listed.result(), logs):
+                    # Their commits may have come after the logs were listed.
+                    logs.refresh()
             reader.damaged_logs = logs.damaged
-            reader.unlogged = _unlogged(space, stored, logs)
+            reader.unlogged = unlogged_manifests(
+                space.objects,
+                space.sealer,
+                _unknown(unknown, logs)[:_MAX_UNKNOWN],
+                logs,
+                time.time_ns() - UPLOADING_NS,
+            )
             for one in reader.unlogged:
                 events.warning(
                     "remote_commit_lost", remote=space.objects.url, manifest=one.name, reason=one.reason
@@ -310,19 +323,20 @@ def read_remote(
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
-        closing.callback(retry.end)
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)
         opened.keep_open(closing)
     return opened
 
 
-def _unlogged(space: Remote, stored: Sequence[ObjectInfo], logs: LogReader) -> list[UnloggedManifest]:
-    """Return manifests whose commits are lost; the first of very many, because a reader waits for each."""
+def _spaces(own: Remote, others: Future[list[Remote]]) -> Iterator[Remote]:
+    yield own
+    yield from others.result()
+
+
+def _unknown(stored: Sequence[ObjectInfo], logs: LogReader) -> list[ObjectInfo]:
+    """Return the manifests that no log commits or removes; a reader waits for each."""
     known = {*logs.live(), *logs.removed()}
-    unknown = [info for info in stored if info.name not in known]
-    return unlogged_manifests(
-        space.objects, space.sealer, unknown[:_MAX_UNKNOWN], logs, time.time_ns() - UPLOADING_NS
-    )
+    return [info for info in stored if info.name not in known]
 
 
 def _listed(space: Remote) -> list[ObjectInfo]:

@@ -23,6 +23,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import chain, zip_longest
 from typing import Final, TypeVar
@@ -351,16 +352,6 @@ class RemoteLookup:
         self._closing.callback(index.close)
         self._is_fresh = index.rounds_finished is None and not index.known
         rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
-        sound = True
-        try:
-            rounds.refresh()
-            index.follow(rounds)
-        except RolledBack:
-            raise
-        except (Damaged, UnsupportedFormat) as error:
-            # Rounds matter to those who write. A reader finds what is there by a listing.
-            events.warning("remote_round_unreadable", error=error.message)
-            sound = False
         # Apart from the logs that the list of snapshots has read: these are the entries that the index lacks.
         reader = LogReader(
             space.objects,
@@ -368,7 +359,20 @@ class RemoteLookup:
             cache_path=None if path is None else f"{path}.logs",
             skip_damaged=True,
         )
-        news = reader.refresh()
+        # At once: over a long way each is several round trips.
+        with ThreadPoolExecutor(1, thread_name_prefix="rounds") as pool:
+            refreshed = pool.submit(rounds.refresh)
+            news = reader.refresh()
+        sound = True
+        try:
+            refreshed.result()
+            index.follow(rounds)
+        except RolledBack:
+            raise
+        except (Damaged, UnsupportedFormat) as error:
+            # Rounds matter to those who write. A reader finds what is there by a listing.
+            events.warning("remote_round_unreadable", error=error.message)
+            sound = False
         self._order.restart()
         self._incomplete_since = None
         if index.rounds_finished is None and sound:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from support import trees
@@ -17,7 +19,9 @@ from support.stored import store
 from ciuic.errors import NotFound, UsageError
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
+from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.restore import execute, plan_restore
 
 
@@ -68,6 +72,37 @@ def test_an_id_of_two_hosts_is_named_with_the_host(remote: Remote, tmp_path: Pat
             assert snapshots.info(loaded.id).id == name
         (repository,) = opened.repositories
         assert verify_snapshots(repository, checksum=True).damages == []
+
+
+class CommittingMeanwhile:
+    """Objects where a new host commits after the logs were listed, and before manifests are."""
+
+    def __init__(self, objects: Objects, commit: Callable[[], object]) -> None:
+        self._objects = objects
+        self._commit: Callable[[], object] | None = commit
+        self._committed = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objects, name)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        if prefix == MANIFESTS_PREFIX:
+            assert self._committed.wait(60)
+        found = list(self._objects.list(prefix, after=after))
+        if prefix == LOGS_PREFIX and self._commit is not None:
+            commit, self._commit = self._commit, None
+            commit()
+            self._committed.set()
+        return iter(found)
+
+
+def test_a_commit_between_the_listings_is_no_damage(remote: Remote, tmp_path: Path) -> None:
+    """Manifests and logs are listed at once: a host that commits its first snapshot meanwhile is read whole."""
+    stored_host(tmp_path, remote, "alpha", 1)
+    objects = CommittingMeanwhile(remote.objects, lambda: stored_host(tmp_path, remote, "beta", 2))
+    with reading(remote._replace(objects=cast("Objects", objects)), tmp_path / "cache") as opened:
+        assert opened.log_damage == []
+        assert opened.snapshots.names() == {"cs-000001", "cs-000002"}
 
 
 def test_one_host_alone_is_seen(remote: Remote, tmp_path: Path) -> None:
