@@ -110,6 +110,8 @@ def _made(remote: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret])
             f"remote {remote.url} has encryption = false, but a key was given",
             hint="leave out one of them: with the key the new remote would be sealed",
         )
+    # Before the first step, and on some stores ten seconds long.
+    log.warning("ciuic: there is no remote at %s yet: proving that one can be made there", remote.url)
     prove_create_only(lambda: configured_objects(remote))
     if not remote.encryption:
         made = init_remote(objects, master=None, block_size=DEFAULT_BLOCK_SIZE)

@@ -173,7 +173,7 @@ def test_what_happens_during_a_pause(bucket: str, pause: int) -> None:
                 spoil(info.name)
 
         with pytest.raises(CreateOnlyNotKept):
-            prove(lambda: MemoryObjects(bucket), sleep)
+            prove_create_only(lambda: MemoryObjects(bucket), rounds=1, sleep=sleep)
 
 
 class LosesReplies(MemoryObjects):
