@@ -524,6 +524,8 @@ class _CheckedPack(NamedTuple):
     """Its table; empty if it is damaged."""
     problem: str
     """Defect in words; empty if there is none."""
+    archived: bool = False
+    """The pack is archived, and the copy of its table is lost."""
 
 
 def listed_packs(objects: Objects) -> dict[PackRef, int]:
@@ -598,7 +600,7 @@ def _check_pack(
     except NoSuchObject:
         return None
     except (Damaged, UnsupportedFormat, ArchivedObject) as error:
-        return _CheckedPack(ref, packs[ref], [], error.message)
+        return _CheckedPack(ref, packs[ref], [], error.message, isinstance(error, ArchivedObject))
 
 
 _REPAIR_HINT = "ciuic check --remote --repair, on a host whose repository has it"
@@ -680,6 +682,8 @@ def _check_space(
         if pack.problem:
             damaged.add(pack.ref)
             hint = "what snapshots need of it is reported as well, and nothing else is lost"
+            if pack.archived:
+                hint = "its copy of the table is lost: ciuic remote thaw the snapshots that lack chunks, then ciuic remote tier"
             report.findings.append(CheckFinding("error", "pack", pack.problem, hint))
     # Tables that decayed since the cache learned them say nothing any more.
     reader.lookup.refresh()
