@@ -185,7 +185,17 @@ def test_lost_copy_of_a_table(short_tmp: Path, seaweedfs: SeaweedFS, store: Arch
     while "everything can be read" not in elsewhere("thaws", "--repo", url, "remote", "thaw", first):
         pass
     assert len(store.restores) == packs
-    restore = ("--repo", url, "restore", "-s", first, "-p", str(host.top / "root"), "-d", str(short_tmp / "back"))
+    restore = (
+        "--repo",
+        url,
+        "restore",
+        "-s",
+        first,
+        "-p",
+        str(host.top / "root"),
+        "-d",
+        str(short_tmp / "back"),
+    )
     elsewhere("restores", *restore)
     assert (short_tmp / "back" / "root" / "file").read_bytes() == old
     assert "nothing moved" in elsewhere("moves", "remote", "tier")

@@ -94,7 +94,6 @@ class Commands:
             capture_output=True, timeout=timeout, encoding="utf-8", errors="replace",
         )  # fmt: skip
 
-
     @classmethod
     def start(cls, *arguments: str, env: Mapping[str, str], before: str = "") -> Program:
         """Start a command within `warm`, after these statements."""

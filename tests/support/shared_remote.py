@@ -40,6 +40,7 @@ _STOCK: Final = 24
 _FILES: Final = 5
 _EVENTS: Final = 80
 _MAX_RUNNING: Final = 4
+_KINDS: Final = ("upload", "upload", "collect", "collect", "prune", "forget", "snapshot", "give up")
 _CONFIG: Final = """
 [remote.keep]
 keep_within = "0s"
@@ -63,10 +64,9 @@ class SharedRemote:
         server: Object store.
         place: Empty directory.
         rng: Source of every choice.
-        sealed: Whether the remote is encrypted.
     """
 
-    def __init__(self, server: Server, place: Path, rng: random.Random, *, sealed: bool) -> None:
+    def __init__(self, server: Server, place: Path, rng: random.Random) -> None:
         self.kills: Counter[str] = Counter()
         """Killed processes by their command; hosts that were lost."""
         self.ended: Counter[tuple[str, int]] = Counter()
@@ -86,8 +86,8 @@ class SharedRemote:
         self._listed: list[str] = []
         self._number = 0
         self._running: dict[tuple[str, int], Program] = {}
-        first = self._new_host(sealed, None)
-        self._hosts = [first, *(self._new_host(sealed, first) for _ in range(1, _HOSTS))]
+        first = self._new_host(None)
+        self._hosts = [first, *(self._new_host(first) for _ in range(1, _HOSTS))]
         self._secrets = first.secrets(server.environment())
         self._remote = open_remote(self._objects, first.remote_secrets())
         self._operator = {
@@ -98,16 +98,10 @@ class SharedRemote:
             "CIUIC_CONFIG": "/dev/null",
         }
 
-    def _new_host(self, sealed: bool, shared: UploadingHost | None) -> UploadingHost:
+    def _new_host(self, shared: UploadingHost | None) -> UploadingHost:
         self._number += 1
-        host = UploadingHost(
-            self._place / f"host-{self._number}",
-            self._url,
-            self._objects,
-            self._server.environment(),
-            sealed=sealed,
-            shared=shared,
-        )
+        place = self._place / f"host-{self._number}"
+        host = UploadingHost(place, self._url, self._objects, self._server.environment(), shared=shared)
         host.env["XDG_CACHE_HOME"] = str(host.top / "cache")
         with open(host.config, "a", encoding="utf-8") as config:
             config.write(_CONFIG)
@@ -126,8 +120,7 @@ class SharedRemote:
             self._snapshot(host)
         for _ in range(_EVENTS):
             if len(self._running) < _MAX_RUNNING:
-                what = self._rng.choice(("upload", "upload", "collect", "collect", "prune", "forget", "snapshot", "give up"))
-                self._event(what, self._rng.randrange(_HOSTS))
+                self._event(self._rng.choice(_KINDS), self._rng.randrange(_HOSTS))
             else:
                 # Commands end soon: often the newest is chosen.
                 self._kill(self._rng.choice([*self._running][-self._rng.choice((1, 1, _MAX_RUNNING)) :]))
@@ -138,30 +131,34 @@ class SharedRemote:
         if self._rng.random() < 0.4:
             self._hosts[lost].lose()
             self.kills["host lost"] += 1
-            self._hosts[lost] = self._new_host(self._remote.sealer.sealed, self._hosts[lost])
+            self._hosts[lost] = self._new_host(self._hosts[lost])
         self._judge("after kills")
         self._rest()
 
     def _event(self, what: str, number: int) -> None:
         """Begin such a process, unless one runs."""
         host = self._hosts[number]
+        if (what, number) in self._running:
+            return
         if what == "snapshot":
             self._snapshot(number)
-        elif (what, number) in self._running:
-            pass
         elif what == "upload":
             self._begin((what, number), host.env, "remote", "upload")
         elif what == "prune":
             self._begin((what, number), host.env, "prune")
         elif what == "forget":
-            self._begin((what, number), host.env, "forget", "-y", self._rng.choice([*host.taken][:-1] or [""]))
+            self._begin(
+                (what, number), host.env, "forget", "-y", self._rng.choice([*host.taken][:-1] or [""])
+            )
         elif what == "collect":
             # The operator, or a host beside its own upload.
             words = ("--repo", self._url) if number == 0 else ()
             self._begin((what, number), host.env if number else self._operator, *words, "prune", "--remote")
         elif self._listed:
             chosen = self._rng.choice(self._listed)
-            self._begin((what, number), self._operator, "--repo", self._url, "forget", "--remote", "-y", chosen)
+            self._begin(
+                (what, number), self._operator, "--repo", self._url, "forget", "--remote", "-y", chosen
+            )
 
     def _begin(self, key: tuple[str, int], env: dict[str, str], *words: str) -> None:
         self._running[key] = Commands.start(*words, env=env, before=_IMPATIENT)
@@ -273,7 +270,9 @@ class SharedRemote:
         packs = {ref: name for name in old if (ref := parse_pack(name)) is not None}
         manifests = {name for name in old if name.startswith(MANIFESTS_PREFIX)}
         self.flaws += [f"{name} is of no snapshot, and stays" for name in manifests - live.keys()]
-        self.flaws += [f"{packs[ref]} has nothing that is needed, and stays" for ref in self._dead(packs, needed)]
+        self.flaws += [
+            f"{packs[ref]} has nothing that is needed, and stays" for ref in self._dead(packs, needed)
+        ]
         rounds = {info.name for info in self._objects.list(ROUNDS_PREFIX)}
         begun = {name for name in rounds if "." not in name}
         self.flaws += [f"{name} has no end" for name in begun if f"{name}.done" not in rounds]
@@ -288,9 +287,7 @@ class SharedRemote:
 
     def _dead(self, packs: dict[PackRef, str], needed: object) -> set[PackRef]:
         """Return the packs without a chunk that is needed, bases of differences included."""
-        tables = {
-            ref: RemotePackReader(self._remote.sealer, ref).read_table(self._objects) for ref in packs
-        }
+        tables = {ref: RemotePackReader(self._remote.sealer, ref).read_table(self._objects) for ref in packs}
         bases: set[bytes] = set()
         while more := {
             record.base

@@ -13,7 +13,7 @@ from typing import Final
 
 from ciuic.errors import UsageError
 from ciuic.remote import access
-from ciuic.remote.access import Remote, open_remote, repository_spaces
+from ciuic.remote.access import Remote, find_spaces, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import (
     UPLOADING_NS,
@@ -22,7 +22,7 @@ from ciuic.remote.log_reader import (
     naming_memory,
     unlogged_manifests,
 )
-from ciuic.remote.object_names import MANIFESTS_PREFIX
+from ciuic.remote.object_names import MANIFESTS_PREFIX, space_json
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
@@ -54,6 +54,8 @@ class ReadableRemote:
         self.snapshots: Final = snapshots
         """Snapshots of all repositories, or of one host."""
         self.readers: Final = tuple(readers)
+        self.lost_spaces: Sequence[DamagedRemote] = ()
+        """Spaces that have objects and no remote.json. Snapshots in them are not among ``snapshots``."""
         self._closing = ExitStack()
 
     @property
@@ -281,7 +283,9 @@ def read_remote(
         if close_objects:
             closing.callback(remote.objects.close)
         retrying = remote._replace(objects=RetryingObjects(remote.objects, retry))
-        for space in [retrying, *repository_spaces(retrying)]:
+        spaces = find_spaces(retrying.objects)
+        whole = [id_ for id_, is_whole in spaces.items() if is_whole]
+        for space in [retrying, *repository_spaces(retrying, whole)]:
             cache = closing.enter_context(open_cache(remote, space, cache_root))
             reader = SpaceReader(
                 space,
@@ -312,6 +316,16 @@ def read_remote(
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
         closing.callback(retry.end)
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)
+        opened.lost_spaces = [
+            DamagedRemote(
+                f"{remote.objects.url}/{space_json(id_)}",
+                "it is missing; the snapshots of this repository are not shown",
+                hint="ciuic remote upload on the host that has this repository; where the bucket keeps versions: "
+                "ciuic check --behind-deletions --repair",
+            )
+            for id_, is_whole in spaces.items()
+            if not is_whole
+        ]
         opened.keep_open(closing)
     return opened
 

@@ -644,15 +644,17 @@ def check_remote(
     """
     report = CheckReport(data_read=read_data)
     opened.read_manifests_anew()
-    _check_slots(opened, report)
+    _check_top(opened, report)
     for reader, repository in zip(opened.readers, opened.repositories, strict=True):
         _check_logs(reader, report)
         _check_space(reader, repository, report, read_data=read_data, progress=progress)
     return report
 
 
-def _check_slots(opened: ReadableRemote, report: CheckReport) -> None:
-    """Add the key slots that cannot be used to the report."""
+def _check_top(opened: ReadableRemote, report: CheckReport) -> None:
+    """Add lost identities of repositories, and key slots that cannot be used, to the report."""
+    for lost in opened.lost_spaces:
+        report.findings.append(CheckFinding("error", "configuration", lost.message, lost.hint or ""))
     slots = KeySlots(opened.remote.objects)
     opened.readers[0].retry.call(slots.all)
     for one in slots.unusable:
@@ -795,7 +797,7 @@ def repair_remote(
         with reopen() as opened:
             opened.read_manifests_anew()
             if not number:
-                _check_slots(opened, before)
+                _check_top(opened, before)
             mended = 0
             for reader, repository in zip(opened.readers, opened.repositories, strict=True):
                 # Every byte once: later passes look for what only shows when a node above is there again.

@@ -641,7 +641,11 @@ class _Mover:
         scheme = self._classes.scheme
         warm_or_cold = {ref: one.storage_class for ref, one in classes.items() if not one.is_thawed}
         moves = colder(targets, warm_or_cold, scheme=scheme)
-        cold = {ref for ref, one in classes.items() if one.is_thawed or find_class(scheme, one.storage_class).coldness}
+        cold = {
+            ref
+            for ref, one in classes.items()
+            if one.is_thawed or find_class(scheme, one.storage_class).coldness
+        }
         tableless = (cold & targets.keys()) - moves.keys()
         if tableless:
             tableless -= cold_packs(self._objects).keys()
