@@ -641,12 +641,11 @@ class _Mover:
         scheme = self._classes.scheme
         warm_or_cold = {ref: one.storage_class for ref, one in classes.items() if not one.is_thawed}
         moves = colder(targets, warm_or_cold, scheme=scheme)
-        cold = {
+        tableless = {
             ref
-            for ref, one in classes.items()
-            if one.is_thawed or find_class(scheme, one.storage_class).coldness
+            for ref in targets.keys() & classes.keys() - moves.keys()
+            if classes[ref].is_thawed or find_class(scheme, classes[ref].storage_class).coldness
         }
-        tableless = (cold & targets.keys()) - moves.keys()
         if tableless:
             tableless -= cold_packs(self._objects).keys()
         # By a listing: the index does not have the size of a pack that it learned of from a log.
