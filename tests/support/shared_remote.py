@@ -49,11 +49,20 @@ keep_last = 3
 keep_within = "0s"
 keep_last = 2
 """
-_IMPATIENT: Final = (
-    "from ciuic.remote.upkeep import collection_round as round_;"
-    "round_.DEFAULT_POLICY = round_.DEFAULT_POLICY._replace(young_ns=500_000_000, repack_share=0.6);"
-)
-"""What comes before a command: its collection spares what is younger than half a second, not a day."""
+_BEFORE: Final = """
+import random, time
+from ciuic.remote import writer_log
+from ciuic.remote.upkeep import check, collection_round as round_
+check.UPLOADING_NS = 400_000_000
+round_.DEFAULT_POLICY = round_.DEFAULT_POLICY._replace(young_ns=500_000_000, repack_share=0.6)
+commit = writer_log.WriterLog.commit
+def late(*arguments, **named):
+    time.sleep(random.random() / 2)
+    return commit(*arguments, **named)
+writer_log.WriterLog.commit = late
+"""
+"""What comes before a command: its collection spares what is younger than half a second, not a day, a repair what is a little younger,
+and kills come often between a manifest and its commit."""
 _DAMAGED: Final = 4
 
 
@@ -161,7 +170,7 @@ class SharedRemote:
             )
 
     def _begin(self, key: tuple[str, int], env: dict[str, str], *words: str) -> None:
-        self._running[key] = Commands.start(*words, env=env, before=_IMPATIENT)
+        self._running[key] = Commands.start(*words, env=env, before=_BEFORE)
 
     def _kill(self, key: tuple[str, int]) -> None:
         program = self._running.pop(key)
@@ -249,7 +258,7 @@ class SharedRemote:
 
     def _done(self, env: dict[str, str], *words: str, codes: tuple[int, ...] = (0,)) -> int:
         """Run a command to its end; return its exit code, and note one that it must not have."""
-        program = Commands.start(*words, env=env, before=_IMPATIENT)
+        program = Commands.start(*words, env=env, before=_BEFORE)
         out, err = program.communicate(180)
         assert program.returncode is not None
         if program.returncode not in codes or "Traceback" in err:
